@@ -25,10 +25,10 @@ SGLANG := $(VENV)-sglang
 SGLANG_FIXTURE := tests/strategies/sglang/cpu_fixture
 PYTEST := $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder
 # In a fresh clone, `make test` installs everything at once: to resolve the requirements twice takes half a minute.
-EXTRA := $(if $(filter test test-all test-rest test-long lint lock,$(MAKECMDGOALS)),[test])
+EXTRA := $(if $(filter test test-all test-rest test-long test-faults lint lock,$(MAKECMDGOALS)),[test])
 REQUIREMENTS := setup.py constraints/cpu.txt
 
-.PHONY: run test test-long test-rest test-all test-sglang lint docs install-vllm install-vllm-vision install-sglang test-vllm-parallel docker-test lock clean
+.PHONY: run test test-long test-rest test-all test-faults test-sglang lint docs install-vllm install-vllm-vision install-sglang test-vllm-parallel docker-test lock clean
 
 run: $(VENV)/.installed
 	$(BIN)/python $(RUN)
@@ -50,6 +50,15 @@ test-rest:
 test-all:
 	$(MAKE) test; tests=$$?; $(MAKE) test-rest; exit $$((tests + $$?))
 
+# Kill runs 100 times at random moments and compare (an hour on two cores); the table goes into docs/reliability.md.
+# `make test-faults KILLS=10 SEED=1` for fewer of them.
+KILLS ?= 100
+SEED ?= 0
+test-faults: $(VENV)/.installed-test
+	TEST_FAULTS=1 $(BIN)/python -m pytest -q tests/faults $(PYTEST_ARGS)
+	mkdir -p build
+	$(BIN)/python -m tests.faults.chaos --kills $(KILLS) --seed $(SEED) --record build/kills.jsonl --page docs/reliability.md
+
 # SGLang on this CPU: about three minutes, half a minute of them for each engine.
 test-sglang: $(SGLANG)/.installed
 	PYTHONPATH=$(CURDIR)/$(SGLANG_FIXTURE) $(SGLANG)/bin/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile \
@@ -59,9 +68,10 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# The documentation site; a link that leads nowhere fails it.
 docs: $(VENV)/.installed
 	$(INSTALL) -c constraints/cpu.txt -e '.[docs]'
-	$(BIN)/mkdocs build --site-dir build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/docs
 
 # vLLM for CPUs, beside everything else.
 install-vllm: $(VENV)/.installed-vllm

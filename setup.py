@@ -72,16 +72,24 @@ EXTRAS = {
     "deepspeed": ["deepspeed==0.19.8"],
     "megatron": ["megatron-core==0.16.1"],
     "peft": ["peft==0.21.2"],
+    # `roll export --to gguf`.
+    "gguf": ["gguf>=0.19"],
     # Tools of agents: MCP servers, and checks of arguments. The clients of black boxes are their programs' own.
     "agents": ["jsonschema>=4.20", "mcp>=2.0"],
     # Languages of responses, for the reward `ifeval`.
     "ifeval": ["langdetect>=1.0.9"],
     # Ray's dashboard, which takes jobs (`ray job submit`, KubeRay).
     "cluster": ["ray[default]>=2.60,<2.61"],
+    # Tests of the report in Chromium, which is installed apart from it, with its driver.
+    "browser": ["selenium>=4.40"],
+    # Programs of `roll evaluate --harness`. They want an older fsspec and python-dateutil than constraints/cpu.txt:
+    # install them without the constraints.
+    "harness": ["inspect-ai==0.3.285", "lm-eval==0.4.13"],
     "wandb": ["wandb>=0.20"],
     # SwanLab wants an older protobuf than constraints/cpu.txt: install it without the constraints.
     "swanlab": ["swanlab>=0.10"],
-    "trackers": ["wandb>=0.20", "swanlab>=0.10"],
+    "prometheus": ["prometheus-client>=0.20"],
+    "trackers": ["wandb>=0.20", "swanlab>=0.10", "prometheus-client>=0.20"],
     "gpu": ["deepspeed==0.19.8", "megatron-core==0.16.1", "peft==0.21.2", "vllm==0.32.0"],
     "test": [
         "anthropic==2.12.0",
@@ -104,7 +112,7 @@ EXTRAS = {
         # Its copies of published chat templates; nothing of it is imported.
         "trl==1.16.0",
     ],
-    "docs": ["mkdocs>=1.6", "mkdocs-material>=9.6"],
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],
     "bench": ["tensordict>=0.15", "trl==1.16.0"],
 }
 
@@ -119,7 +127,7 @@ setup(
     license_files=["LICENSE"],
     cmdclass={"build_py": BuildWithRecipes},
     packages=find_packages(include=["roll", "roll.*"]),
-    package_data={"roll": ["py.typed", "**/*.yaml", "**/*.json", "**/*.jinja", "**/*.table"]},
+    package_data={"roll": ["py.typed", "**/*.yaml", "**/*.json", "**/*.jinja", "**/*.table", "report/static/*"]},
     python_requires=">=3.11",
     install_requires=BASE,
     extras_require=EXTRAS,

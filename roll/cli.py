@@ -24,11 +24,12 @@ from rich.console import Console
 from roll import __version__
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.pipelines import NAMES, definition_of
-from roll.config.plan.render import filled_in, render_plan
+from roll.config.plan.render import filled_in, line, render_plan
 from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import dump_yaml, masked_text
 from roll.preflight import check_parts, check_resumption, find_models, require_packages
+from roll.rehearsal.formulas import quick_lines
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""
@@ -61,9 +62,17 @@ TOOLS = {
     "prepare-data": Tool(
         "roll.datasets.prepare", f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
     ),
+    "evaluate": Tool("roll.evaluate", "ask models and checkpoints the validation prompts of a file"),
     "doctor": Tool("roll.doctor.command", "see whether runs work on this host, and why not"),
     "env": Tool("roll.environments.command", "list, check and play environments"),
+    "rehearse": Tool(
+        "roll.rehearsal.command", "say what a recipe's step needs at its full size, without weights and devices"
+    ),
     "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
+    "export": Tool("roll.checkpoint.export", "turn a training checkpoint into a Hugging Face model, adapter or GGUF"),
+    "replay": Tool("roll.replay", "take the step of a recorded batch again and compare its metrics"),
+    "report": Tool("roll.report.command", "write one HTML file of runs: curves, timeline, samples, diagnosis", True),
+    "diagnose": Tool("roll.report.command", "name what is wrong with a run, with evidence and remedy", True),
     "translate": Tool(
         "roll.translation.command", "turn a launch of verl, SkyRL, TRL or OpenRLHF into this project's keys"
     ),
@@ -132,41 +141,92 @@ def ready(load: Callable[[], LoadedConfig[Any]]) -> LoadedConfig[Any]:
     return load() if find_models(loaded, say) else loaded
 
 
-def run(loaded: LoadedConfig[Any]) -> int:
-    """Show the plan and hand over to the pipeline; the exit status.
+def run(loaded: LoadedConfig[Any], work: Callable[[], int | None] | None = None) -> int:
+    """Show the plan and hand over to the pipeline, or to ``work``; the exit status.
 
     A run that fails says why and gives ``EXIT_FAILED``; one that a signal ends, 128 plus the signal's number.
     """
+    from roll.distributed.restarts import DONE, INTERRUPTED, supervised
     from roll.distributed.signals import Interrupted, ending
 
+    supervised.attach()
+    starts_again = loaded.config.max_restarts or loaded.config.on_nonfinite == "rewind"
+    if work is None and not supervised.is_attached and starts_again:
+        return run_supervised(loaded)
     with ending.handled():
         try:
-            return _run(loaded)
+            status = _run(loaded, work or partial(loaded.pipeline.run, loaded))
         except Interrupted as interruption:
+            supervised.tell(end=INTERRUPTED)
             show_error(interruption)
             return int(interruption.code or 0)
+    if status not in (EXIT_FAILED, EXIT_CONFIG):
+        supervised.tell(end=DONE)
+    return status
 
 
-def _run(loaded: LoadedConfig[Any]) -> int:
+def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
     render_plan(loaded, Console(emoji=False))
     from roll.datasets.types import DataError
-    from roll.distributed.failures import NodeError, RayLost, RemoteError
+    from roll.distributed.failures import NodeError, NotFinite, RayLost, RemoteError
+    from roll.distributed.restarts import FAILED, REWIND, WRONG, supervised
     from roll.rollout.group_flow import RolloutExhausted, RolloutStalled
 
     try:
-        loaded.pipeline.run(loaded)
+        return int(work() or 0)
     except RayLost as error:
+        supervised.tell(end=FAILED, cause=str(error))
         show_error(error)
         leave(EXIT_FAILED)
+    except (NodeError, RemoteError) as error:
+        supervised.tell(end=FAILED, cause=str(error))
+        show_error(error)
+        return EXIT_FAILED
+    except NotFinite as error:
+        supervised.tell(end=REWIND if error.rewinds else WRONG, cause=str(error))
+        show_error(error)
+        return EXIT_FAILED
     except ConfigError as error:  # of the environment, or of what this host gives
+        supervised.tell(end=WRONG)
         return refuse(error)
-    except (DataError, NodeError, RemoteError, RolloutExhausted, RolloutStalled) as error:
+    except (DataError, RolloutExhausted, RolloutStalled) as error:
+        supervised.tell(end=WRONG)
         show_error(error)
         return EXIT_FAILED
     except Exception:
+        supervised.tell(end=WRONG)
         show_unexpected()
         return EXIT_FAILED
-    return 0
+
+
+def run_supervised(loaded: LoadedConfig[Any]) -> int:
+    """Have the run done by a process of its own, which is started again when it dies; its exit status."""
+    from roll.checkpoint.folders import CheckpointDamagedError, verify_folder
+    from roll.checkpoint.manager import newest_at
+    from roll.checkpoint.store import is_url
+    from roll.distributed.restarts import RestartPolicy, Supervisor, python_path
+
+    os.environ["PYTHONPATH"] = python_path()
+
+    def command(checkpoint: str | None) -> list[str]:
+        words = list(loaded.overrides)
+        if checkpoint is not None:
+            words = [word for word in words if not word.lstrip("+").startswith("resume_from_checkpoint=")]
+            words.append(f"resume_from_checkpoint={checkpoint}")
+        return [sys.executable, "-m", "roll.cli", "run", str(loaded.source), *words]
+
+    def is_whole(checkpoint: str) -> bool:
+        try:
+            if is_url(checkpoint):
+                newest_at(checkpoint, loaded.config.checkpoint_config.storage_options)
+            else:
+                verify_folder(Path(checkpoint))
+        except (CheckpointDamagedError, OSError):
+            return False
+        return True
+
+    policy = RestartPolicy(loaded.config.max_restarts, loaded.config.restart_backoff)
+    return Supervisor(command, policy, loaded.plan.log_dir, is_whole, say).run()
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -215,7 +275,10 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.resolved:
         sys.stdout.write(dump_yaml(loaded.resolved) + filled_in(loaded))
     else:
-        render_plan(loaded, Console(emoji=False))
+        console = Console(emoji=False)
+        render_plan(loaded, console)
+        for role, text in quick_lines(loaded.plan):
+            console.print(line("memory      ", "bold", f"{role}: {text}"), soft_wrap=True)
     return 0
 
 

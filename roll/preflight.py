@@ -19,10 +19,12 @@ from roll.checkpoint.contents import (
     frozen_mismatches,
     read_contents,
     read_trainer_state,
+    strategy_problem,
     trained_under,
 )
 from roll.checkpoint.folders import CheckpointDamagedError
 from roll.checkpoint.manager import glance
+from roll.checkpoint.store import ObjectStore, is_url, store_problem
 from roll.config.checks.models import family_problem
 from roll.config.loader import LoadedConfig
 from roll.config.lora import uses_lora
@@ -32,9 +34,9 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import BACKENDS, checkpoint_readers, typed_strategy_config
+from roll.config.strategies.registry import BACKENDS, typed_strategy_config
 
-TRACKERS = {"wandb": "wandb", "swanlab": "swanlab"}
+TRACKERS = {"wandb": "wandb", "swanlab": "swanlab", "prometheus": "prometheus_client"}
 """By tracker: its package, of the same name at the index."""
 
 
@@ -211,12 +213,16 @@ def check_resumption(loaded: LoadedConfig[Any]) -> None:
     """
     config, plan = loaded.config, loaded.plan
     upload = config.checkpoint_config.output_dir
-    folders = [plan.checkpoint_dir, *([Path(upload)] if upload else [])]
+    folders = [plan.checkpoint_dir, *([Path(upload)] if upload and not is_url(upload) else [])]
+    store = ObjectStore(upload, config.checkpoint_config.storage_options) if upload and is_url(upload) else None
     wanted, source = config.resume_from_checkpoint, shown(loaded.source)
     problems: list[Problem] = []
     try:
-        checkpoint = glance(wanted, folders)
-    except (FileNotFoundError, CheckpointDamagedError) as error:
+        for key, place in {"checkpoint_config.output_dir": upload, "resume_from_checkpoint": wanted}.items():
+            if isinstance(place, str) and is_url(place) and (cannot := store_problem(place)):
+                raise ConfigError([Problem(key, place, cannot, source=source)])
+        checkpoint = glance(wanted, folders, store, (TRAINER_STATE, PIPELINE_STATE))
+    except (OSError, CheckpointDamagedError) as error:
         raise ConfigError([Problem("resume_from_checkpoint", wanted, str(error), source=source)]) from error
     if checkpoint is None:
         return
@@ -249,16 +255,14 @@ def _resumption_problems(folder: Path, section: WorkerConfig) -> Iterator[tuple[
     """Keys of a role's section that do not go with the checkpoint in ``folder``, and why."""
     args, strategy = section.model_args, section.strategy_args.strategy_name
     try:
-        written = read_contents(read_trainer_state(folder), folder)
+        state = read_trainer_state(folder)
+        written = read_contents(state, folder)
     except CheckpointMismatchError as error:
         yield "strategy_args.strategy_name", str(error)
         return
-    if strategy not in checkpoint_readers(written.strategy):
-        readers = " and ".join(checkpoint_readers(written.strategy))
-        yield (
-            "strategy_args.strategy_name",
-            f"{folder} was written by {written.strategy}, which {readers} can go on from",
-        )
+    problem = strategy_problem(written, strategy, state["format"])
+    if problem is not None:
+        yield "strategy_args.strategy_name", f"{folder} {problem}"
         return
     had_adapters = any(".lora_" in name for name in written.trained)
     if had_adapters != uses_lora(args):

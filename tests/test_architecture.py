@@ -26,17 +26,17 @@ FLOORS = {
         "tracking",
         "serving",
     },
-    4: {"workers"},
+    4: {"workers", "report"},
     5: {"pipelines"},
-    6: {"cli", "preflight", "translation", "doctor"},
+    6: {"cli", "doctor", "evaluate", "preflight", "rehearsal", "replay", "translation"},
 }
 FLOOR_OF = {area: floor for floor, areas in FLOORS.items() for area in areas}
 STRANGERS = {("algorithms", "strategies"), ("strategies", "algorithms")}
-OPTIONAL = {"vllm", "sglang", "deepspeed", "megatron", "peft", "wandb", "swanlab", "tensordict", "trl"}
+OPTIONAL = {"vllm", "sglang", "deepspeed", "megatron", "peft", "gguf", "wandb", "swanlab", "tensordict", "trl"}
 BACKEND_FOLDERS = {name: f"strategies/{name}" for name in ("megatron", "vllm", "sglang")}
 """Packages whose classes a backend derives its own from: the modules of its folder import them, and no module outside
 imports that folder before the backend is chosen."""
-WITHOUT_RAY = FLOORS[1] | FLOORS[2]
+WITHOUT_RAY = FLOORS[1] | FLOORS[2] | {"report"}
 
 
 def area_of(module: Path) -> str:

@@ -69,6 +69,8 @@ class AdvantageInputs:
     """float (B, L): on the tokens of a turn, the discounted return from that turn on (gigpo, step_reinforce)."""
     state_ids: Tensor | None = None
     """int (B, L): turns with the same id were taken from the same state of the same task (gigpo)."""
+    penalties: Tensor | None = None
+    """float (B, L), subtracted from the advantages before whitening: the divergence from teachers."""
     bootstrap_values: Tensor | None = None
     """float (B,): value of the state in which a truncated row was left, 0 for rows that ended (gae, turn_gae)."""
 
@@ -428,6 +430,8 @@ def estimate_advantages(inputs: AdvantageInputs, options: AdvantageOptions) -> A
     if options.whiten_rewards:
         inputs = replace(inputs, rewards=masked_whiten(inputs.token_level_rewards, inputs.mask))
     raw, returns = estimator(inputs, options)
+    if inputs.penalties is not None:
+        raw = raw - torch.where(inputs.mask, inputs.penalties, 0.0)
     advantages = raw
     if options.whiten_advantages or traits_of(options.adv_estimator).whitens:
         advantages = masked_whiten(advantages, inputs.mask)

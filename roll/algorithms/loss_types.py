@@ -100,6 +100,9 @@ class LossInputs:
     """int (B, L): which turn a token was sampled in, for ratios of segments; None: each run of masked tokens is one."""
     sequence_tokens: Tensor | None = None
     """int64 (B,): tokens of the loss in all rows of a row's trajectory; None: every row is one of its own."""
+    teacher_divergence: Tensor | None = None
+    """float (B, L), with gradient: the weighted divergence from a teacher's distributions; None: there is no
+    teacher."""
     old_is_rollout: bool = False
     """``old_log_probs`` are the engine's: the ratio is taken against the policy that sampled."""
 

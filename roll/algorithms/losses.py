@@ -229,8 +229,8 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     """This micro-batch's share of the actor's loss over the whole optimizer step.
 
     loss = rl_loss_coef * pg + kl_loss_coef * KL(pi || ref) - entropy_loss_coef * entropy, each aggregated by
-    ``loss_agg_mode`` (or a mode of its own) with the same global denominators.  Sample weights and corrections act on
-    the first term.
+    ``loss_agg_mode`` (or a mode of its own) with the same global denominators; plus ``teacher_divergence`` where there
+    is one.  Sample weights and corrections act on the first term.
 
     Raises ``ValueError`` where a term needs ``ref_log_probs``, ``entropy`` or ``rollout_log_probs`` and has none.
     """
@@ -257,6 +257,10 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
         kl = reduced(_kl_per_token(inputs, options), mode=options.kl_loss_agg_mode)
         metrics.mean("actor/kl_loss", kl, share)
         total = total + options.kl_loss_coef * kl
+    if inputs.teacher_divergence is not None:
+        taught = reduced(inputs.teacher_divergence)
+        metrics.mean("actor/opd_loss", taught, share)
+        total = total + taught
     if options.needs_entropy:
         if inputs.entropy is None:
             raise ValueError(f"entropy_loss_coef {options.entropy_loss_coef} needs the entropy of the current policy")

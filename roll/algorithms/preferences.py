@@ -1,4 +1,4 @@
-"""Losses on pairs of responses, of which one is preferred.
+"""Losses on pairs of responses, of which one is preferred, and on single responses with a label.
 
 All are functions of the same few numbers of a pair: the summed log-probs of both responses under the policy and the
 reference, and their lengths.  y_w is the chosen, y_l the rejected response, r(y) = log pi(y) - log ref(y).
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from roll.algorithms.registry import Registry
-from roll.config.preferences import PREFERENCE_LOSSES, PreferenceLossConfig, weighted_losses
+from roll.config.preferences import PREFERENCE_LOSSES, PreferenceLossConfig, loss_names, weighted_losses
 from roll.protocol.metrics import Mean, Metrics
 
 
@@ -304,4 +304,42 @@ def preference_metrics(sums: PairSums, options: PreferenceLossConfig, losses: Te
         metrics["pair_weight"] = mean(sums.weights)
     if losses is not None:
         metrics["loss"] = mean(losses.detach())
+    return {prefix + name: metric for name, metric in metrics.items()}
+
+
+def unpaired_loss(ratios: Tensor, desirable: Tensor, kl: Tensor | None, options: PreferenceLossConfig) -> Tensor:
+    """The loss of each of N single responses, (N,).
+
+    ``kto`` (arXiv 2402.01306, eq. 8): lambda_D (1 - sigmoid(beta (r - z0))) of a desirable response,
+    lambda_U (1 - sigmoid(beta (z0 - r))) of an undesirable one, where z0 is the KL divergence of policy from reference
+    over the whole optimizer step, without gradient.  ``apo_zero_unpaired`` (arXiv 2408.06266, eq. 7): the same with
+    z0 = 0.
+
+    Args:
+        ratios: (N,), r = log pi(y) - log ref(y), with gradient.
+        desirable: bool (N,).
+        kl: (N,), z0; None: 0.
+    """
+    assert loss_names(options)[0] in ("kto", "apo_zero_unpaired")
+    lead = ratios if kl is None else ratios - kl
+    side = torch.where(desirable, 1.0, -1.0).to(ratios.dtype)
+    weights = torch.where(desirable, options.desirable_weight, options.undesirable_weight).to(ratios.dtype)
+    return weights * torch.sigmoid(-options.beta * side * lead)
+
+
+def unpaired_metrics(
+    log_probs: Tensor, ratios: Tensor, desirable: Tensor, losses: Tensor, options: PreferenceLossConfig, prefix: str
+) -> Metrics:
+    """Numbers about N responses, to be merged over micro-batches and ranks. ``acc`` is the share on the side of the
+    reference that their label asks for."""
+    rewards = options.beta * ratios.detach()
+    metrics: Metrics = {
+        "loss": Mean(losses.detach().double().sum().item(), len(losses)),
+        "acc": Mean(((rewards > 0) == desirable).double().sum().item(), len(losses)),
+    }
+    for name, of_kind in (("chosen", desirable), ("reject", ~desirable)):
+        count = int(of_kind.sum())
+        for what, values in (("reward", rewards), ("log_prob", log_probs.detach())):
+            if count:
+                metrics[f"{name}_{what}"] = Mean(values[of_kind].double().sum().item(), count)
     return {prefix + name: metric for name, metric in metrics.items()}

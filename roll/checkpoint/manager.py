@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
+from roll.checkpoint.best import BestCheckpoint
 from roll.checkpoint.folders import (
     MANIFEST_NAME,
     CheckpointDamagedError,
@@ -26,6 +28,7 @@ from roll.checkpoint.folders import (
     verify_folder,
     write_manifest,
 )
+from roll.checkpoint.store import ObjectStore, is_url
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +62,12 @@ class CheckpointManager:
     Args:
         root: the folder of the run's checkpoints; on several hosts it must be a disk that all of them share.
         max_to_keep: whole checkpoints kept under ``root``, the newest ones; 0 keeps all (YAML ``max_ckpt_to_keep``).
-        upload_dir: where each checkpoint is copied to as well (YAML ``checkpoint_config.output_dir``); never pruned.
+        upload_dir: where each checkpoint is copied to as well (YAML ``checkpoint_config.output_dir``); never pruned. A
+            folder, or a URL that fsspec opens.
+        storage_options: of fsspec.
         async_upload: copy in the background while training goes on.
         keep_local_file: False removes a checkpoint from ``root`` once its copy is whole.
+        best: keeps the best checkpoint besides the newest ones; None: nothing is best.
 
     Raises:
         ValueError: ``max_to_keep`` is negative, or ``upload_dir`` is ``root`` itself.
@@ -75,13 +81,17 @@ class CheckpointManager:
         upload_dir: str | Path | None = None,
         async_upload: bool = True,
         keep_local_file: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+        best: BestCheckpoint | None = None,
     ) -> None:
         if max_to_keep < 0:
             raise ValueError(
                 f"max_ckpt_to_keep: {max_to_keep} is negative; 0 keeps all checkpoints, 3 the newest three"
             )
         self.root = Path(root)
-        self.upload_dir = Path(upload_dir) if upload_dir is not None else None
+        self.upload_dir = Path(upload_dir) if upload_dir is not None and not is_url(upload_dir) else None
+        self.store = ObjectStore(str(upload_dir), storage_options) if upload_dir and is_url(upload_dir) else None
+        self.best = best
         if self.upload_dir is not None and self.upload_dir.resolve() == self.root.resolve():
             raise ValueError(
                 f"checkpoint_config.output_dir: {self.upload_dir} is where the run writes its checkpoints anyway; "
@@ -109,16 +119,26 @@ class CheckpointManager:
             manifest = write_manifest(folder, step)
         size = sum(entry.size for entry in manifest.files.values())
         logger.info("checkpoint %s: %d files, %.1f MB", final, len(manifest.files), size / 1e6)
-        if self.upload_dir is not None:
+        if self.upload_dir is not None or self.store is not None:
             self._start_upload(step)
         self._prune()
 
     def latest(self) -> Checkpoint | None:
         """The whole checkpoint with the highest step, in ``root`` or the upload folder; None if there is none.
 
-        Checks contents, so it reads every byte of the one that it returns. Damaged ones are skipped and logged.
+        Checks contents, so it reads every byte of the one that it returns. Damaged ones are skipped and logged. One
+        that is in object storage only is fetched into ``root``.
+
+        Raises:
+            OSError: the store does not answer.
         """
-        return _latest(self._folders())
+        found = _latest(self._folders())
+        for store, name in [] if self.store is None else [(self.store, name) for name in _later(self.store, found)]:
+            try:
+                return Checkpoint(store.fetch(name, self.root), _step(name))
+            except CheckpointDamagedError as error:
+                logger.warning("skipped a damaged checkpoint in %s: %s", store, error)
+        return found
 
     def resolve(self, resume_from_checkpoint: bool | str) -> Checkpoint | None:
         """Resolve the YAML key of this name: False nothing, True :meth:`latest`, a path that checkpoint.
@@ -136,17 +156,39 @@ class CheckpointManager:
             if found is None:
                 logger.info("resume_from_checkpoint: no checkpoint under %s yet, so the run starts anew", self.root)
             return found
-        path = Path(resume_from_checkpoint).expanduser()
-        if not path.is_dir():
+        if is_url(resume_from_checkpoint):
+            return self._fetched(str(resume_from_checkpoint))
+        try:
+            return self.find(Path(resume_from_checkpoint).expanduser())
+        except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"resume_from_checkpoint: {path} is not a folder; name one such as {self.root / 'checkpoint-100'}, "
-                "or write true for the latest"
-            )
+                f"resume_from_checkpoint: {error}; name one such as {self.root / 'checkpoint-100'}, or write true for "
+                "the latest"
+            ) from error
+
+    def _fetched(self, url: str) -> Checkpoint:
+        """
+        Raises:
+            FileNotFoundError: there is no checkpoint at the URL or below.
+        """
+        store, name = newest_at(url, None if self.store is None else self.store.options)
+        return Checkpoint(store.fetch(name, self.root), _step(name))
+
+    @staticmethod
+    def find(path: Path) -> Checkpoint:
+        """A whole checkpoint, or the latest one in a folder of them; reads every byte of it.
+
+        Raises:
+            FileNotFoundError: the path is not there, or no checkpoint is in it.
+            CheckpointDamagedError: the path is a checkpoint that is torn.
+        """
+        if not path.is_dir():
+            raise FileNotFoundError(f"{path} is not a folder")
         if _NAME.fullmatch(path.name) or (path / MANIFEST_NAME).exists():
             return Checkpoint(path, verify_folder(path).step)
         found = _latest([path])
         if found is None:
-            raise FileNotFoundError(f"resume_from_checkpoint: {path} holds no whole checkpoint-<step> folder")
+            raise FileNotFoundError(f"{path} holds no whole checkpoint-<step> folder")
         return found
 
     def set_aside_after(self, step: int) -> None:
@@ -163,6 +205,19 @@ class CheckpointManager:
                         shutil.rmtree(aside)
                     checkpoint.path.rename(aside)
                     logger.warning("resuming from step %d: %s is now %s", step, checkpoint.path, aside.name)
+        for name in [] if self.store is None else self.store.names():
+            if _NAME.fullmatch(name) and _step(name) > step:
+                assert self.store is not None
+                self.store.set_aside(name, f"{_SET_ASIDE_PREFIX}{name}")
+                logger.warning("resuming from step %d: %s/%s is set aside", step, self.store, name)
+        if self.best is not None:
+            self.best.forget_after(step)
+
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of the weights after ``step`` steps, which may make checkpoint ``step`` the best one."""
+        if self.best is not None:
+            self.best.measured(step, metrics)
+            self._mark_best()
 
     def close(self) -> None:
         """Wait for uploads in flight, and prune what had to be kept for them.
@@ -174,6 +229,8 @@ class CheckpointManager:
         if self._background is not None:
             self._background.shutdown(wait=True)
         self._prune()
+        if self.best is not None:
+            self.best.check_measured()
         if self._upload_errors:
             raise self._upload_errors[0]
 
@@ -190,24 +247,37 @@ class CheckpointManager:
 
     def _upload(self, step: int) -> None:
         """Copy one checkpoint away; an error is kept for :meth:`close`, since training can go on without the copy."""
-        assert self.upload_dir is not None
-        source = self.root / f"checkpoint-{step}"
+        source, place = self.root / f"checkpoint-{step}", self.upload_dir or self.store
         try:
-            with atomic_folder(self.upload_dir / source.name) as folder:
-                shutil.copytree(source, folder, dirs_exist_ok=True)
-                verify_folder(folder)
-                flush_folder(folder)
-            logger.info("checkpoint %s copied to %s", source, self.upload_dir)
+            if self.store is not None:
+                self.store.put(source)
+            else:
+                assert self.upload_dir is not None
+                with atomic_folder(self.upload_dir / source.name) as folder:
+                    shutil.copytree(source, folder, dirs_exist_ok=True)
+                    verify_folder(folder)
+                    flush_folder(folder)
+            logger.info("checkpoint %s copied to %s", source, place)
             if not self._keep_local_file:
                 remove_folder(source)
         except (OSError, CheckpointDamagedError) as error:
-            logger.exception("checkpoint %s could not be copied to %s", source, self.upload_dir)
+            logger.exception("checkpoint %s could not be copied to %s", source, place)
             self._upload_errors.append(error)
         finally:
             with self._lock:
                 self._pending.discard(step)
 
+    def _mark_best(self) -> int | None:
+        """Let the link ``best`` lead to the best of the checkpoints that are there; its step."""
+        if self.best is None:
+            return None
+        step = self.best.best_of([checkpoint.step for checkpoint in _checkpoints(self.root)])
+        if step is not None:
+            self.best.link(self.root, f"checkpoint-{step}")
+        return step
+
     def _prune(self) -> None:
+        best = self._mark_best()
         if self._max_to_keep == 0:
             return
         with self._lock:
@@ -225,25 +295,70 @@ class CheckpointManager:
             else:
                 whole.append(checkpoint)
         for checkpoint in whole[self._max_to_keep :]:
-            if checkpoint.step not in pending:
+            if checkpoint.step not in pending and checkpoint.step != best:
                 remove_folder(checkpoint.path)
                 logger.info("removed %s (max_ckpt_to_keep: %d)", checkpoint.path, self._max_to_keep)
 
 
-def glance(resume_from_checkpoint: bool | str, folders: Sequence[Path]) -> Checkpoint | None:
+def newest_at(url: str, options: Mapping[str, Any] | None) -> tuple[ObjectStore, str]:
+    """The store and name of a checkpoint at a URL, or of the newest below it.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: the store does not answer.
+    """
+    parent, _, name = url.rstrip("/").rpartition("/")
+    if _NAME.fullmatch(name):
+        store = ObjectStore(parent, options)
+        if name in store.names():
+            return store, name
+    else:
+        store = ObjectStore(url, options)
+        if names := _later(store, None):
+            return store, names[0]
+    raise FileNotFoundError(f"resume_from_checkpoint: {url} holds no whole checkpoint-<step>")
+
+
+def _later(store: ObjectStore, than: Checkpoint | None) -> list[str]:
+    """Names of the store's checkpoints with a higher step, the newest first."""
+    names = [name for name in store.names() if _NAME.fullmatch(name)]
+    return sorted((name for name in names if than is None or _step(name) > than.step), key=_step, reverse=True)
+
+
+def _step(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    return int(match.group(1))
+
+
+def glance(
+    resume_from_checkpoint: bool | str,
+    folders: Sequence[Path],
+    store: ObjectStore | None = None,
+    file_names: Collection[str] = (),
+) -> Checkpoint | None:
     """The checkpoint that :meth:`CheckpointManager.resolve` would probably give, from names and sizes alone.
 
     Nothing is changed or logged. None: there is none yet, or nothing is to be resumed.
 
     Args:
         folders: of the run's own checkpoints.
+        store: of copies of them.
+        file_names: files that are fetched of one in object storage; its other files are not there.
 
     Raises: as :meth:`CheckpointManager.resolve`.
     """
     if resume_from_checkpoint is False:
         return None
     if resume_from_checkpoint is True:
-        return _latest(folders, contents=False)
+        found = _latest(folders, contents=False)
+        for name in [] if store is None else _later(store, found)[:1]:
+            assert store is not None
+            return Checkpoint(store.fetch_some(name, file_names), _step(name))
+        return found
+    if is_url(resume_from_checkpoint):
+        of_url, name = newest_at(resume_from_checkpoint, None if store is None else store.options)
+        return Checkpoint(of_url.fetch_some(name, file_names), _step(name))
     path = Path(resume_from_checkpoint).expanduser()
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a folder; name a checkpoint-<step>, or write true for the latest")

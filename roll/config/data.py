@@ -77,6 +77,11 @@ class DataArguments:
     """Draw the rows of each epoch in an order of its own; false: in the order of the files."""
     curriculum: CurriculumArguments | None = None
     """Rows in order of difficulty; null: none."""
+    streaming: bool = False
+    """Of supervised training: prepare rows as they are needed, not all of them before the first step; ``max_steps`` is
+    needed then."""
+    streaming_window: int = setting(8192, ge=1, read_if={"streaming": (True,)})
+    """Rows that a stream prepares at a time, and shuffles among themselves."""
     use_cache: bool | None = None
     """Keep the prepared rows on disk and read them from there the next time; null: for files of 4 MiB and more."""
     cache_dir: str | None = None

@@ -105,7 +105,7 @@ def load_composed(
         pipeline=pipeline,
         plan=plan,
         resolved=composed.data,
-        warnings=tuple(problems.notices),
+        warnings=tuple(problems.named_notices()),
         source=composed.source.file,
     )
 
@@ -118,7 +118,8 @@ def _load(
     if pipeline is None:
         return None
     cls = pipeline.config_class
-    values = SchemaReader(problems, root=cls).read(cls, data, "")
+    data = with_own_names(data, pipeline, problems)
+    values = SchemaReader(problems, root=cls).read(cls, pipeline.arranged(data), "")
     refuse_unavailable(data, problems)
     config: RunConfig = build(cls, values)
     checks = Checks(problems, lambda key: _is_written(data, key), check_files, pipeline, source.is_own)
@@ -126,6 +127,22 @@ def _load(
     if problems.errors:
         return None
     return pipeline, config, pipeline.plan(config, config.exp_name or source.file.stem, checks.written)
+
+
+def with_own_names(data: Mapping[str, Any], pipeline: PipelineDefinition, problems: Problems) -> Mapping[str, Any]:
+    """The tree with sections under the pipeline's own names for them; messages have the names that were written."""
+    aliases = {name: own for name, own in pipeline.section_aliases.items() if name in data}
+    for name, own in aliases.items():
+        if own in data:
+            problems.add(name, data[name], f"is another name of {own}, which is set too: keep one of them")
+    written = {own: name for name, own in aliases.items()}
+
+    def as_written(key: str) -> str:
+        first, dot, rest = pipeline.key_as_written(key).partition(".")
+        return f"{written.get(first, first)}{dot}{rest}"
+
+    problems.rename = as_written
+    return {aliases.get(name, name): value for name, value in data.items()}
 
 
 def without_fragments(composed: Composed) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def needed(config: Mapping[str, Any]) -> list[str]:
     types = {str(section.get("model_type", "")) for section in sections}
     sees = any(section.get(key) is not None for section in sections for key in _VISION_KEYS)
     is_known = config.get("model_type") in VISION_FAMILIES
-    has_experts = any(_count(section.get(key)) > 1 for section in sections for key in _EXPERT_KEYS)
+    has_experts = num_experts(config) > 1
     found = {
         AUDIO: any(section.get(key) for section in sections for key in _AUDIO_KEYS),
         VISION: sees and is_known,
@@ -184,6 +184,11 @@ def needed(config: Mapping[str, Any]) -> list[str]:
         ENCODER: bool(config.get("is_encoder_decoder")),
     }
     return [name for name, holds in found.items() if holds]
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Experts of a sparse layer that tokens choose from; 0 of a dense model."""
+    return max(_count(section.get(key)) for section in _sections(config) for key in _EXPERT_KEYS)
 
 
 def missing(config: Mapping[str, Any], strategy: str) -> list[str]:

@@ -27,7 +27,7 @@ LR_SCHEDULERS = tuple(LR_SCHEDULER_OPTIONS)
 DECAYING_SCHEDULERS = tuple(name for name in LR_SCHEDULERS if not name.startswith("constant"))
 """Those that read ``min_lr_ratio``."""
 ATTENTION = ("sdpa", "eager", "fa2", "flash_attention_2", "auto")
-TRACKERS = ("tensorboard", "stdout", "jsonl", "wandb", "swanlab", "ml_tracker")
+TRACKERS = ("tensorboard", "stdout", "jsonl", "prometheus", "wandb", "swanlab", "ml_tracker")
 PLANNED_TRACKERS = ("trackio",)
 UNPUBLISHED_TRACKERS = {"ml_tracker": "tensorboard"}
 """Trackers of ROLL's files that are not public, and what writes the metrics in their place."""
@@ -42,6 +42,7 @@ FILTER_ARGUMENTS = {
 TEMPLATES = (
     "native",
     "qwen2_5",
+    "qwen2-vl",
     "qwen3",
     "qwen3_nothink",
     "qwen3_coder",

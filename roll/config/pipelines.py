@@ -16,6 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll.config.names import PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
+from roll.config.reading.errors import ConfigError, Problem
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import generation_strategies, infer_strategies, train_strategies
@@ -148,6 +149,9 @@ class PipelineDefinition(ABC):
     section_tables: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = ()
     """Those of the sections that only its files have."""
 
+    section_aliases: ClassVar[Mapping[str, str]] = {}
+    """Other names of sections at the top of a file, such as those of ROLL."""
+
     # What every pipeline must have
 
     @abstractmethod
@@ -160,8 +164,27 @@ class PipelineDefinition(ABC):
         """The plan of a configuration without mistakes, on top of :func:`roll.config.plan.planning.shared_plan`."""
 
     @abstractmethod
-    def run(self, loaded: Any) -> None:
-        """Run to the end. Heavy packages are imported here."""
+    def run(self, loaded: Any) -> int | None:
+        """Run to the end; the exit status, None: 0. Heavy packages are imported here."""
+
+    def replay(self, loaded: Any, recorded: Any) -> tuple[int, dict[str, float]]:
+        """Take the step of a recorded batch (:class:`roll.pipelines.batches.RecordedBatch`) again.
+
+        Returns:
+            The steps that the models had done before, and the metrics of the step.
+
+        Raises:
+            ConfigError: this pipeline records no batches.
+        """
+        raise ConfigError([Problem("pipeline", self.name, "records no batches that could be replayed")])
+
+    def arranged(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The tree of a file in the form of ``config_class``."""
+        return data
+
+    def key_as_written(self, key: str) -> str:
+        """A key of ``config_class`` as the file may have it, for messages; the inverse of :meth:`arranged`."""
+        return key
 
     # Roles
 
@@ -309,16 +332,19 @@ PIPELINES = (
         ("train_env_manager", "val_env_manager", "custom_envs"),
         "roll.pipelines.agentic.definition.Agentic",
     ),
+    PipelineEntry("rm", ("reward_train",), "roll.pipelines.rm.definition.RewardModel"),
+    PipelineEntry("evaluate", ("evaluate",), "roll.pipelines.evaluate.definition.Evaluate"),
+    PipelineEntry("agentic_rollout", (), "roll.pipelines.agentic_rollout.definition.AgenticRollout"),
     PipelineEntry("dpo", ("chosen_key", "rejected_key", "ipo", "loss_type"), "roll.pipelines.dpo.definition.DPO"),
     PipelineEntry(
         "distill",
-        ("student", "kd_objective", "distill_loss_weight", "student_pretrain"),
-        missing="distillation from recorded logits",
+        ("student", "distill_loss_weight", "student_pretrain"),
+        "roll.pipelines.distill.definition.Distill",
     ),
     PipelineEntry(
-        "onpolicy_distill",
-        ("student_train", "student_infer", "is_pure_opd", "use_opd", "pure_opd_pipeline_type"),
-        missing="on-policy distillation",
+        "opd",
+        ("student_train", "student_infer", "is_pure_opd", "pure_opd_pipeline_type"),
+        "roll.pipelines.rlvr.opd.OPD",
     ),
     PipelineEntry("rlvr", ("rewards", "actor_infer", "rollout_batch_size"), "roll.pipelines.rlvr.definition.RLVR"),
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from roll.config.algorithm import PPOConfig
+from roll.config.distillation import KD_OBJECTIVES, parse_opd_form
 from roll.config.reading.fields import setting
 from roll.config.roles import GenerationWorkerConfig, ReferenceWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig
@@ -57,20 +58,29 @@ class PolicyRunConfig(PPOConfig, RunConfig):
     partial_rollout: bool = setting(True, read_if={"async_generation_ratio": ()})
     """Asynchronous rollout: weights are updated while samples are in flight, which go on with the new ones. false:
     every update waits until the samples in flight are finished."""
-    student_train: WorkerConfig | None = None
-    """On-policy distillation: the student's training role."""
-    student_infer: WorkerConfig | None = None
-    """On-policy distillation: the student's generating role."""
-    teacher: dict[str, Any] | None = None
-    """On-policy distillation: the teacher role or roles."""
+    teacher: dict[str, ReferenceWorkerConfig] = field(default_factory=dict)
+    """On-policy distillation: a teacher's section, or several by name. ``tag_included`` routes rows to each (empty:
+    all); a row may have several teachers, whose terms add up."""
     is_pure_opd: bool = False
-    """On-policy distillation without rewards."""
+    """On-policy distillation alone: rewards are measured and not learnt from. The launcher
+    ``start_onpolicy_distill_pipeline.py`` sets it."""
     use_opd: bool = False
-    """On-policy distillation in addition to rewards."""
-    opd_kl_coef: float = setting(1.0, ge=0)
-    """On-policy distillation: weight of the teacher's KL."""
+    """On-policy distillation in addition to the rewards."""
+    opd_kl_coef: float = setting(1.0, ge=0, read_if={"teacher": ()})
+    """Weight of the divergence from a teacher whose section does not say it."""
+    opd_form: str = setting("advantage", parse=parse_opd_form, read_if={"teacher": ()})
+    """On-policy distillation: ``advantage`` puts minus the log-ratio to the teacher (``kl_penalty``) into the advantage
+    of each sampled token; ``topk`` and ``full_vocabulary`` differentiate a divergence of the whole distributions at the
+    student's own states."""
+    opd_gamma: float = setting(0.0, ge=0, le=1, read_if={"is_pure_opd": (True,)})
+    """``opd_form: advantage``: discount of the log-ratios of later tokens. 0: a token answers for itself; above, also
+    for where it leads (MiniLLM)."""
+    opd_objective: str = setting("reverse_kl", choices=KD_OBJECTIVES, read_if={"opd_form": ("topk", "full_vocabulary")})
+    """``opd_form: topk`` and ``full_vocabulary``: the divergence, as ``kd_objective`` of distillation."""
+    opd_topk: int = setting(64, ge=1, read_if={"opd_form": ("topk",)})
+    """``opd_form: topk``: the teacher's most probable tokens that are compared, the rest as one bucket."""
     pure_opd_pipeline_type: Literal["rlvr", "agentic"] | None = None
-    """On-policy distillation: the pipeline it runs on."""
+    """On-policy distillation: the pipeline it runs on; ``agentic`` is not available yet."""
     warn_after_steps: int = setting(3, ge=0)
     """A warning says when all scores were the same, all advantages 0, or too many responses were truncated, in so many
     steps in a row; 0: never."""

@@ -25,6 +25,8 @@ class PreferenceLoss(Named):
     """It is a function of the difference of the scores alone, so that ``f_divergence_type`` applies."""
     couples_pairs: bool = False
     """The loss of a pair depends on the other pairs of the optimizer step."""
+    is_unpaired: bool = False
+    """A function of single responses, each with a label."""
 
 
 PREFERENCE_LOSSES = Table(
@@ -46,6 +48,8 @@ PREFERENCE_LOSSES = Table(
     PreferenceLoss("simpo", needs_reference=False, smooths=True),
     PreferenceLoss("orpo", needs_reference=False),
     PreferenceLoss("sft", needs_reference=False),
+    PreferenceLoss("kto", is_unpaired=True),
+    PreferenceLoss("apo_zero_unpaired", is_unpaired=True),
 )
 F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
@@ -83,6 +87,10 @@ class PreferenceLossConfig:
     """Weigh every pair by how probable both responses are under the policy (WPO)."""
     ld_alpha: float | None = setting(None, ge=0, le=1)
     """Weight of the tokens of the longer response beyond the length of the shorter one (LD-DPO); null: 1."""
+    desirable_weight: float = setting(1.0, ge=0, read_if=losses_with("is_unpaired"))
+    """Weight of responses whose label is true."""
+    undesirable_weight: float = setting(1.0, ge=0, read_if=losses_with("is_unpaired"))
+    """Weight of the others; KTO wants (weight x number) of both kinds within a factor of 4/3."""
     rpo_alpha: float = setting(0.0, ge=0)
     """Weight of the negative log-likelihood of the chosen responses, added to the loss (RPO); 0: none."""
 
@@ -113,6 +121,15 @@ def couples_pairs(config: PreferenceLossConfig) -> bool:
     return any(row.couples_pairs for row in loss_rows(config))
 
 
+def is_unpaired(config: PreferenceLossConfig) -> bool:
+    return any(row.is_unpaired for row in loss_rows(config))
+
+
+def needs_mismatched(config: PreferenceLossConfig) -> bool:
+    """The loss compares with the KL divergence from the reference, estimated on mismatched prompts and responses."""
+    return "kto" in loss_names(config)
+
+
 def preference_problems(config: PreferenceLossConfig) -> list[tuple[str, Any, str]]:
     """Key, value and rule of every combination that cannot be."""
     rows, found = loss_rows(config), list[tuple[str, Any, str]]()
@@ -124,6 +141,16 @@ def preference_problems(config: PreferenceLossConfig) -> list[tuple[str, Any, st
         if other:
             rule = f"{other[0]} is defined by the reverse KL: use a loss of score differences such as sigmoid"
             found.append(("f_divergence_type", config.f_divergence_type, rule))
+    if is_unpaired(config):
+        alone = {
+            "loss_type": len(rows) > 1 and "{} is a loss of single responses and stands alone",
+            "use_weighting": config.use_weighting and "weighs pairs, of which {} has none: leave it out",
+            "rpo_alpha": config.rpo_alpha and "is a term of pairs, of which {} has none: leave it out",
+            "ld_alpha": config.ld_alpha is not None and "compares the lengths of pairs, and {} has none: leave it out",
+        }
+        for key, rule in alone.items():
+            if rule:
+                found.append((key, getattr(config, key), rule.format(loss_names(config)[0])))
     if config.use_weighting and couples_pairs(config):
         rule = "weighs pairs one by one, and aot compares sorted ones: leave it out, or use sigmoid"
         found.append(("use_weighting", True, rule))

@@ -16,11 +16,19 @@ class CheckpointConfig:
     type: Literal["file_system"] = "file_system"
     """Kind of store."""
     output_dir: str | None = None
-    """Folder that every finished checkpoint is copied to; null: checkpoints stay under ``output_dir`` only."""
+    """Folder, or URL of object storage (``s3://bucket/runs``, ``gs://`` ... by fsspec), that every finished checkpoint
+    is copied to; null: checkpoints stay under ``output_dir`` only."""
+    storage_options: dict[str, Any] = field(default_factory=dict, metadata=rules(read_if={"output_dir": ()}))
+    """Options of fsspec's file system for a URL, such as ``endpoint_url``. Keys come from the environment."""
     async_upload: bool = setting(True, read_if={"output_dir": ()})
     """Copy in the background while training goes on."""
     keep_local_file: bool = setting(True, read_if={"output_dir": ()})
     """Keep the local checkpoint after the copy."""
+    keep_best_metric: str | None = None
+    """Name of a metric in the logs, such as ``val/acc/overall``: the checkpoint with its best value is kept besides
+    those of ``max_ckpt_to_keep``, and the link ``best`` next to it leads there. null: none is best."""
+    keep_best_mode: Literal["max", "min"] = setting("max", read_if={"keep_best_metric": ()})
+    """Which value is best."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,20 @@ class RolloutMockConfig:
 
 
 @dataclass(frozen=True)
+class SampleLogConfig:
+    """``sample_log``: the record of samples that ``roll report`` and ``roll diagnose`` read."""
+
+    enabled: bool = True
+    """Keep samples in ``record`` under ``output_dir``: text, tokens with log-probs and advantages, rewards."""
+    max_samples_per_step: int = setting(256, ge=1, read_if={"enabled": (True,)})
+    """Samples of a step that are kept, in whole groups; of a validation as many."""
+    max_tokens: int = setting(4096, ge=1, read_if={"enabled": (True,)})
+    """Tokens of a sample that are kept, from its first prompt's end on."""
+    max_megabytes: int = setting(1024, ge=1, read_if={"enabled": (True,)})
+    """MiB of the record, compressed; later samples are not kept."""
+
+
+@dataclass(frozen=True)
 class TransferBackendConfig:
     """``transfer_backend``: how batches travel between roles."""
 
@@ -53,8 +75,8 @@ class RunConfig:
     """Keys at the top of every pipeline's configuration."""
 
     pipeline: str | None = None
-    """Which pipeline the file is for: ``rlvr``, ``agentic``, ``sft``, ``dpo``, or the dotted path of a pipeline of your
-    own; null: determined by its sections."""
+    """Which pipeline the file is for: ``rlvr``, ``agentic``, ``sft``, ``dpo``, ``distill``, ``opd``, or the dotted path
+    of a pipeline of your own; null: determined by its sections."""
     exp_name: str = ""
     """Name of the experiment, used in folder names; empty: the name of the file."""
     seed: int = setting(42, ge=0)
@@ -65,11 +87,15 @@ class RunConfig:
     """Folder of logs, used as written; the default ``./output/logs`` becomes ``./output/logs/<exp_name>``."""
     rollout_dump_dir: str | None = None
     """Folder for the sampled texts of every step; null: none are written."""
+    sample_log: SampleLogConfig = field(default_factory=SampleLogConfig)
+    """The record of samples that ``roll report`` and ``roll diagnose`` read."""
+    report_at_end: bool = True
+    """Write ``report.html`` into ``output_dir`` when the run ends, however it ends."""
     track_with: str | list[str] = field(
         default="tensorboard", metadata=rules(choices=TRACKERS, planned=PLANNED_TRACKERS, example="tensorboard")
     )
-    """Tracker or list of trackers: ``tensorboard``, ``stdout``, ``jsonl``, ``wandb``, ``swanlab``; ``ml_tracker`` of
-    ROLL's files, which is not public, is taken as ``tensorboard``."""
+    """Tracker or list of trackers: ``tensorboard``, ``stdout``, ``jsonl``, ``prometheus``, ``wandb``, ``swanlab``;
+    ``ml_tracker`` of ROLL's files, which is not public, is taken as ``tensorboard``."""
     tracker_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the tracker, such as ``log_dir`` or ``project``. Keys and tokens come from the environment."""
     save_steps: int = setting(50, ge=-1)
@@ -89,8 +115,23 @@ class RunConfig:
     rpc_timeout: float = setting(3600.0, gt=0)
     """Seconds that a remote call may take before the run ends with a diagnosis."""
     interrupt_timeout: float = setting(300.0, ge=0)
-    """Seconds after the first SIGINT (Ctrl-C), SIGTERM or SIGHUP within which a training step that has begun to change
-    the models may end and a checkpoint be written; then the run ends without. 0: no checkpoint is written."""
+    """Seconds after the first SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 within which a training step that has begun
+    to change the models may end and a checkpoint be written; then the run ends without. 0: none is written."""
+    on_usr1: Literal["end", "save"] = "end"
+    """Reaction to SIGUSR1, which Slurm's ``--signal`` sends some time before a job's limit. ``end``: as to SIGTERM, a
+    checkpoint is written and the run ends; ``save``: a checkpoint follows the step in flight, and the run goes on."""
+    max_restarts: int = setting(0, ge=0)
+    """How often the run goes on by itself, from its newest checkpoint, after a worker, an engine beyond its own
+    replacements, a node or its own process has died or hangs. It ends for good when it dies twice in the same place."""
+    restart_backoff: float = setting(10.0, ge=0, read_if={"max_restarts": ()})
+    """Seconds before the first restart; twice as many before each further one from the same checkpoint, at most 600."""
+    on_nonfinite: Literal["skip", "stop", "rewind"] = "skip"
+    """Reaction to a loss or gradient that is not finite; the models do not learn from it in any case, and the batch is
+    written into the folder ``batches`` under ``output_dir``. ``skip``: the run goes on; ``stop``: it ends;
+    ``rewind``: it goes back to its newest checkpoint and on from there without the batch of that step."""
+    dump_batches: int = setting(0, ge=0)
+    """Steps between batches that are written into the folder ``batches`` under ``output_dir``, with the metrics of
+    their step, for ``roll replay``; 0: none."""
     system_envs: dict[str, str] = field(default_factory=dict)
     """Environment variables of all workers."""
     model_update_buffer_size_mb: int = setting(1024, ge=1)
@@ -107,11 +148,13 @@ class RunConfig:
     is_offload_optimizer_states_in_train_step: bool = False
     """Also move optimizer states off the devices during the forward and backward passes."""
     profiler_timeline: bool = False
-    """Write a PyTorch timeline of each phase."""
+    """Write PyTorch timelines of what the workers of the training roles, the reference and the critic compute."""
     profiler_memory: bool = False
-    """Write memory snapshots of each phase."""
+    """Write what their operators allocate; on an accelerator snapshots of its allocator, too."""
     profiler_output_dir: str | None = None
-    """Folder of the profiler's files; null: a folder under ``logging_dir``."""
+    """Folder of the profiler's files; null: ``profiler`` in the run's log folder."""
+    profiler_calls: list[int] = field(default_factory=lambda: [1])
+    """Calls of each worker's methods that are recorded, from 0. Most methods are called once a step."""
     otlp_output_dir: str | None = None
     """Folder of OpenTelemetry traces."""
     rollout_mock: RolloutMockConfig = field(default_factory=RolloutMockConfig)

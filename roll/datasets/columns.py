@@ -88,7 +88,7 @@ class Columns:
                     f"{source.place}: {self.messages} holds half of a character (a lone surrogate)"
                 ) from error
         check_messages(source, self.messages, value)
-        return list(value)
+        return [one if "content" in one else {**one, "content": ""} for one in value]
 
     def read_id(self, source: SourceRow) -> str | None:
         """As the row has it; None: it has none."""
@@ -141,13 +141,18 @@ def check_messages(source: SourceRow, column: str, value: Any) -> None:
     if not isinstance(value, list) or not value:
         raise DataError(f"{source.place}: {column} must be a non-empty list of messages such as {example}")
     for position, message in enumerate(value):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        if not isinstance(message, dict) or not message.keys() >= _needed(message):
             raise DataError(f"{source.place}: {column}[{position}] needs role and content, such as {example}")
         if message["role"] not in ROLES:
             role = message["role"]
             raise DataError(
                 f"{source.place}: {column}[{position}].role is {role!r}; expected one of {', '.join(ROLES)}"
             )
+
+
+def _needed(message: Mapping[str, Any]) -> set[str]:
+    """A message that calls tools may say nothing."""
+    return {"role"} if message.get("tool_calls") else {"role", "content"}
 
 
 class DomainRouter:

@@ -12,7 +12,7 @@ from roll.datasets.columns import Columns, Message, as_number, check_messages, i
 from roll.datasets.making import RowMaker
 from roll.datasets.preparation import PreparedRows, prepare
 from roll.datasets.reading import SourceRow
-from roll.datasets.templates import Conversation, Renderer, TemplateChoice, tokenize
+from roll.datasets.templates import Conversation, Rendered, Renderer, TemplateChoice, tokenize, truncate
 from roll.datasets.types import BadRows, DataError
 
 if TYPE_CHECKING:
@@ -41,9 +41,14 @@ class PreferenceRow:
     """How much better the chosen response is, where the row says it."""
 
     @property
-    def sides(self) -> tuple[list[int], list[int]]:
+    def responses(self) -> list[list[int]]:
+        """Both, the chosen one first."""
+        return [self.chosen_ids, self.rejected_ids]
+
+    @property
+    def sides(self) -> list[list[int]]:
         """The two sequences, the chosen one first."""
-        return self.prompt_ids + self.chosen_ids, self.prompt_ids + self.rejected_ids
+        return [self.prompt_ids + response for response in self.responses]
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,9 @@ class PreferenceMaker(RowMaker):
                 bad_rows.report(rendered)
                 continue
             chosen_ids, rejected_ids = responses[2 * index], responses[2 * index + 1]
-            length = len(rendered.token_ids) + max(len(chosen_ids), len(rejected_ids))
+            longest = max(len(chosen_ids), len(rejected_ids))
+            rendered = fitting(self, one, rendered, longest, DOMAIN)
+            length = len(rendered.token_ids) + longest
             if length > self.limit:
                 self.tally.leave_out(DOMAIN, length)
                 continue
@@ -184,8 +191,8 @@ class PreferenceMaker(RowMaker):
                 before their last message.
         """
         names = self._preferences
-        chosen, chosen_before = self._response(source, names.chosen)
-        rejected, rejected_before = self._response(source, names.rejected)
+        chosen, chosen_before = response_of(source, names.chosen, require(source, names.chosen))
+        rejected, rejected_before = response_of(source, names.rejected, require(source, names.rejected))
         if names.chosen in (self.columns.prompt, self.columns.messages):
             if chosen_before is None or rejected_before is None:
                 raise DataError(
@@ -206,18 +213,35 @@ class PreferenceMaker(RowMaker):
             raise DataError(f"{source.place}: the prompt ends with an assistant's message; expected the user's turn")
         return messages, chosen, rejected
 
-    def _response(self, source: SourceRow, column: str) -> tuple[str, list[Message] | None]:
-        """The text of a response, and the messages before it where the column is a conversation."""
-        value = require(source, column)
-        before: list[Message] | None = None
-        if isinstance(value, Mapping):
-            value = [value]
-        if is_conversation(value):
-            check_messages(source, column, value)
-            if value[-1]["role"] != "assistant":
-                role = value[-1]["role"]
-                raise DataError(f"{source.place}: {column} ends with a message of {role}, expected the assistant's")
-            before, value = list(value[:-1]) or None, value[-1]["content"]
-        if not isinstance(value, str) or not value:
-            raise DataError(f"{source.place}: {column} must be a non-empty text or conversation, found {value!r}")
-        return value, before
+
+def fitting(maker: RowMaker, one: Conversation, rendered: Rendered, longest: int, domain: str) -> Rendered:
+    """The prompt, with ``filter_overlong_prompts: false`` cut as ``truncation`` says until the ``longest`` response
+    fits behind it; never a response, whose end is what is judged. As it is where that cannot be."""
+    side, room = maker.data_args.truncation, maker.limit - longest
+    if maker.data_args.filter_overlong_prompts or side == "error" or len(rendered.token_ids) <= room:
+        return rendered
+    shortened = truncate(one, rendered, room, side, maker.renderer)
+    if shortened is None:
+        return rendered
+    maker.tally.truncated[domain] += 1
+    return shortened
+
+
+def response_of(source: SourceRow, column: str, value: Any) -> tuple[str, list[Message] | None]:
+    """The text of a response, and the messages before it where the ``value`` is a conversation.
+
+    Raises:
+        DataError: it is neither a text nor a conversation that ends with one.
+    """
+    before: list[Message] | None = None
+    if isinstance(value, Mapping):
+        value = [value]
+    if is_conversation(value):
+        check_messages(source, column, value)
+        if value[-1]["role"] != "assistant":
+            role = value[-1]["role"]
+            raise DataError(f"{source.place}: {column} ends with a message of {role}, expected the assistant's")
+        before, value = list(value[:-1]) or None, value[-1]["content"]
+    if not isinstance(value, str) or not value:
+        raise DataError(f"{source.place}: {column} must be a non-empty text or conversation, found {value!r}")
+    return value, before

@@ -37,7 +37,7 @@ CHUNK = 1024
 """Rows that are rendered and tokenised together; what is in memory at a time."""
 ROWS_FORMAT = 2
 """Of prepared rows and of what is counted of them: a cache entry of another number is not used."""
-FORMAT = 1
+FORMAT = 2
 """Of what is kept: goes up when the same settings would give other rows or files."""
 SMALLEST = 4 * 2**20
 """Bytes of data files from which rows are kept without being asked to."""

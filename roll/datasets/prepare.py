@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,15 @@ from typing import Literal
 
 from roll.datasets.converters import Convert, PrepareOptions
 from roll.datasets.converters.code import CODE_INSTRUCTION, CODE_TAG, convert_code
-from roll.datasets.converters.conversations import CHAT_TAG, PAIR_TAG, convert_chat, convert_pair
+from roll.datasets.converters.conversations import CHAT_TAG, convert_chat
 from roll.datasets.converters.math import GSM8K_INSTRUCTION, MATH_INSTRUCTION, MATH_TAG, convert_gsm8k, convert_math
+from roll.datasets.converters.preferences import (
+    PAIR_TAG,
+    NoPreferenceError,
+    convert_label,
+    convert_pair,
+    convert_ranking,
+)
 from roll.datasets.reading import Row, SourceRow, data_files, read_rows, stream_rows
 from roll.datasets.types import BadRows, DataError
 
@@ -35,7 +43,9 @@ class Kind:
 KINDS = {
     "math": Kind(convert_math, MATH_TAG, "problems with answers: MATH, DAPO-Math, NuminaMath, AIME", MATH_INSTRUCTION),
     "code": Kind(convert_code, CODE_TAG, "problems with tests: MBPP, HumanEval, TACO, LiveCodeBench", CODE_INSTRUCTION),
-    "preferences": Kind(convert_pair, PAIR_TAG, "a prompt with a chosen and a rejected response"),
+    "preferences": Kind(convert_pair, PAIR_TAG, "pairs: HH, UltraFeedback, Skywork, HelpSteer, SHP, Nectar ..."),
+    "rankings": Kind(convert_ranking, PAIR_TAG, "several responses with scores: Nectar, UltraFeedback, HelpSteer2"),
+    "labels": Kind(convert_label, PAIR_TAG, "single responses, desirable or not: KTO"),
     "chats": Kind(convert_chat, CHAT_TAG, "demonstrations: chats, instructions with outputs (Alpaca, ShareGPT)"),
 }
 
@@ -128,20 +138,30 @@ def prepare_files(
     Raises:
         DataError: a file or (unless skipped) a row that cannot be used, or no row left.
     """
-    bad_rows, prefix = BadRows(on_bad_row), target.stem
+    bad_rows, prefix, dropped = BadRows(on_bad_row), target.stem, Counter[str]()
     rows: list[Row] = []
     for position, source in enumerate(stream_rows(data_files(inputs), bad_rows)):
         try:
             row = convert(source, f"{prefix}-{position}", options)
+        except NoPreferenceError as error:
+            dropped[error.reason] += 1
+            continue
         except DataError as error:
             bad_rows.report(error)
             continue
         rows.append(row)
     if not rows:
-        raise DataError(f"{', '.join(inputs)}: none of {bad_rows.count} rows could be converted")
+        count = bad_rows.count + dropped.total()
+        raise DataError(f"{', '.join(inputs)}: none of {count} rows could be converted{listed(dropped)}")
     write_rows(target, rows)
-    logger.info("%s: %d rows from %s, %d left out", target, len(rows), ", ".join(inputs), bad_rows.count)
+    left_out = f"{bad_rows.count + dropped.total()} left out{listed(dropped)}"
+    logger.info("%s: %d rows from %s, %s", target, len(rows), ", ".join(inputs), left_out)
     return len(rows)
+
+
+def listed(dropped: Counter[str]) -> str:
+    """`` (12 tie, 3 same response)``; nothing where nothing was dropped."""
+    return f" ({', '.join(f'{count} {reason}' for reason, count in dropped.most_common())})" if dropped else ""
 
 
 def convert_split(source: Path, target: Path, id_prefix: str, convert: Callable[[SourceRow, str], Row]) -> int:

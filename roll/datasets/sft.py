@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.data import DataArguments
+from roll.datasets.assistant_turns import AssistantTurns, Dialogue, Masked, read_dialogue, spans_of
 from roll.datasets.columns import Columns, Message, require
 from roll.datasets.images import ImageReader, PreparedImages, VisionModel
 from roll.datasets.making import RowMaker
@@ -19,9 +21,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll.datasets.store import RowStore, StoredRow
+    from roll.protocol.vision import VisionInputs
 
 logger = logging.getLogger(__name__)
 
+TrainOn = Literal["last", "assistant"]
 DOMAIN = "sft"
 """Domain that demonstrations are counted under."""
 
@@ -44,6 +48,7 @@ class SftDataset(PreparedRows[SftRow]):
         tag_to_template: Mapping[str, str] | None = None,
         query_key: str | None = None,
         vision: VisionModel | None = None,
+        train_on: TrainOn = "last",
     ) -> SftDataset:
         """Read ``data_args.file_name`` and keep the demonstrations of at most ``sequence_length`` tokens.
 
@@ -54,17 +59,15 @@ class SftDataset(PreparedRows[SftRow]):
         Args:
             query_key: a column appended to the prompt after an empty line (instruction data sets keep inputs apart).
             vision: of a model that sees images.
+            train_on: ``assistant``: every turn of the assistant carries the loss, as
+                :mod:`~roll.datasets.assistant_turns` finds them.
 
         Raises:
             DataError: a file, row or template that cannot be used, or no row left.
         """
-        if data_args.file_name is None:
-            raise DataError("data_args.file_name is not set; for example file_name: data/sft.jsonl")
-        if tokenizer.eos_token is None:
-            raise DataError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to close a response with")
         templates = TemplateChoice.of_settings(data_args, global_template, tag_to_template)
         images = ImageReader.of(data_args, vision)
-        maker = SftMaker(data_args, Renderer(tokenizer, templates), sequence_length, query_key, images)
+        maker = sft_maker(data_args, tokenizer, templates, sequence_length, query_key, images, train_on)
         store, paths = prepare(maker)
         files = ", ".join(str(path) for path in paths)
         logger.info("%s: %s (sequence_length %d)", files, store.counts, sequence_length)
@@ -82,6 +85,100 @@ class SftDataset(PreparedRows[SftRow]):
             input_ids=input_ids,
             prompt_length=store.value("prompt_length", position),
             vision=vision,
+            spans=store.spans(position),
+        )
+
+
+def sft_maker(
+    data_args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    templates: TemplateChoice,
+    sequence_length: int,
+    query_key: str | None,
+    images: ImageReader,
+    train_on: TrainOn,
+) -> RowMaker:
+    """What makes demonstrations out of rows as read.
+
+    Raises:
+        DataError: no file, a tokenizer without an end of text, or a template that cannot be used.
+    """
+    if data_args.file_name is None:
+        raise DataError("data_args.file_name is not set; for example file_name: data/sft.jsonl")
+    if tokenizer.eos_token is None:
+        raise DataError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to close a response with")
+    renderer = Renderer(tokenizer, templates)
+    if train_on == "assistant":
+        return DialogueMaker(data_args, renderer, sequence_length, images)
+    return SftMaker(data_args, renderer, sequence_length, query_key, images)
+
+
+class DialogueMaker(RowMaker):
+    """Makes demonstrations of which every assistant's turn carries the loss."""
+
+    what, limit_key = "demonstrations", "sequence_length"
+
+    def __init__(self, data_args: DataArguments, renderer: Renderer, limit: int, images: ImageReader) -> None:
+        super().__init__(data_args, renderer, limit, images)
+        self._turns = AssistantTurns(renderer.tokenizer, renderer.templates)
+
+    def settings(self) -> dict[str, Any]:
+        return {"train_on": "assistant", "eos_token": self.renderer.tokenizer.eos_token}
+
+    def make(self, sources: Sequence[SourceRow], bad_rows: BadRows) -> list[StoredRow]:
+        dialogues, difficulties, pictures = [], [], []
+        for source in sources:
+            try:
+                one = read_dialogue(self.columns, source, self.renderer.templates)
+                messages, vision = self.seen(source, one.messages)
+                difficulties.append(self.difficulty(source))
+            except DataError as error:
+                bad_rows.report(error)
+                continue
+            dialogues.append(replace(one, messages=messages))
+            pictures.append(vision)
+        rows = []
+        for one, difficulty, vision, masked in zip(
+            dialogues, difficulties, pictures, self._turns(dialogues), strict=True
+        ):
+            try:
+                if isinstance(masked, DataError):
+                    raise masked
+                ids = self.images.expand(one.source, masked.token_ids, vision)
+            except DataError as error:
+                bad_rows.report(error)
+                continue
+            if len(ids) > self.limit:
+                self.tally.leave_out(DOMAIN, len(ids))
+                continue
+            mask = masked.mask if ids is masked.token_ids else self._widened(masked, vision)
+            rows.append(self._stored(one, ids, spans_of(mask), difficulty, vision is not None))
+        return rows
+
+    def _widened(self, masked: Masked, vision: VisionInputs | None) -> list[bool]:
+        """The mask with as many entries for each image as it takes."""
+        assert self.images.model is not None
+        image, counts = self.images.model.image_token_id, iter(vision.num_tokens if vision is not None else ())
+        pairs = zip(masked.token_ids, masked.mask, strict=True)
+        return [flag for token, flag in pairs for _ in range(next(counts) if token == image else 1)]
+
+    def _stored(
+        self, one: Dialogue, ids: list[int], spans: list[int], difficulty: float | None, has_images: bool
+    ) -> StoredRow:
+        from roll.datasets.store import StoredRow
+
+        return StoredRow(
+            id=self.columns.read_id(one.source),
+            file=self.files[one.source.path],
+            number=one.source.number,
+            tag=one.tag,
+            domain=DOMAIN,
+            token_ids=ids,
+            prompt_length=spans[0],
+            text="",
+            row=self.images.row_of(one.source) if has_images else None,
+            difficulty=difficulty,
+            spans=spans,
         )
 
 

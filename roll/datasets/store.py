@@ -7,7 +7,7 @@ import datetime
 import decimal
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,14 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 ROWS_FILE, INDEX_FILE = "rows.arrow", "index.arrow"
 COUNTS_KEY = b"roll.counts"
 
-ROWS = pa.schema([("token_ids", pa.list_(pa.int32())), ("text", pa.string()), ("row", pa.string())])
+ROWS = pa.schema(
+    [
+        ("token_ids", pa.list_(pa.int32())),
+        ("text", pa.string()),
+        ("row", pa.string()),
+        ("spans", pa.list_(pa.int32())),
+    ]
+)
 INDEX = pa.schema(
     [
         ("position", pa.int64()),
@@ -103,6 +110,9 @@ class StoredRow:
     row: dict[str, Any] | None
     """As read; None where nobody asks."""
     difficulty: float | None
+    spans: list[int] = field(default_factory=list)
+    """Of a demonstration: begin and end of every run of tokens that carry the loss; empty: what is behind the
+    prompt."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,12 @@ class EncodedRows:
 
 
 def encode_rows(rows: Sequence[StoredRow]) -> EncodedRows:
-    columns = [[row.token_ids for row in rows], [row.text for row in rows], [to_json(row.row) for row in rows]]
+    columns: list[list[Any]] = [
+        [row.token_ids for row in rows],
+        [row.text for row in rows],
+        [to_json(row.row) for row in rows],
+    ]
+    columns.append([row.spans for row in rows])
     index = {
         "id": [row.id for row in rows],
         "file": [row.file for row in rows],
@@ -173,6 +188,11 @@ class RowStore:
         scalar = self._rows["token_ids"][self._positions[index]]
         ids: list[int] = scalar.values.to_numpy().tolist()
         return ids
+
+    def spans(self, index: int) -> list[int]:
+        """See :attr:`StoredRow.spans`."""
+        found: list[int] = self._rows["spans"][self._positions[index]].as_py()
+        return found
 
     def text(self, index: int) -> str:
         return str(self._rows["text"][self._positions[index]].as_py())

@@ -39,7 +39,8 @@ def render_native(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
             f"template: the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
             "use template: chatml for chat models, template: base or raw for base models"
         )
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **variables)
+    options = {"add_generation_prompt": True} | variables
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
     assert isinstance(text, str)
     return text
 
@@ -54,8 +55,10 @@ def render_not_thinking(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
 
 def render_chatml(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
     """ChatML spelled out, whatever the tokenizer's own template is."""
+    if variables.get("tools"):
+        raise TypeError("it has no place for tools")
     turns = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
-    return f"{turns}<|im_start|>assistant\n"
+    return f"{turns}<|im_start|>assistant\n" if variables.get("add_generation_prompt", True) else turns
 
 
 def render_base(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
@@ -92,6 +95,7 @@ def joined(messages: Sequence[Message]) -> str:
 TEMPLATES: dict[str, Render] = {
     "native": render_native,
     "qwen2_5": render_native,
+    "qwen2-vl": render_native,
     "qwen3_coder": render_native,
     "qwen3": render_thinking,
     "qwen3_nothink": render_not_thinking,
@@ -238,6 +242,13 @@ class Renderer:
             return self.templates.renders[name](self.tokenizer, one.messages, **self.templates.variables)
         except (TemplateError, TypeError) as error:
             return DataError(f"{one.source.place}: template {name!r} cannot render this conversation: {error}")
+
+
+def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], response: str) -> str:
+    """A finished conversation by the tokenizer's own template, as a reward model is trained on it and scores it; its
+    special tokens are in the text."""
+    conversation = [*messages, {"role": "assistant", "content": response}]
+    return str(tokenizer.apply_chat_template(conversation, tokenize=False))
 
 
 def tokenize(

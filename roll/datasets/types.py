@@ -42,14 +42,21 @@ class SftRow:
     tag: str
     input_ids: list[int]
     prompt_length: int
-    """Tokens of the prompt; what follows is the response, its end-of-turn token included, and carries the loss."""
+    """Tokens in front of the first that carries the loss."""
     vision: VisionInputs | None = field(default=None, repr=False)
     """Images of the prompt."""
+    spans: list[int] = field(default_factory=list)
+    """Begin and end of every run of tokens that carry the loss, in turn; empty: all behind the prompt, which is the
+    response with its end-of-turn token."""
 
     @property
     def response_mask(self) -> list[bool]:
         """True on the tokens that carry the loss, aligned to ``input_ids``."""
-        return [False] * self.prompt_length + [True] * (len(self.input_ids) - self.prompt_length)
+        mask = [False] * len(self.input_ids)
+        spans = self.spans or [self.prompt_length, len(mask)]
+        for begin, end in zip(spans[::2], spans[1::2], strict=True):
+            mask[begin:end] = [True] * (end - begin)
+        return mask
 
 
 @dataclass(frozen=True)

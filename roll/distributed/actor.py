@@ -7,6 +7,7 @@ import dataclasses
 import faulthandler
 import gc
 import importlib
+import json
 import logging
 import os
 import pickle
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,17 @@ import ray
 
 from roll.config.reading.masking import masked_text, register_secrets
 from roll.distributed.nodes import interface_of
-from roll.distributed.worker import Registration, Worker, WorkerContext, registrations
+from roll.distributed.profiling import Profiler
+from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext, registrations
 
 LOG_DIR_ENV = "ROLL_LOG_DIR"
 """The folder of worker logs; without it they lie in Ray's session folder and go with it."""
 
 STACK_SIGNAL = signal.SIGUSR2
 """On this signal a worker writes the Python stacks of its threads to its log, even when stuck in a C call."""
+
+COMPUTES = (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
+"""Of the methods that compute a batch, which are those that a profiler looks at."""
 
 STACK_HEADER = "Current thread"
 
@@ -81,6 +87,48 @@ def tail(path: Path, lines: int = 20, begin: int = 0) -> list[str]:
 
 logger = logging.getLogger(__name__)
 
+CALLS_SUFFIX = ".calls.jsonl"
+_JOINED_GAP, _JOINED_SECONDS = 0.01, 0.5
+_SHORTEST = 0.0005
+
+
+class CallTimes:
+    """Writes when the calls of a worker began and ended, next to its log; :mod:`roll.tracking.timeline` reads it.
+
+    Calls of the same method that follow one another at once, as the turns of an engine do, become one of up to half a
+    second; calls of less than half a millisecond are left out.
+
+    Args:
+        path: the file, which is appended to.
+    """
+
+    def __init__(self, path: Path, context: WorkerContext) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._lock = threading.Lock()
+        self._open: tuple[str, float, float] | None = None
+        who = {"role": context.cluster_name, "rank": context.rank, "devices": list(context.device_ids)}
+        self._file.write(json.dumps({**who, "host": socket.gethostname()}) + "\n")
+
+    def add(self, method: str, began: float, ended: float) -> None:
+        """Seconds since the epoch."""
+        if ended - began < _SHORTEST:
+            return
+        with self._lock:
+            last = self._open
+            if last is not None:
+                if last[0] == method and 0 <= began - last[2] < _JOINED_GAP and ended - last[1] < _JOINED_SECONDS:
+                    self._open = (method, last[1], ended)
+                    return
+                self._write(last)
+            self._open = (method, began, ended)
+            if ended - began >= _JOINED_SECONDS or method == "shutdown":
+                self._write(self._open)
+                self._open = None
+
+    def _write(self, span: tuple[str, float, float]) -> None:
+        self._file.write(f'["{span[0]}", {span[1]:.4f}, {span[2]:.4f}]\n')
+
+
 _STACK_FRAMES = 6
 _DRIVERS_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -120,11 +168,15 @@ class WorkerActor:
     def __init__(self, worker_name: str, environment: dict[str, str], local_devices: tuple[int, ...] | None) -> None:
         self._listener: socket.socket | None = None
         self._worker: Worker | None = None
+        self._times: CallTimes | None = None
+        self._profiled: set[str] = set()
         os.environ.update(environment)
         _leave_signals_to_the_driver()
         if local_devices is not None:
             _show_devices(local_devices)
+        self._profiler = Profiler(worker_name)
         log_dir = os.environ.get(LOG_DIR_ENV)
+        self._calls_file = Path(log_dir) / f"{worker_name}{CALLS_SUFFIX}" if log_dir else None
         log_file = open_worker_log(worker_name, Path(log_dir) if log_dir else None)
         node_ip = ray.util.get_node_ip_address()
         interface = interface_of(node_ip)
@@ -164,9 +216,13 @@ class WorkerActor:
             )
             os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port))
             register_secrets(dataclasses.asdict(context.role))
+            if self._calls_file is not None:
+                self._times = CallTimes(self._calls_file, context)
             cls = load_worker_class(worker_class)
             self._worker = cls(context)
-            return registrations(cls)
+            registered = registrations(cls)
+            self._profiled = {name for name, one in registered.items() if one.dispatch in COMPUTES}
+            return registered
         except Exception as error:
             raise _described(error) from None
 
@@ -175,15 +231,19 @@ class WorkerActor:
 
         Values stand directly in the call (not in a list), so that Ray replaces references by what they refer to.
         """
+        began = time.time()
         try:
             assert self._worker is not None, "the worker was not built: its log says why"
             positional = len(values) - len(names)
             kwargs = dict(zip(names, values[positional:], strict=True))
-            return getattr(self._worker, method)(*values[:positional], **kwargs)
+            with self._profiler.around(method) if method in self._profiled else nullcontext():
+                return getattr(self._worker, method)(*values[:positional], **kwargs)
         except Exception as error:
             raise _described(error) from None
         finally:
             gc.enable()
+            if self._times is not None:
+                self._times.add(method, began, time.time())
 
     def rank_info(self) -> Any:
         assert self._worker is not None

@@ -72,6 +72,11 @@ class Cluster:
         self._placements = resource_manager.place(name, role)
         self.world_size = len(self._placements)
         self._seed, self._settings, self._target = seed, settings, _portable(worker_cls)
+        self._closed = False
+        self._start()
+
+    def _start(self) -> None:
+        """Start a process for every rank."""
         self.workers = [self._create_actor(placement) for placement in self._placements]
         rendezvous = self.workers[0].open_rendezvous.remote()
         started = {r: self._start_worker(r, actor, rendezvous) for r, actor in enumerate(self.workers)}
@@ -80,9 +85,15 @@ class Cluster:
         self._start_call = self._pending("start", started)
         self._registrations: dict[str, Registration] | None = None
         self._rank_infos: list[RankInfo] | None = None
-        self._closed = False
         self._left_out: set[int] = set()
         self._replacements: dict[int, tuple[Any, ray.ObjectRef[WorkerAddress]]] = {}
+
+    def start_again(self) -> None:
+        """Kill what is left of ranks that work together, one of which has died, and start new processes for all of
+        them, in a process group of their own; they are to be initialised as at the beginning."""
+        for rank in self.live_ranks:
+            self.leave_out(rank)
+        self._start()
 
     def __repr__(self) -> str:
         return f"Cluster({self.name!r}, {self.world_size} ranks)"

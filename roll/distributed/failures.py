@@ -37,6 +37,17 @@ class RayLost(RuntimeError):
         )
 
 
+class NotFinite(RuntimeError):
+    """A loss or gradient that is not finite, and ``on_nonfinite`` says that the run is not to go on as it is.
+
+    Attributes: ``rewinds`` (it is to go on from its newest checkpoint, without the batch of this step).
+    """
+
+    def __init__(self, text: str, rewinds: bool) -> None:
+        super().__init__(text)
+        self.rewinds = rewinds
+
+
 class NodeError(RuntimeError):
     """Nodes that do not come, that cannot be reached any more, or that are not like the others; each by name."""
 

@@ -189,7 +189,7 @@ class Guard:
 
 def main() -> None:
     """Wait for the driver's end."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     facts: dict[str, Any] = {}

@@ -113,7 +113,7 @@ def ray_runtime(
     * otherwise a private Ray is started on the loopback interface with ports and a folder of its own.
 
     Leaving the block (by success, exception or signal) ends every process of the run on this node, and so does the
-    hard end of this process (kill -9, out of memory, a second Ctrl-C). SIGINT, SIGTERM and SIGHUP raise
+    hard end of this process (kill -9, out of memory, a second Ctrl-C). SIGINT, SIGTERM, SIGHUP and SIGUSR1 raise
     :class:`~roll.distributed.signals.Interrupted` in the block; Ray and the workers are not reached by them.
 
     Args:

@@ -19,8 +19,10 @@ from types import FrameType
 logger = logging.getLogger(__name__)
 
 ENDING = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-)  # Windows has no SIGHUP
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
+)  # Windows has neither SIGHUP nor SIGUSR1
+_SAVE = getattr(signal, "SIGUSR1", None)
+"""May ask for a checkpoint only (:attr:`EndingSignals.saves_on_usr1`)."""
 _WAKE = getattr(signal, "SIGALRM", None)
 """Brings an exception into the main thread (:meth:`EndingSignals.raise_in_main`)."""
 
@@ -41,7 +43,7 @@ class Interrupted(SystemExit):
 
 
 class EndingSignals:
-    """The process's reaction to SIGINT, SIGTERM and SIGHUP within :meth:`handled`.
+    """The process's reaction to SIGINT, SIGTERM, SIGHUP and SIGUSR1 within :meth:`handled`.
 
     Where the work may be abandoned the first signal raises :class:`Interrupted`; within :meth:`holding` it is only
     noted (:attr:`received`). The second one ends the process, without any tidying up of its own.
@@ -59,6 +61,10 @@ class EndingSignals:
         """The first signal."""
         self.received_at = 0.0
         """Its time, on the monotonic clock."""
+        self.saves_on_usr1 = False
+        """SIGUSR1 asks for a checkpoint, and the process goes on."""
+        self.save_requested = False
+        """It has come, and no checkpoint since."""
         self.on_first: Callable[[signal.Signals], None] | None = None
         """Called with the first signal, in the main thread, before anything is raised."""
         self.on_second: Callable[[str], None] | None = None
@@ -77,6 +83,7 @@ class EndingSignals:
             return
         self.received = self._first = self._pending = self._raised = self.on_first = self.on_second = None
         self._depth, self._held = 1, 0
+        self.saves_on_usr1 = self.save_requested = False
         numbers = [*ENDING, *([] if _WAKE is None else [_WAKE])]
         before = {number: signal.getsignal(number) for number in numbers}
         self._ignored = {number for number in ENDING if before[number] is signal.SIG_IGN}
@@ -161,6 +168,10 @@ class EndingSignals:
             raise SystemExit(1) from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.saves_on_usr1 and number == _SAVE:
+            self.save_requested = True
+            os.write(2, b"\nSIGUSR1: a checkpoint follows the step in flight\n")
+            return
         if self.received is not None:
             return  # the second one is the listening thread's
         self.received, self.received_at = signal.Signals(number), time.monotonic()
@@ -175,7 +186,7 @@ class EndingSignals:
         with reader:
             while numbers := reader.recv(16):
                 for number in numbers:
-                    if number in ENDING:
+                    if number in ENDING and not (self.saves_on_usr1 and number == _SAVE):
                         self._seen(number)
 
     def _seen(self, number: int) -> None:

@@ -201,6 +201,11 @@ class Worker:
         platform.reset_peak_memory()
         return peak
 
+    @register(Dispatch.ONE_TO_ALL)
+    def processor_seconds(self) -> float:
+        """Seconds that the processor has worked for this process, all threads together."""
+        return time.process_time()
+
     def close(self) -> None:
         """Hook: free what the worker holds; called once, before its process ends in good order."""
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-HeadName = Literal["causal_lm", "value"]
+HeadName = Literal["causal_lm", "value", "score"]
+"""``value`` is a critic's head, with a bias, ``score`` a reward model's, without one; both are named ``score.``."""
 
 DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -62,14 +63,18 @@ _DROPOUT_KEYS = (
 _LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
-def build_model(args: ModelArguments, head: HeadName, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def build_model(
+    args: ModelArguments, head: HeadName, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> PreTrainedModel:
     """Load the model of a role from a folder or hub name, on the CPU.
 
     Args:
         args: ``model_name_or_path`` must be set.
         head: ``causal_lm``, or ``value``: the same body with a scalar head, which is zero unless the folder has one
-            (a reward model's has, and one written by an earlier run of a critic).
+            (a reward model's has, and one written by an earlier run of a critic); or ``score``: a reward model, whose
+            head is drawn by :func:`new_score_head` unless the folder has one.
         dtype: of the weights in memory.
+        seed: of a new score head.
 
     Raises:
         ValueError: no path, a model that cannot be computed here, or ``freeze_module_prefix`` that matches nothing.
@@ -84,32 +89,45 @@ def build_model(args: ModelArguments, head: HeadName, dtype: torch.dtype = torch
         trust_remote_code=args.trust_remote_code,
         output_loading_info=True,
     )
-    if head == "value":
+    if head != "causal_lm":
         for name, parameter in model.score.named_parameters():
             # A sequence-classification model has a weight and no bias.
             if f"{VALUE_HEAD}{name}" in info["missing_keys"]:
-                torch.nn.init.zeros_(parameter)
+                parameter.data.copy_(new_head(head, parameter, seed))
     freeze_modules(model, args.freeze_module_prefix)
     return model
 
 
+def new_head(head: HeadName, parameter: Tensor, seed: int) -> Tensor:
+    """The first values of a head's parameter on the CPU: zero for a critic; for a reward model normal with a deviation
+    of 1/sqrt(d + 1), d the hidden size, as in "Learning to summarize from human feedback" (arXiv 2009.01325, sec. 3.4),
+    and the same whatever the ranks and the backend."""
+    drawn = torch.zeros(parameter.shape)
+    if head == "score":
+        drawn.normal_(std=(parameter.shape[-1] + 1) ** -0.5, generator=torch.Generator().manual_seed(seed))
+    return drawn
+
+
 def auto_class(config: PretrainedConfig, head: HeadName) -> Any:
     """The class of transformers that makes a model of this configuration with this head."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
+    import transformers
 
     if reads_images(config):
-        return _vision_value_class(config) if head == "value" else AutoModelForImageTextToText
-    return AutoModelForTokenClassification if head == "value" else AutoModelForCausalLM
+        return transformers.AutoModelForImageTextToText if head == "causal_lm" else _vision_class(config, head)
+    if head == "score":
+        return transformers.AutoModelForSequenceClassification
+    return transformers.AutoModelForTokenClassification if head == "value" else transformers.AutoModelForCausalLM
 
 
-def _vision_value_class(config: PretrainedConfig) -> Any:
-    """transformers has token classifiers for models of text only, and all that is needed to make one."""
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    from transformers.modeling_layers import GenericForTokenClassification
+def _vision_class(config: PretrainedConfig, head: HeadName) -> Any:
+    """transformers has classifiers for models of text only, and all that is needed to make others."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_layers
 
+    kind = "ForSequenceClassification" if head == "score" else "ForTokenClassification"
     generates: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    name = generates.__name__.replace("ForConditionalGeneration", "ForTokenClassification")
-    return type(name, (GenericForTokenClassification, generates.__bases__[0]), {"__module__": generates.__module__})
+    name = generates.__name__.replace("ForConditionalGeneration", kind)
+    bases = (getattr(modeling_layers, f"Generic{kind}"), generates.__bases__[0])
+    return type(name, bases, {"__module__": generates.__module__})
 
 
 def checked_config(args: ModelArguments, head: HeadName) -> PretrainedConfig:
@@ -123,7 +141,7 @@ def checked_config(args: ModelArguments, head: HeadName) -> PretrainedConfig:
         raise ValueError("model_args.model_name_or_path: empty; give a model folder, or set `pretrain` for all roles")
     config = load_config(args)
     _refuse_changed_logits(config, args.model_name_or_path)
-    if head == "value":
+    if head != "causal_lm":
         config.num_labels = 1
     return config
 

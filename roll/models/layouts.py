@@ -32,6 +32,8 @@ class _OnDevice:
             value = getattr(self, item.name)
             if isinstance(value, torch.Tensor | _OnDevice):
                 moved[item.name] = value.to(device)
+            elif isinstance(value, tuple) and value and isinstance(value[0], _OnDevice):
+                moved[item.name] = tuple(one.to(device) for one in value)
         return replace(self, **moved)
 
 
@@ -117,6 +119,37 @@ class ImageTokens(_OnDevice):
 
 
 @dataclass(frozen=True)
+class TopTokens:
+    """The most probable tokens of each distribution are wanted."""
+
+    count: int
+    limit: int
+    """Only ids below this are among them."""
+
+
+@dataclass(frozen=True)
+class TeacherTargets(_OnDevice):
+    """What a teacher thinks of N tokens, and how the model is compared with it."""
+
+    name: str
+    """Begins the names of the outputs."""
+    ids: Tensor
+    """int64 (N, k), the teacher's most probable tokens, the first of them first."""
+    log_probs: Tensor
+    """(N, k)."""
+    tail: Tensor
+    """(N,), log-prob of all other tokens together."""
+    temperature: float
+    """Divides the model's logits before the comparison."""
+    divergence: Callable[[Tensor, Tensor, bool], Tensor]
+    """From log-probs (n, C) of the model and of the teacher to (n,); true where the last bucket is the tail."""
+
+    def at(self, own: Tensor) -> TeacherTargets:
+        """Those of some tokens: bool (N,) or indices, or a slice."""
+        return replace(self, ids=self.ids[own], log_probs=self.log_probs[own], tail=self.tail[own])
+
+
+@dataclass(frozen=True)
 class TokenLayout(_OnDevice):
     """Input of the model for one micro-batch of B rows and length L: S sequences of length T."""
 
@@ -142,10 +175,17 @@ class TokenLayout(_OnDevice):
     """float32 (S, T), how many rows each token stands for; where somebody asks (:func:`with_token_rows`)."""
     images: ImageTokens | None = None
     """None: no token stands for a part of an image."""
+    top_tokens: TopTokens | None = None
+    """None: nobody asks for them."""
+    teachers: tuple[TeacherTargets, ...] = ()
+    """Those that the response tokens' distributions are compared with."""
 
     def scatter(self, values: Tensor, shape: torch.Size) -> Tensor:
-        """Put (N,) values at their places in a (B, L) tensor of zeros; gradients flow back to ``values``."""
-        flat = values.new_zeros(shape.numel())
+        """Put (N, ...) values at their places in a (B, L, ...) tensor of zeros; gradients flow back to ``values``."""
+        rest = values.shape[1:]
+        flat = values.new_zeros(shape.numel(), *rest)
+        if rest:
+            return flat.index_copy(0, self.destinations, values).view(*shape, *rest)
         return flat.scatter(0, self.destinations, values).view(shape)
 
     def chunk(self, rank: int, ranks: int) -> TokenLayout:
@@ -176,6 +216,7 @@ class TokenLayout(_OnDevice):
             predictors=(sequence * width + column - columns.start)[own],
             targets=self.targets[own],
             destinations=self.destinations[own],
+            teachers=tuple(teacher.at(own) for teacher in self.teachers),
             routes=None if self.routes is None else self.routes[:, columns],
             token_rows=None if self.token_rows is None else self.token_rows[:, columns],
         )

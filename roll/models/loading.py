@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,9 @@ from roll.models.build import (
     auto_class,
     checked_config,
     freeze_modules,
+    new_head,
 )
+from roll.models.expert_parallel import own_rows
 from roll.models.stored import StoredLayout
 
 if TYPE_CHECKING:
@@ -93,12 +95,21 @@ class TensorFiles:
         Raises:
             ValueError: the folder lacks the tensor.
         """
+        return self.read_region(name, rows, slice(None))
+
+    def read_region(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
+        """``tensor[rows, columns]`` likewise.
+
+        Raises:
+            ValueError: the folder lacks the tensor.
+        """
         if name not in self._files:
             raise ValueError(f"model_args.model_name_or_path: {self.folder} has no tensor {name}")
         with safe_open(self._files[name], framework="pt") as file:
-            if rows == slice(None):
+            if rows == columns == slice(None):
                 return file.get_tensor(name)
-            return file.get_slice(name)[rows]
+            held = file.get_slice(name)
+            return held[rows] if columns == slice(None) else held[rows, columns]
 
 
 def _sample(tensor: Any) -> bytes:
@@ -148,15 +159,20 @@ class MetaModel:
     language_model: PreTrainedModel
     files: TensorFiles
     layout: StoredLayout
+    head: HeadName
     new_head: frozenset[str]
-    """Parameters of a value head that the files do not have: zero."""
+    """Parameters of a head that the files do not have (:func:`~roll.models.build.new_head`)."""
+    seed: int
 
     @torch.no_grad()
-    def read(self, root: nn.Module, device: torch.device) -> None:
+    def read(
+        self, root: nn.Module, device: torch.device, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ) -> None:
         """Allocate the parameters and buffers of ``root`` on ``device`` and read them.
 
         Args:
             root: the language model, or a module around it; its parameters may be sharded (``fully_shard``) by rows.
+            whole: a parameter as a shard of the stored tensor, where that is more than the module knows of.
         """
         computed = {name: buffer for name, buffer in root.named_buffers() if not buffer.is_meta}
         root.to_empty(device=device)
@@ -166,10 +182,11 @@ class MetaModel:
         for name, buffer in root.named_buffers():
             if name in computed:
                 buffer.copy_(computed[name])
-        for name, tensor in _stored_tensors(self.language_model).items():
+        for name, part in _stored_tensors(self.language_model).items():
+            tensor = whole(part)
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if name in self.new_head:
-                local.zero_()
+                local.copy_(new_head(self.head, tensor, self.seed)[_own_rows(tensor)])
             elif local.numel():
                 self._read_rows(name, tensor, local)
 
@@ -188,7 +205,9 @@ class MetaModel:
                 flat[low - begin : high - begin] = self.files.read_rows(part.name, rows)
 
 
-def build_on_meta(args: ModelArguments, head: HeadName, dtype: torch.dtype = torch.float32) -> MetaModel | None:
+def build_on_meta(
+    args: ModelArguments, head: HeadName, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> MetaModel | None:
     """:func:`~roll.models.build.build_model`, with the weights still to be read.
 
     Returns:
@@ -212,24 +231,24 @@ def build_on_meta(args: ModelArguments, head: HeadName, dtype: torch.dtype = tor
         with torch.device("meta"):
             model = from_config(config, dtype=dtype, attn_implementation=attention_implementation(args))
         stored, found = _stored_tensors(model), files.shapes()
-        new_head = _new_head(stored, found) if head == "value" else frozenset()
+        not_stored = _not_stored(stored, found) if head != "causal_lm" else frozenset()
         layout = _layout(model, stored)
-        obstacle = _obstacle(model, dtype, layout) or _mismatch(model, found, new_head, layout)
+        obstacle = _obstacle(model, dtype, layout) or _mismatch(model, found, not_stored, layout)
     if obstacle is not None:
         logger.info("%s is loaded whole by every rank: %s", args.model_name_or_path, obstacle)
         return None
     assert layout is not None
-    unused = found.keys() - layout.stored_shapes().keys() - ({OUTPUT_MATRIX} if head == "value" else set())
+    unused = found.keys() - layout.stored_shapes().keys() - (set() if head == "causal_lm" else {OUTPUT_MATRIX})
     if unused:
         logger.warning("%s: the model has no use for %s", args.model_name_or_path, ", ".join(sorted(unused)))
     _compute_buffers(model)
     _read_generation_config(model, str(args.model_name_or_path))
     freeze_modules(model, args.freeze_module_prefix)
-    return MetaModel(model.eval(), files, layout, new_head)
+    return MetaModel(model.eval(), files, layout, head, not_stored, seed)
 
 
-def _new_head(stored: Iterable[str], found: Container[str]) -> frozenset[str]:
-    """The parameters of the value head that are in no file: of a reward model's head, the bias."""
+def _not_stored(stored: Iterable[str], found: Container[str]) -> frozenset[str]:
+    """The parameters of the head that are in no file: for a critic made of a reward model, the bias."""
     return frozenset(name for name in stored if name.startswith(VALUE_HEAD) and name not in found)
 
 
@@ -257,7 +276,7 @@ def _obstacle(model: PreTrainedModel, dtype: torch.dtype, layout: StoredLayout |
 def _mismatch(
     model: PreTrainedModel,
     found: Mapping[str, tuple[int, ...]],
-    new_head: frozenset[str],
+    not_stored: frozenset[str],
     layout: StoredLayout | None,
 ) -> str | None:
     """Differences between the stored tensors and those of the model."""
@@ -266,7 +285,7 @@ def _mismatch(
     twice = (model.state_dict().keys() - stored.keys()) & found.keys()
     if twice:
         return f"tied tensors are stored twice ({', '.join(sorted(twice))})"
-    for part in (part for name in stored if name not in new_head for part in layout.parts(name)):
+    for part in (part for name in stored if name not in not_stored for part in layout.parts(name)):
         if part.name not in found:
             return f"the files lack {part.name}"
         if found[part.name] != part.shape:
@@ -303,13 +322,6 @@ def _read_generation_config(model: PreTrainedModel, name_or_path: str) -> None:
 
 
 def _own_rows(tensor: Tensor) -> slice:
-    """The rows of a tensor that this rank holds: ``torch.chunk`` over the mesh dimension that shards it."""
-    if isinstance(tensor, DTensor):
-        for mesh_dim, placement in enumerate(tensor.placements):
-            if isinstance(placement, Shard):
-                assert placement.dim == 0, placement
-                mesh, rows = tensor.device_mesh, tensor.shape[0]
-                size = -(-rows // mesh.size(mesh_dim))
-                begin = size * mesh.get_local_rank(mesh_dim)
-                return slice(begin, min(begin + size, rows))
-    return slice(None)
+    """The rows of a tensor that this rank holds."""
+    sharded = isinstance(tensor, DTensor) and any(isinstance(one, Shard) for one in tensor.placements)
+    return own_rows(tensor) if sharded else slice(None)  # type: ignore[arg-type]

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from roll.models.distributions import Named, chunked, compared, top_tokens
 from roll.models.experts import RoutingRecorder, RoutingSums, routing_sums
-from roll.models.layouts import TokenLayout
+from roll.models.layouts import TeacherTargets, TokenLayout, TopTokens
 from roll.models.vision import reads_images, text_inputs
 from roll.protocol.vision import vision_token_ids
 
@@ -104,12 +105,16 @@ def _log_softmax(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, excluded: Tensor | None
 ) -> Tensor:
     """float32 (n, V) log-softmax of one chunk."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).to(_math_dtype(hidden))
-    if excluded is not None:
-        logits = logits.index_fill_(1, excluded, EXCLUDED_LOGIT)
+    logits = _logits(hidden, weight, bias, excluded)
     if temperature != 1.0:
         logits = logits.div_(temperature)
     return torch.log_softmax(logits, dim=-1)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, excluded: Tensor | None) -> Tensor:
+    """float32 (n, V) of one chunk."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).to(_math_dtype(hidden))
+    return logits if excluded is None else logits.index_fill_(1, excluded, EXCLUDED_LOGIT)
 
 
 def _math_dtype(hidden: Tensor) -> torch.dtype:
@@ -191,8 +196,16 @@ def _grad_logits(
 
 
 def _head_log_probs(
-    head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, outputs: Collection[str]
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    head: nn.Linear,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    outputs: Collection[str],
+    wanted: TopTokens | None = None,
+    teachers: tuple[TeacherTargets, ...] = (),
+) -> tuple[Tensor, Tensor | None, Tensor | None] | Named:
+    if wanted is not None or teachers:
+        return _head_distributions(head, hidden, targets, temperature, outputs, wanted, teachers)
     return token_log_probs(
         hidden,
         head.weight,
@@ -203,6 +216,30 @@ def _head_log_probs(
         with_sum_of_squares="sum_of_squares" in outputs,
         excluded=_excluded(head, hidden.device),
     )
+
+
+def _head_distributions(
+    head: nn.Linear,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    outputs: Collection[str],
+    wanted: TopTokens | None,
+    teachers: tuple[TeacherTargets, ...],
+) -> Named:
+    """Tensors (N, ...) by name: those of ``wanted``, or of the comparison with ``teachers`` and ``outputs``."""
+    excluded = _excluded(head, hidden.device)
+    chunk = HeadMemory.for_device(hidden.device).chunk_tokens(head.weight.shape[0])
+
+    def logits_of(some: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _logits(some, weight, bias, excluded)
+
+    if wanted is not None:
+        with torch.no_grad():
+            of_rows = lambda rows: logits_of(hidden[rows], head.weight, head.bias)  # noqa: E731
+            return top_tokens(of_rows, hidden.shape[0], chunk, temperature, wanted)
+    of_chunk = lambda logits, rows: compared(logits, rows, targets, temperature, outputs, teachers)  # noqa: E731
+    return chunked(hidden, head.weight, head.bias, logits_of, of_chunk, chunk)
 
 
 _EXCLUDED = "excluded_ids"
@@ -264,7 +301,8 @@ class ResponseModel(nn.Module):
         """Float32 (N,), one for each of ``outputs``: ``log_probs``, ``entropy``, ``sum_of_squares``, ``values``.
 
         ``values[i]`` is the value of the state in which response token i is about to be sampled.  Without outputs there
-        is no head: a pass for ``routing_sums`` alone.
+        is no head: a pass for ``routing_sums`` alone.  Where the layout asks for whole distributions, what
+        :mod:`roll.models.distributions` makes of them.
         """
         # Plain rows must not meet a model that would take the keywords for something else.
         keywords = {"attention_pattern": layout.pattern, "context_group": self.context_group}
@@ -292,6 +330,11 @@ class ResponseModel(nn.Module):
             # Not a view: FSDP hooks what a module returns, and a view would pass by the hook when written to.
             return {"values": self.language_model.get_submodule("score")(hidden)[:, 0].float().clone()}
         head = self.language_model.get_output_embeddings()
+        if layout.top_tokens is not None or layout.teachers:
+            of_all: Named = head.log_probs(
+                hidden, layout.targets, temperature, outputs, layout.top_tokens, layout.teachers
+            )
+            return of_all
         computed = head.log_probs(hidden, layout.targets, temperature, outputs)
         named = zip(("log_probs", "entropy", "sum_of_squares"), computed, strict=True)
         return {name: value for name, value in named if name in outputs and value is not None}

@@ -85,6 +85,11 @@ def adapter_names(weight: str) -> tuple[str, str]:
     return f"{path}{_LORA_A}weight", f"{path}{_LORA_B}weight"
 
 
+def is_adapter(name: str) -> bool:
+    """True for A and B."""
+    return _LORA_A in name or _LORA_B in name
+
+
 def is_trained_whole(name: str) -> bool:
     """True for a parameter of the copy of a module that is trained in full alongside adapters."""
     return _WHOLE in name
@@ -149,7 +154,8 @@ class Adapters:
 
     def own(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """The tensors that an adapter file holds, under the names that peft gives them there."""
-        return [(_file_name(name), t) for name, t in named if any(p in name for p in (_LORA_A, _LORA_B, _WHOLE))]
+        named = ((name, tensor) for name, tensor in named if is_adapter(name) or _WHOLE in name)
+        return [(adapter_file_name(name), tensor) for name, tensor in named]
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor], base: str) -> None:
         """Write ``adapter_config.json`` and ``adapter_model.safetensors``, as ``PeftModel.from_pretrained`` reads them.
@@ -169,7 +175,8 @@ class Adapters:
         self._config.inference_mode = trains
 
 
-def _file_name(name: str) -> str:
+def adapter_file_name(name: str) -> str:
+    """The name that an adapter's file has for a tensor of the adapted model."""
     return f"{_FILE_PREFIX}{name.replace(_WHOLE, '.').replace(f'.{ADAPTER}.', '.')}"
 
 

@@ -116,21 +116,30 @@ class StoredLayout:
             live[name] = rows.view(self._shapes[name])
         return live
 
-    def read(self, files: Any, stored: str) -> Tensor:
-        """A stored tensor from a folder (:class:`~roll.models.loading.TensorFiles`), also one that holds live tensors.
+    def part(self, stored: str) -> Part:
+        """The rows of its live tensor that a stored one is."""
+        return self._live[stored][1] if stored in self._live else Part(stored, 0, 0, ())
+
+    def shape(self, stored: str) -> tuple[int, ...]:
+        return self._live[stored][1].shape
+
+    def read(self, files: Any, stored: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """``tensor[rows, columns]`` of a stored tensor (all of a vector's elements are rows) from a folder
+        (:class:`~roll.models.loading.TensorFiles`), also one that holds live tensors.
 
         Raises:
             ValueError: the folder lacks it.
         """
         live, part = self._live.get(stored, (stored, None))
         if part is None or stored in files or live not in files or live == stored:
-            return files.read_rows(stored, slice(None))
+            return files.read_region(stored, rows, columns)
         if len(self._parts[live]) == 1:
-            return files.read_rows(live, slice(None))
-        rows = self._shapes[live][1] if len(self._shapes[live]) == 3 else 1
-        expert, offset = divmod(part.begin, rows)
+            return files.read_region(live, rows, columns)
+        height = self._shapes[live][1] if len(self._shapes[live]) == 3 else 1
+        expert, offset = divmod(part.begin, height)
         own = files.read_rows(live, slice(expert, expert + 1)).flatten(0, -2)
-        return own[offset : offset + part.end - part.begin].reshape(part.shape)
+        whole = own[offset : offset + part.end - part.begin].reshape(part.shape)
+        return whole[rows] if whole.ndim < 2 else whole[rows, columns]
 
     def stored_shapes(self) -> dict[str, torch.Size]:
         """By stored name."""

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, DriverLoop
 from roll.pipelines.policy import PolicyPlan
+from roll.pipelines.sample_records import Notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 from roll.rollout.engines import EngineClient
@@ -56,6 +57,8 @@ class EngineRollout(ABC, Generic[ValidationT]):
         )
         self._busy_before = 0.0
         self._validation: Task[ValidationT] | None = None
+        self.notes: Callable[[], Notes] = list
+        """What the batch of the last :meth:`collect` does not say of its samples."""
         self.driver = DriverLoop()
         gc.freeze()  # modules, data and plans live as long as the run: no collection has to look through them
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.checkpoint.folders import atomic_folder
-from roll.config.model_files import model_folder
+from roll.config.model_files import CONFIG, model_folder
+from roll.distributed.failures import WorkerFailed
 from roll.rollout.groups import SampleGroup
 from roll.tracking import SampleTable
 
@@ -25,14 +28,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def export_model(cluster: Cluster, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write weights, config and tokenizer into ``folder``, which is there whole or not at all."""
+def export_model(
+    cluster: Cluster, tokenizer: PreTrainedTokenizerBase, folder: Path, facts: Mapping[str, Any] | None = None
+) -> None:
+    """Write weights, config and tokenizer into ``folder``, which is there whole or not at all.
+
+    Args:
+        facts: further entries of ``config.json``.
+    """
     from roll.workers.model import ModelWorker
 
     with atomic_folder(folder) as path:
         cluster.call_all(ModelWorker.save_hf, str(path)).result()
         tokenizer.save_pretrained(path)
         copy_processor(tokenizer.name_or_path, path)
+        if facts:
+            config = path / CONFIG
+            config.write_text(json.dumps(json.loads(config.read_text()) | dict(facts), indent=2) + "\n")
     logger.info("model written to %s", folder)
 
 
@@ -46,6 +58,17 @@ def copy_processor(model_path: str, folder: Path) -> None:
     for name in PROCESSOR_FILES if source is not None else ():
         if (source / name).is_file():  # type: ignore[operator]
             shutil.copyfile(source / name, folder / name)  # type: ignore[operator]
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """The driver, or a worker, had no room for a file (none left, beyond a quota, or beyond the largest allowed)."""
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return True
+    texts = (report.error for report in error.reports) if isinstance(error, WorkerFailed) else ()
+    return any(os.strerror(number) in text for text in texts for number in _NO_ROOM)
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class PendingCheckpoint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import cycle, groupby, pairwise
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,7 +122,8 @@ def header(row: PromptRow | SftRow) -> Text:
         parts = [row.prompt_id, f"domain {row.domain}", f"tag {row.tag}", f"{len(row.token_ids)} tokens"]
         parts.append(f"ground truth {str(row.ground_truth)[:80]!r}")
     else:
-        parts = [row.row_id, f"{row.prompt_length} + {len(row.input_ids) - row.prompt_length} tokens"]
+        learned = sum(row.response_mask)
+        parts = [row.row_id, f"{len(row.input_ids) - learned} + {learned} tokens"]
     return Text("  ".join(parts), style="reverse")
 
 
@@ -144,8 +145,12 @@ class Painter:
     def __call__(self, row: PromptRow | SftRow, data_args: DataArguments) -> Text:
         if isinstance(row, PromptRow):
             return self.paint(row.token_ids, contents_of(row, data_args), "template")
-        prompt = self.paint(row.input_ids[: row.prompt_length], (), "content")
-        return prompt + self.paint(row.input_ids[row.prompt_length :], (), "response")
+        edges = [0, *(row.spans or (row.prompt_length, len(row.input_ids))), len(row.input_ids)]
+        parts = [
+            self.paint(row.input_ids[begin:end], (), style)
+            for (begin, end), style in zip(pairwise(edges), cycle(("content", "response")))
+        ]
+        return Text().join(parts)
 
     def paint(self, token_ids: Sequence[int], contents: Sequence[str], rest: str) -> Text:
         """The text of ``token_ids``; where ``contents`` stand in it, in their order, it is the data's own."""

@@ -164,7 +164,18 @@ def engine_log_probs_as_old(config: PolicyRunConfig) -> bool:
 
 def trainer_is_old(config: PolicyRunConfig) -> bool:
     """Something besides the policy's loss wants the trainer's view of the samples before the update."""
-    return config.enable_old_logprobs_recompute or kl_in_reward(config) or needs_old_distribution(config)
+    compared = kl_in_reward(config) or taught_by_advantage(config)
+    return config.enable_old_logprobs_recompute or compared or needs_old_distribution(config)
+
+
+def is_taught(config: PolicyRunConfig) -> bool:
+    """Teachers take part in the run: on-policy distillation."""
+    return bool(config.teacher) and (config.use_opd or config.is_pure_opd)
+
+
+def taught_by_advantage(config: PolicyRunConfig) -> bool:
+    """Teachers act on the advantages of sampled tokens, by their log-ratio to the student's own log-probs."""
+    return is_taught(config) and config.opd_form == "advantage"
 
 
 def needs_old_log_probs(config: PolicyRunConfig) -> bool:
@@ -172,7 +183,8 @@ def needs_old_log_probs(config: PolicyRunConfig) -> bool:
     the two force keys have the last word."""
     if config.force_disable_old_logprobs_recompute or engine_log_probs_as_old(config):
         return False
-    return uses_old_log_probs(config) or needs_old_distribution(config) or config.enable_old_logprobs_recompute
+    compared = uses_old_log_probs(config) or taught_by_advantage(config)
+    return compared or needs_old_distribution(config) or config.enable_old_logprobs_recompute
 
 
 def needs_old_entropy(config: PolicyRunConfig) -> bool:

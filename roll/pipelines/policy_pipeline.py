@@ -9,18 +9,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.checkpoint import Checkpoint
 from roll.config.loader import LoadedConfig
+from roll.config.model_files import model_number
 from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import REWARD_MODEL
 from roll.distributed import ResourceManager
+from roll.pipelines.batches import RecordedBatch, is_left_out
 from roll.pipelines.engine_rollout import EngineRollout
 from roll.pipelines.files import export_model
-from roll.pipelines.policy import PolicyPlan
+from roll.pipelines.policy import PolicyPlan, taught_by_advantage
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency, moves_states
-from roll.pipelines.rlvr.clusters import Clusters, StartingClusters
+from roll.pipelines.rlvr.clusters import Clusters, ClusterStarter, StartingClusters
 from roll.pipelines.rlvr.data import RecordedRollouts
 from roll.pipelines.rlvr.phases import (
     ROUTES,
@@ -31,6 +34,8 @@ from roll.pipelines.rlvr.phases import (
     update_actor,
     update_critic,
 )
+from roll.pipelines.rlvr.teachers import opd_divergence
+from roll.pipelines.rlvr.teaching import add_teacher_divergence, add_teacher_targets
 from roll.pipelines.run_context import RunContext
 from roll.protocol import DataProto
 from roll.weight_sync.controller import WeightSync, sync_options
@@ -77,6 +82,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         self.context.watch(starting.clusters.all())
         for judge in starting.clusters.judges.values():
             self.context.at_end(judge.close)
+        self.models = {model.cluster.name: model for model in starting.models}
         starting.begin(self.residency)
         self.load_data()
         self.clusters = starting.finish(self.residency)
@@ -115,12 +121,15 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             if self.is_validation_due(step) and not concurrent:
                 self.validate(step)
             batch = self.generate(step)
+        self.context.hold_batch(step, batch, self.scoring.state_dict())
         with self.validating(step) if concurrent else nullcontext():
             with self.context.interruptible():
                 self.look_at(batch)
                 with self.context.phase("adv"):
                     self.context.record(self.scoring(batch))
-            self.learn(batch, step)
+                self.record_samples(batch, step)
+            if not is_left_out(step):
+                self.learn(batch, step)
         self.context.record(self.residency.metrics())
         self.context.end_step(step)
         if self.context.is_save_due(step):
@@ -168,7 +177,11 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             without_adapters = reference is self.clusters.actor_train
             with self.context.phase("ref_log_probs_values"):
                 self.residency.bring({reference.name: WEIGHTS})
-                add_reference_log_probs(batch, reference, self.temperature, without_adapters)
+                work = partial(add_reference_log_probs, batch, reference, self.temperature, without_adapters)
+                if without_adapters:
+                    work()
+                else:
+                    self.context.replacing(reference, self.models[reference.name].initialize, work)
         if self.plan.needs_old_log_probs:
             with self.context.phase("old_log_probs"):
                 self.residency.bring({"actor_train": WEIGHTS})
@@ -178,10 +191,32 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
                 add_old_log_probs(batch, self.clusters.actor_train, self.temperature, more)
         elif self.plan.engine_log_probs_as_old:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+        if self.clusters.teachers:
+            with self.context.phase("teachers"):
+                self.hear_teachers(batch)
         if self.clusters.critic is not None:
             with self.context.phase("values"):
                 self.residency.bring({"critic": WEIGHTS})
                 add_values(batch, self.clusters.critic)
+
+    def hear_teachers(self, batch: DataProto) -> None:
+        """What teachers say of the samples, as ``opd_form`` has it."""
+        teachers = self.clusters.teachers
+        self.residency.bring({cluster.name: WEIGHTS for cluster in teachers.values()})
+        if taught_by_advantage(self.config):
+            self.context.record(add_teacher_divergence(batch, teachers, self.config, self.temperature))
+            return
+        paths = [
+            self.plan.roles[cluster.name].model_path for cluster in (self.clusters.actor_train, *teachers.values())
+        ]
+        limit = min(model_number(path, "vocab_size") or 2**31 - 1 for path in paths)
+        count = opd_divergence(self.config).logits_topk
+        add_teacher_targets(batch, teachers, self.config, self.temperature, count, limit)
+
+    def record_samples(self, batch: DataProto, step: int) -> None:
+        """Keep samples for reports; before the models learn, so that those of a step that fails are there too."""
+        notes = list if self.recorded.replays else self.rollout.notes
+        self.context.samples.policy(step, batch, notes, self.tokenizer, self.plan.needs_old_log_probs)
 
     def learn(self, batch: DataProto, step: int) -> None:
         """All optimizer steps of actor and critic on this batch."""
@@ -194,6 +229,28 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
                 self.residency.bring({"actor_train": TRAINING})
                 actor, entropy_coef = self.clusters.actor_train, self.scoring.entropy_coef
                 self.context.record(update_actor(batch, actor, self.plan, self.temperature, entropy_coef, seed))
+
+    def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        """Take the step of a recorded batch again, without engines and rewards; the steps that the models had done
+        before, and the metrics."""
+        with self.context.running() as resources:
+            self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
+            starter = ClusterStarter(self.config, self.plan, resources)
+            computing = starter.start_computing()
+            # Nothing generates: the engines' place is held by a role that is there.
+            self.clusters = Clusters(**computing, actor_infer=computing["actor_train"])
+            self.context.watch(self.clusters.computing())
+            starting = StartingClusters(self.clusters, starter.models, starter.pending)
+            self.models = {model.cluster.name: model for model in starting.models}
+            starting.begin(self.residency)
+            starting.finish(self.residency)
+            checkpoint = self.restore_models()
+            self.scoring = self.build_scoring()
+            self.scoring.load_state_dict(recorded.state)
+            self.look_at(recorded.batch)
+            self.context.record(self.scoring(recorded.batch))
+            self.learn(recorded.batch, recorded.step)
+            return checkpoint.step if checkpoint is not None else 0, self.context.recorded()
 
     @abstractmethod
     def is_validation_due(self, step: int) -> bool:
@@ -257,17 +314,24 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
 
     def restore(self) -> int:
         """Continue from a checkpoint if the configuration asks for it; the number of steps already done."""
-        checkpoint: Checkpoint | None = self.context.checkpoint_to_resume()
+        checkpoint = self.restore_models()
         if checkpoint is None:
             return 0
+        self.load_state_dict(self.context.load_state(checkpoint))
+        return checkpoint.step
+
+    def restore_models(self) -> Checkpoint | None:
+        """Load the models that learn from the checkpoint that the configuration asks for, if it does."""
+        checkpoint = self.context.checkpoint_to_resume()
+        if checkpoint is None:
+            return None
         self.residency.bring({"actor_train": TRAINING})
         folder = str(checkpoint.role("actor_train"))
         self.clusters.actor_train.call_all(TrainingWorker.load_checkpoint, folder).result()
         if self.clusters.critic is not None:
             self.residency.bring({"critic": TRAINING})
             self.clusters.critic.call_all(TrainingWorker.load_checkpoint, str(checkpoint.role("critic"))).result()
-        self.load_state_dict(self.context.load_state(checkpoint))
-        return checkpoint.step
+        return checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver must remember: plain JSON values."""

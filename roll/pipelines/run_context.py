@@ -7,20 +7,39 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from roll.checkpoint import Checkpoint, CheckpointManager
+from roll.checkpoint.best import BestCheckpoint
 from roll.checkpoint.state import load_state, save_state
 from roll.config.loader import LoadedConfig
 from roll.config.reading.masking import masked
-from roll.distributed import Cluster, Interrupted, RemoteError, ResourceManager, Worker, ray_runtime
+from roll.distributed import (
+    Cluster,
+    Interrupted,
+    PendingCall,
+    RemoteError,
+    ResourceManager,
+    Worker,
+    WorkerDied,
+    ray_runtime,
+)
 from roll.distributed.guard import Guard
+from roll.distributed.profiling import Profiling
+from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
-from roll.pipelines.files import PendingCheckpoint, write_samples
+from roll.pipelines.batches import FOLDER as BATCHES
+from roll.pipelines.batches import BatchRecorder
+from roll.pipelines.files import PendingCheckpoint, is_disk_full, write_samples
 from roll.pipelines.interruption import Interruption, command_to_go_on
-from roll.protocol.metrics import Metrics, merge_metrics, to_floats
+from roll.pipelines.sample_records import SampleRecorder
+from roll.pipelines.stragglers import StragglerWatch
+from roll.protocol import DataProto
+from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
+from roll.report.at_end import ending_command, write_report
+from roll.report.run_files import REPORT_NAME, RunFiles
 from roll.tracking import (
     ENDING_LOGGER,
     LOG_NAME,
@@ -34,7 +53,9 @@ from roll.tracking import (
     setup_logging,
 )
 from roll.tracking.console import INTERVAL_ENDS
-from roll.tracking.plots import drawing_command, plot_run
+from roll.tracking.plots import plot_run
+from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, SampleLog
+from roll.tracking.timeline import TIMELINE_NAME, TimelineLog
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +63,7 @@ STATE_FOLDER = "pipeline"
 RESOLVED_CONFIG = "config.yaml"
 PLOT = "curves.png"
 SHOWN_SAMPLES = 8
+R = TypeVar("R")
 MEMORY_SECONDS = 30.0
 """For a worker to say how much memory it has used."""
 
@@ -62,9 +84,14 @@ class RunContext:
         self._validations: dict[int, dict[str, float]] = {}
         self._began = time.perf_counter()
         self._timer = PhaseTimer(self._peak_memory if self.config.memory_steps else None)
+        self._stragglers = StragglerWatch(lambda: self._clusters)
         self._measures_memory = False
         self._pending: PendingCheckpoint | None = None
         self._interruption = Interruption(self.config.interrupt_timeout)
+        config = self.config
+        self._batches = BatchRecorder(
+            self.plan.output_dir / BATCHES, loaded.pipeline.name, config.dump_batches, config.on_nonfinite
+        )
         self._guard: Guard | None = None
         self._total_steps = 0
         self._drawn = False
@@ -75,8 +102,15 @@ class RunContext:
             upload_dir=upload.output_dir,
             async_upload=upload.async_upload,
             keep_local_file=upload.keep_local_file,
+            storage_options=upload.storage_options,
+            best=(
+                BestCheckpoint(self.plan.checkpoint_dir, upload.keep_best_metric, upload.keep_best_mode)
+                if upload.keep_best_metric
+                else None
+            ),
         )
         self._resume = self._checkpoints.resolve(self.config.resume_from_checkpoint)
+        self._files = RunFiles.of(loaded, resumed=self._resume is not None)
 
     # Start and end
 
@@ -91,16 +125,19 @@ class RunContext:
                 ray_runtime(
                     self.plan.num_devices_per_node,
                     self.plan.num_nodes,
-                    self.config.system_envs,
+                    self._profiling().environment() | self.config.system_envs,
                     log_dir / "workers",
                 )
             )
             self._guard = runtime.guard
+            supervised.tell(mark=runtime.mark)
             ending.on_first = self._interruption.begin
+            ending.saves_on_usr1 = self.config.on_usr1 == "save"
             self._write_config()
             self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, self._tracked_run())
             stack.callback(self._tracker.close)
             stack.callback(self._checkpoints.close)
+            self._begin_record(stack)
             resources = ResourceManager(self.plan.num_devices_per_node, self.plan.num_nodes)
             stack.callback(resources.close)
             self._leave_account()
@@ -118,6 +155,17 @@ class RunContext:
             self._interruption.end()
             self._shut_down(graceful=True)
 
+    def _begin_record(self, stack: ExitStack) -> None:
+        """Open what reports are made of."""
+        folder, settings = self.plan.output_dir / RECORD_FOLDER, self.config.sample_log
+        last_step = None if self._resume is None else self._resume.step - 1
+        self._timeline = TimelineLog(folder / TIMELINE_NAME, resumed=last_step is not None)
+        log = SampleLog(folder / SAMPLES_NAME, settings.max_megabytes << 20, last_step) if settings.enabled else None
+        self.samples = SampleRecorder(log, settings)
+        stack.callback(self._timeline.close)
+        stack.callback(self.samples.close)
+        self._files.write()
+
     def _end_early(self, error: BaseException) -> BaseException:
         """Save what there is to save, and end the clusters; ``error`` with an account of where the run stands."""
         if isinstance(error, Interrupted):
@@ -127,6 +175,7 @@ class RunContext:
         self._shut_down(graceful=False)
         if self._pending is not None:
             self._pending.discard()
+        self._files.write(outcome=f"{type(error).__name__}: {error}")
         error.add_note(self._account())
         logging.getLogger(ENDING_LOGGER).error("%s: %s\n%s", type(error).__name__, error, self._account())
         return error
@@ -141,6 +190,7 @@ class RunContext:
             if self._guard is not None and not self._drawn and metrics.exists():
                 with ending.holding(then_raise=False):
                     self._draw_curves()
+                    self._write_report()
 
     def _draw_curves(self) -> None:
         self._drawn = True
@@ -149,6 +199,10 @@ class RunContext:
             plot_run(metrics, plot, self.plan.exp_name, self._loaded.pipeline.panels)
         except (OSError, ValueError, RuntimeError) as error:
             logger.warning("the curves could not be drawn: %s", error)
+
+    def _write_report(self) -> None:
+        if self.config.report_at_end:
+            write_report(self.plan.output_dir)
 
     def _account(self) -> str:
         """The progress of the run, and how to go on."""
@@ -159,26 +213,43 @@ class RunContext:
         return f"{steps}; newest checkpoint: {newest}\nto go on: {command_to_go_on(self._loaded)}"
 
     def _newest_checkpoint(self) -> Path | None:
+        places = self._places_of_newest()
+        return next((folder for folder in places if folder.is_dir()), places[0]) if places else None
+
+    def _places_of_newest(self) -> list[Path]:
+        """Where the newest checkpoint may be: it may move when it is copied away."""
         step = self._interruption.saved_steps
         if step is None:
-            return None
+            return []
         name = f"checkpoint-{step}"
-        upload = self.config.checkpoint_config.output_dir
-        folders = [self._checkpoints.root, *([Path(upload)] if upload else [])]
-        candidates = [folder / name for folder in folders]
+        upload = self._checkpoints.upload_dir
+        places = [folder / name for folder in (self._checkpoints.root, *([upload] if upload else []))]
         if self._resume is not None and self._resume.step == step:
-            candidates.append(self._resume.path)
-        return next((folder for folder in candidates if folder.is_dir()), candidates[0])
+            places.append(self._resume.path)
+        return places
 
     def _leave_account(self) -> None:
         """Have the guard speak for this process, should that end hard."""
         assert self._guard is not None
+        supervised.tell(reached=self._interruption.steps_done)
+        if places := self._places_of_newest():
+            if self._checkpoints.store is not None:
+                copies = [f"{self._checkpoints.store}/{places[0].name}"]
+            else:
+                copies = []
+            supervised.tell(checkpoint=[*map(str, places), *copies])
         metrics, plot = self.plan.log_dir / METRICS_NAME, self.plan.output_dir / PLOT
         self._guard.tell(
             {
                 "account": self._account(),
                 "log": str((self.plan.log_dir / LOG_NAME).resolve()),
-                "command": drawing_command(metrics, plot, self.plan.exp_name, self._loaded.pipeline.panels),
+                "command": ending_command(
+                    metrics,
+                    plot,
+                    self.plan.exp_name,
+                    self._loaded.pipeline.panels,
+                    self.plan.output_dir if self.config.report_at_end else None,
+                ),
             }
         )
 
@@ -191,6 +262,11 @@ class RunContext:
             hook()
         for cluster in self._clusters:
             cluster.shutdown(graceful=graceful)
+
+    def _profiling(self) -> Profiling:
+        config = self.config
+        folder = Path(config.profiler_output_dir or self.plan.log_dir / "profiler").resolve()
+        return Profiling(str(folder), config.profiler_timeline, config.profiler_memory, config.profiler_calls)
 
     def _tracked_run(self) -> TrackedRun:
         return TrackedRun(
@@ -212,10 +288,16 @@ class RunContext:
         self._clusters += clusters
 
     def finish(self, steps: int) -> None:
-        """Draw the curves and show what came of the run."""
+        """Draw the curves, write the report and show what came of the run."""
+        self._record_phases(steps)
+        self._files.write(outcome="finished")
+        self.samples.flush()
         self._draw_curves()
+        self._write_report()
         plot = self.plan.output_dir / PLOT
         files = {"log": self.plan.log_dir / LOG_NAME, **self._tracker.files(), "curves": plot}
+        if self.config.report_at_end:
+            files["report"] = self.plan.output_dir / REPORT_NAME
         validations = sorted(self._validations)
         RunSummary(
             title=self.plan.exp_name,
@@ -245,6 +327,7 @@ class RunContext:
                 if step == end:
                     break
                 self._step_began = time.perf_counter()
+                self._record_phases(step - 1)
                 self._measures_memory = bool(self.config.memory_steps) and step % self.config.memory_steps == 0
                 yield step
 
@@ -262,8 +345,8 @@ class RunContext:
 
     @property
     def stopping(self) -> bool:
-        """A signal has asked the run to end: nothing new is to be begun."""
-        return ending.received is not None
+        """A signal has asked the run to end, or for a checkpoint: nothing new is to be begun before that."""
+        return ending.received is not None or ending.save_requested
 
     def interruptible(self) -> AbstractContextManager[None]:
         """The block changes no model: a signal may end it at any point, and what was before it is saved."""
@@ -272,29 +355,62 @@ class RunContext:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time the block as ``time/<name>``."""
         self._publish_if_written()
-        return self._timer.phase(name)
+        return self._measured(name) if self._measures_memory else self._timer.phase(name)
+
+    @contextmanager
+    def _measured(self, name: str) -> Iterator[None]:
+        """As :meth:`phase`, in steps in which all workers are asked for their memory anyway."""
+        with self._stragglers.phase(name), self._timer.phase(name):
+            yield
 
     def record(self, metrics: Metrics) -> None:
         """Metrics of the current step."""
         self._recorded.append(metrics)
 
+    def recorded(self) -> dict[str, float]:
+        """The metrics of the current step so far, which become those of no step."""
+        metrics, self._recorded = to_floats(merge_metrics(self._recorded)), []
+        return metrics
+
+    def hold_batch(self, step: int, batch: DataProto, state: Mapping[str, Any] | None = None) -> None:
+        """Keep the batch of the current step, to be written with its metrics where that is asked for.
+
+        Args:
+            state: of the driver before the step.
+        """
+        self._batches.hold(step, batch, state or {})
+
     def end_step(self, step: int) -> None:
-        """Write what was recorded since the last step."""
+        """Write what was recorded since the last step.
+
+        Raises:
+            NotFinite: a loss or gradient was not finite, and ``on_nonfinite`` says that this ends the run.
+        """
         self._publish_if_written()
         seconds = time.perf_counter() - self._step_began
-        metrics = to_floats(merge_metrics(self._recorded)) | self._timer.pop()
+        metrics = to_floats(merge_metrics(self._recorded)) | self._timer.pop() | self._stragglers.pop()
         metrics |= {"time/step_total": seconds, "system/global_step": float(step)}
         if "system/tokens" in metrics:
             metrics["system/tps"] = metrics["system/tokens"] / seconds
         self._recorded = []
+        self._checkpoints.measured(step, metrics)
+        self._record_phases(step)
         if step % self.config.logging_steps == 0:
             self._tracker.log(metrics, step)
             self._progress.update(metrics, done=step + 1)
+        self._batches.end_step(step, metrics)
+
+    def _record_phases(self, step: int) -> None:
+        """Phases since the last call, as those of ``step``."""
+        spans = self._timer.pop_spans()
+        if spans:
+            self._timeline.append(step, min(begin for _, begin, _ in spans), time.time(), spans)
 
     def record_validation(self, metrics: Mapping[str, float], steps_done: int) -> None:
         """Metrics of a validation after ``steps_done`` steps."""
         self._validations[steps_done] = dict(metrics)
         self._tracker.log(metrics, steps_done)
+        self._checkpoints.measured(steps_done, metrics)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in _overall(metrics).items())
         logger.info("validation after %d steps: %s", steps_done, shown)
 
@@ -307,9 +423,34 @@ class RunContext:
         """
         name = f"{kind}-{part}" if part else kind
         if self.plan.dump_dir is not None:
-            write_samples(self.plan.dump_dir / f"{name}-{step:06d}.jsonl", table())
+            file = self.plan.dump_dir / f"{name}-{step:06d}.jsonl"
+            try:
+                write_samples(file, table())
+            except OSError as error:
+                logger.error("%s was not written: %s", file, error)
         if kind == "validation":
-            self._tracker.log_samples(name, list(table())[:SHOWN_SAMPLES], step)
+            rows = list(table())
+            self._tracker.log_samples(name, rows[:SHOWN_SAMPLES], step)
+            self.samples.texts(kind, step, rows, part)
+
+    def replacing(self, cluster: Cluster, initialize: Callable[[], PendingCall], work: Callable[[], R]) -> R:
+        """Have work done by a role that never learns: when one of its workers dies, they are all started again, and
+        the work is done again.
+
+        Args:
+            initialize: starts to build the role's model.
+
+        Raises:
+            WorkerDied: it died again at the same work.
+        """
+        try:
+            return work()
+        except WorkerDied as death:
+            logger.warning("the workers of %s are replaced, and their work done again:\n%s", cluster.name, death)
+        cluster.start_again()
+        initialize().result()
+        self.record({f"system/{cluster.name}_deaths": Sum(1.0)})
+        return work()
 
     def _peak_memory(self) -> dict[str, float]:
         """Peak bytes of the worker that used most, by role, since the last call; nothing in steps that do not measure,
@@ -317,7 +458,9 @@ class RunContext:
         if not self._measures_memory:
             return {}
         calls = [
-            (cluster.name, cluster.call_all(Worker.peak_memory).within(MEMORY_SECONDS)) for cluster in self._clusters
+            (cluster.name, cluster.call_all(Worker.peak_memory).within(MEMORY_SECONDS))
+            for cluster in self._clusters
+            if cluster.live_ranks
         ]
         peaks = {}
         for name, call in calls:
@@ -329,9 +472,14 @@ class RunContext:
 
     # Checkpoints
 
-    def is_save_due(self, step: int) -> bool:
-        """True when a checkpoint follows step ``step``."""
-        return bool(self.plan.save_steps) and (step + 1) % self.plan.save_steps == 0
+    def is_save_due(self, step: int, can_save: bool = True) -> bool:
+        """True when a checkpoint follows step ``step``: it is its turn, or a signal has asked for one.
+
+        Args:
+            can_save: the driver's state is that of the steps done; a checkpoint that was asked for waits for that.
+        """
+        is_turn = bool(self.plan.save_steps) and (step + 1) % self.plan.save_steps == 0
+        return is_turn or (can_save and ending.save_requested)
 
     @contextmanager
     def writing_checkpoint(
@@ -342,28 +490,56 @@ class RunContext:
         It appears when ``writers`` have all of it on disk: at the end of the block, else at the beginning of a later
         phase, at the latest before the next checkpoint or the end of the run.
         """
+        ending.save_requested = False
         with self._timer.phase("save"):
             self._publish_checkpoint()
             pending = PendingCheckpoint(self._checkpoints.writing(steps_done), writers, steps_done)
             try:
                 yield pending.path
                 save_state(pending.path / STATE_FOLDER, dict(state) | {"validations": self._validation_state()})
-            except BaseException:
+            except BaseException as error:
                 pending.discard()
-                raise
+                self._go_on_without(pending, error)
+                return
             self._pending = pending
             self._publish_if_written()
 
     def _publish_if_written(self) -> None:
-        if self._pending is not None and self._pending.is_written():
+        pending = self._pending
+        try:
+            written = pending is not None and pending.is_written()
+        except RemoteError as error:
+            assert pending is not None
+            if is_disk_full(error):
+                self._pending = None
+                pending.discard()
+            self._go_on_without(pending, error)
+            return
+        if written:
             self._publish_checkpoint()
 
     def _publish_checkpoint(self) -> None:
         pending, self._pending = self._pending, None
-        if pending is not None:
+        if pending is None:
+            return
+        try:
             pending.publish()
-            self._interruption.saved_steps = pending.steps_done
-            self._leave_account()
+        except (RemoteError, OSError) as error:
+            self._go_on_without(pending, error)
+            return
+        self._interruption.saved_steps = pending.steps_done
+        self._leave_account()
+
+    def _go_on_without(self, pending: PendingCheckpoint, error: BaseException) -> None:
+        """A full disk costs a checkpoint, nothing else; any other error is raised."""
+        if not is_disk_full(error):
+            raise error
+        self.record({"system/lost_checkpoints": Sum(1.0)})
+        logger.error(
+            "the disk is full: the checkpoint after %d steps is lost, and the run goes on without it: %s",
+            pending.steps_done,
+            error,
+        )
 
     def _validation_state(self) -> dict[str, dict[str, float]]:
         return {str(steps): metrics for steps, metrics in self._validations.items()}

@@ -7,9 +7,13 @@ A rank's coordinates say whose metrics count, and once only."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Metric(Protocol):
@@ -63,6 +67,30 @@ class Min:
 
     def value(self) -> float:
         return self.minimum
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """A weighted standard deviation in the making."""
+
+    total: float
+    squares: float
+    weight: float
+
+    @classmethod
+    def of(cls, values: Tensor, weights: Tensor) -> Deviation:
+        """Of numbers with their weights, both (N,)."""
+        exact = values.double()
+        return cls(*(float((exact**power * weights).sum()) for power in (1, 2, 0)))
+
+    def merge(self, other: Deviation) -> Deviation:
+        return Deviation(self.total + other.total, self.squares + other.squares, self.weight + other.weight)
+
+    def value(self) -> float:
+        if not self.weight:
+            return 0.0
+        mean = self.total / self.weight
+        return math.sqrt(max(0.0, self.squares / self.weight - mean**2))
 
 
 Metrics = dict[str, Metric]

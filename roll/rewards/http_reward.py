@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from roll.config.reward_models import SCORE_MEAN, SCORE_STD
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.http_client import JsonClient, Reply, ServiceOptions
 
@@ -124,8 +125,10 @@ class RewardModelScore(RewardRule):
     shift: float = 0.0
     squash: Literal["none", "sigmoid", "tanh"] = "none"
     """Applied last; ``sigmoid`` gives 0..1."""
+    normalize: bool = False
+    """Subtract the mean and divide by the standard deviation that the ``rm`` pipeline saved with the model."""
     clip: float | None = None
-    """Raw scores are clipped to plus and minus this."""
+    """Raw scores (normalised, if they are) are clipped to plus and minus this."""
 
     def __post_init__(self) -> None:
         if self.clip is not None and self.clip <= 0:
@@ -140,7 +143,12 @@ class RewardModelScore(RewardRule):
         raw = given.score
         if not math.isfinite(raw):
             return failure(f"reward_model: the model's score is {raw}")
-        value = raw if self.clip is None else max(-self.clip, min(self.clip, raw))
+        value = raw
+        if self.normalize:
+            if SCORE_STD not in given.metrics:
+                return failure(f"reward_model: normalize is set, and the model's config.json has no {SCORE_STD}")
+            value = (raw - given.metrics[SCORE_MEAN]) / given.metrics[SCORE_STD]
+        value = value if self.clip is None else max(-self.clip, min(self.clip, value))
         value = self.scale * value + self.shift
         if self.squash == "sigmoid":
             value = 0.5 * (1.0 + math.tanh(value / 2.0))

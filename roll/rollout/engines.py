@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from roll.distributed import Cluster, PendingCall, RemoteError
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.rollout.routing import EngineAccount, PromptAffinityRouter, Router, num_unfinished
-from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,8 @@ class EngineWorker(Protocol):
 
     def advance(self, command: EngineCommand) -> EngineReport: ...
 
+    def prompt_score(self, asked: tuple[Sequence[int], int]) -> PromptScore | str: ...
+
 
 class EngineClient:
     """The engines of a cluster for any number of coroutines on one event loop.
@@ -109,6 +111,8 @@ class EngineClient:
         report_refusals: a request that an engine refuses comes back as a group with an ``error``.
         max_restarts: how often an engine that was lost is started again.
         turn_timeout: seconds after which an engine that has not answered is lost; None: as long as a call may take.
+        fixed_weights: the weights never change, so that an engine that has been started again takes part as soon as it
+            is ready, and even the last one may be lost and come back.
     """
 
     def __init__(
@@ -120,8 +124,11 @@ class EngineClient:
         report_refusals: bool = False,
         max_restarts: int = 0,
         turn_timeout: float | None = None,
+        fixed_weights: bool = False,
     ) -> None:
         self._cluster = cluster
+        self._fixed_weights = fixed_weights
+        self._returns: set[asyncio.Task[None]] = set()
         self._turn_timeout = turn_timeout
         self._router = router or PromptAffinityRouter()
         self._max_running_requests = max_running_requests
@@ -142,6 +149,10 @@ class EngineClient:
         """What ended the last engine."""
         self.busy_seconds = 0.0
         """Seconds of generation, summed over engines, since the client was made."""
+        self.prompt_tokens = 0
+        """Of all prompts, as far as engines count them."""
+        self.reused_tokens = 0
+        """Of these, those that prefix caches had."""
         self.num_turns = 0
         """Turns that engines have ended."""
         self.num_deaths = 0
@@ -177,6 +188,17 @@ class EngineClient:
         finished = await self.submit(request, listener)
         assert finished is not None, "only its owner could have aborted it"
         return finished
+
+    async def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore | str:
+        """Log-probs of a prompt's own tokens, from the engine with the fewest samples; or why there are none.
+
+        Raises:
+            RemoteError: the engine is lost.
+        """
+        if self.failure is not None:
+            raise self.failure
+        engine = min(self._engines, key=lambda one: one.num_samples)
+        return await self._cluster.submit(engine.rank, EngineWorker.prompt_score, (token_ids, top))
 
     def submit(
         self,
@@ -373,6 +395,8 @@ class EngineClient:
     def _end_turn(self, engine: EngineAccount, report: EngineReport) -> None:
         self.num_turns += 1
         self.busy_seconds += report.busy_seconds
+        self.prompt_tokens += report.prompt_counts[0]
+        self.reused_tokens += report.prompt_counts[1]
         for request_id, samples in report.progress.items():
             generation = self._watched.get(request_id)
             if generation is not None and generation.listener is not None:
@@ -390,8 +414,9 @@ class EngineClient:
             RemoteError: the last engine is lost.
         """
         turns = [engine.turn for engine in self._engines if engine.turn is not None]
-        if turns:
-            await asyncio.wait(turns, return_when=asyncio.FIRST_COMPLETED)
+        waits = turns or list(self._returns)
+        if waits:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         self._check()
 
     def _check(self) -> None:
@@ -401,11 +426,16 @@ class EngineClient:
     def _lose(self, engine: EngineAccount, loss: RemoteError) -> None:
         """Give what a lost engine had to the others."""
         self._engines.remove(engine)
-        if not self._engines:
+        comes_back = self._fixed_weights and self._restarts_left[engine.rank] > 0
+        if not self._engines and not self._returns and not comes_back:
             self._fail(loss)
             return
         self._cluster.leave_out(engine.rank)
         self._restart(engine.rank)
+        if comes_back:
+            task = asyncio.get_running_loop().create_task(self._return(engine.rank))
+            self._returns.add(task)
+            task.add_done_callback(self._returns.discard)
         self.num_deaths += 1
         self.num_reissued += len(engine.outstanding)
         logger.warning(
@@ -415,6 +445,27 @@ class EngineClient:
             loss,
         )
         self._waiting = OrderedDict([*engine.outstanding.items(), *self._waiting.items()])
+
+    async def _return(self, rank: int) -> None:
+        """Wait until an engine with fixed weights has been started again, and give it work."""
+        try:
+            while True:
+                try:
+                    await self._restarting.pop(rank)
+                    break
+                except RemoteError as error:
+                    logger.warning("engine %d did not start again: %s", rank, error)
+                    if not self._restarts_left[rank]:
+                        raise
+                    self._restart(rank)
+        except RemoteError as error:
+            if not self._engines and len(self._returns) == 1:
+                self._fail(error)
+            return
+        self._cluster.rejoin(rank)
+        self._engines = sorted([*self._engines, EngineAccount(rank)], key=lambda engine: engine.rank)
+        logger.info("engine %d is back", rank)
+        self._wake()
 
     def _fail(self, error: Exception) -> None:
         """There is nobody left who could answer."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from roll.config.rewards import TOKENS
+from roll.config.rewards import TOKENS, RewardConfig
 from roll.config.roles import DataArguments
 from roll.datasets.columns import Columns
 from roll.datasets.reading import SourceRow
 from roll.datasets.types import DataError
-from roll.distributed import Cluster
-from roll.rewards.base import RewardResult, RewardSample
+from roll.distributed import Cluster, WorkerDied
+from roll.rewards.base import RewardResult, RewardSample, apply_on_error, failure
 from roll.rollout.groups import SampleGroup
+from roll.rollout.mending import Mended, SetAside, replace_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class RuleWorker(Protocol):
 class ScoringWorker(Protocol):
     """A reward model's worker (:class:`roll.workers.model.RewardModelWorker`)."""
 
+    def initialize(self) -> None: ...
+
     def score(self, inputs: Sequence[ModelInput]) -> tuple[int, list[RewardResult]]: ...
 
 
@@ -49,12 +52,21 @@ class ModelScorer:
     Args:
         inputs: by domain that uses the model: ``chat`` or ``tokens``.
         columns: the data sections whose columns rows may have (training, validation).
+        aside: takes the inputs that kill the model's workers.
     """
 
-    def __init__(self, cluster: Cluster, inputs: Mapping[str, str], columns: Sequence[DataArguments]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        inputs: Mapping[str, str],
+        columns: Sequence[DataArguments],
+        aside: SetAside | None = None,
+    ) -> None:
         self._cluster = cluster
         self._inputs = inputs
         self._columns = columns
+        self._aside = aside or SetAside()
+        self._mended = Mended(self._ask, self._replace, self._set_aside)
 
     def wants(self, group: SampleGroup) -> bool:
         return group.prompt.domain in self._inputs
@@ -62,14 +74,27 @@ class ModelScorer:
     async def score(self, groups: Sequence[SampleGroup]) -> None:
         """Give every group the model's results; every rank gets all texts and takes its share of them."""
         inputs = [one for group in groups for one in self._model_inputs(group)]
-        shares: dict[int, list[RewardResult]] = dict(await self._cluster.call_all(ScoringWorker.score, inputs))
-        columns = [iter(shares[rank]) for rank in sorted(shares)]
-        count = sum(map(len, shares.values()))
-        results = [next(columns[number % len(columns)]) for number in range(count)]
+        results = await self._mended(inputs)
         begin = 0
         for group in groups:
             group.model_results = results[begin : begin + group.num_samples]
             begin += group.num_samples
+
+    async def _ask(self, inputs: Sequence[ModelInput]) -> list[RewardResult]:
+        shares: dict[int, list[RewardResult]] = dict(await self._cluster.call_all(ScoringWorker.score, inputs))
+        columns = [iter(shares[rank]) for rank in sorted(shares)]
+        count = sum(map(len, shares.values()))
+        return [next(columns[number % len(columns)]) for number in range(count)]
+
+    async def _replace(self, death: WorkerDied) -> None:
+        """All ranks: they compute together."""
+        self._aside.num_deaths += 1
+        self._cluster.start_again()
+        await self._cluster.call_all(ScoringWorker.initialize)
+
+    def _set_aside(self, given: ModelInput, death: WorkerDied) -> RewardResult:
+        self._aside.add(self._cluster.name, asdict(given), death)
+        return failure(f"{self._cluster.name}: this sample has killed its worker twice")
 
     def _model_inputs(self, group: SampleGroup) -> list[ModelInput]:
         finished, prompt = group.finished, group.prompt
@@ -109,10 +134,18 @@ class RewardClient:
 
     Args:
         scorer: the role ``reward_model``; the groups that it wants go through it first.
+        aside: takes the samples that kill their workers.
     """
 
-    def __init__(self, clusters: Mapping[str, Cluster], scorer: ModelScorer | None = None) -> None:
+    def __init__(
+        self, clusters: Mapping[str, Cluster], scorer: ModelScorer | None = None, aside: SetAside | None = None
+    ) -> None:
         self._clusters = clusters
+        self.aside = aside or SetAside()
+        self._workers = {
+            domain: [self._worker(cluster, rank) for rank in range(cluster.world_size)]
+            for domain, cluster in clusters.items()
+        }
         self._scorer = scorer
         self._load = {domain: [0] * cluster.world_size for domain, cluster in clusters.items()}
         self._calls: set[asyncio.Task[None]] = set()
@@ -127,7 +160,7 @@ class RewardClient:
         """``group`` with its rewards.
 
         Raises:
-            RemoteError: a reward worker failed or died.
+            RemoteError: a reward worker failed, or died and could not be replaced.
         """
         self.num_pending += 1
         try:
@@ -188,10 +221,30 @@ class RewardClient:
     async def _ask_worker(self, domain: str, rank: int, groups: list[SampleGroup]) -> None:
         samples = [sample for group in groups for sample in group.reward_samples()]
         try:
-            results = await self._clusters[domain].submit(rank, RuleWorker.score, samples)
+            results = await self._workers[domain][rank](samples)
         finally:
             self._load[domain][rank] -= len(samples)
         begin = 0
         for group in groups:
             group.rewards = results[begin : begin + group.num_samples]
             begin += group.num_samples
+
+    def _worker(self, cluster: Cluster, rank: int) -> Mended[RewardSample, RewardResult]:
+        async def ask(samples: Sequence[RewardSample]) -> list[RewardResult]:
+            return await cluster.submit(rank, RuleWorker.score, samples)
+
+        async def replace(death: WorkerDied) -> None:
+            self.aside.num_deaths += 1
+            await replace_rank(cluster, rank)
+
+        def set_aside(sample: RewardSample, death: WorkerDied) -> RewardResult:
+            section = cluster.role
+            on_error = section.on_error if isinstance(section, RewardConfig) else "mask"
+            if on_error == "raise":
+                raise death
+            self.aside.add(cluster.name, asdict(sample), death)
+            result = failure(f"{cluster.name}: this sample has killed its worker twice")
+            value = section.error_value if isinstance(section, RewardConfig) else 0.0
+            return apply_on_error([result], on_error, value)[0]
+
+        return Mended(ask, replace, set_aside)

@@ -30,6 +30,7 @@ from roll.serving.requests import (
 )
 from roll.serving.responses import LiveResponse, ResponseBody, Writer, error_body
 from roll.serving.service import EngineService, Overloaded, Refused, Unavailable
+from roll.strategies.engines.requests import PromptScore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,7 +144,14 @@ class Endpoint:
         groups = await self._while_connected(request, parsed, prompts)
         if groups is None:
             return Response(status_code=CLIENT_HAS_GONE)
-        return JSONResponse(writer.body(ResponseBody(parsed, prompts, groups)))
+        echoed = None
+        if isinstance(parsed, ParsedCompletion) and parsed.echo:
+            # Of prompts that an engine has just taken: what is too long, or no token, it has refused.
+            top = parsed.params.top_log_probs
+            wanted = prompts if parsed.log_probs else []
+            scores = [self._service.prompt_score(prompt, top) for prompt in wanted]
+            echoed = await asyncio.gather(*scores) if wanted else [PromptScore([], [])] * len(prompts)
+        return JSONResponse(writer.body(ResponseBody(parsed, prompts, groups, echoed)))
 
     async def _stream(
         self, request: Request, parsed: ParsedRequest, prompts: Sequence[Sequence[int]], writer: Writer

@@ -46,7 +46,7 @@ SHARED = (
     "top_p",
 )
 CHAT = (*SHARED, "add_generation_prompt", "chat_template_kwargs", "logprobs", "messages", "top_logprobs")
-COMPLETION = (*SHARED, "logprobs", "prompt")
+COMPLETION = (*SHARED, "echo", "logprobs", "prompt")
 COMPLETION_TOKENS = 16
 """OpenAI's default for completions; chats go on to the end of the context."""
 NO_LIMIT = 1 << 30
@@ -98,6 +98,8 @@ class ParsedChat(ParsedRequest):
 @dataclass(frozen=True)
 class ParsedCompletion(ParsedRequest):
     prompts: Sequence[str | Sequence[int]] = ()
+    echo: bool = False
+    """Responses begin with their prompt, and log-probs with the prompt's own."""
 
 
 def read_chat(body: Any, model: str) -> ParsedChat:
@@ -132,10 +134,14 @@ def read_completion(body: Any, model: str) -> ParsedCompletion:
     fields = Fields(body, COMPLETION, model)
     log_probs = fields.get("logprobs", int, None)
     prompts = _prompts(fields.get("prompt", (str, list), None))
+    echo = fields.get("echo", bool, False)
+    if echo and fields.get("stream", bool, False):
+        raise BadRequest("echo: goes with stream: false", "echo")
     return ParsedCompletion(
         **fields.shared(COMPLETION_TOKENS, log_probs or 0, "logprobs", len(prompts)),
         log_probs=log_probs is not None,
         prompts=prompts,
+        echo=echo,
     )
 
 

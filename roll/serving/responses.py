@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from roll.rollout.groups import FinishedGroup
 from roll.serving.requests import ParsedRequest
 from roll.serving.service import EngineService, Overloaded, Refused, Unavailable
-from roll.strategies.engines.requests import GenerationOutput, SamplingParams, visible_text
+from roll.strategies.engines.requests import GenerationOutput, PromptScore, SamplingParams, visible_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,11 +27,14 @@ class ResponseBody:
     parsed: ParsedRequest
     prompts: Sequence[Sequence[int]]
     groups: Sequence[FinishedGroup]
+    echoed: Sequence[PromptScore] | None = None
+    """With ``echo``: of each prompt."""
 
     def choices(self) -> Iterator[Choice]:
         """Prompt by prompt; the index counts on."""
         index = 0
-        for prompt, group in zip(self.prompts, self.groups, strict=True):
+        echoed = self.echoed or [None] * len(self.prompts)
+        for prompt, group, score in zip(self.prompts, self.groups, echoed, strict=True):
             token_ids, log_probs = group.split(group.token_ids), group.split(group.log_probs)
             for sample in range(len(group.lengths)):
                 yield Choice(
@@ -42,6 +45,7 @@ class ResponseBody:
                     log_probs=log_probs[sample].tolist(),
                     top_log_probs=group.top_log_probs[sample] if group.top_log_probs else [],
                     prompt_token_ids=list(prompt),
+                    echoed=score,
                 )
                 index += 1
 
@@ -64,6 +68,8 @@ class Choice:
     prompt_token_ids: list[int]
     text_offset: int = 0
     """Of the first token, where the choice is a later piece of a sample."""
+    echoed: PromptScore | None = None
+    """Of the prompt, where the response begins with it."""
 
 
 class Writer:
@@ -125,7 +131,7 @@ class Writer:
 
     def _choice(self, choice: Choice, parsed: ParsedRequest) -> dict[str, Any]:
         body: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": choice.text}} if self._chat else {"text": choice.text}
+            {"message": {"role": "assistant", "content": choice.text}} if self._chat else {"text": self._shown(choice)}
         )
         log_probs = None
         if parsed.log_probs:
@@ -151,7 +157,26 @@ class Writer:
         text = self._text(token_id)
         return {"token": text, "logprob": _finite(log_prob), "bytes": list(text.encode("utf-8"))}
 
+    def _shown(self, choice: Choice) -> str:
+        """The text, behind the prompt's where that is asked for."""
+        prompt = "" if choice.echoed is None else str(self._tokenizer.decode(choice.prompt_token_ids))
+        return prompt + choice.text
+
     def _completion_log_probs(self, choice: Choice) -> dict[str, Any]:
+        own = self._own_log_probs(choice)
+        if choice.echoed is None:
+            return own
+        texts = [self._text(token) for token in choice.prompt_token_ids]
+        starts = [sum(map(len, texts[:position])) for position in range(len(texts) + 1)]
+        tops = [{self._text(token): _finite(value) for token, value in others} for others in choice.echoed.top]
+        return {
+            "tokens": texts + own["tokens"],
+            "token_logprobs": [None, *map(_finite, choice.echoed.log_probs), *own["token_logprobs"]],
+            "top_logprobs": [None, *tops, *own["top_logprobs"]] if own["top_logprobs"] else None,
+            "text_offset": starts[:-1] + [starts[-1] + offset for offset in own["text_offset"]],
+        }
+
+    def _own_log_probs(self, choice: Choice) -> dict[str, Any]:
         texts = [self._text(token) for token in choice.token_ids]
         offsets = [choice.text_offset + sum(map(len, texts[:position])) for position in range(len(texts))]
         tops = [{self._text(token): _finite(value) for token, value in others} for others in choice.top_log_probs]

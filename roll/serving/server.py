@@ -113,6 +113,8 @@ class FrontOptions:
     """Prompts in flight, those that wait included; further ones are turned away with status 429."""
     slice_seconds: float = 0.05
     """Seconds that an engine works before it reports finished prompts and takes new ones."""
+    max_restarts: int = 0
+    """How often each engine that was lost is started again, requests waiting meanwhile if there is no other."""
 
 
 class HttpFront:
@@ -140,6 +142,8 @@ class HttpFront:
                 options.slice_seconds,
                 report_refusals=True,
                 turn_timeout=timeout,
+                max_restarts=options.max_restarts,
+                fixed_weights=True,
             )
             self._service = EngineService(engines, options.max_open_requests)
             return Endpoint(self._service, tokenizer, options.model, options.api_key).app()

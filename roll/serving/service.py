@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from roll.distributed.failures import RemoteError
 from roll.rollout.engines import EngineClient, Generation, Listener
 from roll.rollout.groups import FinishedGroup
-from roll.strategies.engines.requests import GenerationRequest, SamplingParams
+from roll.strategies.engines.requests import GenerationRequest, PromptScore, SamplingParams
 
 
 class Overloaded(RuntimeError):
@@ -102,6 +102,21 @@ class EngineService:
             raise Refused(group.error)
         self.counts.finished += 1
         return group
+
+    async def prompt_score(self, prompt_token_ids: Sequence[int], top: int) -> PromptScore:
+        """Log-probs of a prompt's own tokens; of a prompt that :meth:`generate` has taken.
+
+        Raises:
+            Unavailable, Refused: see there.
+        """
+        await self._awake.wait()
+        try:
+            found = await self._engines.prompt_score(prompt_token_ids, top)
+        except RemoteError as error:
+            raise Unavailable(f"the engines have failed: {error}") from error
+        if isinstance(found, str):
+            raise Refused(found)
+        return found
 
     async def _ask(self, generation: Generation) -> FinishedGroup:
         self._in_flight.add(generation)

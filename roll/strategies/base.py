@@ -12,7 +12,7 @@ Every method marked *collective* must be called on all ranks of the cluster at t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import train_strategies, trains
+from roll.models.layouts import TopTokens
 from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
 from roll.protocol.metrics import RankInfo as RankInfo
@@ -37,6 +38,8 @@ TensorBatch = dict[str, torch.Tensor]
 class ModelHead(StrEnum):
     CAUSAL_LM = "causal_lm"
     VALUE = "value"
+    SCORE = "score"
+    """A reward model's: read like a critic's values."""
 
 
 class Output(StrEnum):
@@ -74,6 +77,25 @@ class WeightSelection:
 
 
 ALL_WEIGHTS = WeightSelection()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A teacher whose columns a batch has (:func:`teacher_columns`), and how the model is compared with it."""
+
+    name: str
+    temperature: float
+    """Divides the model's logits."""
+    divergence: Callable[[Tensor, Tensor, bool], Tensor]
+    """As of :class:`roll.models.layouts.TeacherTargets`."""
+
+
+TEACHER_COLUMNS = ("top_log_probs", "top_ids", "tail_log_prob")
+
+
+def teacher_columns(name: str) -> tuple[str, ...]:
+    """The columns of a teacher, in the order of :data:`TEACHER_COLUMNS`, as :meth:`forward_top_tokens` gives them."""
+    return tuple(f"{name}/{column}" for column in TEACHER_COLUMNS)
 
 
 class LossFunction(Protocol):
@@ -131,11 +153,27 @@ class ModelStrategy(ABC):
     def rank_info(self) -> RankInfo: ...
 
     @abstractmethod
-    def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
+    def forward(
+        self,
+        batch: TensorBatch,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+        teachers: Sequence[Comparison] = (),
+    ) -> TensorBatch:
         """Collective. Outputs without gradient, in the batch's own layout.
 
-        Log-probs, entropies and sums of squares are those of ``softmax(logits / temperature)``.
+        Log-probs, entropies and sums of squares are those of ``softmax(logits / temperature)``. With ``teachers`` there
+        is also, for each of them, what :func:`roll.models.distributions.compared` says.
         """
+
+    def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:
+        """Collective. The most probable tokens in place of each response token, of ``softmax(logits / temperature)``.
+
+        Returns:
+            ``top_log_probs`` float32 (B, L, k), descending; ``top_ids`` int32 (B, L, k); ``tail_log_prob`` float32
+            (B, L), of all other tokens together; 0 outside ``response_mask``.
+        """
+        raise AssertionError(f"{self.role.strategy_args.strategy_name} gives no distributions")
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Forward passes inside the block are those of the model without its LoRA adapters, if it has some."""
@@ -190,8 +228,11 @@ class ModelStrategy(ABC):
         loss_fn: LossFunction,
         outputs: Collection[Output],
         temperature: float = 1.0,
+        teachers: Sequence[Comparison] = (),
     ) -> Metrics:
         """Collective. One optimizer step on this rank's rows, in micro-batches as the role's keys say.
+
+        With ``teachers`` the outputs include, for each of them, what :func:`roll.models.distributions.compared` says.
 
         Returns the loss function's metrics merged over micro-batches, plus ``grad_norm`` (before clipping, of the
         whole model) and ``lr``; data-parallel strategies add ``tokens_per_micro_batch`` (as computed, padding
@@ -238,7 +279,7 @@ class ModelStrategy(ABC):
 
     def _check_outputs(self, outputs: Collection[Output]) -> None:
         wants_values = Output.VALUES in outputs
-        assert wants_values == (self.head is ModelHead.VALUE) or not outputs, (self.head, outputs)
+        assert wants_values == (self.head is not ModelHead.CAUSAL_LM) or not outputs, (self.head, outputs)
 
 
 class OffloadedStorages:

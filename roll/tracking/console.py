@@ -113,17 +113,19 @@ class PhaseTimer:
         self._seconds: dict[str, float] = {}
         self._bytes: dict[str, float] = {}
         self._open: list[str] = []
+        self._spans: list[tuple[str, float, float]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block; a name used several times before :meth:`pop` is summed. Counts also when the block raises."""
         self._credit_memory()
         self._open.append(name)
-        start = time.perf_counter()
+        start, began = time.perf_counter(), time.time()
         try:
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self._spans.append((name, began, time.time()))
             self._credit_memory()
             self._open.pop()
 
@@ -132,6 +134,11 @@ class PhaseTimer:
         metrics = {f"time/{name}": seconds for name, seconds in self._seconds.items()} | self._bytes
         self._seconds, self._bytes = {}, {}
         return metrics
+
+    def pop_spans(self) -> list[tuple[str, float, float]]:
+        """Name, begin and end (seconds since the epoch) of every phase that has ended since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
 
     def _credit_memory(self) -> None:
         """Read the peak since the last reading: it belongs to every phase open since then."""

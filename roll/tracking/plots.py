@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +17,6 @@ if TYPE_CHECKING:
 _COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#64748b", "#dc2626", "#0891b2", "#ca8a04")
 _INK, _GRID = "#1e293b", "#e2e8f0"
 _MAX_LEGEND = 6
-
-
-def drawing_command(metrics_path: Path, image_path: Path, title: str, panels: Sequence[Panel]) -> list[str]:
-    """The command that draws what :func:`plot_run` does, for a process that has nothing of this one."""
-    files = [str(path.resolve()) for path in (metrics_path, image_path)]
-    return [sys.executable, "-m", "roll.tracking.plots", *files, title, json.dumps([asdict(panel) for panel in panels])]
 
 
 def plot_run(metrics_path: Path, image_path: Path, title: str, panels: Sequence[Panel]) -> None:
@@ -157,7 +148,3 @@ def _smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
             total = weight * total + (1 - weight)
         result.append(average / total if total else math.nan)
     return result
-
-
-if __name__ == "__main__":
-    plot_run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], [Panel(**panel) for panel in json.loads(sys.argv[4])])

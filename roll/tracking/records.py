@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -12,8 +13,9 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +50,31 @@ class CompositeTracker(Tracker):
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = tuple(trackers)
+        self._failed: set[Tracker] = set()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         plain = strip_reducer_tags(metrics)
         for tracker in self.trackers:
-            tracker.log(plain, step)
+            with self._disk_may_be_full(tracker, step):
+                tracker.log(plain, step)
 
     def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
         for tracker in self.trackers:
-            tracker.log_samples(name, rows, step)
+            with self._disk_may_be_full(tracker, step):
+                tracker.log_samples(name, rows, step)
+
+    @contextmanager
+    def _disk_may_be_full(self, tracker: Tracker, step: int) -> Iterator[None]:
+        """What cannot be written is lost, and said once; training is not."""
+        try:
+            yield
+        except OSError as error:
+            if tracker not in self._failed:
+                name = type(tracker).__name__
+                logger.error("%s could not write step %d, which is lost; the run goes on: %s", name, step, error)
+            self._failed.add(tracker)
+        else:
+            self._failed.discard(tracker)
 
     def files(self) -> dict[str, Path]:
         return {kind: path for tracker in self.trackers for kind, path in tracker.files().items()}
@@ -106,7 +124,8 @@ class JsonlTracker(Tracker):
         for path in (folder / METRICS_NAME, *folder.glob("samples-*.jsonl")):
             if path.exists():
                 _cut_after(path, resume_step)
-        self._files: dict[str, TextIO] = {}
+        self._files: dict[str, IO[bytes]] = {}
+        self._torn: set[str] = set()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._append(METRICS_NAME, {"step": step, "time": time.time(), **metrics})
@@ -125,12 +144,20 @@ class JsonlTracker(Tracker):
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         if name not in self._files:
-            # Line buffering: whoever watches the file sees whole lines, and a killed run loses none.
-            self._files[name] = open(self._folder / name, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (open for the whole run)
+            # Unbuffered: whoever watches the file sees whole lines, and a killed run loses none.
+            self._files[name] = open(self._folder / name, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
         }
-        self._files[name].write(json.dumps(finite, ensure_ascii=False, default=str) + "\n")
+        # A line that a full disk has cut off is ended before the next one.
+        line = b"\n" * (name in self._torn) + (json.dumps(finite, ensure_ascii=False, default=str) + "\n").encode(
+            "utf-8", "surrogatepass"
+        )
+        self._torn.add(name)
+        written = self._files[name].write(line)
+        if written != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder / name))
+        self._torn.discard(name)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and SwanLab, and the trackers of a run as ``track_with`` names them."""
+"""TensorBoard, Weights & Biases and SwanLab, and all trackers of a run as ``track_with`` names them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from roll.config.names import UNPUBLISHED_TRACKERS
 from roll.config.reading.errors import closest
+from roll.tracking.prometheus import PrometheusTracker
 from roll.tracking.records import CompositeTracker, JsonlTracker, SampleTable, StdoutTracker, Tracker
 
 _MAX_SAMPLES = 16
@@ -216,6 +217,7 @@ OPTIONS: dict[str, frozenset[str]] = {
     "wandb": _ONLINE_OPTIONS | {"entity"},
     "swanlab": _ONLINE_OPTIONS | {"workspace"},
     "ml_tracker": _ONLINE_OPTIONS,
+    "prometheus": frozenset({"host", "port"}),
     "stdout": frozenset(),
     "jsonl": frozenset(),
 }
@@ -299,6 +301,8 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 def _build(name: str, options: dict[str, Any], run: TrackedRun) -> Tracker:
     if name == "stdout":
         return StdoutTracker()
+    if name == "prometheus":
+        return PrometheusTracker(run.exp_name, run.log_dir / name, **options)
     log_dir = options.pop("log_dir", None)
     # No time stamp in the path: a resumed run has to find its own curves.
     folder = Path(log_dir) / run.exp_name if log_dir else run.log_dir / UNPUBLISHED_TRACKERS.get(name, name)

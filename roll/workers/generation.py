@@ -11,7 +11,13 @@ import torch
 from roll.distributed import Dispatch, Worker, register
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.engines.base import GenerationStrategy, Quarantine
-from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, interrupted, visible_text
+from roll.strategies.engines.requests import (
+    GenerationOutput,
+    GenerationRequest,
+    PromptScore,
+    interrupted,
+    visible_text,
+)
 from roll.strategies.factory import create_generation_strategy
 from roll.weight_sync.encoding import ChecksumKind
 from roll.weight_sync.messages import BucketHeader, Checksum, UpdateStart
@@ -24,6 +30,8 @@ class GenerationWorker(Worker):
     """Runs one engine. Each :meth:`advance` call is a turn; the driver keeps one turn in flight per busy engine."""
 
     engine: GenerationStrategy
+    _prompt_counts = (0, 0)
+    """Those of the engine at the last report."""
 
     @register(Dispatch.ONE_TO_ALL)
     def initialize(self) -> None:
@@ -61,7 +69,12 @@ class GenerationWorker(Worker):
             progress=self._progress([request_id for request_id in command.watch if request_id in self._open]),
             num_unfinished=self.engine.num_unfinished,
             busy_seconds=time.perf_counter() - begin,
+            prompt_counts=self._new_prompt_counts(),
         )
+
+    def _new_prompt_counts(self) -> tuple[int, int]:
+        before, self._prompt_counts = self._prompt_counts, self.engine.prompt_counts
+        return self._prompt_counts[0] - before[0], self._prompt_counts[1] - before[1]
 
     def _step(self, report_failures: bool, refused: dict[str, str]) -> list[GenerationOutput]:
         """One step of the engine; requests that fail by themselves go to ``refused``, by id with the reason.
@@ -157,6 +170,13 @@ class GenerationWorker(Worker):
             FinishedGroup.from_samples(samples, [visible_text(next(texts), request.params) for _ in samples])
             for request, samples in complete
         ]
+
+    def prompt_score(self, asked: tuple[Sequence[int], int]) -> PromptScore | str:
+        """:meth:`GenerationStrategy.prompt_score` of token ids and a number of tokens; or why there is none."""
+        try:
+            return self.engine.prompt_score(*asked)
+        except ValueError as error:
+            return str(error)
 
     def start_weight_update(self, start: UpdateStart) -> ChecksumKind:
         return self.receiver.start(start)

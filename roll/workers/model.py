@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from roll.config.reward_models import SCORE_MEAN, SCORE_STD
+from roll.datasets.templates import chat_text
 from roll.distributed import Dispatch, Worker, register
 from roll.models.build import load_config
+from roll.models.layouts import TopTokens
+from roll.models.scoring import end_scores, scoring_batch
 from roll.protocol import DataProto
 from roll.protocol.metrics import RankInfo
 from roll.protocol.vision import IMAGES
@@ -19,6 +23,9 @@ from roll.rewards.base import RewardResult, failure
 from roll.rollout.rewarding import ModelInput
 from roll.strategies.base import ModelHead, ModelStrategy, Output, StateKind, TensorBatch
 from roll.strategies.factory import create_strategy
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask", IMAGES)
 POLICY_COLUMNS = (*MODEL_COLUMNS, str(Output.ROUTES))
@@ -29,6 +36,9 @@ def columns_of(batch: DataProto) -> TensorBatch:
     """A batch as strategies take it: its tensors, and its images where rows have some."""
     images: Any = batch.non_tensor_batch.get(IMAGES)
     return batch.batch if images is None else {**batch.batch, IMAGES: images}
+
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,21 @@ class ModelWorker(Worker):
         with self.strategy.without_adapters() if without_adapters else nullcontext():
             return DataProto.from_dict(self.strategy.forward(columns_of(batch), wanted, temperature))
 
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
+    def compute_top_tokens(
+        self, batch: DataProto, *, count: int, limit: int, temperature: float = 1.0, dtype: str = "fp32"
+    ) -> DataProto:
+        """The columns :data:`~roll.strategies.base.TEACHER_COLUMNS` in place of every response token, of
+        ``softmax(logits / temperature)``.
+
+        Args:
+            count: tokens of each distribution, the most probable of those with an id below ``limit``; 0: all of those.
+            dtype: of the log-probs; the tail's is float32.
+        """
+        columns = self.strategy.forward_top_tokens(columns_of(batch), TopTokens(count, limit), temperature)
+        columns["top_log_probs"] = columns["top_log_probs"].to(DTYPES[dtype])
+        return DataProto.from_dict(columns)
+
     @register(Dispatch.ONE_TO_ALL)
     def offload_states(self, include: list[StateKind]) -> None:
         self.strategy.offload_states(include)
@@ -116,6 +141,7 @@ class RewardModelWorker(ModelWorker):
         config = load_config(args)
         check_has_score(config.architectures, config.num_labels, str(args.model_name_or_path))
         self._longest = getattr(config, "max_position_embeddings", None)
+        self._statistics = score_statistics(config)
         self._tokenizer = AutoTokenizer.from_pretrained(
             args.model_name_or_path, trust_remote_code=args.trust_remote_code
         )
@@ -130,7 +156,9 @@ class RewardModelWorker(ModelWorker):
         usable = [sequence for sequence in sequences if not isinstance(sequence, RewardResult)]
         # A rank with nothing to score takes part in the others' collectives with a row whose score is not used.
         scores = iter(last_token_scores(self.strategy, usable or [[0]]))
-        results = [one if isinstance(one, RewardResult) else RewardResult(next(scores)) for one in sequences]
+        results = [
+            one if isinstance(one, RewardResult) else RewardResult(next(scores), self._statistics) for one in sequences
+        ]
         return info.dp_rank, results
 
     def _read(self, given: ModelInput) -> list[int] | RewardResult:
@@ -139,8 +167,7 @@ class RewardModelWorker(ModelWorker):
             return failure(given.error)
         token_ids = given.token_ids
         if token_ids is None:
-            conversation = [*(given.messages or ()), {"role": "assistant", "content": given.response}]
-            text = self._tokenizer.apply_chat_template(conversation, tokenize=False)
+            text = chat_text(self._tokenizer, given.messages or (), given.response)
             token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if self._longest is not None and len(token_ids) >= self._longest:
             return failure(f"{len(token_ids)} tokens are more than the reward model's {self._longest} positions")
@@ -161,27 +188,15 @@ def check_has_score(architectures: Sequence[str] | None, num_labels: int | None,
         )
 
 
+def score_statistics(config: PretrainedConfig) -> dict[str, float]:
+    """Mean and standard deviation of the model's scores, where it was trained by the ``rm`` pipeline."""
+    found = {name: float(getattr(config, name, 0.0) or 0.0) for name in (SCORE_MEAN, SCORE_STD)}
+    return found if found[SCORE_STD] > 0 else {}
+
+
 def last_token_scores(strategy: ModelStrategy, sequences: Sequence[list[int]]) -> list[float]:
-    """Collective. The score at the last token of each sequence.
-
-    A value belongs to the state in which a token is sampled, so to the tokens before it: one token is added behind each
-    sequence, whose value is the score of the whole.
-    """
+    """Collective. The score at the last token of each sequence."""
     batch = scoring_batch(sequences)
-    values = strategy.forward(batch, [Output.VALUES])[Output.VALUES]
-    scores: list[float] = values[batch["response_mask"]].tolist()
+    mask = batch.pop("score_mask")
+    scores: list[float] = end_scores(strategy.forward(batch, [Output.VALUES])[Output.VALUES], mask).tolist()
     return scores
-
-
-def scoring_batch(sequences: Sequence[list[int]]) -> TensorBatch:
-    """Right-padded rows of each sequence and one token more, which is the response."""
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    positions = torch.arange(int(lengths.max()) + 1)
-    input_ids = torch.zeros(len(sequences), len(positions), dtype=torch.long)
-    for row, sequence in zip(input_ids, sequences, strict=True):
-        row[: len(sequence)] = torch.tensor(sequence)
-    return {
-        "input_ids": input_ids,
-        "attention_mask": positions <= lengths[:, None],
-        "response_mask": positions == lengths[:, None],
-    }

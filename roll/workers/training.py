@@ -1,9 +1,9 @@
-"""Workers whose model learns: actor, critic, SFT and preferences with their losses. The actor sends its weights to the
-engines."""
+"""Workers whose model learns, with their losses: actor, critic, SFT, preferences, reward model, distillation. The actor
+sends its weights to the engines."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,19 +18,41 @@ from roll.algorithms.aggregation import (
     group_tokens_of,
     needs_groups,
 )
+from roll.algorithms.distillation import comparison_metrics, divergence
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.losses import ActorLossOptions, actor_loss, value_loss
-from roll.algorithms.preferences import pair_sums, preference_loss, preference_metrics
-from roll.config.preferences import PreferenceLossConfig
+from roll.algorithms.preferences import (
+    pair_sums,
+    preference_loss,
+    preference_metrics,
+    unpaired_loss,
+    unpaired_metrics,
+)
+from roll.algorithms.reward_models import reward_model_loss, units_of
+from roll.config.distillation import DivergenceConfig
+from roll.config.preferences import PreferenceLossConfig, is_unpaired
+from roll.config.reward_models import RewardLossConfig
 from roll.distributed import Dispatch, register
 from roll.platforms import current_platform
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
-from roll.strategies.base import LossFunction, ModelHead, Output, TensorBatch, WeightSelection
+from roll.strategies.base import (
+    Comparison,
+    LossFunction,
+    ModelHead,
+    Output,
+    TensorBatch,
+    WeightSelection,
+    teacher_columns,
+)
 from roll.weight_sync.messages import LostEngines, SyncOptions, SyncReport, WeightSyncError
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelSettings, ModelWorker, columns_of
 
+TEACHER = "teacher"
+"""Begins the names of a teacher's columns and outputs."""
+TEACHER_INDEX, TEACHER_WEIGHTS = f"{TEACHER}/index", f"{TEACHER}/weights"
+"""Columns of on-policy distillation by a divergence: the number of a row's teacher, and its weight."""
 STEP_METRICS = ("grad_norm", "lr", "loss_scale", "tokens_per_micro_batch", "padding_ratio", "moe_")
 """Beginnings of the names of what a strategy itself reports."""
 
@@ -62,10 +84,19 @@ class TrainingWorker(ModelWorker):
         return [replace(total, group_tokens=summed) for total, summed in by_mini_batch]
 
     def optimizer_step(
-        self, batch: TensorBatch, loss: LossFunction, outputs: Collection[Output], temperature: float, prefix: str
+        self,
+        batch: TensorBatch,
+        loss: LossFunction,
+        outputs: Collection[Output],
+        temperature: float,
+        prefix: str,
+        teachers: Sequence[Comparison] = (),
     ) -> Metrics:
-        """Collective. One optimizer step; what the strategy itself reports stands under ``prefix``."""
-        metrics = self.strategy.train_step(batch, loss, outputs, temperature)
+        """Collective. One optimizer step; what the strategy itself reports stands under ``prefix``.
+
+        A loss that is not finite on any rank drops the step on all, as a gradient does.
+        """
+        metrics = self.strategy.train_step(batch, partial(watched_loss, loss=loss), outputs, temperature, teachers)
         return {prefix + name if name.startswith(STEP_METRICS) else name: metric for name, metric in metrics.items()}
 
     @register(Dispatch.ONE_TO_ALL)
@@ -82,6 +113,30 @@ class TrainingWorker(ModelWorker):
     def load_checkpoint(self, path: str) -> None:
         """Collective. The inverse of :meth:`save_checkpoint`."""
         self.strategy.load(Path(path))
+
+
+def watched_loss(outputs: TensorBatch, batch: TensorBatch, loss: LossFunction) -> tuple[torch.Tensor, Metrics]:
+    """``loss``, whose gradient is nan where its value is not finite.
+
+    Such a loss may have a finite gradient (the infinity of a masked term, say), and only on one rank. The norm of the
+    gradient is what all ranks know and agree on.
+    """
+    value, metrics = loss(outputs, batch)
+    return _NanGradient.apply(value), metrics
+
+
+class _NanGradient(torch.autograd.Function):
+    """The identity; without a wait for the device, and exact where the value is finite (a factor of 1)."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.ones_like(value).masked_fill(~value.isfinite(), torch.nan))
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (factor,) = ctx.saved_tensors
+        return gradient * factor
 
 
 def equal_parts(batch: TensorBatch, count: int) -> list[TensorBatch]:
@@ -106,6 +161,9 @@ LOSS_COLUMNS = (
 )
 
 
+TAUGHT_COLUMNS = (*teacher_columns(TEACHER), TEACHER_INDEX, TEACHER_WEIGHTS)
+
+
 @dataclass(frozen=True)
 class ActorSettings(ModelSettings):
     """The loss of ``actor_train``."""
@@ -113,6 +171,10 @@ class ActorSettings(ModelSettings):
     loss: ActorLossOptions = field(default_factory=ActorLossOptions)
     old_is_rollout: bool = False
     """Its old log-probs are the engine's."""
+    divergence: DivergenceConfig | None = None
+    """Of teachers that a term of the loss compares the policy with; None: there are none."""
+    teachers: tuple[str, ...] = ()
+    """Their names, by number."""
 
 
 class ActorWorker(TrainingWorker):
@@ -122,7 +184,7 @@ class ActorWorker(TrainingWorker):
     settings: ActorSettings
     _sender: WeightSender | None = None
 
-    @register(Dispatch.DP_MP_COMPUTE, columns=POLICY_COLUMNS + LOSS_COLUMNS)
+    @register(Dispatch.DP_MP_COMPUTE, columns=POLICY_COLUMNS + LOSS_COLUMNS + TAUGHT_COLUMNS)
     def update(
         self,
         batch: DataProto,
@@ -153,6 +215,9 @@ class ActorWorker(TrainingWorker):
         masks = [share["loss_mask"] for share in shares]
         denominators = self.denominators(masks, norm_length, groups, sequence_tokens)
         outputs = [Output.LOG_PROBS] + ([Output.ENTROPY] if options.needs_entropy or options.log_entropy else [])
+        compared = []
+        if self.settings.divergence is not None:
+            compared = [Comparison(TEACHER, temperature, partial(options_divergence, self.settings.divergence))]
         metrics = []
         for _ in range(epochs):
             for share, denominator in zip(shares, denominators, strict=True):
@@ -161,8 +226,9 @@ class ActorWorker(TrainingWorker):
                     options=options,
                     denominators=denominator,
                     old_is_rollout=self.settings.old_is_rollout,
+                    teachers=self.settings.teachers,
                 )
-                metrics.append(self.optimizer_step(share, loss, outputs, temperature, prefix="actor/"))
+                metrics.append(self.optimizer_step(share, loss, outputs, temperature, "actor/", compared))
         return merge_metrics(metrics)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -207,6 +273,7 @@ def policy_update_loss(
     options: ActorLossOptions,
     denominators: LossDenominators,
     old_is_rollout: bool = False,
+    teachers: tuple[str, ...] = (),
 ) -> tuple[torch.Tensor, Metrics]:
     """The actor's loss as a strategy's :class:`~roll.strategies.base.LossFunction`."""
     inputs = LossInputs(
@@ -216,9 +283,21 @@ def policy_update_loss(
         **{name: batch.get(name) for name in LOSS_COLUMNS if name not in ("loss_mask", "advantages")},
         advantages=batch["advantages"],
         old_is_rollout=old_is_rollout,
+        teacher_divergence=outputs[f"{TEACHER}/divergence"] * batch[TEACHER_WEIGHTS][:, None] if teachers else None,
     )
     result = actor_loss(inputs, options, denominators)
-    return result.loss, result.metrics
+    return result.loss, result.metrics | teacher_metrics(outputs, batch, teachers)
+
+
+def teacher_metrics(outputs: TensorBatch, batch: TensorBatch, teachers: tuple[str, ...]) -> Metrics:
+    """Of each teacher over the response tokens of its rows: the divergence, and how the distributions compare."""
+    metrics: Metrics = {}
+    of_teacher = {name.removeprefix(f"{TEACHER}/"): values for name, values in outputs.items()}
+    for number, name in enumerate(teachers):
+        mask = batch["response_mask"] & (batch[TEACHER_INDEX] == number)[:, None]
+        metrics[f"opd/{name}/kl"] = Mean((of_teacher["divergence"] * mask).sum().detach(), mask.sum())
+        metrics |= comparison_metrics(of_teacher, mask, f"opd/{name}/")
+    return metrics
 
 
 @dataclass(frozen=True)
@@ -325,7 +404,7 @@ def negative_log_likelihood(
     return total / max(denominators.tokens, 1.0), {"sft_train/loss": Mean(float(total.detach()), float(mask.sum()))}
 
 
-PAIR_COLUMNS = ("unit_ids", "ref_log_probs", "slopes")
+PAIR_COLUMNS = ("unit_ids", "ref_log_probs", "slopes", "desirable", "kl")
 
 
 @dataclass(frozen=True)
@@ -348,9 +427,15 @@ class PreferenceWorker(TrainingWorker):
         Args:
             batch: rows in pairs, the chosen response first; ``unit_ids`` int64 (B,) equal within a pair;
                 ``ref_log_probs`` float32 (B, L) where the loss asks for a reference; ``slopes`` float32 (B,) in place
-                of the loss: the derivative of the mean loss by the sum of each row's log-probs.
+                of the loss: the derivative of the mean loss by the sum of each row's log-probs.  Of a loss of single
+                responses: ``desirable`` bool (B,), and ``kl`` float32 (B,), the same for all.
         """
         options = self.settings.loss
+        if is_unpaired(options):
+            answered = batch.batch["response_mask"].any(1).sum().double()
+            rows = self.strategy.all_reduce_sum(answered[None]).item()
+            single = partial(unpaired_update_loss, options=options, rows=rows)
+            return self.optimizer_step(batch.batch, single, [Output.LOG_PROBS], 1.0, prefix="actor/")
         pairs = self.strategy.all_reduce_sum(torch.tensor([len(batch) / 2], dtype=torch.float64)).item()
         outputs = [Output.LOG_PROBS] + ([Output.SUM_OF_SQUARES] if options.use_weighting else [])
         loss = partial(preference_update_loss, options=options, pairs=pairs)
@@ -373,3 +458,118 @@ def preference_update_loss(
         return (sums.policy * slopes.view(-1, 2)).sum(), preference_metrics(sums, options, None, "actor/")
     losses = preference_loss(sums, options)
     return losses.sum() / pairs, preference_metrics(sums, options, losses, "actor/")
+
+
+def unpaired_update_loss(
+    outputs: TensorBatch, batch: TensorBatch, options: PreferenceLossConfig, rows: float
+) -> tuple[torch.Tensor, Metrics]:
+    """A loss of single responses as a strategy's :class:`~roll.strategies.base.LossFunction`; ``rows`` over all
+    ranks, without those that only fill a batch."""
+    mask = batch["response_mask"]
+    real, kl = mask.any(1), batch.get("kl")
+    log_probs = (outputs[Output.LOG_PROBS] * mask).sum(1)[real]
+    ratios = log_probs - (batch["ref_log_probs"] * mask).sum(1)[real]
+    desirable = batch["desirable"][real]
+    losses = unpaired_loss(ratios, desirable, None if kl is None else kl[real], options)
+    return losses.sum() / rows, unpaired_metrics(log_probs, ratios, desirable, losses, options, "actor/")
+
+
+SCORE_COLUMNS = ("score_mask", "unit_ids", "targets", "margins")
+
+
+@dataclass(frozen=True)
+class RewardTrainSettings(ModelSettings):
+    """The loss of ``reward_train``."""
+
+    loss: RewardLossConfig = field(default_factory=RewardLossConfig)
+
+
+class RewardTrainWorker(TrainingWorker):
+    """``reward_train`` on one rank."""
+
+    settings_class = RewardTrainSettings
+    settings: RewardTrainSettings
+    head = ModelHead.SCORE
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + SCORE_COLUMNS)
+    def update(self, batch: DataProto) -> Metrics:
+        """Collective. One optimizer step on the mean loss of the prompts (responses, steps) of all ranks.
+
+        Args:
+            batch: as :func:`roll.algorithms.reward_models.reward_model_loss` takes it; rows of one ``unit_ids`` are
+                adjacent and on one rank.
+        """
+        options = self.settings.loss
+        own = torch.tensor([units_of(batch.batch, options)], dtype=torch.float64)
+        units = self.strategy.all_reduce_sum(own).item()
+        loss = partial(score_update_loss, options=options, units=units)
+        return self.optimizer_step(batch.batch, loss, [Output.VALUES], 1.0, prefix="reward/")
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
+    def compute_scores(self, batch: DataProto) -> DataProto:
+        """``values`` float32 (B, L); scores are those at ``score_mask``."""
+        return DataProto.from_dict(self.strategy.forward(columns_of(batch), [Output.VALUES]))
+
+
+def score_update_loss(
+    outputs: TensorBatch, batch: TensorBatch, options: RewardLossConfig, units: float
+) -> tuple[torch.Tensor, Metrics]:
+    """A reward model's loss as a strategy's :class:`~roll.strategies.base.LossFunction`; ``units`` over all ranks."""
+    return reward_model_loss(outputs[Output.VALUES], batch, options, units, "reward/")
+
+
+@dataclass(frozen=True)
+class DistillSettings(ModelSettings):
+    """The loss of ``student``."""
+
+    loss: DivergenceConfig = field(default_factory=DivergenceConfig)
+    weight: float = 0.5
+    """Of the divergence; the rest is that of the negative log-likelihood."""
+
+
+class DistillWorker(TrainingWorker):
+    """``student`` on one rank."""
+
+    settings_class = DistillSettings
+    settings: DistillSettings
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + teacher_columns(TEACHER))
+    def update(self, batch: DataProto) -> Metrics:
+        """Collective. One optimizer step on the mean over the response tokens of all ranks."""
+        (denominators,) = self.denominators([batch.batch["response_mask"]])
+        loss = partial(distillation_loss, weight=self.settings.weight, denominators=denominators)
+        return self.optimizer_step(
+            columns_of(batch), loss, [Output.LOG_PROBS], 1.0, prefix="student/", teachers=self.comparisons()
+        )
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + teacher_columns(TEACHER))
+    def evaluate(self, batch: DataProto) -> Metrics:
+        """Collective. The terms of the loss, without gradient."""
+        outputs = self.strategy.forward(columns_of(batch), [Output.LOG_PROBS], 1.0, self.comparisons())
+        _, metrics = distillation_loss(outputs, batch.batch, self.settings.weight, LossDenominators(1.0, 1.0), "val/")
+        return {name: replace(metric, total=float(metric.total)) for name, metric in metrics.items()}
+
+    def comparisons(self) -> list[Comparison]:
+        options = self.settings.loss
+        return [Comparison(TEACHER, options.kd_temperature, partial(options_divergence, options))]
+
+
+def options_divergence(
+    options: DivergenceConfig, student: torch.Tensor, teacher: torch.Tensor, has_tail: bool
+) -> torch.Tensor:
+    """As :class:`~roll.strategies.base.Comparison` wants it."""
+    return divergence(student, teacher, options, has_tail)
+
+
+def distillation_loss(
+    outputs: TensorBatch, batch: TensorBatch, weight: float, denominators: LossDenominators, prefix: str = "student/"
+) -> tuple[torch.Tensor, Metrics]:
+    """(1 - w) NLL + w divergence, each a token mean, as a strategy's :class:`~roll.strategies.base.LossFunction`."""
+    mask = batch["response_mask"]
+    nll = -(outputs[Output.LOG_PROBS] * mask).sum()
+    kd = (outputs[f"{TEACHER}/divergence"] * mask).sum()
+    total, tokens = (1.0 - weight) * nll + weight * kd, mask.sum()
+    sums = {"loss": total, "nll": nll, "kd_loss": kd}
+    metrics: Metrics = {prefix + name: Mean(value.detach(), tokens) for name, value in sums.items()}
+    of_teacher = {name.removeprefix(f"{TEACHER}/"): value for name, value in outputs.items()}
+    return total / max(denominators.tokens, 1.0), metrics | comparison_metrics(of_teacher, mask, prefix)

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from roll.algorithms.preferences import PairSums, pair_losses, pair_sums, preference_loss, preference_metrics, slopes
+from roll.algorithms.preferences import (
+    PairSums,
+    pair_losses,
+    pair_sums,
+    preference_loss,
+    preference_metrics,
+    slopes,
+    unpaired_loss,
+    unpaired_metrics,
+)
 from roll.config.preferences import PREFERENCE_LOSSES, PreferenceLossConfig, preference_problems
 
 P, L = 5, 12
@@ -107,7 +116,7 @@ def pairs_of(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) 
 
 
 OPTIONS = {"label_smoothing": 0.1, "beta": 0.3}
-CASES: list[dict[str, Any]] = [{"loss_type": row.name} for row in PREFERENCE_LOSSES.rows] + [
+CASES: list[dict[str, Any]] = [{"loss_type": row.name} for row in PREFERENCE_LOSSES.rows if not row.is_unpaired] + [
     {"loss_type": "ipo", "ipo_length_normalised": False},
     *({"loss_type": "sigmoid", "f_divergence_type": kind} for kind in ("forward_kl", "js_divergence")),
     {"loss_type": "ipo", "f_divergence_type": "alpha_divergence", "f_alpha": 0.4},
@@ -143,7 +152,7 @@ def test_the_gradient_is_that_of_differences(case: dict[str, Any]) -> None:
 
 
 def test_every_name_has_a_function_and_every_function_a_row() -> None:
-    assert set(pair_losses.names) == {row.name for row in PREFERENCE_LOSSES.rows}
+    assert set(pair_losses.names) == {row.name for row in PREFERENCE_LOSSES.rows if not row.is_unpaired}
 
 
 def test_weighted_losses_add_up() -> None:
@@ -231,3 +240,35 @@ def test_metrics_are_means_over_pairs() -> None:
 )
 def test_what_does_not_go_together(changes: dict[str, Any], key: str) -> None:
     assert [problem[0] for problem in preference_problems(PreferenceLossConfig(**changes))] == [key]
+
+
+@pytest.mark.parametrize("z0", [0.0, 0.7])
+def test_kto_is_a_plain_loop(z0: float) -> None:
+    """arXiv 2402.01306, eq. 8: the weight less the value of the response."""
+    options = PreferenceLossConfig(loss_type="kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
+    ratios = torch.randn(7, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    desirable = torch.tensor([True, False, False, True, True, False, True])
+    wanted = []
+    for ratio, good in zip(ratios.tolist(), desirable.tolist(), strict=True):
+        weight = 1.5 if good else 0.5
+        value = weight * sigma(0.3 * (ratio - z0) if good else 0.3 * (z0 - ratio))
+        wanted.append(weight - value)
+    kl = torch.full((7,), z0, dtype=torch.float64)
+    losses = unpaired_loss(ratios, desirable, kl, options)
+    assert losses.tolist() == pytest.approx(wanted, rel=1e-12)
+    (gradient,) = torch.autograd.grad(losses.sum(), ratios)
+    assert bool(((gradient < 0) == desirable).all()), "desirable responses become more probable, others less"
+    apo = PreferenceLossConfig(loss_type="apo_zero_unpaired", beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
+    alone = unpaired_loss(ratios, desirable, None, apo)
+    assert torch.equal(alone, unpaired_loss(ratios, desirable, torch.zeros(7, dtype=torch.float64), options))
+    metrics = unpaired_metrics(ratios, ratios, desirable, losses, options, "")
+    right = [(ratio > 0) == good for ratio, good in zip(ratios.tolist(), desirable.tolist(), strict=True)]
+    assert metrics["acc"].value() == pytest.approx(sum(right) / 7)
+    assert metrics["loss"].value() == pytest.approx(sum(wanted) / 7)
+
+
+def test_single_responses_stand_alone() -> None:
+    mixed = PreferenceLossConfig(loss_type=["kto", "sft"], use_weighting=True, rpo_alpha=0.1, ld_alpha=0.5)
+    found = {key for key, _, _ in preference_problems(mixed)}
+    assert found == {"loss_type", "use_weighting", "rpo_alpha", "ld_alpha"}
+    assert not preference_problems(PreferenceLossConfig(loss_type="kto"))

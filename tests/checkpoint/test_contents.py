@@ -19,6 +19,7 @@ from roll.checkpoint.contents import (
 )
 from roll.checkpoint.folders import write_manifest
 from roll.config.reading.errors import ConfigError
+from roll.config.strategies.registry import train_strategies
 from roll.preflight import check_resumption
 from tests.config.good import GOOD_SFT, changed, load
 
@@ -49,7 +50,7 @@ def adapted(**changes: Any) -> ModelContents:
         (PLAIN, ModelContents("fsdp2_train", {BODY: [9, 4], HEAD: [16, 4]}), r"\[8, 4\] there and \[9, 4\] here"),
         (PLAIN, ModelContents("fsdp2_train", {BODY: [8, 4], "score.weight": [1, 4]}), "lm_head.weight.*another model"),
         (FROZEN, ModelContents("fsdp2_train", {HEAD: [16, 4]}, ["model.other"]), "other layers: .*model.other"),
-        (PLAIN, ModelContents("deepspeed_train", PLAIN.trained), "by fsdp2_train.*with fsdp2_train or fsdp_train"),
+        (ModelContents("own_train", PLAIN.trained), PLAIN, "written by own_train, which own_train can go on from"),
     ],
 )  # fmt: skip
 def test_what_would_be_left_behind_is_named(written: ModelContents, present: ModelContents, words: str) -> None:
@@ -61,8 +62,18 @@ def test_the_same_goes_on() -> None:
     for contents in (PLAIN, FROZEN, ADAPTED):
         again = ModelContents(**json.loads(json.dumps(contents.as_json())))
         check_contents(again, contents, Path())
-    check_contents(PLAIN, ModelContents("fsdp_train", PLAIN.trained), Path())
+    for strategy in train_strategies():
+        check_contents(PLAIN, ModelContents(strategy, PLAIN.trained), Path())
+        own = ModelContents(strategy, PLAIN.trained)
+        check_contents(own, own, Path(), format_=2)
     check_contents(FROZEN, ModelContents("fsdp2_train", FROZEN.trained, FROZEN.frozen, base=None), Path())
+
+
+def test_of_earlier_checkpoints_only_megatrons_go_on_there_alone() -> None:
+    written = ModelContents("megatron_train", PLAIN.trained)
+    with pytest.raises(CheckpointMismatchError, match=r"earlier version .*next checkpoint is for every strategy"):
+        check_contents(written, PLAIN, Path(), format_=2)
+    check_contents(PLAIN, written, Path(), format_=2)
 
 
 def write_checkpoint(root: Path, roles: dict[str, ModelContents], step: int = 3, ahead: bool = False) -> Path:
@@ -81,8 +92,8 @@ def write_checkpoint(root: Path, roles: dict[str, ModelContents], step: int = 3,
 
 ASYNC = {"async_generation_ratio": 1, "actor_train.device_mapping": [0], "actor_infer.device_mapping": [1]}
 REFUSALS: list[tuple[dict[str, ModelContents], dict[str, Any], str, str]] = [
-    ({"actor_train": ModelContents("megatron_train", PLAIN.trained)}, {}, "actor_train.strategy_args.strategy_name",
-     "written by megatron_train, which megatron_train can go on from"),
+    ({"actor_train": ModelContents("own_train", PLAIN.trained)}, {}, "actor_train.strategy_args.strategy_name",
+     "written by own_train, which own_train can go on from"),
     ({"actor_train": PLAIN}, {"actor_train.model_args.freeze_module_prefix": "model"},
      "actor_train.model_args.freeze_module_prefix", f"trained weights of {BODY}"),
     ({"actor_train": FROZEN}, {}, "actor_train.model_args.freeze_module_prefix", f"{BODY} were frozen"),
@@ -139,7 +150,7 @@ def test_a_path_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"step": 1}', "format 1 is not the one known here"),
+        ('{"step": 1}', "format 1 is not one of those known here"),
         ("[]", "format None"),
         ("\x80", "not readable"),
         (json.dumps({"format": FORMAT}), "no description of the model"),

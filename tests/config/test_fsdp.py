@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roll.config.roles import StrategyArguments
+from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.config.strategies.registry import Fsdp1StrategyConfig, Fsdp2StrategyConfig, typed_strategy_config
 from tests.config.good import GOOD, GOOD_SFT, changed, load, mistakes
 
@@ -69,6 +69,34 @@ def test_mistakes(tmp_path: Path, config: dict[str, Any], key: str, rule: str) -
         tmp_path, changed({**devices, f"actor_train.{NAME}": "fsdp_train", f"actor_train.{CONFIG}": config})
     )
     assert problem.key == f"actor_train.{CONFIG}.{key}" and rule in problem.rule
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "rule", "example"),
+    [
+        ({"ep_size": 3}, "ep_size", "must divide the role's 4 ranks", 2),
+        ({"ep_size": 2, "efsdp_size": 4}, "efsdp_size", "experts are not replicated", 2),
+        ({"ep_size": 2, "fsdp_size": 2}, "fsdp_size", "must be 1 with ep_size", 1),
+        ({"ep_size": 2, "reshard_after_forward": 2}, "reshard_after_forward", "sharded over different ranks", True),
+    ],
+)
+def test_experts_over_ranks(tmp_path: Path, config: dict[str, Any], key: str, rule: str, example: Any) -> None:
+    devices = {f"{role}.device_mapping": "list(range(0,4))" for role in ("actor_train", "actor_infer", "reference")}
+    (problem,) = mistakes(tmp_path, changed({**devices, f"actor_train.{CONFIG}": config}))
+    assert (problem.key, problem.example) == (f"actor_train.{CONFIG}.{key}", example) and rule in problem.rule
+    for size in (2, 4):
+        assert mistakes(tmp_path, changed({**devices, f"actor_train.{CONFIG}": {"ep_size": size}})) == ()
+
+
+def test_experts_over_ranks_are_the_models() -> None:
+    role = WorkerConfig(model_args=ModelArguments())
+    config = Fsdp2StrategyConfig(ep_size=4)
+    path = "actor_train.strategy_args.strategy_config.ep_size"
+    (dense,) = config.shape_problems("actor_train", role, {"model_type": "qwen3"})
+    assert (dense[0], dense[3]) == (path, 1) and "model_type qwen3 is not" in dense[2]
+    (odd,) = config.shape_problems("actor_train", role, {"model_type": "qwen3_moe", "num_experts": 6})
+    assert odd[0] == path and odd[2:] == ("must divide the model's 6 experts", 3)
+    assert list(config.shape_problems("actor_train", role, {"model_type": "qwen3_moe", "num_experts": 8})) == []
 
 
 def notices(tmp_path: Path, strategy: str, config: dict[str, Any]) -> dict[str, str]:

@@ -259,7 +259,5 @@ def test_pipeline_of_another_launcher(tmp_path: Path, pipeline: str | None) -> N
         assert isinstance(load_config(RLVRConfig, file, check_files=False).config, RLVRConfig)
 
 
-def test_pipelines_to_come(tmp_path: Path) -> None:
-    for data in ({"pipeline": "distill"}, {"student": {}}):
-        assert ["not available yet" in problem.rule for problem in mistakes(tmp_path, data)] == [True]
+def test_a_file_of_no_pipeline(tmp_path: Path) -> None:
     assert "cannot be told" in str(mistakes(tmp_path, {"exp_name": "x"})[0])

@@ -25,3 +25,10 @@ def test_page_is_up_to_date() -> None:
     # A process of its own: tables of names are live, and other tests add to them.
     page = subprocess.run([sys.executable, "-m", "roll.config.reference"], capture_output=True, text=True, check=True)
     assert (DOCS / "configuration-reference.md").read_text(encoding="utf-8") == page.stdout
+
+
+def test_page_of_the_commands_is_up_to_date() -> None:
+    """Write it again with ``python docs/site/commands.py > docs/commands.md``."""
+    page = subprocess.run([sys.executable, DOCS / "site/commands.py"], capture_output=True, text=True, check=True)
+    # How argparse breaks its lines depends on the version of Python.
+    assert (DOCS / "commands.md").read_text(encoding="utf-8").split() == page.stdout.split()

@@ -16,8 +16,9 @@ import pytest
 from roll.datasets import DataError
 from roll.datasets.converters import Convert, PrepareOptions
 from roll.datasets.converters.code import convert_code
-from roll.datasets.converters.conversations import convert_chat, convert_pair
+from roll.datasets.converters.conversations import convert_chat
 from roll.datasets.converters.math import convert_math
+from roll.datasets.converters.preferences import convert_label, convert_pair, convert_ranking
 from roll.datasets.prepare import main
 from roll.datasets.reading import SourceRow, read_rows
 
@@ -177,6 +178,89 @@ USER, GOOD, BAD = (
 def test_preferences(row: dict[str, Any]) -> None:
     found = converted(convert_pair, row | {"score": 1})
     assert found == {"id": "x-2", "tag": "t", "messages": [USER], "chosen": "a", "rejected": "b", "score": 1}
+
+
+def two(a: str, b: str) -> dict[str, Any]:
+    return {"chosen": [USER, GOOD | {"content": a}], "rejected": [USER, BAD | {"content": b}]}
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], float | None]] = {
+    "UltraFeedback (H4)": ({"prompt": "?", **two("a", "b"), "score_chosen": 8.5, "score_rejected": 6}, 2.5),
+    "UltraFeedback (trl-lib)": ({**two("a", "b"), "score_chosen": 8, "score_rejected": 6}, 2),
+    "Argilla": ({"prompt": "?", **two("a", "b"), "chosen-rating": 5, "rejected-rating": 4.5}, 0.5),
+    "Skywork-Reward": (two("a", "b"), None),
+    "HelpSteer2": ({"prompt": "?", "response_1": "b", "response_2": "a", "preference_strength": 2}, 2),
+    "HelpSteer3": ({"context": [USER], "response1": "a", "response2": "b", "overall_preference": -3}, 3),
+    "SHP": ({"history": "?", "human_ref_A": "b", "human_ref_B": "a", "labels": 0, "score_ratio": 1.0001}, 1e-4),
+    "Nectar": (
+        {
+            "prompt": "\n\nHuman: ?\n\nAssistant: ",
+            "answers": [{"answer": "c", "rank": 2.0}, {"answer": "b", "rank": 3.0}, {"answer": "a", "rank": 1.0}],
+        },
+        None,
+    ),
+    "UltraFeedback's own": (
+        {
+            "instruction": "?",
+            "completions": [{"response": "b", "overall_score": 3}, {"response": "a", "overall_score": 7.5}],
+        },
+        4.5,
+    ),
+    "LLaMA-Factory": (
+        {
+            "conversations": [{"from": "human", "value": "?"}],
+            "chosen": {"from": "gpt", "value": "a"},
+            "rejected": {"from": "gpt", "value": "b"},
+        },
+        None,
+    ),
+    "comparison_gpt4": ({"instruction": "?", "input": "", "output": ["a", "b"]}, None),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_preferences(name: str) -> None:
+    row, margin = PUBLISHED[name]
+    found = converted(convert_pair, row)
+    assert (found["messages"], found["chosen"], found["rejected"]) == ([USER], "a", "b")
+    assert found.get("margin") == (None if margin is None else pytest.approx(margin, rel=1e-3))
+
+
+def test_rankings_and_labels() -> None:
+    nectar = converted(convert_ranking, PUBLISHED["Nectar"][0])
+    assert (nectar["messages"], nectar["responses"], nectar["scores"]) == ([USER], ["a", "c", "b"], [-1, -2, -3])
+    graded = converted(convert_ranking, {"prompt": "?", "response": "a", "helpfulness": 3, "verbosity": 2})
+    assert (graded["responses"], graded["scores"], graded["verbosity"]) == (["a"], [3.0], 2)
+    wanted = {"id": "x-2", "tag": "t", "messages": [USER], "completion": "a", "label": False}
+    for row in (
+        {"prompt": "?", "completion": "a", "label": False},
+        {"prompt": [USER], "completion": [GOOD], "label": False},
+        {"messages": [USER, GOOD], "kto_tag": False},
+    ):
+        assert converted(convert_label, row) == wanted
+    with pytest.raises(DataError, match="label must be true or false"):
+        converted(convert_label, {"prompt": "?", "completion": "a", "label": "good"})
+
+
+def test_rows_without_a_preference_are_counted(
+    write_jsonl: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    hh = "\n\nHuman: ?\n\nAssistant: a\n\nHuman: {}\n\nAssistant: {}"
+    rows = [
+        {"prompt": "?", "response_1": "a", "response_2": "b", "preference_strength": 0},
+        {"prompt": "?", "chosen": "a", "rejected": "a"},
+        {"prompt": "?", "chosen": "a", "rejected": " "},
+        {"chosen": hh.format("x", "a"), "rejected": hh.format("x", "")},
+        {"chosen": hh.format("x", "a"), "rejected": hh.format("y", "b")},
+        {"chosen": hh.format("x", "a"), "rejected": hh.format("x", "b")},
+    ]
+    target = tmp_path / "pairs.jsonl"
+    assert main(["preferences", "--input", write_jsonl(rows), "--output", str(target)]) == 0
+    (kept,) = [source.row for source in read_rows(str(target))]
+    assert [message["content"] for message in kept["messages"]] == ["?", "a", "x"]
+    assert "1 rows" in caplog.text and "5 left out (2 empty response" in caplog.text
+    assert all(reason in caplog.text for reason in ("1 tie", "1 same response", "1 different prompts"))
 
 
 @pytest.mark.parametrize(

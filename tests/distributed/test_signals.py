@@ -30,7 +30,7 @@ def get(number: signal.Signals) -> None:
     time.sleep(0)  # where handlers run
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_the_first_one_is_an_exception(ending: EndingSignals, number: signal.Signals) -> None:
     told: list[signal.Signals] = []
     ending.on_first = told.append
@@ -70,6 +70,16 @@ def test_another_thread_may_end_the_main_one(ending: EndingSignals) -> None:
     assert ending.meant(raised.value) is cause
     other = ValueError("of the run's own")
     assert ending.meant(other) is other
+
+
+def test_sigusr1_may_ask_for_a_checkpoint_only(ending: EndingSignals) -> None:
+    ending.saves_on_usr1 = True
+    for _ in range(2):
+        get(signal.SIGUSR1)
+        time.sleep(1.2 * SAME_SECONDS)  # a second one ends nothing either
+        assert ending.save_requested and ending.received is None
+    with pytest.raises(Interrupted, match="ended by SIGTERM"):
+        get(signal.SIGTERM)
 
 
 CHILD = """

@@ -70,7 +70,7 @@ def assert_same(model: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head", ["causal_lm", "value"])
+@pytest.mark.parametrize("head", ["causal_lm", "value", "score"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
 def test_equal_to_from_pretrained(

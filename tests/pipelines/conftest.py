@@ -16,11 +16,13 @@ from tests.pipelines.tiny_runs import (
     FinishedRun,
     TinyWorld,
     agentic_settings,
+    distill_settings,
     dpo_settings,
     grpo_changes,
     load_changed,
     make_world,
     rlvr_settings,
+    rm_settings,
     sft_settings,
 )
 
@@ -47,7 +49,9 @@ def run(shared_ray: str, world: TinyWorld, tmp_path_factory: pytest.TempPathFact
         "rlvr": rlvr_settings,
         "sft": sft_settings,
         "dpo": dpo_settings,
+        "rm": rm_settings,
         "agentic": agentic_settings,
+        "distill": distill_settings,
     }
 
     def run_pipeline(

@@ -36,10 +36,11 @@ def model(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def finished(run: Run, model: Path) -> FinishedRun:
+@pytest.fixture(scope="module", params=[1, 2], ids=["gathered", "ep2"])
+def finished(run: Run, model: Path, request: pytest.FixtureRequest) -> FinishedRun:
     return run(
         {
+            "actor_train.strategy_args.strategy_config": {"ep_size": request.param},
             "max_steps": 2,
             "pretrain": str(model),
             "reward_pretrain": str(model),

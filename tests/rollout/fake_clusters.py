@@ -95,6 +95,10 @@ class FakeRestart:
         if self.error is not None:
             raise self.error
 
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from settle().__await__()
+        self.result()
+
 
 @dataclass
 class FakeEngines:
@@ -197,6 +201,19 @@ class FakeRewards:
     calls: list[FakeCall] = field(default_factory=list)
     samples_of_rank: dict[int, int] = field(default_factory=dict)
     rng: random.Random | None = None
+    name: str = "rewards.a"
+    role: Any = None
+    restarts: list[int] = field(default_factory=list)
+
+    def leave_out(self, rank: int) -> None:
+        """The process has died anyway."""
+
+    def restart(self, rank: int) -> Coroutine[Any, Any, None]:
+        self.restarts.append(rank)
+        return settle()
+
+    def rejoin(self, rank: int) -> None:
+        assert rank in self.restarts
 
     def submit(self, rank: int, method: Callable[..., Any], samples: Sequence[RewardSample]) -> FakeCall:
         assert method is RuleWorker.score

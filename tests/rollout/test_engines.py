@@ -409,3 +409,22 @@ async def test_a_dead_engine_is_started_again_and_takes_part_when_it_is_ready():
     desk.submit(1, 1, first=20)
     await desk.advance()
     assert len(engines.restarts) == 2, "twice is all that it may"
+
+
+@on_clock
+async def test_the_last_engine_may_come_back_where_weights_never_change():
+    """Those who wait, wait for it; when it cannot be started any more, the loss is theirs."""
+    desk = Desk(FakeEngines(per_turn=1), max_restarts=1, fixed_weights=True)
+    desk.submit(1, 1)
+    await settle()
+    desk.engines.dead = {0}
+    await desk.advance()
+    await settle(40)
+    assert (desk.client.num_engines, desk.client.num_deaths, desk.client.failure) == (1, 1, None)
+    assert await desk.advance(2) == ["0", "1"]
+    (again,) = desk.submit(1, first=9)
+    await settle()
+    desk.engines.dead = {0}
+    await desk.advance()
+    with pytest.raises(WorkerDied):
+        await again

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
+from pathlib import Path
 
 import pytest
 
 from roll.distributed import WorkerDied
 from roll.distributed.failures import RankReport
 from roll.rollout.groups import SampleGroup
+from roll.rollout.mending import FILE_NAME, SetAside
 from roll.rollout.rewarding import RewardClient
-from tests.rollout.fake_clusters import FakeCall, FakeRewards, let_be_done, on_clock, settle
+from tests.rollout.fake_clusters import FakeRewards, let_be_done, on_clock, settle
 from tests.rollout.helpers import make_group
 
 
@@ -78,19 +82,48 @@ async def test_scores_that_nobody_waits_for_occupy_their_worker_until_they_are_t
     assert cluster.samples_of_rank == {0: 4, 1: 2}
 
 
+def dies_of(deadly: str, times: int):
+    """A score; the worker dies of one response, so many times."""
+    deaths = []
+
+    def score(sample) -> float:
+        if sample.response == deadly and len(deaths) < times:
+            deaths.append(sample)
+            raise WorkerDied("rewards.a", "score", 0.0, [RankReport(0, error="killed")], [])
+        return length_of(sample)
+
+    return score
+
+
+@pytest.mark.parametrize("times", [1, 2, 99])
+def test_a_reward_worker_that_dies_is_replaced(times: int, tmp_path: Path) -> None:
+    """Its work is done again; the sample that kills it twice is set aside, with its row, and no other one."""
+
+    @on_clock
+    async def play() -> None:
+        given = groups(3, size=2)
+        deadly = given[1].finished.texts[1]
+        cluster = FakeRewards(dies_of(deadly, times), rng=random.Random(0))
+        aside = SetAside(tmp_path)
+        client = RewardClient({"a": cluster}, aside=aside)
+        await asyncio.gather(*(client.score(group) for group in given))
+        results = [result for group in given for result in group.rewards]
+        aside_at = [number for number, result in enumerate(results) if result.score is None]
+        assert aside_at == ([] if times == 1 else [3])
+        assert len(cluster.restarts) == aside.num_deaths == min(times, 2)
+        assert aside.num_samples == len(aside_at)
+        lines = (tmp_path / FILE_NAME).read_text().splitlines() if aside_at else []
+        assert [json.loads(line)["response"] for line in lines] == [deadly] * len(aside_at)
+
+    play()
+
+
 @on_clock
-async def test_a_reward_worker_that_dies_is_an_error_of_those_who_wait_for_it():
-    cluster = FakeRewards(length_of, world_size=2)
-    client = RewardClient({"a": cluster})
-    first, second, third = await submit(client, groups(3))
+async def test_a_worker_that_dies_of_everything_ends_the_run() -> None:
+    def die(sample) -> float:
+        raise WorkerDied("rewards.a", "score", 0.0, [RankReport(0, error="killed")], [])
 
-    def die() -> None:
-        raise WorkerDied("rewards", "score", 0.0, [RankReport(0)], [])
-
-    call: FakeCall = cluster.calls[0]
-    call.work = die
-    await let_be_done(cluster.calls)
-    for task in (first, third):
-        with pytest.raises(WorkerDied, match="rewards rank 0"):
-            await task
-    assert (await second).order == 1
+    client = RewardClient({"a": FakeRewards(die, rng=random.Random(0))})
+    (group,) = groups(1, size=8)
+    with pytest.raises(WorkerDied, match=r"rewards\.a rank 0"):
+        await client.score(group)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from roll.rollout.engines import EngineClient
 from roll.rollout.groups import FinishedGroup
@@ -313,3 +314,26 @@ def test_a_dead_engine_is_done_without_and_the_last_ones_death_is_told(make_serv
     health = serving.client.get("/health")
     assert health.status_code == 503
     assert "killed" in health.json()["reason"]
+
+
+def test_a_prompt_comes_back_with_its_log_probs(make_serving: Any) -> None:
+    """As clients that compare texts by their log-likelihood ask for it."""
+    serving = make_serving()
+    model = AutoModelForCausalLM.from_pretrained(serving.tokenizer.name_or_path, dtype=torch.float32)
+    prompts = [list(range(5, 25)), list(range(40, 47))]
+    body = serving.complete(prompt=prompts, max_tokens=1, echo=True, logprobs=2, temperature=0)
+    for prompt, choice in zip(prompts, body["choices"], strict=True):
+        found = choice["logprobs"]
+        with torch.no_grad():
+            wanted = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        own = wanted.gather(1, torch.tensor(prompt)[1:, None])[:, 0].tolist()
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        assert found["token_logprobs"][1:-1] == pytest.approx(own, abs=1e-5)
+        assert len(found["tokens"]) == len(found["top_logprobs"]) == len(found["text_offset"]) == len(prompt) + 1
+        best = [max(top.values()) for top in found["top_logprobs"][1:-1]]
+        assert best == pytest.approx(wanted.max(-1).values.tolist(), abs=1e-5)
+        assert choice["text"].startswith(serving.tokenizer.decode(prompt))
+    plain = serving.complete(prompt=prompts[0], max_tokens=1, temperature=0)["choices"][0]["text"]
+    echoed = serving.complete(prompt=prompts[0], max_tokens=1, temperature=0, echo=True)["choices"][0]
+    assert echoed["text"] == serving.tokenizer.decode(prompts[0]) + plain and echoed["logprobs"] is None
+    assert serving.post("completions", model="tiny", prompt="a", echo=True, stream=True).status_code == 400

@@ -46,6 +46,8 @@ def whole(strategy: Any, parameter: torch.Tensor, local: torch.Tensor | None) ->
     pieces = getattr(strategy, "_pieces", {}).get(parameter)
     if pieces is None:
         assert local is not None
+        # Experts that are divided over ranks: of all of them.
+        local = strategy._whole(local) if hasattr(strategy, "_whole") else local
         return local.full_tensor().clone() if hasattr(local, "full_tensor") else local.clone()
     group = strategy.mesh.get_group("fsdp")
     run = torch.zeros(pieces.shape.numel())

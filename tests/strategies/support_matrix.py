@@ -215,7 +215,7 @@ LAYOUTS = (
     ),
     Feature(
         "experts over ranks",
-        Refused(f"{OPTIONS}.ep_size", 2, "expert parallelism"),
+        in_file("strategies/test_moe.py")("qwen3_moe-ep2", "`ep_size`"),
         Other("no"),
         Other("no"),
         in_file("strategies/megatron/test_experts.py")(GRADIENT, "`expert_model_parallel_size`"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from roll.checkpoint import CheckpointManager
+from roll.checkpoint.contents import STATE_NAME, read_trainer_state
 from roll.checkpoint.folders import write_manifest
 from roll.checkpoint.state import load_state, save_state
+from roll.checkpoint.tensors import FOLDER, MOMENTS, WEIGHT, stored_tensors
 from roll.config.roles import WorkerConfig
 from roll.strategies.factory import create_strategy
 from tests.strategies.samples import TensorBatch, make_batch, make_role, policy_loss
@@ -81,7 +85,23 @@ def mislead_index(path: Path, payload: bytes, as_bytes: bool) -> None:
     path.write_bytes(pickle.dumps(index))
 
 
-def attack(role: WorkerConfig, batch: TensorBatch, root: Path) -> list[str]:
+def as_format_2(folder: Path) -> None:
+    """Rewrite a role's folder as the version before wrote it under FSDP: PyTorch's distributed checkpoint."""
+    path, state = folder / STATE_NAME, read_trainer_state(folder)
+    tensors: dict[str, Any] = {}
+    with stored_tensors(folder) as stored:
+        for name, shape in state["model"]["trained"].items():
+            size = torch.Size(shape).numel()
+            tensors[f"model.{name}"] = stored.read(WEIGHT, name, 0, size).view(shape)
+            for kind in MOMENTS:
+                tensors[f"optimizer.{name}.{kind}"] = stored.read(kind, name, 0, size).view(shape)
+            tensors[f"optimizer.{name}.step"] = torch.tensor(float(stored.updates(name)))
+    shutil.rmtree(folder / FOLDER)
+    save(tensors, checkpoint_id=folder / FOLDER, no_dist=True)
+    path.write_text(json.dumps(state | {"format": 2}))
+
+
+def attack(role: WorkerConfig, batch: TensorBatch, root: Path, is_old: bool) -> list[str]:
     """Load every rewritten checkpoint as a run does; the names of those that ran code."""
     strategy = create_strategy(role)
     strategy.initialize(num_training_steps=10)
@@ -90,6 +110,8 @@ def attack(role: WorkerConfig, batch: TensorBatch, root: Path) -> list[str]:
     with manager.writing(1) as folder:
         strategy.save(folder / "actor_train")
         strategy.saved()
+        if is_old:
+            as_format_2(folder / "actor_train")
         save_state(folder / "pipeline", {"order": torch.arange(3), "step": 1})
     whole, mark = root / "checkpoint-1", root / "ran"
     tried, ran = 0, []
@@ -126,10 +148,12 @@ def test_a_bomb_goes_off_where_it_is_unpickled(tmp_path: Path) -> None:
         mark.unlink()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "is_old"), [*((name, False) for name in STRATEGIES), ("fsdp2_train", True), ("deepspeed_train", True)]
+)
 def test_no_file_of_a_checkpoint_runs_code(
-    run_ranks: RunRanks, untied_model: Path, tmp_path: Path, strategy: str
+    run_ranks: RunRanks, untied_model: Path, tmp_path: Path, strategy: str, is_old: bool
 ) -> None:
     pytest.importorskip({"deepspeed_train": "deepspeed", "megatron_train": "megatron.core"}.get(strategy, "torch"))
     role = make_role(untied_model, strategy)
-    assert run_ranks(1, attack, role, make_batch(), tmp_path) == [[]]
+    assert run_ranks(1, attack, role, make_batch(), tmp_path, is_old) == [[]]

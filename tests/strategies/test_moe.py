@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.strategies import moe_cases as cases
-from tests.strategies.comparison import assert_step_equals, plain_results, rounding_of
+from tests.strategies.comparison import assert_same_gradients, assert_step_equals, plain_results, rounding_of
 from tests.strategies.moe_models import EVERYWHERE, FAMILIES, SEPARATE, divided, write_moe
 from tests.strategies.samples import DYNAMIC, PACKING, VOCABULARY, make_batch, make_role, split_rows
 
@@ -59,6 +59,10 @@ def layouts() -> dict[str, tuple[str, str, dict[str, Any]]]:
     }
     found |= {f"{name}-{s}": ("qwen3_moe", s, shape) for name, shape in shapes.items() for s in STRATEGIES}
     wrapped: dict[str, Any] = {"config": UNITS}
+    divided: dict[str, Any] = {"config": {"ep_size": 2}}
+    found |= {f"{family}-ep2": (family, "fsdp2", divided) for family in FAMILIES if family != SEPARATE}
+    found |= {f"{name}-ep2": ("qwen3_moe", "fsdp2", {**divided, **shape}) for name, shape in shapes.items()}
+    found["loop-ep2"] = ("qwen3_moe", "fsdp2", {"config": {"ep_size": 2, "moe_use_grouped_mm": False, **UNITS}})
     found |= {f"experts-apart-{s}": ("qwen3_moe", s, wrapped) for s in ("fsdp2", "fsdp")}
     for name, grouped in (("loop", False), ("grouped", True)):
         found[f"{name}-fsdp2"] = ("qwen3_moe", "fsdp2", {"config": {"moe_use_grouped_mm": grouped}})
@@ -72,7 +76,7 @@ def layouts() -> dict[str, tuple[str, str, dict[str, Any]]]:
     return found
 
 
-@pytest.mark.default_rows("qwen3_moe-fsdp2", "separate-apart-fsdp2")
+@pytest.mark.default_rows("qwen3_moe-fsdp2", "qwen3_moe-ep2", "separate-apart-fsdp2")
 @pytest.mark.parametrize("case", layouts())
 def test_gradient_and_outputs_equal_the_plain_model(
     run_ranks: RunRanks, moe_folder: Callable[[str], Path], case: str
@@ -81,6 +85,26 @@ def test_gradient_and_outputs_equal_the_plain_model(
     folder = moe_folder(family)
     results = run_ranks(2, cases.train, role(folder, strategy, **options), split_rows(make_batch(), SPLIT))
     assert_step_equals(results, plain_results(folder), rounding_of(folder, make_batch()))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_divided_and_sharded(run_ranks: RunRanks, moe_folder: Callable[[str], Path], family: str) -> None:
+    """Three experts for each of two groups of two ranks, which gather them for a pass: one holds two, one holds one."""
+    divided = role(moe_folder(family), "fsdp2", config={"ep_size": 2}, **CHECKPOINTED)
+    results = run_ranks(4, cases.train, divided, split_rows(make_batch(), (4, 3, 3, 2)))
+    assert_step_equals(results, plain_results(moe_folder(family)), rounding_of(moe_folder(family), make_batch()))
+
+
+@pytest.mark.long
+def test_divided_experts_of_ranks_that_share_sequences(run_ranks: RunRanks, moe_folder: Callable[[str], Path]) -> None:
+    folder = moe_folder("qwen3_moe")
+    shared = role(folder, "fsdp2", config={"ep_size": 2}, model_args={"ulysses_size": 2}, **PACKING)
+    results, wanted = run_ranks(2, cases.train, shared, [make_batch()] * 2), plain_results(folder)
+    rounding = rounding_of(folder, make_batch())
+    for result in results:
+        assert_same_gradients(result["gradients"], wanted["gradients"], rounding=rounding)
+        torch.testing.assert_close(result["outputs"]["log_probs"], wanted["outputs"]["log_probs"], rtol=0, atol=1e-5)
 
 
 @pytest.mark.default_rows("fsdp2")

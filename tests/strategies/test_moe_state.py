@@ -48,6 +48,17 @@ def test_an_export_has_the_published_layout(run_ranks: RunRanks, tmp_path: Path,
     assert all(torch.equal(again[name], tensor) for name, tensor in plain_model(source).state_dict().items())
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_an_export_of_divided_experts(run_ranks: RunRanks, tmp_path: Path, family: str) -> None:
+    """Over four ranks, of which two and two hold shards of the same experts."""
+    source = write_moe(tmp_path / "source", family)
+    run_ranks(4, sharded_cases.export, make_role(source, config={"ep_size": 2}), tmp_path / "export")
+    wanted, written = load_file(source / "model.safetensors"), load_file(tmp_path / "export" / "model.safetensors")
+    assert written.keys() == wanted.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in wanted.items())
+
+
 def test_a_bias_that_balances_leaves_in_float32(run_ranks: RunRanks, tmp_path: Path) -> None:
     source = write_moe(tmp_path / "source", "deepseek_v3")
     (buckets,) = run_ranks(2, sharded_cases.buckets, make_role(source, dtype="bf16"), 2**30)[0]
@@ -62,6 +73,7 @@ def test_a_bias_that_balances_leaves_in_float32(run_ranks: RunRanks, tmp_path: P
     ("strategy", "config"),
     [
         pytest.param("fsdp2_train", UNITS, id="fsdp2"),
+        pytest.param("fsdp2_train", {"ep_size": 2}, id="ep2"),
         pytest.param("fsdp_train", UNITS, id="fsdp"),
     ],
 )
@@ -76,7 +88,8 @@ def test_resumed_equals_uninterrupted_also_on_one_rank(
         assert one["metrics"] == other["metrics"]
         for kind in ("weights", "moments"):
             assert all(torch.equal(one[kind][name], other[kind][name]) for name in one[kind])
-    (alone,) = run_ranks(1, sharded_cases.load_and_train, role, [make_batch()], tmp_path, 2)
+    by_itself = make_role(folder, strategy, **TRAINING)
+    (alone,) = run_ranks(1, sharded_cases.load_and_train, by_itself, [make_batch()], tmp_path, 2)
     for name, weight in whole[0]["weights"].items():
         torch.testing.assert_close(alone["weights"][name], weight, rtol=0, atol=1e-4)  # sums in another order
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from roll import cli
 from roll.config.reading.schema import known_keys
 from roll.config.reference import tables
 from roll.translation.engine import DIALECTS
@@ -32,6 +35,29 @@ def test_page_is_up_to_date() -> None:
     """Write it again with ``python -m roll.translation.page docs/translation.md``."""
     text = (ROOT / "docs/translation.md").read_text(encoding="utf-8")
     assert text == page(text)
+
+
+GUIDES = re.findall(
+    r"```bash\n(.*?)```\n\n```yaml\n(.*?)```", (ROOT / "docs/migration.md").read_text(encoding="utf-8"), re.DOTALL
+)
+
+
+def test_every_project_has_a_guide() -> None:
+    assert [re.search(r"verl|skyrl|trl|openrlhf", command)[0] for command, _ in GUIDES] == [  # type: ignore[index]
+        "verl",
+        "skyrl",
+        "trl",
+        "openrlhf",
+    ]
+
+
+@pytest.mark.parametrize(("command", "translated"), GUIDES)
+def test_guides_are_translations(
+    command: str, translated: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(command))
+    assert cli.main(["translate", "--yaml", "--train-rows", "7473"]) == 0
+    assert capsys.readouterr().out == translated
 
 
 @pytest.mark.parametrize("name", DIALECTS)

@@ -52,9 +52,15 @@ class Checks:
         )
 
 
+STREAMED = "sft_train.data_args"
+"""The section whose rows may be prepared as they are needed."""
+
+
 def check_data_files(key: str, arguments: DataArguments, checks: Checks) -> None:
     """At least one data file, each of a known kind and there."""
     names = arguments.file_name
+    if arguments.streaming and key != STREAMED:
+        checks.add(f"{key}.streaming", True, f"is for {STREAMED}: these rows are all prepared at the start", False)
     if not names:
         checks.missing(f"{key}.file_name", "is needed: the data file or files", "[data/train.jsonl]")
         return

@@ -76,16 +76,8 @@ REFUSALS = (
     Refusal("kl_penalty", "KL over the whole vocabulary", "k1", one_of("full")),
     Refusal("kl_loss_type", "KL over the whole vocabulary", "k3", one_of("full")),
     Refusal("transfer_backend.backend_name", "another transfer backend", "~"),
-    Refusal("profiler_timeline", "profiler timelines", False),
-    Refusal("profiler_memory", "memory snapshots", False),
     Refusal("otlp_output_dir", "OpenTelemetry traces", "~"),
     Refusal("is_offload_optimizer_states_in_train_step", "optimizer states off the device inside a step", False),
-    Refusal("student_train", "on-policy distillation", "~"),
-    Refusal("student_infer", "on-policy distillation", "~"),
-    Refusal("teacher", "on-policy distillation", "~"),
-    Refusal("is_pure_opd", "on-policy distillation", False),
-    Refusal("use_opd", "on-policy distillation", False),
-    Refusal("pure_opd_pipeline_type", "on-policy distillation", "~"),
     Refusal("rewards.*.reward_manager_config", "remote reward systems; http_reward asks a service of yours", "{}"),
     Refusal("**.model_update_frequency", "weight transfers that skip steps", 1, above(1)),
     Refusal("**.mtp_training_mode", "multi-token prediction", "disabled", other_than("disabled")),
@@ -95,13 +87,11 @@ REFUSALS = (
     Refusal("**.model_args.num_labels", "classification heads", 1, above(1)),
     *(
         Refusal(f"{role}.model_args.model_type", f"{CLASSIFIER} but for reward_model", "~", one_of(CLASSIFIER))
-        for role in ("*_train", "*_infer", "reference", "critic", "validation")
+        for role in ("actor_train", "sft_train", "*_infer", "reference", "critic", "validation")
     ),
-    Refusal("**.strategy_config.ep_size", "expert parallelism", applies=above(1)),
     Refusal("**.strategy_config.mtp_num_layers", "multi-token prediction", "~"),
     Refusal("**.strategy_config.fp8", "fp8 computation", "~"),
     Refusal("**.strategy_config.optimizer_cpu_offload", "optimizer states in host memory under Megatron", False),
-    Refusal("**.strategy_config.efsdp_size", "expert parallelism", applies=above(1)),
     Refusal(
         "**.strategy_config.tp_size",
         "tensor parallelism in training but by megatron_train (tensor_model_parallel_size)",

@@ -62,6 +62,8 @@ class Problems:
 
     errors: list[Problem] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
+    rename: Callable[[str], str] = field(default=str)
+    """From a key as the checks know it to what the file has."""
 
     def add(self, key: str, value: Any, rule: str, example: Any = None) -> None:
         self.errors.append(Problem(key, value, rule, example))
@@ -81,7 +83,12 @@ class Problems:
 
     def located(self, source_of: Callable[[str], str]) -> list[Problem]:
         """The errors with the file (and line) in which each key stands."""
-        return [replace(item, source=source_of(item.key)) for item in self.errors]
+        named = [replace(item, key=self.rename(item.key)) for item in self.errors]
+        return [replace(item, source=source_of(item.key)) for item in named]
+
+    def named_notices(self) -> list[Notice]:
+        """The notices with the keys that the file has."""
+        return [replace(item, key=", ".join(map(self.rename, item.key.split(", ")))) for item in self.notices]
 
     def mentions(self, key: str) -> bool:
         """True when an error about this key or something under it was found already."""

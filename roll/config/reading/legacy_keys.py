@@ -122,6 +122,9 @@ LEGACY_KEYS: dict[str, tuple[Legacy, ...]] = {
         Legacy("global_scale_factor", float | None, None, "", text=NOWHERE),
         Legacy("global_shift_value", float | None, None, "", text=NOWHERE),
     ),
+    "DistillConfig": (
+        Legacy("logits_transfer_backend", str, "ipc+nccl", "the teacher's log-probs travel as columns of their batch"),
+    ),
     "RLVRConfig": (
         Legacy("is_num_return_sequences_expand", bool, False, "a prompt is computed once for all of its samples"),
     ),

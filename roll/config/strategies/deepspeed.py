@@ -262,7 +262,7 @@ DEEPSPEED = Backend(
     DeepSpeedStrategyConfig,
     computes="roll.strategies.deepspeed.strategy.DeepSpeedStrategy",
     trains=True,
-    checkpoints="deepspeed",
+    checkpoints="pieces",
     ulysses=True,
     package=Package("deepspeed", "pip install 'roll-rl[deepspeed]'"),
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll.config.model_files import EXPERTS, layer_classes, needed
+from roll.config.model_files import EXPERTS, layer_classes, needed, num_experts
 from roll.config.reading.fields import parse_dtype, rules, setting
 from roll.config.strategies.base import Backend, ShapeProblem, StrategyConfig, largest_divisor, model_size
 
@@ -135,9 +135,46 @@ class Fsdp2StrategyConfig(ShardedStrategyConfig):
     model_type: str | None = None
     """Model family for the patches above; null: from the model's config."""
     ep_size: int = setting(1, ge=1)
-    """Expert-parallel ranks."""
+    """Ranks over which the experts of a layer are divided; tokens travel to the ranks of the experts that they chose.
+    It divides the role's ranks and the model's experts."""
     efsdp_size: int | None = setting(None, ge=1)
-    """Ranks over which expert parameters are sharded."""
+    """Ranks over which the parameters of the same experts are sharded, with ``ep_size``; null: all that there are, the
+    role's ranks / ``ep_size``, and no other number is."""
+
+    def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
+        """Report what does not go with expert parallelism as well."""
+        super().check(name, role, world_size, trains, problems)
+        path, size = f"{name}.strategy_args.strategy_config", self.ep_size
+        if size == 1:
+            if self.efsdp_size not in (None, 1):
+                problems.note(f"{path}.efsdp_size", "has no effect without ep_size")
+            return
+        if world_size % size:
+            rule = f"must divide the role's {world_size} ranks"
+            problems.add(f"{path}.ep_size", size, rule, largest_divisor(size, world_size))
+        elif self.efsdp_size not in (None, world_size // size):
+            rule = f"must be the role's {world_size} ranks / ep_size: experts are not replicated"
+            problems.add(f"{path}.efsdp_size", self.efsdp_size, rule, world_size // size)
+        if 1 < self.fsdp_size < world_size:
+            rule = "must be 1 with ep_size (everything is sharded over all ranks)"
+            problems.add(f"{path}.fsdp_size", self.fsdp_size, rule, 1)
+        if isinstance(self.reshard_after_forward, int) and not isinstance(self.reshard_after_forward, bool):
+            rule = "must be true or false with ep_size: experts and other layers are sharded over different ranks"
+            problems.add(f"{path}.reshard_after_forward", self.reshard_after_forward, rule, True)
+
+    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+        yield from super().shape_problems(name, role, model)
+        if self.ep_size == 1:
+            return
+        path, experts = f"{name}.strategy_args.strategy_config.ep_size", num_experts(model)
+        if not experts:
+            rule = (
+                f"divides the experts of a mixture of experts, which model_type {model.get('model_type', '?')} is not"
+            )
+            yield path, self.ep_size, rule, 1
+        elif experts % self.ep_size:
+            rule = f"must divide the model's {experts} experts"
+            yield path, self.ep_size, rule, largest_divisor(self.ep_size, experts)
 
 
 @dataclass(frozen=True)
@@ -181,7 +218,7 @@ FSDP2 = Backend(
     Fsdp2StrategyConfig,
     computes="roll.strategies.fsdp.fsdp2.Fsdp2Strategy",
     trains=True,
-    checkpoints="fsdp",
+    checkpoints="pieces",
     ulysses=True,
 )
 FSDP1 = Backend(
@@ -189,6 +226,6 @@ FSDP1 = Backend(
     Fsdp1StrategyConfig,
     computes="roll.strategies.fsdp.fsdp1.FsdpStrategy",
     trains=True,
-    checkpoints="fsdp",
+    checkpoints="pieces",
     ulysses=True,
 )

@@ -175,7 +175,7 @@ MEGATRON = Backend(
     MegatronStrategyConfig,
     computes="roll.strategies.megatron.MegatronStrategy",
     trains=True,
-    checkpoints="megatron",
+    checkpoints="pieces",
     only_plain_adapters=True,
     package=Package("megatron.core", "pip install 'roll-rl[megatron]'"),
 )

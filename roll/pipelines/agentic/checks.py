@@ -30,11 +30,14 @@ LENGTHS = ("sequence_length", "custom_envs")
 def check_agentic(config: AgenticConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
     if not checks.written("actor_train"):
-        rule = "is needed: a run that only plays, without training, is not available yet"
+        rule = "is needed: to play without training, run `roll evaluate` on the file"
         checks.missing("actor_train", rule, "actor_train.device_mapping: [0]")
         return
     options = check_roles(config, checks)
     check_needed_roles(config, checks)
+    if config.teacher or config.use_opd or config.is_pure_opd:
+        key = "teacher" if config.teacher else "use_opd" if config.use_opd else "is_pure_opd"
+        checks.problems.not_available(key, "set", "on-policy distillation of agents", "~" if config.teacher else False)
     check_managers(config, checks)
     check_entries(config, checks)
     if not checks.broken(*LENGTHS, "train_env_manager", "val_env_manager"):

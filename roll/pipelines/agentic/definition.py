@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll.config.checks.base import Checks
 from roll.config.pipelines import (
@@ -41,6 +41,7 @@ from roll.pipelines.policy_preflight import check_transport
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
+    from roll.pipelines.batches import RecordedBatch
 
 MANAGER_KEYS = frozenset(("generating_args", "system_envs"))
 
@@ -50,20 +51,20 @@ class Agentic(PipelineDefinition):
 
     name = "agentic"
     config_class = AgenticConfig
-    roles = (
+    roles: ClassVar[tuple[Role, ...]] = (
         Role("actor_train", TRAINS),
         Role("actor_infer", GENERATES),
         Role("reference", COMPUTES_LOG_PROBS, optional=True),
         Role("critic", TRAINS, optional=True),
     )
-    headlines = (
+    headlines: ClassVar[tuple[Headline, ...]] = (
         Headline("critic/score/mean", "reward"),
         Headline("episode/success", "success"),
         Headline("episode/turns", "turns", "{:.1f}"),
         Headline("critic/kl", "kl", "{:.4f}"),
         Headline("system/tps", "tok/s", "{:,.0f}"),
     )
-    panels = (
+    panels: ClassVar[tuple[Panel, ...]] = (
         Panel("Return", ("critic/score/mean",), smooth=True),
         Panel("Success", ("episode/*/success", "val/*/success"), unit_range=True, smooth=True),
         Panel("Turns", ("episode/*/turns",), smooth=True),
@@ -71,8 +72,10 @@ class Agentic(PipelineDefinition):
         Panel("Entropy", ("actor/entropy", "critic/entropy/mean"), first_only=True, smooth=True),
     )
     compares_log_probs = True
-    reference = (("Agentic: batches, environments (top level)", AgenticConfig, (PolicyRunConfig, OlderRLVRKeys)),)
-    section_tables = (
+    reference: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
+        ("Agentic: batches, environments (top level)", AgenticConfig, (PolicyRunConfig, OlderRLVRKeys)),
+    )
+    section_tables: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
         (
             "`train_env_manager` and `val_env_manager` (in addition to the keys of a role)",
             EnvManagerConfig,
@@ -92,10 +95,16 @@ class Agentic(PipelineDefinition):
     def plan(self, config: AgenticConfig, exp_name: str, written: Written) -> AgenticPlan:
         return plan_agentic(self, config, exp_name, written)
 
-    def run(self, loaded: LoadedConfig[AgenticConfig]) -> None:
+    def run(self, loaded: LoadedConfig[AgenticConfig]) -> int | None:
         from roll.pipelines.agentic.pipeline import AgenticPipeline
 
         AgenticPipeline(loaded).run()
+        return None
+
+    def replay(self, loaded: LoadedConfig[AgenticConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        from roll.pipelines.agentic.pipeline import AgenticPipeline
+
+        return AgenticPipeline(loaded).replay(recorded)
 
     def models(self, config: AgenticConfig) -> dict[str, WorkerConfig]:
         return model_roles(config)

@@ -107,7 +107,7 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
         ConfigError: they cannot.
     """
     assert isinstance(loaded.plan, AgenticPlan)
-    role = loaded.plan.roles["actor_train"]
+    role = loaded.plan.roles.get("actor_train") or loaded.plan.roles["actor_infer"]
     folder = model_folder(role.model_path) if role.model_path is not None else None
     if folder is None or not (folder / TOKENIZER).is_file():
         return

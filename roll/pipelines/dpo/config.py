@@ -40,6 +40,10 @@ class DPOConfig(PreferenceLossConfig, RunConfig):
     """Column of the preferred response: a text, or a conversation that ends with it."""
     rejected_key: str = "rejected"
     """Column of the other response."""
+    completion_key: str = "completion"
+    """``kto``: column of a single response; rows without it are pairs, of which both responses are used."""
+    label_key: str = "label"
+    """``kto``: column that says whether that response is desirable."""
     cache_reference: bool = True
     """Keep the reference's log-probs of each pair (4 bytes a response token, in the driver) for later epochs."""
     actor_train: WorkerConfig = field(default_factory=WorkerConfig)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
     from roll.config.roles import DataArguments
     from roll.datasets.preferences import PreferenceDataset
+    from roll.datasets.rankings import JudgedDataset
+    from roll.pipelines.batches import RecordedBatch
 
 
 class DPO(PipelineDefinition):
@@ -63,6 +65,11 @@ class DPO(PipelineDefinition):
 
         DPOPipeline(loaded).run()
 
+    def replay(self, loaded: LoadedConfig[DPOConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        from roll.pipelines.dpo.pipeline import DPOPipeline
+
+        return DPOPipeline(loaded).replay(recorded)
+
     def models(self, config: DPOConfig) -> dict[str, WorkerConfig]:
         found = super().models(config)
         return found if runs_reference(config) else {"actor_train": found["actor_train"]}
@@ -77,7 +84,7 @@ class DPO(PipelineDefinition):
     def readable_sets(self, loaded: LoadedConfig[DPOConfig]) -> dict[str, ReadableSet]:
         from roll.pipelines.dpo.pipeline import read_pairs
 
-        def read(data_args: DataArguments, tokenizer: Any) -> PreferenceDataset:
+        def read(data_args: DataArguments, tokenizer: Any) -> PreferenceDataset | JudgedDataset:
             return read_pairs(loaded.config, data_args, tokenizer)
 
         assert isinstance(loaded.plan, DPOPlan)

@@ -36,6 +36,7 @@ from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import sharing_roles
 from roll.pipelines.rlvr.planning import lengths, max_new_tokens, model_path, started_roles
+from roll.pipelines.rlvr.teachers import check_opd
 
 PROBABILITY_TOLERANCE = 1e-6
 SET_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
@@ -45,6 +46,7 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
     options = check_roles(config, checks)
     check_needed_roles(config, checks)
+    check_opd(config, checks)
     check_lengths(config, checks)
     if not checks.broken("prompt_length", "response_length", "sequence_length"):
         val_prompt, val_sequence = longest_in_validation(config)

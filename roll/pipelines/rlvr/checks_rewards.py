@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from roll.config.checks.base import Checks
+from roll.config.model_files import model_config
 from roll.config.names import (
     FILTER_ARGUMENTS,
     PLANNED_REWARDS,
@@ -14,6 +17,7 @@ from roll.config.names import (
 from roll.config.plan.planning import shares_devices
 from roll.config.reading.errors import closest
 from roll.config.reading.fields import DOTTED_PATH
+from roll.config.reward_models import SCORE_INPUT
 from roll.config.rewards import (
     CLASSIFIER,
     CLUSTER,
@@ -21,6 +25,7 @@ from roll.config.rewards import (
     JUDGE_KEYS,
     JUDGE_ROLE,
     LLM_JUDGE,
+    REWARD_MODEL,
     FilterConfig,
     RewardConfig,
     generates_otherwise,
@@ -48,8 +53,21 @@ def check_reward_model(config: RLVRConfig, checks: Checks) -> None:
     elif askers and judged_domains(config.rewards):
         rule = f"is a reward model: rewards.{judged_domains(config.rewards)[0]} needs a judge on the same role"
         checks.add("reward_model.model_args.model_type", CLASSIFIER, rule)
+    elif askers and role is not None:
+        check_score_input(config, askers, checks)
     elif role is not None and not askers and role.model_args.model_type == CLASSIFIER:
         checks.note("reward_model", "not started: no reward asks it")
+
+
+def check_score_input(config: RLVRConfig, askers: Mapping[str, str], checks: Checks) -> None:
+    """A model of the ``rm`` pipeline is asked about the tokens that it was trained on."""
+    assert config.reward_model is not None
+    _, path = checks.pipeline.model(config, REWARD_MODEL, config.reward_model)
+    trained_on = (model_config(path) or {}).get(SCORE_INPUT)
+    for name, asked in askers.items():
+        if trained_on is not None and asked != trained_on:
+            rule = f"must be {trained_on}: {path} was trained on it (score_input)"
+            checks.add(f"rewards.{name}.reward_kwargs.input", asked, rule, trained_on)
 
 
 def check_rewards(config: RLVRConfig, checks: Checks) -> None:

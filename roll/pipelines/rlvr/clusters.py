@@ -13,12 +13,13 @@ from roll.config.loader import LoadedConfig
 from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import RewardConfig, judge_role, model_inputs
 from roll.distributed import Cluster, PendingCall, ResourceManager
-from roll.pipelines.policy import PolicyPlan, actor_keys
+from roll.pipelines.policy import PolicyPlan, actor_keys, is_taught, taught_by_advantage
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.judge import JudgeService
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.planning import judge_roles
+from roll.pipelines.rlvr.teachers import opd_divergence, teacher_role
 from roll.strategies.base import StateKind
 from roll.workers import (
     ACTOR_WORKER,
@@ -48,6 +49,8 @@ class Clusters:
     rewards: Mapping[str, Cluster] = field(default_factory=dict)
     reference: Cluster | None = None
     critic: Cluster | None = None
+    teachers: Mapping[str, Cluster] = field(default_factory=dict)
+    """Of on-policy distillation, by name."""
     reward_model: Cluster | None = None
     """A classifier that scores conversations; the role may be a judge instead, and is among ``judge_engines`` then."""
     judge_engines: Mapping[str, Cluster] = field(default_factory=dict)
@@ -61,7 +64,8 @@ class Clusters:
 
     def computing(self) -> list[Cluster]:
         """The roles that learn or look at samples."""
-        return [role for role in (self.actor_train, self.reference, self.critic) if role is not None]
+        roles = (self.actor_train, self.reference, self.critic, *self.teachers.values())
+        return [role for role in roles if role is not None]
 
 
 @dataclass(frozen=True)
@@ -147,8 +151,13 @@ class ClusterStarter:
     def start_computing(self) -> dict[str, Any]:
         """The roles that learn or look at samples, by name."""
         config, plan = self._config, self._plan
+        differentiates = is_taught(config) and not taught_by_advantage(config)
         actor = ActorSettings(
-            config.max_grad_norm, actor_loss_options(actor_keys(config)), old_is_rollout=plan.engine_log_probs_as_old
+            config.max_grad_norm,
+            actor_loss_options(actor_keys(config)),
+            old_is_rollout=plan.engine_log_probs_as_old,
+            divergence=opd_divergence(config) if differentiates else None,
+            teachers=tuple(config.teacher) if differentiates else (),
         )
         critic = CriticSettings(
             config.max_grad_norm, config.value_clip, config.value_loss_type, loss_agg_mode=config.value_loss_agg_mode
@@ -158,6 +167,11 @@ class ClusterStarter:
             "actor_train": self.start("actor_train", ACTOR_WORKER, actor),
             "reference": self.start("reference", REFERENCE_WORKER) if has_reference else None,
             "critic": self.start("critic", CRITIC_WORKER, critic) if plan.needs_critic else None,
+            "teachers": {
+                name: self.start(teacher_role(name), REFERENCE_WORKER)
+                for name in config.teacher
+                if teacher_role(name) in plan.roles
+            },
         }
 
     def start(self, name: str, worker: str, settings: ModelSettings | None = None) -> Cluster:

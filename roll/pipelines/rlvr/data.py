@@ -7,24 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
-
 from roll.config.names import REWARDS
 from roll.config.pipelines import worker_name
+from roll.config.plan.plan import Plan
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import count
 from roll.config.rewards import RewardConfig
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, DomainSampler, LoadCounts, PromptDataset
 from roll.datasets.images import VisionModel
+from roll.pipelines.batches import load_batch, stored_images
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.policy import recorded_rollouts, rollout_file
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.protocol import DataProto
-from roll.protocol.columns import object_array
 from roll.protocol.metrics import Mean, Metrics
-from roll.protocol.vision import IMAGES, VisionInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +59,7 @@ def load_data(config: RLVRConfig, plan: RLVRPlan) -> RunData:
 
 def read_prompts(
     config: RLVRConfig,
-    plan: RLVRPlan,
+    plan: Plan,
     data_args: DataArguments,
     prompt_length: int,
     tokenizer: PreTrainedTokenizerBase,
@@ -71,7 +69,8 @@ def read_prompts(
     Raises:
         DataError: as :func:`load_data`, or a domain none of whose rows can be scored.
     """
-    path = plan.roles["actor_train"].model_path
+    policy = plan.roles.get("actor_train") or plan.roles["actor_infer"]
+    model_args = policy.section.model_args
     dataset = PromptDataset.build(
         data_args,
         tokenizer,
@@ -79,7 +78,7 @@ def read_prompts(
         {name: section.tag_included for name, section in config.rewards.items()},
         global_template=config.global_template,
         tag_to_template=config.tag_to_template,
-        vision=VisionModel.load(str(path), tokenizer, config.actor_train.model_args.trust_remote_code),
+        vision=VisionModel.load(str(policy.model_path), tokenizer, model_args.trust_remote_code),
     )
     for remark in remarks(config, dataset.counts):
         logger.warning("%s: %s", data_args.file_name, remark)
@@ -139,14 +138,7 @@ class RecordedRollouts:
     def write(self, step: int, batch: DataProto) -> None:
         """Keep the batch as the rewards have left it."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        images = batch.non_tensor_batch.get(IMAGES)
-        if images is not None:  # each prompt's once
-            batch = batch.select()
-            distinct = {id(one): one for one in images if one is not None}
-            place = {name: index for index, name in enumerate(distinct)}
-            batch.non_tensor_batch[IMAGES] = object_array(IMAGES, [place.get(id(one)) for one in images])
-            batch.meta_info[IMAGES] = [one.to_plain() for one in distinct.values()]
-        batch.save(rollout_file(self._folder, step))
+        stored_images(batch).save(rollout_file(self._folder, step))
 
     def read(self, step: int) -> tuple[DataProto, Metrics]:
         """The batch that was written for this step, and its size.
@@ -157,18 +149,11 @@ class RecordedRollouts:
         file = rollout_file(self._folder, step)
         if not file.is_file():
             raise DataError(f"{file}: no rollout was written for step {step} (rollout_mock.mode: mock reads it)")
-        try:
-            batch = DataProto.load(file)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise DataError(f"{file}: holds no rollout: {error}") from error
+        batch = load_batch(file)
         if self._num_samples is not None and len(batch) != self._num_samples:
             raise DataError(
                 f"{file}: {len(batch)} samples, but rollout_batch_size x num_return_sequences_in_group is "
                 f"{self._num_samples}"
             )
-        if IMAGES in batch.meta_info:
-            images = [VisionInputs.from_plain(one) for one in batch.meta_info.pop(IMAGES)]
-            rows = [None if index is None else images[index] for index in batch.non_tensor_batch[IMAGES]]
-            batch.non_tensor_batch[IMAGES] = object_array(IMAGES, rows)
         tokens = float(batch.batch["attention_mask"].sum())
         return batch, {"system/samples": Mean(len(batch)), "system/tokens": Mean(tokens)}

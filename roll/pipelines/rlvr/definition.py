@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll.config.algorithm import PolicyLossConfig, PPOConfig
 from roll.config.checks.base import Checks
@@ -38,19 +38,22 @@ from roll.config.rewards import (
 from roll.config.roles import WorkerConfig
 from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.config.strategies.base import own_weights
+from roll.config.vocabularies import check_vocabularies
 from roll.config.weight_sync import WeightSyncConfig
-from roll.pipelines.policy import needs_critic, needs_reference, pg_variant
+from roll.pipelines.policy import is_taught, needs_critic, needs_reference, pg_variant
 from roll.pipelines.policy_preflight import check_transport
 from roll.pipelines.rlvr.checks import check_rlvr
 from roll.pipelines.rlvr.config import RLVRConfig, ValidationConfig, ValidationSetConfig
 from roll.pipelines.rlvr.plan import RLVRPlan, batch_facts, rlvr_facts
 from roll.pipelines.rlvr.planning import lengths, model_roles, plan_rlvr, reward_name, reward_pretrain, started_roles
 from roll.pipelines.rlvr.preflight import check_rewards, own_functions, samples_ahead_problems
+from roll.pipelines.rlvr.teachers import TEACHER, arranged, key_as_written, teacher_roles
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
     from roll.config.roles import DataArguments
     from roll.datasets import PromptDataset
+    from roll.pipelines.batches import RecordedBatch
 
 
 class RLVR(PipelineDefinition):
@@ -58,21 +61,21 @@ class RLVR(PipelineDefinition):
 
     name = "rlvr"
     config_class = RLVRConfig
-    roles = (
+    roles: ClassVar[tuple[Role, ...]] = (
         Role("actor_train", TRAINS),
         Role("actor_infer", GENERATES),
         Role("reference", COMPUTES_LOG_PROBS, optional=True),
         Role("critic", TRAINS, optional=True),
         Role(REWARD_MODEL, GENERATES, optional=True),
     )
-    headlines = (
+    headlines: ClassVar[tuple[Headline, ...]] = (
         Headline("critic/score/mean", "reward"),
         Headline("val_correct/all/mean", "accuracy"),
         Headline("token/response_length/mean", "length", "{:.1f}"),
         Headline("critic/kl", "kl", "{:.4f}"),
         Headline("system/tps", "tok/s", "{:,.0f}"),
     )
-    panels = (
+    panels: ClassVar[tuple[Panel, ...]] = (
         Panel("Reward", ("critic/score/mean", "critic/rewards/mean"), first_only=True, smooth=True),
         Panel("Validation accuracy", ("val/*/accuracy",), unit_range=True),
         Panel("Response length (tokens)", ("token/response_length/mean",), smooth=True),
@@ -80,14 +83,15 @@ class RLVR(PipelineDefinition):
         Panel("Entropy", ("actor/entropy", "critic/entropy/mean"), first_only=True, smooth=True),
     )
     compares_log_probs = True
-    reference = (
+    section_aliases: ClassVar = {"student_train": "actor_train", "student_infer": "actor_infer"}
+    reference: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
         ("RLVR: batches, lengths, roles (top level)", RLVRConfig, (PolicyRunConfig, OlderRLVRKeys)),
         ("RLVR and agentic: roles, engines, asynchronous rollout (top level)", PolicyRunConfig, (RunConfig, PPOConfig)),
         ("RLVR and agentic: algorithm (top level)", PPOConfig, (PolicyLossConfig,)),
         ("RLVR and agentic: options of single policy losses (top level)", PolicyLossConfig, ()),
         ("RLVR and agentic: keys of older files (top level)", OlderRLVRKeys, ()),
     )
-    section_tables = (
+    section_tables: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
         ("`rewards.<name>` (in addition to the keys of a role)", RewardConfig, (WorkerConfig,)),
         ("`rewards.<name>.components.<component>`", RewardComponentConfig, ()),
         ("`query_filter_config` and `response_filter_config`", FilterConfig, ()),
@@ -103,10 +107,16 @@ class RLVR(PipelineDefinition):
     def plan(self, config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
         return plan_rlvr(self, config, exp_name, written)
 
-    def run(self, loaded: LoadedConfig[RLVRConfig]) -> None:
+    def run(self, loaded: LoadedConfig[RLVRConfig]) -> int | None:
         from roll.pipelines.rlvr.pipeline import RLVRPipeline
 
         RLVRPipeline(loaded).run()
+        return None
+
+    def replay(self, loaded: LoadedConfig[RLVRConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        from roll.pipelines.rlvr.pipeline import RLVRPipeline
+
+        return RLVRPipeline(loaded).replay(recorded)
 
     def models(self, config: RLVRConfig) -> dict[str, WorkerConfig]:
         return model_roles(config)
@@ -117,6 +127,8 @@ class RLVR(PipelineDefinition):
     def task_of(self, key: str, section: WorkerConfig) -> Task:
         """A ``reward_model`` with a classifier's head scores; without, it is a judge, which generates, as one on the
         devices of its own reward section does."""
+        if key.partition(".")[0] == TEACHER:
+            return COMPUTES_LOG_PROBS
         if key == REWARD_MODEL and section.model_args.model_type == CLASSIFIER:
             return SCORES
         return super().task_of(REWARD_MODEL if key.startswith("rewards.") else key, section)
@@ -148,6 +160,7 @@ class RLVR(PipelineDefinition):
             "pg_variant": pg_variant(config),
             "critic": needs_critic(config) and config.critic is not None,
             "reference": needs_reference(config),
+            "teacher": config.teacher if is_taught(config) else {},
         }
 
     def batch_facts(self, plan: RLVRPlan) -> list[tuple[str, str]]:
@@ -159,8 +172,18 @@ class RLVR(PipelineDefinition):
     def validation_words(self, plan: RLVRPlan) -> str:
         return " (concurrent with training)" if plan.validates_concurrently else ""
 
+    def arranged(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        return arranged(data)
+
+    def key_as_written(self, key: str) -> str:
+        return key_as_written(key)
+
     def check_parts(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         check_rewards(loaded)
+        roles = loaded.plan.roles
+        for name in teacher_roles(loaded.config):
+            key, path = self.model(loaded.config, name, roles[name].section)
+            check_vocabularies(str(roles["actor_train"].model_path), str(path), key, loaded.source)
 
     def check_host(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         check_transport(loaded)

@@ -6,10 +6,10 @@ import secrets
 
 import ray
 
+from roll.config.plan.plan import Plan
 from roll.distributed import Cluster
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.serving.server import FrontOptions, HttpFront
 
 
@@ -22,10 +22,17 @@ class JudgeService:
         name: the role, ``reward_model`` or one that belongs to a single domain.
     """
 
-    def __init__(self, config: RLVRConfig, plan: RLVRPlan, name: str) -> None:
+    def __init__(self, config: RLVRConfig, plan: Plan, name: str) -> None:
         key = secrets.token_urlsafe(32)
         limit = config.router_args.max_running_requests or config.max_running_requests
-        options = FrontOptions(model=name, api_key=key, max_running_requests=limit, max_open_requests=1 << 20)
+        options = FrontOptions(
+            model=name,
+            api_key=key,
+            max_running_requests=limit,
+            max_open_requests=1 << 20,
+            # A new process would load its model while others have the devices.
+            max_restarts=0 if plan.roles[name].colocated_with else config.actor_infer.max_restarts,
+        )
         # Reward workers of several nodes must reach it; else nobody outside this host needs to.
         self._front = HttpFront(options, ray.util.get_node_ip_address() if plan.num_nodes > 1 else "127.0.0.1")
         self._key = key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,7 +33,7 @@ from roll.algorithms.samples import (
 from roll.config.plan.plan import TrainingPlan
 from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, PendingCall
-from roll.pipelines.policy import PolicyPlan
+from roll.pipelines.policy import PolicyPlan, is_taught
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.row_order import even_mini_batches, length_metrics, num_samples, order_for
 from roll.protocol import DataProto
@@ -234,6 +234,9 @@ class AdvantageComputer:
         self.entropy_coef = config.entropy_loss_coef
         """Weight of the entropy bonus in the update of the batch that was scored last."""
         self._advantages = options_from(AdvantageOptions, vars(config))
+        self._ignores_rewards = is_taught(config) and config.is_pure_opd
+        if self._ignores_rewards:
+            self._advantages = replace(self._advantages, adv_estimator="reinforce", gamma=config.opd_gamma)
         self._watch = BatchWatch(config.warn_after_steps, config.warn_truncated_share)
         self._response_filters = {
             name: build_filter(section.response_filter_config.type, section.response_filter_config.filter_args)
@@ -307,8 +310,13 @@ class AdvantageComputer:
         """Add ``response_level_rewards``, ``advantages`` and ``returns``; ``lengths`` int64 (B,), response tokens."""
         rewards, metrics = self._add_rewards(batch, lengths)
         tensors = batch.batch
+        penalties = tensors.get("teacher_kl")
+        if self._ignores_rewards:
+            shape = tensors["response_mask"].shape
+            rewards, penalties = -penalties if penalties is not None else torch.zeros(shape), None
         inputs = AdvantageInputs(
             rewards=rewards,
+            penalties=penalties,
             mask=tensors["response_mask"],
             group_ids=tensors["group_ids"],
             scores=tensors["scores"],

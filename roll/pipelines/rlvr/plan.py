@@ -12,6 +12,7 @@ from roll.config.reading.errors import count
 from roll.config.roles import DataArguments, GeneratingArguments, WorkerConfig
 from roll.pipelines.policy import PolicyPlan
 from roll.pipelines.rlvr.config import RLVRConfig, ValidationSetConfig
+from roll.pipelines.rlvr.teachers import TEACHER
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,11 @@ def sharing_roles(roles: Mapping[str, WorkerConfig]) -> dict[str, list[str]]:
     them can be at work whenever it likes."""
     devices = {name: set(role.device_mapping or ()) for name, role in roles.items()}
     sharing = {name: [other for other in roles if other != name and devices[name] & devices[other]] for name in roles}
-    return {name: others for name, others in sharing.items() if others and name not in TRAINING_ROLES}
+    return {
+        name: others
+        for name, others in sharing.items()
+        if others and name.partition(".")[0] not in (*TRAINING_ROLES, TEACHER)
+    }
 
 
 def validates_concurrently(config: RLVRConfig, roles: Mapping[str, WorkerConfig]) -> bool:
@@ -132,6 +137,7 @@ def rlvr_facts(plan: RLVRPlan) -> list[tuple[str, str]]:
         reference: plan.needs_reference,
         "greedy baseline": plan.needs_greedy_baseline,
         "old log-probs": plan.needs_old_log_probs,
+        "teachers": any(name.partition(".")[0] == TEACHER for name in plan.roles),
         "values": plan.needs_critic,
     }
     needed = ", ".join(name for name, needed in passes.items() if needed) or "none"

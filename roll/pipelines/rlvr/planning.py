@@ -32,6 +32,7 @@ from roll.pipelines.policy import (
 )
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan, validates_concurrently, validation_sets
+from roll.pipelines.rlvr.teachers import teacher_roles
 from roll.rewards.base import RewardOptionError
 from roll.rewards.composition import concurrent_calls
 
@@ -60,6 +61,7 @@ def model_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
         roles["critic"] = config.critic
     if config.reward_model is not None and (judged_domains(config.rewards) or model_inputs(config.rewards)):
         roles[JUDGE_ROLE] = with_engine_size(config.reward_model)
+    roles |= teacher_roles(config)
     return roles | {name: with_engine_size(role) for name, role in own_judges(config.rewards).items()}
 
 

@@ -18,6 +18,7 @@ from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.validation import Validation, ValidationPlan, draw_from, validate
+from roll.pipelines.sample_records import sample_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
@@ -26,6 +27,7 @@ from roll.rollout.filters import build_filter
 from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
 from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import rollout_loops
+from roll.rollout.mending import SetAside
 from roll.rollout.replay import PromptCodec, ReplayBuffer
 from roll.rollout.rewarding import ModelScorer, RewardClient
 from roll.rollout.scheduling import AsyncScheduler, RolloutResult, RolloutScheduler
@@ -40,8 +42,8 @@ class RolloutPhase(EngineRollout[Validation]):
         self._config = config
         self._plan = plan
         self._data = data
-        scorer = model_scorer(config, plan, clusters)
-        self._rewards = RewardClient(clusters.rewards, scorer)
+        aside = SetAside(plan.log_dir)
+        self._rewards = RewardClient(clusters.rewards, model_scorer(config, plan, clusters, aside), aside)
         self._validation_plan = ValidationPlan(plan.validation_sets, data.validation, config.val_batch_size)
         self._scheduler = RolloutScheduler(self._engines, self._rewards, config.seed, deadline=config.rpc_timeout)
         self._params = sampling_params(config.actor_infer.generating_args, plan.max_new_tokens)
@@ -57,12 +59,23 @@ class RolloutPhase(EngineRollout[Validation]):
     def collect(self, step: int) -> tuple[DataProto, Callable[[], SampleTable], Metrics]:
         groups, metrics = self._groups_of(step)
         batch = build_batch(groups, pad_token_id(self._data.tokenizer))
-        metrics |= self._sizes(groups) | self._loss_metrics() | reward_metrics(groups)
+        metrics |= self._sizes(groups) | self._loss_metrics() | reward_metrics(groups) | self._death_metrics()
         if self._config.reward_weights:
             batch.batch["reward_components"] = reward_components(groups, list(self._config.reward_weights))
         if self._plan.needs_greedy_baseline:
             metrics |= self._add_greedy_baseline(batch, groups)
+        self.notes = partial(sample_notes, groups)
         return batch, partial(dumped_table, groups, self._plan.dump_dir), metrics
+
+    def _death_metrics(self) -> Metrics:
+        """Reward workers that were replaced, and samples set aside, since the run began; nothing before the first."""
+        aside = self._rewards.aside
+        if not aside.num_deaths:
+            return {}
+        return {
+            "scheduler/reward_worker_deaths": Mean(aside.num_deaths),
+            "scheduler/set_aside_samples": Mean(aside.num_samples),
+        }
 
     def _groups_of(self, step: int) -> tuple[list[SampleGroup], Metrics]:
         self._busy_before = self._engines.busy_seconds
@@ -127,12 +140,12 @@ class RolloutPhase(EngineRollout[Validation]):
         self._data.sampler.load_state_dict(state["sampler"])
 
 
-def model_scorer(config: RLVRConfig, plan: RLVRPlan, clusters: Clusters) -> ModelScorer | None:
-    """The way to the role ``reward_model``, where a domain asks it."""
+def model_scorer(config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, aside: SetAside) -> ModelScorer | None:
+    """The way to the role ``reward_model``, where a domain asks it; ``aside`` takes what kills its workers."""
     if clusters.reward_model is None:
         return None
     columns = [config.actor_train.data_args, *(one.data_args for one in plan.validation_sets)]
-    return ModelScorer(clusters.reward_model, model_inputs(config.rewards), columns)
+    return ModelScorer(clusters.reward_model, model_inputs(config.rewards), columns, aside)
 
 
 def reward_metrics(groups: list[SampleGroup]) -> Metrics:

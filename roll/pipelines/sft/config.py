@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from roll.config.checks.base import Checks, check_columns, check_data_files, check_resume, check_schedule
 from roll.config.checks.keys import note_unread
@@ -40,6 +41,9 @@ class SFTConfig(RunConfig):
     """Column of further input, appended to the instruction."""
     response_key: str | None = None
     """Column of the response; null: ``data_args.response``."""
+    train_on: Literal["last", "assistant"] = "last"
+    """Which turns of a conversation carry the loss: the ``last`` response, in front of which all is prompt; or every
+    turn of the ``assistant``, tool calls included, with tools from the column ``tools``."""
     sft_train: WorkerConfig = field(default_factory=WorkerConfig)
     """The model that learns; its ``data_args`` name the demonstrations."""
     validation: SFTValidationConfig | None = None
@@ -92,6 +96,16 @@ def check_sft(config: SFTConfig, checks: Checks) -> None:
         check_columns("validation.data_args", config.validation.data_args, checks)
     if config.query_key is not None and config.prompt_key is None:
         checks.missing("prompt_key", "goes with query_key: the column that it is appended to", "instruction")
+    if config.query_key is not None and config.train_on == "assistant":
+        checks.add("query_key", config.query_key, "goes with train_on: last: conversations have no further input", "~")
+    if config.sft_train.data_args.streaming:
+        if config.max_steps is None:
+            checks.missing(
+                "max_steps", "is needed with data_args.streaming: nobody knows how many rows there are", 1000
+            )
+        if config.sft_train.data_args.curriculum is not None:
+            rule = "goes with streaming: false: a stream does not know the difficulties of later rows"
+            checks.add("sft_train.data_args.curriculum", config.sft_train.data_args.curriculum.column, rule, "~")
     check_schedule("sft_train", config.sft_train, config.max_steps, checks)
     check_resume(config, checks)
     _, path = checks.pipeline.model(config, "sft_train", config.sft_train)

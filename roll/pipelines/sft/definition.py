@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
     from roll.config.roles import DataArguments
     from roll.datasets import SftDataset
+    from roll.pipelines.batches import RecordedBatch
 
 
 class SFT(PipelineDefinition):
@@ -47,6 +48,11 @@ class SFT(PipelineDefinition):
         from roll.pipelines.sft.pipeline import SFTPipeline
 
         SFTPipeline(loaded).run()
+
+    def replay(self, loaded: LoadedConfig[SFTConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        from roll.pipelines.sft.pipeline import SFTPipeline
+
+        return SFTPipeline(loaded).replay(recorded)
 
     def readable_sets(self, loaded: LoadedConfig[SFTConfig]) -> dict[str, ReadableSet]:
         from roll.pipelines.sft.pipeline import read_demonstrations

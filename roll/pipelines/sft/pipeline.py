@@ -12,15 +12,20 @@ import torch
 
 from roll.config.loader import LoadedConfig
 from roll.config.roles import DataArguments
-from roll.datasets import EpochOrder, SftDataset, SftRow, ShuffledEpochs
-from roll.datasets.images import VisionModel
+from roll.datasets import DataError, EpochOrder, SftDataset, SftRow, ShuffledEpochs
+from roll.datasets.images import ImageReader, VisionModel
+from roll.datasets.sft import sft_maker
+from roll.datasets.store import StoredRow
+from roll.datasets.streaming import Drawn, StreamedEpochs
+from roll.datasets.templates import TemplateChoice
 from roll.distributed import Cluster, PendingCall, ResourceManager
+from roll.pipelines.batches import RecordedBatch, is_left_out
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
 from roll.pipelines.row_order import balanced_order
 from roll.pipelines.run_context import RunContext
 from roll.pipelines.sft.config import SFTConfig, SFTPlan
 from roll.protocol import DataProto
-from roll.protocol.metrics import Metrics, merge_metrics
+from roll.protocol.metrics import Metrics, merge_metrics, to_floats
 from roll.protocol.vision import IMAGES
 from roll.workers import SFT_WORKER
 from roll.workers.model import ModelSettings
@@ -42,7 +47,9 @@ class SFTPipeline:
         self.plan = loaded.plan
         self.context = RunContext(loaded)
         self.held_out: Sequence[SftRow] = ()
-        self.in_flight: deque[PendingCall[Metrics]] = deque()
+        self.demonstrations: Drawn[SftRow]
+        self.in_flight: deque[tuple[DataProto, PendingCall[Metrics] | None]] = deque()
+        """The next steps' batches, and their updates; None: the batch is left out."""
 
     def run(self) -> None:
         """Train for all steps; everything that was started is stopped again, however it ends."""
@@ -52,12 +59,26 @@ class SFTPipeline:
             for step in self.context.steps(first_step, self.num_steps):
                 ahead = 1 if self.context.stopping else min(STEPS_IN_FLIGHT, self.steps_until_pause(step))
                 while len(self.in_flight) < ahead:
-                    self.in_flight.append(self.sft_train.call(SftWorker.update, self.next_batch()))
+                    self.begin_step(step + len(self.in_flight))
+                batch, update = self.in_flight.popleft()
+                self.context.hold_batch(step, batch)
                 with self.context.phase("step_train"):
-                    self.context.record(self.in_flight.popleft().result())
+                    self.context.record(update.result() if update is not None else {})
                 self.context.end_step(step)
                 self.pause(step + 1)
             self.finish()
+
+    def begin_step(self, step: int) -> None:
+        """Send the batch of a step to the workers."""
+        batch = self.next_batch(step)
+        update = None if is_left_out(step) else self.sft_train.call(SftWorker.update, batch)
+        self.in_flight.append((batch, update))
+
+    def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        """Take the step of a recorded batch again; the steps that the model had done before, and the metrics."""
+        with self.context.running() as resources:
+            steps = self.start(resources)
+            return steps, to_floats(self.sft_train.call(SftWorker.update, recorded.batch).result())
 
     def start(self, resources: ResourceManager) -> int:
         """Start the cluster, read the data, continue from a checkpoint if there is one; the steps already done."""
@@ -86,17 +107,24 @@ class SFTPipeline:
         config, model_args = self.config, self.config.sft_train.model_args
         tokenizer = load_tokenizer(self.plan.roles["sft_train"].model_path, model_args.trust_remote_code)
         self.tokenizer, self.pad_token_id = tokenizer, pad_token_id(tokenizer)
-        training = read_demonstrations(config, self.plan, self.plan.data_args, tokenizer)
         if self.plan.val_data_args is not None:
             self.held_out = read_demonstrations(config, self.plan, self.plan.val_data_args, tokenizer)
+        if self.plan.data_args.streaming:
+            assert config.max_steps is not None, "the checks ask for it"
+            self.demonstrations = stream_demonstrations(config, self.plan, tokenizer)
+            self.num_steps = config.max_steps
+            return
+        training = read_demonstrations(config, self.plan, self.plan.data_args, tokenizer)
         order = EpochOrder.of(self.plan.data_args, len(training), config.seed, "sft", training.difficulties)
         self.demonstrations = ShuffledEpochs(training, config.seed, "sft", order=order)
         epochs = config.sft_train.training_args.num_train_epochs
         self.num_steps = config.max_steps or ceil(len(training) * epochs / self.plan.global_batch_size)
 
-    def next_batch(self) -> DataProto:
-        """The demonstrations of one optimizer step, each rank's share as near as may be to the others' work."""
+    def next_batch(self, step: int) -> DataProto:
+        """The demonstrations of optimizer step ``step``, each rank's share as near as may be to the others' work."""
         rows = self.demonstrations.next_batch(self.plan.global_batch_size)
+        if step % self.config.logging_steps == 0:
+            self.context.samples.demonstrations(step, rows, self.tokenizer)
         order = balanced_order([len(row.input_ids) for row in rows], self.plan.training["sft_train"].dp_size)
         return demonstration_batch([rows[index] for index in order.tolist()], self.pad_token_id)
 
@@ -111,7 +139,7 @@ class SFTPipeline:
         """Evaluate and save where that is due after ``steps_done`` steps."""
         if self.held_out and self.plan.eval_steps and steps_done % self.plan.eval_steps == 0:
             self.evaluate(steps_done)
-        if self.context.is_save_due(steps_done - 1):
+        if self.context.is_save_due(steps_done - 1, can_save=not self.in_flight):
             self.save(steps_done, self.state_dict())
 
     def save(self, steps_done: int, state: dict[str, Any]) -> None:
@@ -155,23 +183,45 @@ def read_demonstrations(
         config.sequence_length,
         global_template=config.global_template,
         query_key=config.query_key,
+        train_on=config.train_on,
         vision=VisionModel.load(path, tokenizer, config.sft_train.model_args.trust_remote_code),
     )
+
+
+def stream_demonstrations(
+    config: SFTConfig, plan: SFTPlan, tokenizer: PreTrainedTokenizerBase
+) -> StreamedEpochs[SftRow]:
+    """The training set, prepared as it is drawn."""
+    data_args, path = plan.data_args, str(plan.roles["sft_train"].model_path)
+    vision = VisionModel.load(path, tokenizer, config.sft_train.model_args.trust_remote_code)
+    if vision is not None:
+        raise DataError("sft_train.data_args.streaming: true: rows with images are prepared at the start; set it false")
+    templates = TemplateChoice.of_settings(data_args, config.global_template, None)
+    limit, images = config.sequence_length, ImageReader.of(data_args, None)
+    maker = sft_maker(data_args, tokenizer, templates, limit, config.query_key, images, config.train_on)
+    return StreamedEpochs(maker, row_of, config.seed, "sft")
+
+
+def row_of(stored: StoredRow) -> SftRow:
+    """A demonstration as it is drawn, of a prepared one."""
+    assert stored.id is not None, "streams name their rows"
+    return SftRow(stored.id, stored.tag, stored.token_ids, stored.prompt_length, spans=stored.spans)
 
 
 def demonstration_batch(rows: Sequence[SftRow], pad: int) -> DataProto:
     """One row a demonstration, right-padded: ``input_ids`` int64, ``attention_mask``, ``response_mask`` bool (B, L);
     and ``images`` where a row has some."""
     lengths = np.array([len(row.input_ids) for row in rows])
-    prompts = np.array([row.prompt_length for row in rows])
     positions = np.arange(int(lengths.max()))
     attention_mask = positions < lengths[:, None]
     input_ids = np.full(attention_mask.shape, pad, dtype=np.int64)
     input_ids[attention_mask] = np.concatenate([np.asarray(row.input_ids, dtype=np.int64) for row in rows])
+    response_mask = np.zeros(attention_mask.shape, dtype=bool)
+    response_mask[attention_mask] = np.concatenate([row.response_mask for row in rows])
     tensors: dict[str, Any] = {
         "input_ids": torch.from_numpy(input_ids),
         "attention_mask": torch.from_numpy(attention_mask),
-        "response_mask": torch.from_numpy(attention_mask & (positions >= prompts[:, None])),
+        "response_mask": torch.from_numpy(response_mask),
     }
     images = [row.vision for row in rows]
     return DataProto.from_dict(tensors, {} if all(one is None for one in images) else {IMAGES: images})

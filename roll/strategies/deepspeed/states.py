@@ -1,35 +1,26 @@
 """Parameters, float32 weights and moments that ZeRO shards over ranks, and training checkpoints of them.
 
-A checkpoint can be read by any number of ranks under any ZeRO stage.  It holds
-``model_and_optimizer/rank<r>.safetensors``: of every trained parameter the run of elements whose float32 weight and
-moments rank r keeps, flat, with the place where it begins.  A reader takes the elements that it keeps itself from
-whichever files have them.  Alongside is what :func:`roll.strategies.training.checkpoint.save_trainer_state` writes.
-Whoever calls makes the folder appear at once or not at all.
-
-DeepSpeed's own files are pickles, which run code when they are read, and tied to the stage that wrote them.
+Of every trained parameter rank r writes the run of elements whose float32 weight and moments it keeps
+(:mod:`roll.checkpoint.tensors`).  DeepSpeed's own files are pickles, which run code when they are read, and tied to the
+stage that wrote them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from roll.checkpoint import CheckpointDamagedError
 from roll.checkpoint.contents import ModelContents
-from roll.strategies.training.checkpoint import load_trainer_state, restore_rng_states, save_trainer_state
+from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece
+from roll.strategies.training.checkpoint import resumed, save_training
 from roll.strategies.training.gather import Pieces, gather_to_rank0
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def is_partitioned(tensor: Tensor) -> bool:
@@ -232,92 +223,50 @@ def gather_partitions(parameters: list[Any], dtype: torch.dtype, device: torch.d
     return gather_to_rank0(parts, pieces, group, dtype, device)
 
 
-_FOLDER = "model_and_optimizer"
-_WEIGHT = "weight"
-_STARTS = "starts"
-"""Metadata of a file: for each parameter the number of the first element that it holds."""
-
-
 def save_states(path: Path, engine: Any, contents: ModelContents, state: dict[str, Any]) -> None:
     """Collective. Write trained parameters' float32 weights, moments, ``state`` (JSON values) and RNG states."""
-    folder = path / _FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
     masters = MasterStates(engine)
-    tensors: dict[str, Tensor] = {}
-    starts: dict[str, int] = {}
-    for run in masters.runs():
-        if masters.writes(run):
-            starts[run.name] = run.start
-            for kind in (_WEIGHT, *(MOMENTS if masters.updates else ())):
-                held = masters.get(run, None if kind == _WEIGHT else kind)
-                tensors[f"{kind}/{run.name}"] = held.float().to("cpu", copy=True).contiguous()
-    if tensors:
-        save_file(tensors, folder / f"rank{dist.get_rank():05d}.safetensors", metadata={_STARTS: json.dumps(starts)})
-    save_trainer_state(path, contents, {**state, "updates": masters.updates})
+    updates = masters.updates
+
+    def pieces() -> Iterator[Piece]:
+        for run in masters.runs():
+            if masters.writes(run):
+                moments = {kind: masters.get(run, kind) for kind in (MOMENTS if updates else ())}
+                yield Piece(run.name, {WEIGHT: masters.get(run, None), **moments}, run.start, updates=updates)
+
+    buffers = _persistent_buffers(engine)
+    save_training(path, contents, pieces(), {**state, "updates": updates}, buffers)
 
 
 def load_states(path: Path, engine: Any, contents: ModelContents) -> dict[str, Any]:
-    """Collective. Put back what :func:`save_states` wrote, for any ranks and any stage; returns its ``state``.
-
-    RNG states are put back where as many ranks run as wrote them.
+    """Collective. Put back what any strategy has saved, for any ranks and any stage; returns its ``state``.
 
     Raises:
         FileNotFoundError: ``path`` is no such checkpoint.
         CheckpointMismatchError: something of it would be left behind by a model with ``contents``.
+        CheckpointDamagedError: files are missing, or cannot be read.
     """
-    state = load_trainer_state(path, contents)
-    updates = int(state["updates"])
     masters = MasterStates(engine)
-    if updates:
-        masters.make_moments(updates)
-    with _opened(path / _FOLDER) as written:
-        for run in masters.runs():
+    with resumed(path, contents) as (state, stored):
+        runs = masters.runs()
+        # DeepSpeed's optimizers step all parameters together.
+        updates = max((stored.updates(run.name) for run in runs if stored.has(MOMENTS[0], run.name)), default=0)
+        if updates:
+            masters.make_moments(updates)
+        for run in runs:
             # A parameter that is whole on this rank is its master rounded, also where another rank keeps the master.
             begin, end = (0, run.size) if run.has_whole_parameter else (run.start, run.start + run.length)
-            weight = written.read(_WEIGHT, run.name, begin, end)
-            masters.set_weight(run, weight)
-            for moment in MOMENTS if updates else ():
-                masters.set_moment(run, moment, written.read(moment, run.name, run.start, run.start + run.length))
-    restore_rng_states(path, state)
+            masters.set_weight(run, stored.read(WEIGHT, run.name, begin, end))
+            for moment in MOMENTS if updates and stored.has(MOMENTS[0], run.name) else ():
+                masters.set_moment(run, moment, stored.read(moment, run.name, run.start, run.start + run.length))
+        held = stored.buffers()
+        for name, buffer in _persistent_buffers(engine).items():
+            if name in held:
+                buffer.copy_(held[name])
     return state
 
 
-@dataclass
-class _WrittenRuns:
-    """Opened files, and for every parameter the runs of elements in them: start and file."""
-
-    runs: dict[str, list[tuple[int, Any]]] = field(default_factory=dict)
-
-    def read(self, kind: str, name: str, begin: int, end: int) -> Tensor:
-        """float32: elements ``begin`` to ``end`` of the flattened parameter.
-
-        Raises:
-            CheckpointDamagedError: the files lack some of them.
-        """
-        wanted = torch.empty(end - begin)
-        found = 0
-        for start, file in self.runs.get(name, ()):
-            held = file.get_slice(f"{kind}/{name}")
-            low, high = max(begin, start), min(end, start + held.get_shape()[0])
-            if low < high:
-                wanted[low - begin : high - begin] = held[low - start : high - start]
-                found += high - low
-        if found != end - begin:
-            raise CheckpointDamagedError(
-                f"the checkpoint has {found} of elements {begin} to {end} of {kind}/{name}; files are missing"
-            )
-        return wanted
-
-
-@contextmanager
-def _opened(folder: Path) -> Iterator[_WrittenRuns]:
-    written = _WrittenRuns()
-    with ExitStack() as stack:
-        for path in sorted(folder.glob("rank*.safetensors")):
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            starts = (file.metadata() or {}).get(_STARTS)
-            if starts is None:
-                raise CheckpointDamagedError(f"{path} does not say which elements it holds")
-            for name, start in json.loads(starts).items():
-                written.runs.setdefault(name, []).append((int(start), file))
-        yield written
+def _persistent_buffers(engine: Any) -> dict[str, Tensor]:
+    language_model = engine.module.language_model
+    names = language_model.state_dict().keys()
+    return {name: buffer for name, buffer in language_model.named_buffers() if name in names}

@@ -21,7 +21,7 @@ from packaging.version import Version
 
 from roll.config.roles import ModelArguments, WorkerConfig
 from roll.config.strategies.base import Backend
-from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore, SamplingParams
 from roll.weight_sync.encoding import tensor_checksum
 from roll.weight_sync.messages import Checksum
 
@@ -76,6 +76,20 @@ class GenerationStrategy(ABC):
         """Outputs of these requests so far, as :meth:`abort` would return them, without stopping them; empty from an
         engine that keeps no such record."""
         return []
+
+    @property
+    def prompt_counts(self) -> tuple[int, int]:
+        """Tokens of all prompts since the start, and those of them that came from a prefix cache; zeros from an engine
+        that does not count them."""
+        return 0, 0
+
+    def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore:
+        """Log-probs of a prompt's own tokens, and the ``top`` most probable at each position.
+
+        Raises:
+            ValueError: an engine that gives none.
+        """
+        raise ValueError(f"{type(self).__name__} gives no log-probs of prompts (echo with logprobs); hf_infer does")
 
     @abstractmethod
     def start_weight_update(self, version: int) -> None: ...

@@ -15,6 +15,16 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScore:
+    """A text as a model judges it, each token after those in front of it."""
+
+    log_probs: list[float]
+    """Of every token but the first, at temperature 1."""
+    top: list[list[tuple[int, float]]]
+    """At the same positions the most probable tokens, as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling settings of one request. ``temperature`` 0 means greedy; ``top_k`` <= 0 and ``top_p`` 1 mean off."""
 

@@ -32,7 +32,6 @@ from roll.models.log_probs import ResponseModel, output_matrices, run_head_when_
 from roll.models.vision import vision_modules
 from roll.platforms import current_platform
 from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, compute_dtype, wrapped_units
-from roll.strategies.training.checkpoint import Checkpointed
 from roll.strategies.training.gather import Pieces, exchange_sizes
 from roll.strategies.training.optimizer import decay_groups
 
@@ -92,12 +91,10 @@ class FsdpStrategy(ShardedStrategy):
         with nullcontext() if self._reduces else self.root.no_sync():
             super()._differentiate(loss * self.world_size)
 
-    def _checkpointed(self, optimizer: torch.optim.Optimizer) -> Checkpointed:
-        self._reshard()
-        if self.root is None:
-            return Checkpointed(self.model.language_model, optimizer)
-        # FSDP1 takes back whole units only, frozen parameters among them.
-        return Checkpointed(self.root, optimizer, prefix="language_model.", with_frozen=True)
+    def _start_of(self, parameter: torch.Tensor) -> int:
+        if parameter not in self._pieces:
+            return 0
+        return sum(self._pieces[parameter].sizes[: self.mesh.get_local_rank("fsdp")])
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.root is None:

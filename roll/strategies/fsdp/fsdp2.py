@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from roll.config.roles import ModelArguments
 from roll.config.strategies.fsdp import Fsdp2StrategyConfig
 from roll.models.build import DTYPES, tile_mlp_layers
+from roll.models.expert_parallel import ExpertMesh, row_runs
 from roll.models.experts import SparseLayer, sparse_layers
 from roll.models.layouts import TokenLayout
 from roll.models.loading import MetaModel, build_on_meta
@@ -27,7 +28,6 @@ from roll.models.log_probs import ResponseModel, output_matrices
 from roll.models.vision import vision_modules
 from roll.platforms import current_platform
 from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, compute_dtype, wrapped_units
-from roll.strategies.training.checkpoint import Checkpointed
 from roll.strategies.training.gather import Pieces
 
 if TYPE_CHECKING:
@@ -39,20 +39,27 @@ class Fsdp2Strategy(ShardedStrategy):
 
     config: Fsdp2StrategyConfig
     _meta: MetaModel | None
+    _expert_mesh: ExpertMesh | None = None
+    """None: experts are not divided over ranks."""
 
     def _build(self, storage_dtype: torch.dtype) -> None:
         self._load_model(storage_dtype)
         self.mesh = build_mesh(self.device.type, self.world_size, self.config.fsdp_size)
-        self.root = shard_model(self.model, self.mesh, self.role.model_args, self.config, self.sparse_layers)
+        if self.config.ep_size > 1:
+            self._expert_mesh = ExpertMesh.build(self.device.type, self.world_size, self.config.ep_size)
+        self.root = shard_model(
+            self.model, self.mesh, self.role.model_args, self.config, self.sparse_layers, self._expert_mesh
+        )
         if self._meta is not None:
-            self._meta.read(self.model, torch.device("cpu") if self.config.offload_policy else self.device)
+            device = torch.device("cpu") if self.config.offload_policy else self.device
+            self._meta.read(self.model, device, self._whole)
             self._meta = None
         elif self.root is None:
             self.model.to(self.device)
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
         """Without weights where each rank can read its own shard of them later."""
-        self._meta = build_on_meta(self.role.model_args, self.head.value, storage_dtype)
+        self._meta = build_on_meta(self.role.model_args, self.head.value, storage_dtype, self.seed)
         if self._meta is None:
             model = super()._build_language_model(storage_dtype)
         else:
@@ -81,13 +88,35 @@ class Fsdp2Strategy(ShardedStrategy):
         elif self.mesh.ndim == 2:
             self.root.set_requires_all_reduce(last)
 
-    def _checkpointed(self, optimizer: torch.optim.Optimizer) -> Checkpointed:
-        return Checkpointed(self.model.language_model, optimizer)
+    def _decay_groups(self) -> list[dict[str, Any]]:
+        """Groups of parameters on one mesh each: a fused step takes no others."""
+        groups = super()._decay_groups()
+        if self._expert_mesh is None:
+            return groups
+        experts = {id(one) for layer in self.sparse_layers for one in layer.experts.parameters()}
+        divided = [
+            {**group, "params": [one for one in group["params"] if (id(one) in experts) == is_expert]}
+            for group in groups
+            for is_expert in (False, True)
+        ]
+        return [group for group in divided if group["params"]]
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._expert_mesh is None else self._expert_mesh.whole(tensor)
+
+    def _full_size(self, tensor: torch.Tensor) -> int:
+        return self._whole(tensor).numel()
+
+    def _start_of(self, parameter: torch.Tensor) -> int:
+        whole = self._whole(parameter)
+        if not isinstance(whole, DTensor):
+            return 0
+        return sum(row_pieces(whole).sizes[: self.mesh.get_local_rank("fsdp")])
 
     def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Pieces]]] = {}
         whole: dict[int, torch.Tensor] = {}
-        for index, tensor in enumerate(tensors):
+        for index, tensor in enumerate(map(self._whole, tensors)):
             if isinstance(tensor, DTensor):
                 shard = (index, tensor.to_local(), row_pieces(tensor))
                 by_dtype.setdefault(self._wire_dtype(tensor), []).append(shard)
@@ -100,10 +129,9 @@ class Fsdp2Strategy(ShardedStrategy):
 
 
 def row_pieces(tensor: DTensor) -> Pieces:
-    """Rows of a parameter on the ranks of its shard group: as ``torch.chunk`` divides them."""
-    num_ranks = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
-    rows = -(-tensor.shape[0] // num_ranks)
-    return Pieces.even(tensor.shape, rows * tensor.shape[1:].numel(), num_ranks)
+    """Rows of a parameter on the ranks of its shard group."""
+    size = tensor.shape[1:].numel()
+    return Pieces(tensor.shape, tuple((run.stop - run.start) * size for run in row_runs(tensor)))
 
 
 def shard_model(
@@ -112,8 +140,12 @@ def shard_model(
     args: ModelArguments,
     config: Fsdp2StrategyConfig,
     sparse_layers: Sequence[SparseLayer] = (),
+    expert_mesh: ExpertMesh | None = None,
 ) -> FSDPModule | None:
     """Turn ``model`` into an FSDP root over ``mesh``, in place; gradients become plain sums over all ranks.
+
+    Args:
+        expert_mesh: divide the experts of ``sparse_layers`` over it.
 
     Returns:
         The root, or None for one rank in float32 without offload: nothing is sharded, cast or moved there, so the
@@ -133,7 +165,16 @@ def shard_model(
     if config.offload_policy:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=current_platform().pin_memory)
     tower = vision_modules(model.language_model)
+    divided: list[torch.nn.Module] = []
+    if expert_mesh is not None:
+        divided = expert_mesh.divide(sparse_layers)
+        # The weights of chosen experts come in the router's type.
+        own = {"mesh": expert_mesh.sharding, "mp_policy": replace(precision, cast_forward_inputs=False)}
+        for experts in divided:
+            fully_shard(experts, **(options | own))
     for unit in wrapped_units(model, config.wrap_policy, sparse_layers):
+        if unit in divided:
+            continue
         # The angles that rotate patches stay in float32.
         casts = {"mp_policy": replace(precision, cast_forward_inputs=False)} if id(unit) in tower else {}
         fully_shard(unit, **(options | casts))

@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,7 +28,7 @@ from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_em
 from roll.models.experts import SparseLayer, choose_kernel, run_every_expert
 from roll.models.log_probs import ResponseModel, output_matrices
 from roll.strategies.base import ModelHead, StateKind
-from roll.strategies.training.checkpoint import Checkpointed, load_sharded, save_sharded
+from roll.strategies.training.checkpoint import Shard, pieces_of, restore_shards, resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.gather import Pieces, gather_to_rank0
@@ -153,7 +152,7 @@ class ShardedStrategy(DataParallelStrategy):
         self.compute_dtype = compute_dtype(role.model_args, config)
         # A second view of the same ranks: parameters are sharded over all of them, as ever.
         self.context_size = role.model_args.ulysses_size
-        self._background: ProcessGroup | None = None
+        self._background: ThreadPoolExecutor | None = None
         self._writing: Future[Any] | None = None
 
     def initialize(self, num_training_steps: int = 0) -> None:
@@ -217,8 +216,20 @@ class ShardedStrategy(DataParallelStrategy):
         """Collective. Load the model and shard it."""
 
     @abstractmethod
-    def _checkpointed(self, optimizer: torch.optim.Optimizer) -> Checkpointed:
-        """Contents of a checkpoint."""
+    def _start_of(self, parameter: torch.Tensor) -> int:
+        """The first element that this rank holds of a parameter, in the whole one, flattened."""
+
+    def _shards(self) -> Iterator[Shard]:
+        """This rank's parts of the trained parameters."""
+        tensors = dict(self._named_tensors())
+        for name in self._shapes:
+            parameter = tensors[name]
+            if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad:
+                yield Shard(name, parameter, self._start_of(parameter))
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        tensors = self._named_tensors()
+        return {name: tensor for name, tensor in tensors if not isinstance(tensor, torch.nn.Parameter)}
 
     def _decay_groups(self) -> list[dict[str, Any]]:
         return decay_groups(self.model, self.role.training_args.weight_decay)
@@ -271,14 +282,17 @@ class ShardedStrategy(DataParallelStrategy):
         assert self.optimizer is not None
         self.saved()
         if self.config.async_save_ckpt and self._background is None:
-            self._background = dist.new_group(backend="gloo")
-        self._writing = save_sharded(
+            self._background = ThreadPoolExecutor(1, "checkpoint")
+        with_moments = not self.config.save_only_model
+        is_replica = self.mesh.ndim == 2 and self.mesh.get_local_rank("ddp") > 0
+        shards = () if is_replica else self._shards()
+        self._writing = save_training(
             path,
-            self._checkpointed(self.optimizer),
             self.contents,
-            self.progress.state(),
-            model_only=self.config.save_only_model,
-            background=self._background,
+            pieces_of(shards, self.optimizer, with_moments),
+            {**self.progress.state(), "has_optimizer": with_moments},
+            self._buffers(),
+            self._background,
         )
 
     def saved(self, wait: bool = True) -> bool:
@@ -293,4 +307,13 @@ class ShardedStrategy(DataParallelStrategy):
     def load(self, path: Path) -> None:
         assert self.optimizer is not None
         self.saved()
-        self.progress.restore(load_sharded(path, self._checkpointed(self.optimizer), self.contents))
+        with resumed(path, self.contents) as (state, stored):
+            restore_shards(self._shards(), self.optimizer, stored)
+            self._restore_buffers(stored.buffers())
+        self.progress.restore(state)
+
+    @torch.no_grad()
+    def _restore_buffers(self, stored: Mapping[str, torch.Tensor]) -> None:
+        for name, buffer in self._buffers().items():
+            if name in stored:
+                buffer.copy_(stored[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from roll.platforms import current_platform
 from roll.protocol.columns import copy_into
 from roll.strategies.base import OffloadedStorages, StateKind
 from roll.strategies.engines.base import GenerationStrategy, end_token_ids
-from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, longest_sequence
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore, longest_sequence
 from roll.strategies.hf_infer.decoder import Decoder
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.generic import create_decoder
@@ -28,6 +28,9 @@ from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.weight_sync.encoding import tensor_checksum
 
 logger = logging.getLogger(__name__)
+
+SCORED_POSITIONS = 256
+"""Of a prompt, whose logits are in memory at a time."""
 
 
 class HfInferStrategy(GenerationStrategy):
@@ -112,6 +115,27 @@ class HfInferStrategy(GenerationStrategy):
 
     def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
         return self._running_engine().running(request_ids)
+
+    @property
+    def prompt_counts(self) -> tuple[int, int]:
+        return self._running_engine().prompt_counts
+
+    @torch.no_grad()
+    def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore:
+        """By a pass of its own, without cache; logits of a few hundred positions are in memory at a time."""
+        decoder = self._decoder
+        assert decoder is not None, "initialize() comes first"
+        ids = torch.tensor([list(token_ids)], device=decoder.device)
+        hidden = decoder.model.model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+        log_probs: list[float] = []
+        tops: list[list[tuple[int, float]]] = []
+        for begin in range(0, len(hidden), SCORED_POSITIONS):
+            part = decoder.model.lm_head(hidden[begin : begin + SCORED_POSITIONS]).float().log_softmax(-1)
+            targets = ids[0, 1 + begin : 1 + begin + len(part), None]
+            log_probs += part.gather(1, targets)[:, 0].tolist()
+            values, indices = part.topk(min(top, part.shape[-1]))
+            tops += [list(zip(*row, strict=True)) for row in zip(indices.tolist(), values.tolist(), strict=True)]
+        return PromptScore(log_probs, tops)
 
     def start_weight_update(self, version: int) -> None:
         if self._new_version is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from roll.config.plan.micro_batching import MicroBatching
-from roll.models.layouts import AttentionPattern, TokenLayout, padded
+from roll.models.layouts import AttentionPattern, TeacherTargets, TokenLayout, TopTokens, padded
 from roll.models.routes import routes_of
 from roll.protocol.metrics import Metrics
-from roll.strategies.base import LossFunction, Output, TensorBatch
+from roll.strategies.base import Comparison, LossFunction, Output, TensorBatch
 from roll.strategies.training.micro_batches import (
     Rows,
     is_empty,
@@ -27,6 +27,7 @@ from roll.strategies.training.micro_batches import (
     layout_metrics,
     micro_batch,
     plan_micro_batches,
+    targets_of,
 )
 
 
@@ -76,17 +77,21 @@ class MicroBatch:
     """int64 (N,), indices of those tokens in the flattened (B, L) batch."""
     layout: TokenLayout
     """The whole of it, before padding."""
+    top_tokens: TopTokens | None = None
+    teachers: tuple[TeacherTargets, ...] = ()
+    """Of the response tokens of this chunk."""
 
     def aligned(self, values: Tensor, context_group: ProcessGroup) -> Tensor:
-        """Float32 (B, L) with ``values`` (N,) of all context-parallel ranks at their places, the same on each rank.
+        """(B, L, ...) with ``values`` (N, ...) of all context-parallel ranks at their places, the same on each rank.
 
         Gradients flow back to this rank's own values.
         """
-        shape = self.columns["input_ids"].shape
-        flat = values.new_zeros(shape.numel()).scatter(0, self.destinations, values)
+        shape, rest = self.columns["input_ids"].shape, values.shape[1:]
+        flat = values.new_zeros(shape.numel(), *rest)
+        flat = flat.index_copy(0, self.destinations, values) if rest else flat.scatter(0, self.destinations, values)
         if context_group.size() > 1:
             flat = reduce_from_tensor_model_parallel_region(flat, group=context_group)
-        return flat.view(shape)
+        return flat.view(*shape, *rest)
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,10 @@ class Chunking:
     """There are routers."""
     balances: bool = False
     """They have a balance loss."""
+    top_tokens: TopTokens | None = None
+    """As of a layout."""
+    comparisons: Sequence[Comparison] = ()
+    """Teachers that the response tokens' distributions are compared with."""
 
     def micro_batches(self, batch: TensorBatch, rule: MicroBatching) -> list[MicroBatch]:
         """The rows of ``batch`` as ``rule`` says; at least one micro-batch, if an empty one."""
@@ -182,6 +191,8 @@ class Chunking:
             targets=whole.targets[mine],
             destinations=whole.destinations[mine],
             layout=layout,
+            top_tokens=self.top_tokens,
+            teachers=tuple(one.to(self.device).at(mine) for one in targets_of(layout, part, self.comparisons)),
         )
 
 

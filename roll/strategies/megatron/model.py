@@ -33,8 +33,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from roll.models.layouts import TeacherTargets, TopTokens
 from roll.models.log_probs import HeadMemory
 from roll.strategies.base import ModelHead
+from roll.strategies.megatron.distributions import vocab_parallel_comparison, vocab_parallel_top_tokens
 from roll.strategies.megatron.experts import RoutedLayer, Router
 from roll.strategies.megatron.layers import RotaryAngles, block
 from roll.strategies.megatron.micro_batches import MicroBatch
@@ -101,7 +103,8 @@ class ResponseGPT(GPTModel):
         if not self.post_process:
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(hidden, part.predictors, part.targets, outputs, temperature, weight=weight)
+        asked = part.top_tokens, part.teachers
+        return self.output_layer(hidden, part.predictors, part.targets, outputs, temperature, *asked, weight=weight)
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """Megatron would compute logits here."""
@@ -138,6 +141,8 @@ class LogProbHead(ColumnParallelLinear):
         targets: Tensor,
         outputs: Collection[str],
         temperature: float,
+        wanted: TopTokens | None = None,
+        teachers: tuple[TeacherTargets, ...] = (),
         weight: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """
@@ -145,6 +150,7 @@ class LogProbHead(ColumnParallelLinear):
             hidden: (s, b, H), or this rank's part of it along s with sequence parallelism.
             predictors: int64 (N,), indices into the flattened (s * b) hidden states.
             targets: int64 (N,), the tokens that they predict.
+            wanted, teachers: as of a layout (:mod:`roll.models.layouts`).
             weight: the embeddings' matrix, where it is the output matrix too.
         """
         if self.config.sequence_parallel:
@@ -152,14 +158,14 @@ class LogProbHead(ColumnParallelLinear):
             hidden = hidden.flatten(0, 1).index_select(0, predictors)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden.flatten(0, 1).index_select(0, predictors))
-        computed = vocab_parallel_log_probs(
-            hidden,
-            self.weight if weight is None else weight,
-            targets,
-            group=parallel_state.get_tensor_model_parallel_group(),
-            vocab_size=self.vocab_size,
-            temperature=temperature,
-        )
+        weight = self.weight if weight is None else weight
+        group = parallel_state.get_tensor_model_parallel_group()
+        shared = {"group": group, "vocab_size": self.vocab_size, "temperature": temperature}
+        if wanted is not None:
+            return vocab_parallel_top_tokens(hidden, weight, wanted=wanted, **shared)
+        if teachers:
+            return vocab_parallel_comparison(hidden, weight, targets, outputs=outputs, teachers=teachers, **shared)
+        computed = vocab_parallel_log_probs(hidden, weight, targets, **shared)
         named = zip(("log_probs", "entropy", "sum_of_squares"), computed, strict=True)
         return {name: values for name, values in named if name in outputs}
 

@@ -4,40 +4,34 @@ With the distributed optimizer a rank holds float32 weights and moments of an in
 with parameters of 16 bits there are float32 master weights as well.  :class:`MasterStates` hides both: what it hands
 out and takes is always a parameter's whole float32 tensor on this tensor- and pipeline-parallel rank.
 
-A checkpoint, which other tensor-, pipeline- and data-parallel sizes can read, holds
-``model_and_optimizer/stage<p>_tensor<t>.safetensors``: the float32 weights and moments of what tensor-parallel rank t
-of pipeline stage p holds, under names that do not depend on how the model is sharded; experts with ranks of their own
-are in ``stage<p>_experts<e>_tensor<t>.safetensors``.  A reader takes a parameter's parts from the files of all t, joins
-them and splits them its own way.  Alongside is the trainer's state.  Whoever calls
-makes the folder appear at once or not at all.
+Of each parameter one of the ranks that hold the same writes its part, taken apart into the tensors of the Hugging Face
+model (:mod:`roll.checkpoint.tensors`); a reader takes its own part of each of them, and fuses those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from roll.checkpoint import CheckpointDamagedError
-from roll.checkpoint.contents import ModelContents
+from roll.checkpoint.contents import FORMAT, ModelContents
+from roll.checkpoint.tensors import FOLDER, MOMENTS, WEIGHT, Piece, StoredTensors
 from roll.config.roles import TrainingArguments
-from roll.protocol.metrics import RankInfo
+from roll.platforms import current_platform
 from roll.strategies.megatron.cpu_compat import construction
-from roll.strategies.megatron.weights import OwnParameter
-from roll.strategies.training.checkpoint import load_trainer_state, restore_rng_states, save_trainer_state
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from roll.strategies.megatron.weights import OwnParameter, Region, Replicated
+from roll.strategies.training.checkpoint import resumed, save_training
 
 
 def build_optimizer(
@@ -154,46 +148,78 @@ class MasterStates:
         return main, slice(0, parameter.numel()), self._adams[id(main)]
 
 
-_FOLDER = "model_and_optimizer"
-_KINDS = ("weight", *MOMENTS)
+@dataclass(frozen=True)
+class Named:
+    """A tensor of the Hugging Face model, as a checkpoint names it, and where a Megatron source is in it."""
+
+    name: str
+    begin: int
+    """The first row of the source in it."""
+    shape: torch.Size
+    """Of the source."""
+
+    @property
+    def width(self) -> int:
+        """Elements of a row; a vector's rows are its elements."""
+        return self.shape[-1] if len(self.shape) > 1 else 1
+
+    def place(self, region: Region) -> tuple[int, int, int, int]:
+        """First row, end, first column and end of a region, in the whole tensor as a matrix."""
+        rows, columns = region
+        height = self.shape[:-1].numel() if len(self.shape) > 1 else self.shape[0]
+        first, last, _ = rows.indices(height)
+        left, right, _ = columns.indices(self.width)
+        return self.begin + first, self.begin + last, left, right
+
+
+Naming = Callable[[str], Named]
+"""From a source of a correspondence to the checkpoint's tensor."""
 
 
 def save_states(
     path: Path,
     parameters: list[OwnParameter],
     masters: MasterStates,
-    info: RankInfo,
+    naming: Naming,
     contents: ModelContents,
     state: dict[str, Any],
 ) -> None:
     """Collective. Write weights, moments, ``state`` (JSON values) and RNG states."""
-    folder = path / _FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    files: dict[str, dict[str, Tensor]] = {}
-    if info.dp_rank == 0 and info.cp_rank == 0:
-        files[f"stage{info.pp_rank:03d}_tensor{info.tp_rank:03d}"] = {}
-    for own in parameters:
-        for kind in _KINDS if own.parameter.requires_grad else ():
-            whole = masters.get(own.parameter, kind)
-            if not own.replicas.rank() and not own.correspondence.is_copy:
-                files.setdefault(_file_of(own, info), {})[f"{kind}/{own.correspondence.name}"] = whole.cpu()
-    for name, tensors in files.items():
-        save_file(tensors, folder / f"{name}.safetensors")
-    save_trainer_state(path, contents, {**state, "updates": masters.step})
+    # A rank or stage may hold nothing that is trained.
+    newest = torch.tensor(masters.step, device=current_platform().device())
+    dist.all_reduce(newest, op=dist.ReduceOp.MAX)
+    updates = int(newest)
+
+    def pieces() -> Iterator[Piece]:
+        for own in parameters:
+            if not own.parameter.requires_grad:
+                continue
+            kinds = (WEIGHT, *MOMENTS) if updates else (WEIGHT,)
+            held = {kind: masters.get(own.parameter, kind) for kind in kinds}
+            is_shared = isinstance(own.correspondence.layout, Replicated) and own.shards.rank() > 0
+            if not own.replicas.rank() and not own.correspondence.is_copy and not is_shared:
+                yield from _pieces(own, held, naming, updates)
+
+    save_training(path, contents, pieces(), {**state, "updates": updates})
 
 
-def _file_of(own: OwnParameter, info: RankInfo) -> str:
-    """Name of the file for this rank's part of a parameter."""
-    if not own.correspondence.of_expert or getattr(own.parameter, "allreduce", True):
-        return f"stage{info.pp_rank:03d}_tensor{info.tp_rank:03d}"
-    expert = parallel_state.get_expert_model_parallel_rank()
-    return f"stage{info.pp_rank:03d}_experts{expert:03d}_tensor{own.shards.rank():03d}"
+def _pieces(own: OwnParameter, held: dict[str, Tensor], naming: Naming, updates: int) -> Iterator[Piece]:
+    layout, rank, size = own.correspondence.layout, own.shards.rank(), own.shards.size()
+    by_kind = {kind: layout.unfuse(tensor, rank, size) for kind, tensor in held.items()}
+    for index, source in enumerate(own.correspondence.sources):
+        named = naming(source)
+        first, last, left, right = named.place(layout.region(named.shape, rank, size))
+        stride = 0 if right - left == named.width else named.width
+        shape = (last - first, right - left) if stride else (-1,)
+        tensors = {kind: parts[index].reshape(shape) for kind, parts in by_kind.items()}
+        if last > first:
+            yield Piece(named.name, tensors, first * named.width + left, stride, updates)
 
 
 def load_states(
-    path: Path, parameters: list[OwnParameter], masters: MasterStates, contents: ModelContents
+    path: Path, parameters: list[OwnParameter], masters: MasterStates, naming: Naming, contents: ModelContents
 ) -> dict[str, Any]:
-    """Collective. Put back what :func:`save_states` wrote, under any parallel sizes; returns its ``state``.
+    """Collective. Put back what any strategy has saved, under any parallel sizes; returns its ``state``.
 
     Frozen parameters are not in a checkpoint: they are as the model folder has them.
 
@@ -202,33 +228,60 @@ def load_states(
         CheckpointMismatchError: something of it would be left behind by a model with ``contents``.
         CheckpointDamagedError: the files lack something that it should have.
     """
-    state = load_trainer_state(path, contents)
-    with _open(path / _FOLDER) as files:
-        for own in parameters:
-            if own.parameter.requires_grad:
-                _load_parameter(own, masters, files, state)
-    restore_rng_states(path, state)
+    with resumed(path, contents) as (state, stored):
+        trained = [own for own in parameters if own.parameter.requires_grad]
+        if state["format"] < FORMAT and state["model"]["strategy"] == contents.strategy:
+            _load_format_2(path, trained, masters, state)
+            return state
+        for own in trained:
+            names = [naming(source) for source in own.correspondence.sources]
+            updates = max(stored.updates(named.name) for named in names)
+            kinds = MOMENTS if any(stored.has(MOMENTS[0], named.name) for named in names) else ()
+            values = {kind: _read(own, names, stored, kind) for kind in (WEIGHT, *kinds)}
+            _set(own, masters, values, updates)
     return state
 
 
-def _load_parameter(
-    own: OwnParameter, masters: MasterStates, files: dict[str, list[Any]], state: dict[str, Any]
-) -> None:
-    values = {}
-    for kind in _KINDS:
-        key = f"{kind}/{_ORIGINALS[own.correspondence.name] if own.correspondence.is_copy else own.correspondence.name}"
-        if key not in files:
-            raise CheckpointDamagedError(f"the checkpoint's files have no {key}")
-        rank, size = own.shards.rank(), own.shards.size()
-        if len(files[key]) == size:
-            values[kind] = files[key][rank].get_tensor(key)
+def _read(own: OwnParameter, names: list[Named], stored: StoredTensors, kind: str) -> Tensor:
+    """This rank's part of a parameter's weight or moment, float32."""
+    layout, rank, size = own.correspondence.layout, own.shards.rank(), own.shards.size()
+    parts = []
+    for named in names:
+        region = layout.region(named.shape, rank, size)
+        first, last, left, right = named.place(region)
+        if kind != WEIGHT and not stored.has(kind, named.name):
+            rows = torch.zeros((last - first) * named.width)  # of a module that had no gradient yet
         else:
-            whole = own.correspondence.layout.join([file.get_tensor(key) for file in files[key]])
-            values[kind] = own.correspondence.layout.split(whole, rank, size)
-    masters.set_weight(own.parameter, values.pop("weight").to(own.parameter.device))
-    if state["updates"]:
-        moments = {kind: value.to(own.parameter.device) for kind, value in values.items()}
-        masters.set_moments(own.parameter, moments, state["updates"])
+            rows = stored.read(kind, named.name, first * named.width, last * named.width)
+        own_rows = rows.view(last - first, named.width)[:, left:right]
+        parts.append(own_rows if len(named.shape) > 1 else own_rows.flatten())
+    return layout.fuse(parts, size)
+
+
+def _set(own: OwnParameter, masters: MasterStates, values: dict[str, Tensor], updates: int) -> None:
+    values = {kind: value.to(own.parameter.device) for kind, value in values.items()}
+    masters.set_weight(own.parameter, values.pop(WEIGHT))
+    if updates and values:
+        masters.set_moments(own.parameter, values, updates)
+
+
+def _load_format_2(path: Path, trained: list[OwnParameter], masters: MasterStates, state: dict[str, Any]) -> None:
+    """Parameters as Megatron has them, a file for each stage and tensor-parallel rank."""
+    kinds = (WEIGHT, *MOMENTS) if state["updates"] else (WEIGHT,)
+    with _open(path / FOLDER) as files:
+        for own in trained:
+            name = own.correspondence.name
+            values = {kind: _part(own, files, f"{kind}/{_ORIGINALS.get(name, name)}") for kind in kinds}
+            _set(own, masters, values, int(state["updates"]))
+
+
+def _part(own: OwnParameter, files: dict[str, list[Any]], key: str) -> Tensor:
+    if key not in files:
+        raise CheckpointDamagedError(f"the checkpoint's files have no {key}")
+    rank, size, layout = own.shards.rank(), own.shards.size(), own.correspondence.layout
+    if len(files[key]) == size:
+        return files[key][rank].get_tensor(key)
+    return layout.split(layout.join([file.get_tensor(key) for file in files[key]]), rank, size)
 
 
 _ORIGINALS = {"output_layer.weight": "embedding.word_embeddings.weight"}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from roll.config.plan.micro_batching import micro_batching
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import MegatronStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES
+from roll.models.distributions import COMPARED
+from roll.models.layouts import TopTokens
 from roll.models.loading import TensorFiles
 from roll.models.lora import Adapters, base_name
 from roll.models.routes import encoded, with_prompts_of_leaders
@@ -31,6 +34,7 @@ from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
     ALL_WEIGHTS,
+    Comparison,
     LossFunction,
     ModelHead,
     ModelStrategy,
@@ -45,7 +49,7 @@ from roll.strategies.megatron import cpu_compat
 from roll.strategies.megatron.experts import Router
 from roll.strategies.megatron.micro_batches import Chunking, MicroBatch, run_forward, run_training
 from roll.strategies.megatron.model import ResponseGPT
-from roll.strategies.megatron.optimizer import MasterStates, build_optimizer, load_states, save_states
+from roll.strategies.megatron.optimizer import MasterStates, Named, build_optimizer, load_states, save_states
 from roll.strategies.megatron.parallel import (
     ParallelSizes,
     build_transformer_config,
@@ -218,14 +222,22 @@ class MegatronStrategy(ModelStrategy):
             balances=bool(self.transformer_config.moe_aux_loss_coeff),
         )
 
-    def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
+    def forward(
+        self,
+        batch: TensorBatch,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+        teachers: Sequence[Comparison] = (),
+    ) -> TensorBatch:
         """Collective. All ranks of a replica are given the same rows and return the same outputs."""
         self._check_outputs(outputs)
         names = [str(name) for name in outputs if name is not Output.ROUTES]
+        names += [f"{one.name}/{name}" for one in teachers for name in COMPARED]
         modes = [chunk.training for chunk in self.chunks]
         for chunk in self.chunks:
             chunk.eval()
-        parts = self._chunking().micro_batches(batch, micro_batching(self.role, trains=False))
+        chunking = replace(self._chunking(), comparisons=teachers)
+        parts = chunking.micro_batches(batch, micro_batching(self.role, trains=False))
         for router in self._routers:
             router.records = Output.ROUTES in outputs
         computed = run_forward(self.chunks, parts, names, temperature)
@@ -247,6 +259,32 @@ class MegatronStrategy(ModelStrategy):
         if Output.ROUTES in outputs:
             results[Output.ROUTES] = self._recorded_routes(parts, batch)
         return results
+
+    def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:
+        self._check_outputs([Output.LOG_PROBS])
+        modes = [chunk.training for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.eval()
+        chunking = replace(self._chunking(), top_tokens=wanted)
+        parts = chunking.micro_batches(batch, micro_batching(self.role, trains=False))
+        computed = run_forward(self.chunks, parts, [str(Output.LOG_PROBS)], temperature)
+        for chunk, mode in zip(self.chunks, modes, strict=True):
+            chunk.train(mode)
+        shape, limit = batch["input_ids"].shape, min(wanted.limit, self._skeleton.config.vocab_size)
+        count = min(wanted.count or limit, limit)
+        results = {
+            "top_log_probs": torch.zeros(*shape, count, device=self.device),
+            "top_ids": torch.zeros(*shape, count, dtype=torch.int32, device=self.device),
+            "tail_log_prob": torch.zeros(*shape, device=self.device),
+        }
+        for part, by_name in zip(parts, computed, strict=False):
+            for name, whole in results.items() if part.rows else ():
+                whole[row_index(part.rows), : by_name[name].shape[1]] = by_name[name].to(whole.dtype)
+        if self._info.pp_size > 1:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            for whole in results.values():
+                dist.broadcast(whole, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        return {name: whole.to(batch["input_ids"].device) for name, whole in results.items()}
 
     @property
     def _routers(self) -> list[Router]:
@@ -347,6 +385,7 @@ class MegatronStrategy(ModelStrategy):
         loss_fn: LossFunction,
         outputs: Collection[Output],
         temperature: float = 1.0,
+        teachers: Sequence[Comparison] = (),
     ) -> Metrics:
         """Collective. All ranks of a replica are given the same rows; the loss function runs on the last stage, whose
         metrics are complete (other stages return ``grad_norm`` and ``lr``)."""
@@ -354,7 +393,8 @@ class MegatronStrategy(ModelStrategy):
         self.optimizer.zero_grad()
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
-        parts = self._chunking().micro_batches(batch, micro_batching(self.role, trains=True))
+        chunking = replace(self._chunking(), comparisons=teachers)
+        parts = chunking.micro_batches(batch, micro_batching(self.role, trains=True))
         for router in self._routers:
             router.counts = None
         metrics = run_training(self.chunks, parts, [str(name) for name in outputs], temperature, loss_fn)
@@ -387,11 +427,24 @@ class MegatronStrategy(ModelStrategy):
 
     def save(self, path: Path) -> None:
         assert self.masters is not None
-        save_states(path, self.parameters, self.masters, self._info, self.contents, self.progress.state())
+        save_states(path, self.parameters, self.masters, self._named, self.contents, self.progress.state())
 
     def load(self, path: Path) -> None:
         assert self.masters is not None
-        self.progress.restore(load_states(path, self.parameters, self.masters, self.contents))
+        self.progress.restore(load_states(path, self.parameters, self.masters, self._named, self.contents))
+
+    def _named(self, source: str) -> Named:
+        """The tensor of a checkpoint that holds a source: experts are fused there, and what is trained alongside
+        adapters has the name that peft gives it."""
+        part = self._stored.part(source)
+        assert not part.is_transposed, source
+        live = self._stored.live_name(source)
+        return Named(self._live_names.get(live, live), part.begin, torch.Size(self._shapes[source]))
+
+    @cached_property
+    def _live_names(self) -> dict[str, str]:
+        named = self._skeleton.named_parameters()
+        return {base_name(name): name for name, parameter in named if parameter.requires_grad}
 
     @cached_property
     def contents(self) -> ModelContents:

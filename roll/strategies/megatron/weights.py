@@ -39,24 +39,55 @@ LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linea
 _ADAPTERS = ".adapters."
 
 
+Region = tuple[slice, slice]
+"""Rows and columns of a tensor; of a vector, all of whose elements are rows, the columns are all."""
+
+_ALL = slice(None)
+
+
 class Layout(ABC):
     """Conversion between one parameter and one or more Hugging Face tensors."""
 
-    @abstractmethod
     def split(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
         """The parameter of tensor-parallel rank ``rank`` of ``size``, from whole tensors."""
+        regions = [self.region(tensor.shape, rank, size) for tensor in tensors]
+        return self.fuse([part_of(tensor, region) for tensor, region in zip(tensors, regions, strict=True)], size)
+
+    @abstractmethod
+    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
+        """What tensor-parallel rank ``rank`` of ``size`` has of a tensor of this shape."""
+
+    def fuse(self, parts: Sequence[Tensor], size: int) -> Tensor:
+        """A rank's parameter, from its :meth:`region` of each tensor."""
+        return parts[0]
+
+    def unfuse(self, parameter: Tensor, rank: int, size: int) -> list[Tensor]:
+        """The inverse of :meth:`fuse`."""
+        return [parameter]
 
     @abstractmethod
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """The whole tensors, from the parameters of all tensor-parallel ranks in order."""
 
 
+def part_of(tensor: Tensor, region: Region) -> Tensor:
+    """A view."""
+    rows, columns = region
+    return tensor[rows] if tensor.ndim < 2 or columns == _ALL else tensor[rows, columns]
+
+
+def _share(count: int, rank: int, size: int) -> slice:
+    """As ``torch.chunk`` divides."""
+    each = -(-count // size)
+    return slice(min(rank * each, count), min((rank + 1) * each, count))
+
+
 @dataclass(frozen=True)
 class Replicated(Layout):
     """The same on all ranks."""
 
-    def split(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        return tensors[0]
+    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
+        return _ALL, _ALL
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
         return [shards[0]]
@@ -68,8 +99,9 @@ class Sharded(Layout):
 
     dim: int
 
-    def split(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        return tensors[0].chunk(size, self.dim)[rank]
+    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
+        own = _share(shape[self.dim], rank, size) if size > 1 else _ALL
+        return (own, _ALL) if self.dim == 0 else (_ALL, own)
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
         return [torch.cat(list(shards), self.dim)]
@@ -81,10 +113,17 @@ class ShardedVocabulary(Layout):
 
     vocab_size: int
 
-    def split(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
+        return _share(self.vocab_size, rank, size), _ALL
+
+    def fuse(self, parts: Sequence[Tensor], size: int) -> Tensor:
+        (own,) = parts
         rows = -(-self.vocab_size // size)
-        own = tensors[0][rank * rows : (rank + 1) * rows]
         return torch.cat([own, own.new_zeros(rows - own.shape[0], *own.shape[1:])])
+
+    def unfuse(self, parameter: Tensor, rank: int, size: int) -> list[Tensor]:
+        own = _share(self.vocab_size, rank, size)
+        return [parameter[: own.stop - own.start]]
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
         return [torch.cat(list(shards))[: self.vocab_size]]
@@ -96,8 +135,14 @@ class FusedRows(Layout):
 
     count: int
 
-    def split(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
+    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
+        return _share(shape[0], rank, size), _ALL
+
+    def fuse(self, parts: Sequence[Tensor], size: int) -> Tensor:
+        return torch.cat(list(parts))
+
+    def unfuse(self, parameter: Tensor, rank: int, size: int) -> list[Tensor]:
+        return list(parameter.chunk(self.count))
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
         parts = zip(*(shard.chunk(self.count) for shard in shards), strict=True)
@@ -111,9 +156,16 @@ class FusedHeads(Layout):
     groups: int
     head_dim: int
 
-    def split(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        by_group = [tensor.reshape(self.groups, -1, *tensor.shape[1:]) for tensor in tensors]
-        return torch.cat(by_group, 1).chunk(size)[rank].flatten(0, 1)
+    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
+        own, rows = _share(self.groups, rank, size), shape[0] // self.groups
+        return slice(own.start * rows, own.stop * rows), _ALL
+
+    def fuse(self, parts: Sequence[Tensor], size: int) -> Tensor:
+        groups = self.groups // size
+        return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+
+    def unfuse(self, parameter: Tensor, rank: int, size: int) -> list[Tensor]:
+        return FusedHeads(self.groups // size, self.head_dim).join([parameter])
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
         fused = torch.cat(list(shards))
@@ -258,13 +310,14 @@ def read_parameter(own: OwnParameter, files: TensorFiles, given: Mapping[str, Te
     Raises:
         ValueError: the folder lacks a tensor.
     """
-    sources, group = own.correspondence.sources, own.shards
+    sources, group, layout = own.correspondence.sources, own.shards, own.correspondence.layout
     if sources[0] in given:
-        return own.correspondence.layout.split([given[name] for name in sources], group.rank(), group.size())
+        return layout.split([given[name] for name in sources], group.rank(), group.size())
     if sources[0].startswith("score.") and sources[0] not in files:
         return torch.zeros(own.parameter.shape)
-    whole = [stored.read(files, name).float() for name in sources]
-    return own.correspondence.layout.split(whole, group.rank(), group.size())
+    regions = [layout.region(stored.shape(name), group.rank(), group.size()) for name in sources]
+    parts = [stored.read(files, name, *region).float() for name, region in zip(sources, regions, strict=True)]
+    return layout.fuse(parts, group.size())
 
 
 def freeze(

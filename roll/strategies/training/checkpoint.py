@@ -1,52 +1,28 @@
-"""Training state on disk: what every strategy writes, and PyTorch distributed checkpoints, for any number of ranks.
+"""Training state on disk: what every strategy writes alike, so that each can go on from what another has written.
 
-``trainer_state.json`` (:mod:`roll.checkpoint.contents`) and ``rng_rank<r>/`` (JSON and safetensors) for each rank r are
-the same under every strategy.  FSDP adds ``model_and_optimizer/``, in which each rank wrote its shards.  Whoever calls
-makes the folder appear at once or not at all.  Tensors have their Hugging Face names, so that what FSDP2 wrote can be
-continued under FSDP1 and the other way round.
-
-Only tensors are written: hyperparameters of the optimizer are those of the configuration that resumes.  PyTorch keeps
-the index of the tensors as a pickle; it is read by :class:`SafeReader`, which knows the few classes of an index and no
-other, so that a rewritten file cannot run code.
+``trainer_state.json`` (:mod:`roll.checkpoint.contents`), ``rng_rank<r>/`` (JSON and safetensors) for each rank r, and
+the trained weights and moments in pieces (:mod:`roll.checkpoint.tensors`), under their Hugging Face names.  Whoever
+calls makes the folder appear at once or not at all.  Hyperparameters of the optimizer are not written: they are those
+of the configuration that resumes.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import logging
-import pickle
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from roll.checkpoint import CheckpointDamagedError
 from roll.checkpoint.contents import (
     FORMAT,
     STATE_NAME,
@@ -56,8 +32,10 @@ from roll.checkpoint.contents import (
     read_trainer_state,
 )
 from roll.checkpoint.state import capture_rng_state, load_state, restore_rng_state, save_state
+from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece, Pieces, StoredTensors, stored_tensors
 from roll.config.roles import WorkerConfig
 from roll.models.loading import fingerprint
+from roll.strategies.training.optimizer import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +57,7 @@ def describe_model(
         frozen=frozen,
         scalings=scalings,
         base=fingerprint(role.model_args.model_name_or_path) if frozen else None,
+        path=role.model_args.model_name_or_path,
     )
 
 
@@ -100,107 +79,41 @@ def load_trainer_state(path: Path, contents: ModelContents) -> dict[str, Any]:
     """
     state = read_trainer_state(path)
     written = read_contents(state, path)
-    check_contents(written, contents, path)
+    check_contents(written, contents, path, state["format"])
     return state
 
 
-def restore_rng_states(path: Path, state: dict[str, Any]) -> None:
-    """Put this rank's RNG states back, where as many ranks run as wrote them."""
-    if state["world_size"] == dist.get_world_size():
-        restore_rng_state(load_state(_rng_folder(path)))
-    else:
-        logger.warning("%s was written by %d ranks: RNG states are not restored", path, state["world_size"])
-
-
-def _rng_folder(path: Path) -> Path:
-    return path / f"rng_rank{dist.get_rank()}"
-
-
-_TENSORS = "model_and_optimizer"
-_INDEX = ".metadata"
-_METADATA = metadata.__name__
-
-
-@dataclass(frozen=True)
-class Checkpointed:
-    """Contents of a checkpoint."""
-
-    module: nn.Module
-    """Sharded, no parameter gathered."""
-    optimizer: Optimizer
-    prefix: str = ""
-    """Prefix of ``module`` to the Hugging Face names."""
-    with_frozen: bool = False
-    """Hold frozen parameters too, such as the base under LoRA, though they are what they were loaded as."""
-
-    def state(self, with_optimizer: bool) -> dict[str, Any]:
-        """Sharded tensors under Hugging Face names."""
-        with _quiet():
-            left_out = set() if self.with_frozen else self._frozen()
-            weights = get_model_state_dict(self.module)
-            held = {name: tensor for name, tensor in weights.items() if name not in left_out}
-            state: dict[str, Any] = {"model": _renamed(held, self._short)}
-            if with_optimizer:
-                optimizer = get_optimizer_state_dict(self.module, self.optimizer)
-                state["optimizer"] = _renamed_optimizer(optimizer, self._short)
-        return state
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state`."""
-        with _quiet():
-            complete = StateDictOptions(strict=not self._frozen())
-            set_model_state_dict(self.module, _renamed(state["model"], self._long), options=complete)
-            if "optimizer" in state:
-                optimizer = _renamed_optimizer(state["optimizer"], self._long)
-                set_optimizer_state_dict(self.module, self.optimizer, optimizer)
-
-    def planner(self) -> DefaultLoadPlanner:
-        """Frozen parameters that a checkpoint does not hold stay as they are."""
-        return _TensorPlanner(allow_partial_load=bool(self.with_frozen and self._frozen()))
-
-    def _frozen(self) -> set[str]:
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {name for name, parameter in named if not parameter.requires_grad}
-
-    def _short(self, name: str) -> str:
-        return name.removeprefix(self.prefix)
-
-    def _long(self, name: str) -> str:
-        return self.prefix + name
-
-
-def save_sharded(
+def save_training(
     path: Path,
-    checkpointed: Checkpointed,
     contents: ModelContents,
+    pieces: Iterable[Piece],
     state: dict[str, Any],
-    model_only: bool = False,
-    background: ProcessGroup | None = None,
-) -> Future[Any] | None:
-    """Collective. Write parameters, optimizer (unless ``model_only``), RNG states and ``state`` (JSON values).
+    buffers: Mapping[str, Tensor] | None = None,
+    background: ThreadPoolExecutor | None = None,
+) -> Future[None] | None:
+    """Collective. Write this rank's ``pieces``, RNG states and ``state`` (JSON values).
 
     Args:
-        background: a gloo group of all ranks that nobody else uses: copy all tensors to host memory, and write them
-            from there in a thread.
+        buffers: persistent buffers of the model, whole; those of rank 0 are written.
+        background: copy all tensors to host memory, and write them from there in this thread.
 
     Returns:
         With ``background``: done when this rank's part is on disk.
     """
     path.mkdir(parents=True, exist_ok=True)
-    save_trainer_state(path, contents, {**state, "has_optimizer": not model_only})
-    tensors = _tensors_of(checkpointed.state(with_optimizer=not model_only))
+    rank = dist.get_rank()
+    held = Pieces(pieces, buffers if rank == 0 else None)
+    save_trainer_state(path, contents, state)
     if background is None:
-        save_distributed(tensors, checkpoint_id=path / _TENSORS)
+        held.write(path, rank)
         return None
-    writing = async_save(tensors, checkpoint_id=path / _TENSORS, process_group=background)
-    assert isinstance(writing, Future), writing
-    return writing
+    return background.submit(held.write, path, rank)
 
 
-def load_sharded(path: Path, checkpointed: Checkpointed, contents: ModelContents) -> dict[str, Any]:
-    """Collective. Put back what :func:`save_sharded` wrote, for any number of ranks; returns its ``state``.
-
-    RNG states are put back where as many ranks run as wrote them.
+@contextmanager
+def resumed(path: Path, contents: ModelContents) -> Iterator[tuple[dict[str, Any], StoredTensors]]:
+    """The state and the tensors that :func:`save_training` wrote, under whatever strategy and on however many ranks;
+    at the end of the block the RNG states are put back, and the log says what could not be taken up.
 
     Raises:
         FileNotFoundError: ``path`` is no such checkpoint.
@@ -208,100 +121,79 @@ def load_sharded(path: Path, checkpointed: Checkpointed, contents: ModelContents
         CheckpointDamagedError: the tensors cannot be read.
     """
     state = load_trainer_state(path, contents)
-    restored = checkpointed.state(with_optimizer=state["has_optimizer"])
-    reader = SafeReader(path / _TENSORS)
-    try:
-        load_distributed(_tensors_of(restored), storage_reader=reader, planner=checkpointed.planner())
-    except CheckpointException as error:  # not an Exception, so it would pass by whoever reports errors
-        reason = next(iter(error.failures.values()))[0]
-        raise CheckpointDamagedError(f"{path / _TENSORS} cannot be read: {reason}") from error
-    checkpointed.restore(restored)
-    if not state["has_optimizer"]:
+    with stored_tensors(path, int(state.get("updates", 0))) as stored:
+        yield state, stored
+    if not state.get("has_optimizer", True):
         logger.warning("%s holds no optimizer state (save_only_model): the moments start from zero", path)
-    restore_rng_states(path, state)
-    return state
+    restore_rng_states(path, state, contents.strategy)
 
 
-class SafeReader(FileSystemReader):
-    """Reads what :func:`save_sharded` wrote, and runs nothing that a file might say."""
-
-    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """
-        Raises:
-            pickle.UnpicklingError: the index holds other things than an index has.
-        """
-        with open(Path(self.path) / _INDEX, "rb") as file:
-            index = _IndexUnpickler(file).load()
-        if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
-            raise pickle.UnpicklingError(f"{self.path}/{_INDEX} is no index of tensors")
-        for info in index.storage_data.values():
-            if not isinstance(info, _StorageInfo) or Path(info.relative_path).name != info.relative_path:
-                raise pickle.UnpicklingError(f"{self.path}/{_INDEX} names {info!r}, which is no file of this folder")
-        index.storage_meta = StorageMeta(load_id=self.load_id)
-        return index
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Unpickler of the few classes that PyTorch puts into the index of a checkpoint of tensors."""
-
-    _CLASSES: ClassVar[dict[tuple[str, str], Any]] = {
-        **{
-            (_METADATA, name): getattr(metadata, name)
-            for name in (
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        },
-        (_StorageInfo.__module__, "_StorageInfo"): _StorageInfo,
-        ("pathlib", "PosixPath"): PurePosixPath,
-        ("torch", "Size"): torch.Size,
-        ("torch.serialization", "_get_layout"): {str(torch.strided): torch.strided}.__getitem__,
-        **{
-            ("torch", name): getattr(torch, name)
-            for name in ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool")
-        },
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._CLASSES:
-            raise pickle.UnpicklingError(
-                f"{_INDEX} refers to {module}.{name}, which no index of tensors does; the checkpoint has been changed"
-            )
-        return self._CLASSES[module, name]
+def restore_rng_states(path: Path, state: dict[str, Any], strategy: str) -> None:
+    """Put this rank's RNG states back, where as many ranks of the same strategy wrote them: ranks of another one hold
+    other parts of the model and see other rows."""
+    written = state["model"]["strategy"]
+    if written == strategy and state["world_size"] == dist.get_world_size():
+        restore_rng_state(load_state(_rng_folder(path)))
+    elif dist.get_rank() == 0:
+        logger.warning(
+            "%s was written by %d ranks of %s and goes on under %d of %s: weights, moments, step and schedule are "
+            "taken up; RNG states are not restored",
+            path,
+            state["world_size"],
+            written,
+            dist.get_world_size(),
+            strategy,
+        )
 
 
-class _TensorPlanner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """PyTorch would unpickle these."""
-        raise ValueError(f"{read_item.dest_index.fqn} is no tensor; the checkpoint has been changed")
+def _rng_folder(path: Path) -> Path:
+    return path / f"rng_rank{dist.get_rank()}"
 
 
-def _tensors_of(state: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of :meth:`Checkpointed.state`, the same objects, without the optimizer's hyperparameters."""
-    by_kind = {"model": state["model"]}
-    if "optimizer" in state:
-        by_kind["optimizer"] = state["optimizer"]["state"]
-    return by_kind
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of a trained parameter under FSDP: consecutive elements of it."""
+
+    name: str
+    """In the Hugging Face model."""
+    parameter: nn.Parameter
+    start: int
+    """The first element of the part, in the whole parameter, flattened."""
+
+    @property
+    def local(self) -> Tensor:
+        return local_tensor(self.parameter.detach())
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress warnings of these functions about FSDP1's own state dicts, which they use themselves."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"FSDP\.state_dict_type", category=FutureWarning)
-        warnings.filterwarnings("ignore", message="When using ``NO_SHARD``", category=UserWarning)
-        yield
+def pieces_of(shards: Iterable[Shard], optimizer: Optimizer, with_moments: bool) -> Iterator[Piece]:
+    """What this rank writes of ``shards``."""
+    for shard in shards:
+        if not shard.local.numel():
+            continue
+        state = optimizer.state.get(shard.parameter, {}) if with_moments else {}
+        moments = {kind: local_tensor(state[kind]).flatten() for kind in MOMENTS if kind in state}
+        updates = int(state["step"]) if "step" in state else 0
+        yield Piece(shard.name, {WEIGHT: shard.local.flatten(), **moments}, shard.start, updates=updates)
 
 
-def _renamed(tensors: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    return {rename(name): tensor for name, tensor in tensors.items()}
+@torch.no_grad()
+def restore_shards(shards: Iterable[Shard], optimizer: Optimizer, stored: StoredTensors) -> None:
+    """Give parameters and AdamW what a checkpoint has of them; moments that it does not have are new."""
+    for shard in shards:
+        local = shard.local
+        begin, end = shard.start, shard.start + local.numel()
+        _fill(local, stored.read(WEIGHT, shard.name, begin, end))
+        optimizer.state.pop(shard.parameter, None)
+        is_absent = not local.numel() and not isinstance(shard.parameter, DTensor)  # FSDP1 gives it no gradient
+        if is_absent or not stored.has(MOMENTS[0], shard.name):
+            continue
+        state: dict[str, Any] = optimizer.state[shard.parameter]
+        # As AdamW makes them when it first steps; the fused one counts on the device.
+        state["step"] = torch.full((), float(stored.updates(shard.name)), device=shard.parameter.device)
+        for kind in MOMENTS:
+            state[kind] = torch.zeros_like(shard.parameter, memory_format=torch.preserve_format)
+            _fill(local_tensor(state[kind]), stored.read(kind, shard.name, begin, end))
 
 
-def _renamed_optimizer(state: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in state["param_groups"]]
-    return {**state, "state": _renamed(state["state"], rename), "param_groups": groups}
+def _fill(local: Tensor, values: Tensor) -> None:
+    local.copy_(values.view(local.shape))

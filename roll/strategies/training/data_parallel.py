@@ -24,7 +24,7 @@ from roll.config.plan.micro_batching import MicroBatching, micro_batching
 from roll.models.attention import check_context_size, sum_of_parts, use_layout_attention
 from roll.models.build import build_model, has_tied_embeddings
 from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers
-from roll.models.layouts import TokenLayout, padded, with_token_rows
+from roll.models.layouts import TokenLayout, TopTokens, padded, with_token_rows
 from roll.models.log_probs import ResponseModel
 from roll.models.lora import Adapters, MergedWeight, add_adapters, base_name
 from roll.models.routes import encoded, missing_mark, route_dtype, routes_of, with_prompts_of_leaders
@@ -33,6 +33,7 @@ from roll.models.vision import FEATURES, ImagePool, with_images
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
     ALL_WEIGHTS,
+    Comparison,
     LossFunction,
     ModelStrategy,
     Output,
@@ -53,6 +54,7 @@ from roll.strategies.training.micro_batches import (
     plan_micro_batches,
     replay_metrics,
     row_index,
+    targets_of,
 )
 from roll.strategies.training.optimizer import TrainingProgress
 
@@ -71,6 +73,8 @@ class DataParallelStrategy(ModelStrategy):
     balance: ExpertBalance | None = None
     mixes_types = True
     """A layer may hold parameters of two types: a frozen base and what is trained."""
+    _comparisons: Sequence[Comparison] = ()
+    """Teachers of the step that is being taken."""
     context_size = 1
     """Consecutive ranks that share each sequence, and so are given the same rows."""
 
@@ -152,11 +156,11 @@ class DataParallelStrategy(ModelStrategy):
         would only be rounded to the compute dtype in every pass, so it is held in that."""
         args = self.role.model_args
         if not uses_lora(args):
-            language_model = build_model(args, self.head.value, storage_dtype)
+            language_model = build_model(args, self.head.value, storage_dtype, self.seed)
             self.sparse_layers = sparse_layers(language_model)
             return language_model
         base_dtype = self.compute_dtype if self.mixes_types else storage_dtype
-        language_model = build_model(args, self.head.value, base_dtype)
+        language_model = build_model(args, self.head.value, base_dtype, self.seed)
         self.sparse_layers = sparse_layers(language_model)  # before adapters wrap some of it
         self.adapters = add_adapters(language_model, args, self.seed, storage_dtype)
         return language_model
@@ -179,8 +183,15 @@ class DataParallelStrategy(ModelStrategy):
         )
 
     @torch.no_grad()
-    def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
+    def forward(
+        self,
+        batch: TensorBatch,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+        teachers: Sequence[Comparison] = (),
+    ) -> TensorBatch:
         self._check_outputs(outputs)
+        self._comparisons = teachers
         batch, images = with_images(batch, self.model.language_model.config)
         was_training = self.model.training
         self.model.eval()
@@ -201,8 +212,30 @@ class DataParallelStrategy(ModelStrategy):
                 computed[Output.ROUTES] = self._chosen(layout, part)
             if rows:
                 for name, values in computed.items():
-                    results[name][row_index(rows), : shape_of_part[1]] = values.to(device)
+                    whole = results.setdefault(name, torch.zeros(shape, dtype=torch.float32, device=device))
+                    whole[row_index(rows), : shape_of_part[1]] = values.to(device)
         self.model.records_routes = False
+        self._comparisons = ()
+        self._reshard()
+        self.model.train(was_training)
+        return results
+
+    @torch.no_grad()
+    def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:
+        self._check_outputs([Output.LOG_PROBS])
+        batch, images = with_images(batch, self.model.language_model.config)
+        was_training = self.model.training
+        self.model.eval()
+        rule, results = micro_batching(self.role, trains=False), TensorBatch()
+        for rows in self._rows_of_passes(batch, rule):
+            part = micro_batch(batch, rows)
+            shape = part["input_ids"].shape
+            layout = replace(self._layout(part, rule, images), top_tokens=wanted)
+            for name, values in self._outputs(layout, [Output.LOG_PROBS], temperature, shape).items():
+                size = (*batch["input_ids"].shape, *values.shape[2:])
+                whole = results.setdefault(name, torch.zeros(size, dtype=values.dtype))
+                if rows:
+                    whole[row_index(rows), : shape[1]] = values.cpu()
         self._reshard()
         self.model.train(was_training)
         return results
@@ -328,6 +361,10 @@ class DataParallelStrategy(ModelStrategy):
         aligned = {name: layout.scatter(values, shape) for name, values in computed.items()}
         if group is None or not aligned:
             return aligned
+        if layout.top_tokens is not None:
+            for values in aligned.values():
+                dist.all_reduce(values, group=group)
+            return aligned
         summed = sum_of_parts(torch.stack(list(aligned.values())), group)
         return dict(zip(aligned, summed.unbind(), strict=True))
 
@@ -338,6 +375,8 @@ class DataParallelStrategy(ModelStrategy):
             layout = images.attach(layout, part)
         sequences, length = layout.input_ids.shape
         layout = padded(layout, sequences, length + -length % self.context_size)
+        if self._comparisons:
+            layout = replace(layout, teachers=targets_of(layout, part, self._comparisons))
         if Output.ROUTES not in part:
             return layout
         return replace(layout, routes=routes_of(layout, part[Output.ROUTES]))
@@ -361,8 +400,10 @@ class DataParallelStrategy(ModelStrategy):
         loss_fn: LossFunction,
         outputs: Collection[Output],
         temperature: float = 1.0,
+        teachers: Sequence[Comparison] = (),
     ) -> Metrics:
         self._check_outputs(outputs)
+        self._comparisons = teachers
         batch, images = with_images(batch, self.model.language_model.config)
         rule = micro_batching(self.role, trains=True)
         plan = self._rows_of_passes(batch, rule)
@@ -372,6 +413,7 @@ class DataParallelStrategy(ModelStrategy):
         for index, rows in enumerate(plan):
             self._begin_micro_batch(last=index == len(plan) - 1)
             metrics += self._backward(micro_batch(batch, rows), rule, images, loss_fn, outputs, temperature)
+        self._comparisons = ()
         if self.balance is not None:
             metrics.append(self.balance.metrics())
         norm = self._clip_and_step(self.progress.learning_rate)

@@ -16,11 +16,18 @@ import numpy as np
 import torch
 
 from roll.config.plan.micro_batching import MicroBatching
-from roll.models.layouts import TokenLayout, leads_a_group, packed_layout, row_layout, shared_prompt_layout
+from roll.models.layouts import (
+    TeacherTargets,
+    TokenLayout,
+    leads_a_group,
+    packed_layout,
+    row_layout,
+    shared_prompt_layout,
+)
 from roll.models.partitions import balance_packs, pack_sequences
 from roll.models.vision import PROMPT_KEYS
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
-from roll.strategies.base import TensorBatch
+from roll.strategies.base import Comparison, TensorBatch, teacher_columns
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +201,20 @@ def lay_out(part: TensorBatch, rule: MicroBatching, shares_prompts: bool) -> Tok
         no_padding = rule.removes_padding or rule.max_tokens is not None
         return shared_prompt_layout(ids, mask, packed_layout if no_padding else row_layout, part.get(PROMPT_KEYS))
     return packed_layout(ids, mask) if rule.removes_padding else row_layout(ids, mask, rule.width_multiple)
+
+
+def targets_of(layout: TokenLayout, part: TensorBatch, teachers: Sequence[Comparison]) -> tuple[TeacherTargets, ...]:
+    """What each teacher thinks of a layout's response tokens, from its columns (B, L, ...) of a micro-batch."""
+    found = []
+    for one in teachers:
+        names = teacher_columns(one.name)
+        if names[0] in part:
+            log_probs, ids, tail = (part[name].flatten(0, 1)[layout.destinations] for name in names)
+        else:  # an empty micro-batch: no token to be compared
+            ids = part["input_ids"].new_zeros(0, 1)
+            log_probs, tail = torch.zeros(0, 1), torch.zeros(0)
+        found.append(TeacherTargets(one.name, ids.long(), log_probs, tail, one.temperature, one.divergence))
+    return tuple(found)
 
 
 def layout_metrics(layout: TokenLayout) -> Metrics:

@@ -1,0 +1,140 @@
+"""Measure ``roll diagnose``: seeded pathologies of the tiny example, and healthy runs of it.
+
+    python -m benchmarks.pathologies [NAME ...] [--output DIR]   # run them (all without names), print the table
+    python -m benchmarks.pathologies --write                     # and put table and records into the repository
+
+Needs a clone (runs share a Ray of the test suite) and what ``examples/tiny/warm_start.py`` makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.pathologies.cases import HEALTHY, PATHOLOGIES, ROOT, Case
+from roll.config.loader import load_config
+from roll.report.diagnosis import Finding, diagnose
+from roll.report.run_files import read_run
+
+PAGE = ROOT / "docs/diagnosis.md"
+RECORDS = ROOT / "tests/report/records"
+BEGIN, END = "<!-- pathologies -->", "<!-- end of pathologies -->"
+RECORDED = ("config.yaml", "record/run.json", "record/samples.blocks", "record/timeline.jsonl", "logs/metrics.jsonl")
+CALLS = "logs/workers/*.calls.jsonl"
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_AUTH_MODE": "disabled"}
+"""Of the shared Ray and of all that join it."""
+
+logger = logging.getLogger("pathologies")
+
+
+@contextmanager
+def shared_ray() -> Iterator[None]:
+    """A Ray that all runs join, whose workers are forks of a process that has imported torch."""
+    os.environ.update(ENVIRONMENT)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "address"
+        command = [sys.executable, "-m", "tests.pipelines.serve_ray", str(file)]
+        server = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE)
+        while not file.exists():
+            if server.poll() is not None:
+                raise RuntimeError("Ray did not start")
+            time.sleep(0.05)
+        os.environ["RAY_ADDRESS"] = file.read_text()
+        yield
+        server.communicate(timeout=60)
+
+
+def run_case(case: Case, output: Path) -> list[Finding]:
+    """Run it, whatever comes of it, and diagnose what it has left."""
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    try:
+        loaded = load_config(None, ROOT / "examples" / case.config, None, case.overrides(output))
+        loaded.pipeline.run(loaded)
+    except Exception:
+        logger.error("%s ended early:\n%s", case.name, traceback.format_exc())
+    return diagnose(read_run(output))
+
+
+def table(results: Sequence[tuple[Case, list[Finding]]]) -> str:
+    """As it stands in the page."""
+    sick = [(case, found) for case, found in results if case.cause is not None]
+    healthy = [(case, found) for case, found in results if case.cause is None]
+    right = sum(bool(found) and found[0].cause == case.cause for case, found in sick)
+    silent = sum(not found for _, found in healthy)
+    lines = [
+        f"The right cause is named first in {right} of {len(sick)} runs with a seeded pathology; nothing is named in "
+        f"{silent} of {len(healthy)} healthy runs.",
+        "",
+        "| what is wrong | cause | named first | also named |",
+        "|---|---|---|---|",
+    ]
+    for case, found in sick:
+        first = f"`{found[0].cause}`" if found else "nothing"
+        more = ", ".join(f"`{finding.cause}`" for finding in found[1:])
+        lines.append(f"| {case.what} | `{case.cause}` | {first} | {more} |")
+    lines += ["", "| healthy run | steps | named |", "|---|---|---|"]
+    for case, found in healthy:
+        lines.append(f"| {case.what} | {case.steps} | {', '.join(f'`{f.cause}`' for f in found) or 'nothing'} |")
+    return "\n".join(lines)
+
+
+def keep_record(name: str, output: Path) -> None:
+    """What a test diagnoses again, as an archive."""
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    files = [output / part for part in RECORDED] + sorted(output.glob(CALLS))
+    with tarfile.open(RECORDS / f"{name}.tar.xz", "w:xz") as archive:
+        for file in files:
+            if file.is_file():
+                archive.add(file, file.relative_to(output), filter=_nobodys)
+
+
+def _nobodys(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = entry.mtime = 0
+    entry.uname = entry.gname = ""
+    return entry
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--output", type=Path, default=ROOT / "output/pathologies")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--again", action="store_true", help="diagnose the runs that are there already")
+    arguments = parser.parse_args()
+    cases = [case for case in (*PATHOLOGIES, *HEALTHY) if not arguments.names or case.name in arguments.names]
+    results = []
+    if arguments.again:
+        results = [(case, diagnose(read_run(arguments.output / case.name))) for case in cases]
+    else:
+        with shared_ray():
+            for case in cases:
+                found = run_case(case, arguments.output / case.name)
+                results.append((case, found))
+                named = ", ".join(finding.cause for finding in found) or "nothing"
+                sys.stdout.write(f"{case.name}: {named} (expected {case.cause or 'nothing'})\n")
+                sys.stdout.flush()
+    text = table(results)
+    sys.stdout.write(f"\n{text}\n")
+    if arguments.write:
+        page = PAGE.read_text(encoding="utf-8")
+        before, after = page.split(BEGIN)[0], page.split(END)[1]
+        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        for case, _ in results:
+            keep_record(case.name, arguments.output / case.name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+r"""Divergences between a teacher p and a student q, from log-probs over the same C buckets.
+
+A bucket is a token, or (the last one, where ``has_tail``) all tokens that are not listed by themselves. Grouping tokens
+can only lower a divergence, and it is 0 exactly where every bucket has equal mass on both sides: a student that puts
+its mass outside the teacher's k most probable tokens pays for it, which it does not where both sides are renormalised
+over the k (``topk_tail: renormalised``).
+
+    forward_kl         sum p log(p/q)                                     Hinton et al., 2015, arXiv 1503.02531
+    reverse_kl         sum q log(q/p)                                     MiniLLM, arXiv 2306.08543
+    js_divergence      b KL(p||m) + (1-b) KL(q||m), m = b p + (1-b) q     GKD, arXiv 2306.13649, eq. 1
+    skewed_forward_kl  KL(p || a p + (1-a) q)                             DistiLLM, arXiv 2402.03898
+    skewed_reverse_kl  KL(q || (1-a) p + a q)
+    adaptive_kl        g_h/(g_h+g_t) forward + g_t/(g_h+g_t) reverse      AKL, arXiv 2404.02657
+    total_variation    1/2 sum |p - q|
+
+In ``adaptive_kl`` g_h and g_t are the sums of |p - q| (without gradient) over the teacher's head and tail: the tail are
+its least probable buckets with ``adaptive_kl_alpha`` of the mass, the bucket of unlisted tokens always among them.
+Where p = q both weights are one half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import log
+
+import torch
+from torch import Tensor
+
+from roll.config.distillation import DivergenceConfig
+from roll.protocol.metrics import Mean, Metrics
+
+
+def divergence(student: Tensor, teacher: Tensor, options: DivergenceConfig, has_tail: bool) -> Tensor:
+    """The divergence of each token's distributions, (n,), with gradient to ``student``.
+
+    Args:
+        student: (n, C) log-probs at ``kd_temperature``.
+        teacher: (n, C) log-probs of the same buckets, at ``kd_temperature`` times ``teacher_temperature``.
+        has_tail: the last bucket is the rest of the vocabulary.
+    """
+    assert student.shape == teacher.shape, (student.shape, teacher.shape)
+    if options.topk_tail == "renormalised" and has_tail:
+        student, teacher = student[:, :-1].log_softmax(-1), teacher[:, :-1].log_softmax(-1)
+        has_tail = False
+    value = DIVERGENCES[options.kd_objective](student, teacher, options, has_tail)
+    return value * options.kd_temperature**2 if options.kd_temperature_squared else value
+
+
+def _kl(of: Tensor, to: Tensor) -> Tensor:
+    """KL from log-probs, (n,)."""
+    return (of.exp() * (of - to)).sum(-1)
+
+
+def _mixture(weight: float, first: Tensor, second: Tensor) -> Tensor:
+    """Log-probs of ``weight`` first + (1 - ``weight``) second."""
+    if weight in (0.0, 1.0):
+        return first if weight else second
+    return torch.logaddexp(first + log(weight), second + log(1.0 - weight))
+
+
+def forward_kl(q: Tensor, p: Tensor, _: DivergenceConfig, __: bool) -> Tensor:
+    return _kl(p, q)
+
+
+def reverse_kl(q: Tensor, p: Tensor, _: DivergenceConfig, __: bool) -> Tensor:
+    return _kl(q, p)
+
+
+def js_divergence(q: Tensor, p: Tensor, options: DivergenceConfig, _: bool) -> Tensor:
+    beta = options.js_beta
+    middle = _mixture(beta, p, q)
+    return beta * _kl(p, middle) + (1.0 - beta) * _kl(q, middle)
+
+
+def skewed_forward_kl(q: Tensor, p: Tensor, options: DivergenceConfig, _: bool) -> Tensor:
+    return _kl(p, _mixture(options.skew_lambda, p, q))
+
+
+def skewed_reverse_kl(q: Tensor, p: Tensor, options: DivergenceConfig, _: bool) -> Tensor:
+    return _kl(q, _mixture(options.skew_lambda, q, p))
+
+
+def total_variation(q: Tensor, p: Tensor, _: DivergenceConfig, __: bool) -> Tensor:
+    return (p.exp() - q.exp()).abs().sum(-1) / 2
+
+
+def adaptive_kl(q: Tensor, p: Tensor, options: DivergenceConfig, has_tail: bool) -> Tensor:
+    probs = p.exp()
+    gap = (probs - q.detach().exp()).abs()
+    listed = probs[:, :-1] if has_tail else probs
+    ascending, order = listed.sort(-1)
+    below = ascending.cumsum(-1) + (probs[:, -1:] if has_tail else 0.0)
+    in_tail = torch.empty_like(listed, dtype=torch.bool).scatter_(1, order, below <= options.adaptive_kl_alpha)
+    if has_tail:
+        in_tail = torch.cat([in_tail, in_tail.new_ones(len(in_tail), 1)], dim=1)
+    of_tail, total = (gap * in_tail).sum(-1), gap.sum(-1)
+    share = torch.where(total > 0, of_tail / total.clamp(min=torch.finfo(total.dtype).tiny), 0.5)
+    return (1.0 - share) * _kl(p, q) + share * _kl(q, p)
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor, DivergenceConfig, bool], Tensor]] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "adaptive_kl": adaptive_kl,
+    "skewed_forward_kl": skewed_forward_kl,
+    "skewed_reverse_kl": skewed_reverse_kl,
+    "js_divergence": js_divergence,
+    "total_variation": total_variation,
+}
+"""By ``kd_objective``; each is given q, p, the options and whether the last bucket is the rest of the vocabulary."""
+
+
+def comparison_metrics(outputs: dict[str, Tensor], mask: Tensor, prefix: str) -> Metrics:
+    """Means over the tokens in ``mask`` of what the head reports of a comparison: the masses of the compared tokens on
+    both sides, and how often both sides have the same most probable token."""
+    tokens = mask.sum()
+    names = {"teacher_mass": "teacher_top_k_mass", "student_mass": "student_top_k_mass", "agreement": "agreement@1"}
+    return {prefix + shown: Mean((outputs[name] * mask).sum().detach(), tokens) for name, shown in names.items()}

@@ -1,0 +1,277 @@
+"""``roll export``: a model in Hugging Face's format, an adapter in peft's or a GGUF file, from a training checkpoint.
+
+Works on the checkpoint of any strategy and any number of ranks, without Ray and without process groups.  Tensors are
+read one by one, and written in files of a few gigabytes.  What was written is then loaded as its users load it, and its
+log-probs are compared with those of a model put together in another way: the model that the run began with, in memory,
+with the checkpoint's weights in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from roll.checkpoint.folders import atomic_folder
+from roll.checkpoint.trained_model import TrainedModel, find_trained, wrong
+from roll.config.lora import names_of
+from roll.config.reading.errors import ConfigError
+from roll.models.build import DTYPES, auto_class, checked_config
+from roll.models.loading import TensorFiles
+from roll.models.lora import adapter_file_name, adapter_names, base_name, is_adapter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+FORMS = ("hf", "peft", "gguf")
+MAX_FILE_BYTES = 4 * 2**30
+BOUND = 1e-4
+"""Of the differences between log-probs, computed in float32 from the same rounded weights."""
+BOUND_OF_MERGED = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
+"""Where adapters are merged: the sum may be rounded to the next number up or down."""
+_KEPT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+_OWN_FILES = ("config.json", "model.safetensors.index.json", "adapter_config.json")
+
+
+def write_hf(trained: TrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Weights in files of at most :data:`MAX_FILE_BYTES`, configuration, and the tokenizer's files."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        save_file(pending, folder / f"part{len(shards):05d}", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in trained.tensors(dtype):
+        if pending and sum(one.nbytes for one in pending.values()) + tensor.nbytes > MAX_FILE_BYTES:
+            flush()
+        pending[name] = tensor
+        total += tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        (folder / "part00000").rename(folder / "model.safetensors")
+    else:
+        files: dict[str, str] = {}
+        for index, names in enumerate(shards):
+            file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+            (folder / f"part{index:05d}").rename(folder / file)
+            files |= dict.fromkeys(names, file)
+        index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2)
+        (folder / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
+    _write_config(trained, folder, dtype)
+
+
+def _write_config(trained: TrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    skeleton = trained.skeleton()
+    config = skeleton.config
+    config.dtype = dtype
+    config.architectures = [type(skeleton).__name__]
+    config.save_pretrained(folder)
+    copy_tokenizer(trained, folder)
+
+
+def copy_tokenizer(trained: TrainedModel, folder: Path) -> None:
+    source = TensorFiles(trained.model).folder
+    for pattern in _KEPT_FILES:
+        for file in source.glob(pattern):
+            if file.name not in _OWN_FILES:
+                shutil.copyfile(file, folder / file.name)
+
+
+def write_peft(trained: TrainedModel, folder: Path) -> None:
+    """``adapter_config.json`` and ``adapter_model.safetensors``, float32 as they were trained."""
+    import_peft()
+    from peft import LoraConfig
+
+    contents = trained.contents
+    if not contents.scalings:
+        rule = f"{trained.folder} holds no adapters; only a run with model_args.lora_target has any"
+        raise wrong("--to", "peft", rule, "hf")
+    ranks = {weight: contents.trained[adapter_names(weight)[0]][0] for weight in contents.scalings}
+    # The factor is alpha / rank, whichever formula the run had it from.
+    alphas = {weight: scaling * ranks[weight] for weight, scaling in contents.scalings.items()}
+    first = next(iter(ranks))
+    modules = [weight.removesuffix(".weight") for weight in ranks]
+    whole = sorted({base_name(name).rpartition(".")[0] for name in contents.trained if not is_adapter(name)})
+    config = LoraConfig(
+        task_type="TOKEN_CLS" if trained.head == "value" else "CAUSAL_LM",
+        r=ranks[first],
+        lora_alpha=_plain(alphas[first]),
+        rank_pattern={w.removesuffix(".weight"): r for w, r in ranks.items() if r != ranks[first]},
+        alpha_pattern={w.removesuffix(".weight"): _plain(a) for w, a in alphas.items() if a != alphas[first]},
+        target_modules=modules,
+        modules_to_save=whole or None,
+        base_model_name_or_path=trained.model,
+        inference_mode=True,
+    )
+    with trained.opened() as stored:
+        tensors = {adapter_file_name(name): trained.read(stored, name) for name in contents.trained}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(str(folder))
+
+
+def _plain(number: float) -> Any:
+    """Without a fraction of 0."""
+    return int(number) if number == int(number) else number
+
+
+def import_peft() -> None:
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise wrong("--to", "peft", "needs peft: pip install 'roll-rl[peft]'") from error
+
+
+# Comparison
+
+
+Rounding = Callable[[Tensor], Tensor]
+"""From a float32 parameter to what its exported values are in float32."""
+
+
+def compare(trained: TrainedModel, form: str, path: Path, rounding: Rounding, bound: float) -> float:
+    """The largest difference between outputs of what was written and of the model in memory.
+
+    Raises:
+        ValueError: it is larger than rounding explains.
+    """
+    ids = torch.randint(0, checked_config(trained.args, trained.head).get_text_config().vocab_size, (2, 48),
+                        generator=torch.Generator().manual_seed(0))  # fmt: skip
+    wanted = outputs_of(in_memory(trained, rounding), ids)
+    found = outputs_of(loaded_again(trained, form, path), ids)
+    difference = float((wanted - found).abs().max())
+    if not difference <= bound:
+        raise ValueError(
+            f"{path}: outputs of the exported model differ from those of the checkpoint by {difference:.2g}, more than "
+            f"rounding explains ({bound:g}); it was not kept"
+        )
+    return difference
+
+
+def in_memory(trained: TrainedModel, rounding: Rounding) -> PreTrainedModel:
+    """The model that the run began with, with the checkpoint's weights in it, rounded; computes in float32."""
+    config = checked_config(trained.args, trained.head)
+    model: Any = auto_class(config, trained.head).from_pretrained(trained.model, config=config, dtype=torch.float32)
+    live = {base_name(name): parameter for name, parameter in model.named_parameters()}
+    with trained.opened() as stored, torch.no_grad():
+        for name in trained.contents.trained:
+            if not is_adapter(name):
+                live[base_name(name)].copy_(trained.read(stored, name))
+        for weight, scaling in trained.contents.scalings.items():
+            down, up = (trained.read(stored, name) for name in adapter_names(weight))
+            live[weight] += (up @ down) * scaling
+        for parameter in model.parameters():
+            parameter.copy_(rounding(parameter))
+    whole: PreTrainedModel = model.eval()
+    return whole
+
+
+def loaded_again(trained: TrainedModel, form: str, path: Path) -> PreTrainedModel:
+    """As its users load it, in float32."""
+    if form == "peft":
+        from peft import PeftModel
+
+        config = checked_config(trained.args, trained.head)
+        base = auto_class(config, trained.head).from_pretrained(trained.model, config=config, dtype=torch.float32)
+        adapted: Any = PeftModel.from_pretrained(base, str(path)).eval()
+        return adapted
+    config = checked_config(trained.args, trained.head)
+    source: dict[str, Any] = {"pretrained_model_name_or_path": path}
+    if form == "gguf":
+        # transformers reads tensors and their types from the file, and not every key of the shape.
+        source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "config": config}
+    model: PreTrainedModel = auto_class(config, trained.head).from_pretrained(**source, dtype=torch.float32).eval()
+    return model
+
+
+@torch.no_grad()
+def outputs_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Log-probs of the next token, or values."""
+    logits: Tensor = model(input_ids=ids).logits.float()
+    return logits if logits.shape[-1] == 1 else logits.log_softmax(-1)
+
+
+# Command
+
+
+def main(words: Sequence[str]) -> int:
+    """Exit status 0, or 1 where the comparison fails."""
+    options = build_parser().parse_args(words)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    trained = find_trained(options.checkpoint, options.role, options.model)
+    output = options.output or Path(f"{trained.folder.parent.name}-{trained.folder.name}-{options.to}")
+    if output.exists():
+        raise wrong("--output", str(output), "exists; name a folder that is not there yet")
+    try:
+        dtype = _dtype(options, trained)
+        with atomic_folder(output) as folder:
+            difference = _write(trained, options.to, folder, dtype, options)
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+    compared = "not compared" if difference is None else f"log-probs differ from the checkpoint's by {difference:.2g}"
+    logger.info("%s: %s of %s, %s", output, options.to, trained.folder, compared)
+    return 0
+
+
+def _write(
+    trained: TrainedModel, form: str, folder: Path, dtype: torch.dtype, options: argparse.Namespace
+) -> float | None:
+    path = folder
+    rounding: Rounding = lambda tensor: tensor.to(dtype).float()  # noqa: E731
+    if form == "hf":
+        write_hf(trained, folder, dtype)
+    elif form == "peft":
+        write_peft(trained, folder)
+    else:
+        from roll.checkpoint.gguf_file import rounded, write_gguf
+
+        path = write_gguf(trained, folder, options.dtype or "f16")
+        rounding = partial(rounded, dtype=options.dtype or "f16")
+    bound = BOUND_OF_MERGED[dtype] if trained.contents.scalings and form != "peft" else BOUND
+    return None if options.no_check else compare(trained, form, path, rounding, bound)
+
+
+def _dtype(options: argparse.Namespace, trained: TrainedModel) -> torch.dtype:
+    """Of the weights; in the comparison, of those in memory."""
+    if options.to == "peft":
+        return torch.float32
+    if options.to == "gguf":
+        return {"f32": torch.float32, "bf16": torch.bfloat16}.get(options.dtype or "f16", torch.float16)
+    if options.dtype in DTYPES:
+        return DTYPES[options.dtype]
+    if options.dtype is not None:
+        raise wrong("--dtype", options.dtype, f"of an hf export one of {', '.join(names_of('bf16, fp16, fp32'))}")
+    own = checked_config(trained.args, trained.head).dtype
+    return own if own in BOUND_OF_MERGED else torch.bfloat16
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="roll export", description=__doc__.split("\n\n")[0])
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, or a run's folder: its newest")
+    parser.add_argument(
+        "--to", choices=FORMS, default="hf", help="hf: a model folder; peft: the adapter; gguf: one file"
+    )
+    parser.add_argument("--output", type=Path, help="a new folder (default: checkpoint-<n>-<role>-<form> here)")
+    parser.add_argument("--role", help="actor_train, critic, sft_train ...; needed where there are several")
+    parser.add_argument("--model", help="the model that the run began with, if it has moved")
+    parser.add_argument(
+        "--dtype", help="hf: bf16, fp16, fp32 (default: the model's); gguf: f32, f16 (default), bf16, q8_0"
+    )
+    parser.add_argument("--no-check", action="store_true", help="write only: the comparison needs the model in memory")
+    return parser

@@ -1,0 +1,163 @@
+"""Copies of checkpoints in object storage, by fsspec: ``s3://bucket/runs``, ``gs://``, ``az://``, ``file://``, ``memory://``.
+
+Object storage has no rename.  A checkpoint is copied file by file, its manifest last: without a manifest there is no
+checkpoint.  One that is fetched is compared with its manifest like any other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import posixpath
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from roll.checkpoint.folders import (
+    MANIFEST_NAME,
+    CheckpointDamagedError,
+    atomic_folder,
+    flush_folder,
+    read_manifest,
+    verify_folder,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def is_url(place: str | Path) -> bool:
+    """True for what fsspec is to open; a plain path is a folder."""
+    return "://" in str(place)
+
+
+def store_problem(url: str) -> str | None:
+    """Why this host cannot open a store, in words; None: it can."""
+    import fsspec  # type: ignore[import-untyped, unused-ignore]
+
+    protocol = url.split("://")[0]
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        known = ", ".join(sorted(fsspec.available_protocols()))
+        return f"{protocol} is no kind of storage that fsspec knows; it knows {known}"
+    except ImportError as error:
+        return f"{error} (its package is not installed; for s3://: pip install s3fs)"
+    return None
+
+
+class ObjectStore:
+    """Checkpoints below one URL.
+
+    Args:
+        options: of fsspec's file system (``endpoint_url``, ``anon`` ...). Keys come from the environment.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.options = dict(options or {})
+
+    def __str__(self) -> str:
+        return self.url
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        import fsspec
+
+        with self._errors():
+            fs, root = fsspec.core.url_to_fs(self.url, **self.options)
+            return fs, str(root).rstrip("/")
+
+    def names(self) -> list[str]:
+        """Folders directly below the URL that have a manifest.
+
+        Raises:
+            OSError: the store does not answer.
+        """
+        fs, root = self._opened
+        with self._errors():
+            fs.invalidate_cache()
+            if not fs.exists(root):
+                return []
+            folders = [str(entry["name"]).rstrip("/") for entry in fs.ls(root, detail=True)]
+            return [posixpath.basename(one) for one in folders if fs.exists(f"{one}/{MANIFEST_NAME}")]
+
+    def put(self, folder: Path) -> None:
+        """Copy a checkpoint, replacing one of its name.
+
+        Raises:
+            OSError: a file could not be copied; there is no checkpoint of this name now.
+            CheckpointDamagedError: it has other sizes there.
+        """
+        fs, root = self._opened
+        target = f"{root}/{folder.name}"
+        files = {**read_manifest(folder).files}
+        with self._errors():
+            if fs.exists(f"{target}/{MANIFEST_NAME}"):
+                fs.rm_file(f"{target}/{MANIFEST_NAME}")
+            for name, entry in files.items():
+                self._put(folder / name, f"{target}/{name}")
+                size = fs.size(f"{target}/{name}")
+                if size != entry.size:
+                    raise CheckpointDamagedError(f"{target}/{name} has {size} bytes instead of {entry.size}")
+            self._put(folder / MANIFEST_NAME, f"{target}/{MANIFEST_NAME}")
+
+    def _put(self, source: Path, target: str) -> None:
+        fs, _ = self._opened
+        fs.makedirs(posixpath.dirname(target), exist_ok=True)
+        fs.put_file(str(source), target)
+
+    def fetch(self, name: str, parent: Path) -> Path:
+        """Copy a checkpoint into ``parent``, where it is there whole or not at all; one that is there already is used.
+
+        Raises:
+            OSError: the store does not answer, or has no such checkpoint.
+            CheckpointDamagedError: it is not what its manifest says.
+        """
+        final = parent / name
+        if final.is_dir():
+            verify_folder(final)
+            return final
+        logger.info("fetching %s/%s", self.url, name)
+        with atomic_folder(final) as folder:
+            self._get(name, folder, lambda file: True)
+            verify_folder(folder)
+            flush_folder(folder)
+        return final
+
+    def fetch_some(self, name: str, file_names: Collection[str]) -> Path:
+        """The files of a checkpoint that are called so, in a temporary folder."""
+        folder = Path(tempfile.mkdtemp(prefix="roll-checkpoint-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        self._get(name, folder / name, lambda file: posixpath.basename(file) in file_names)
+        return folder / name
+
+    def _get(self, name: str, folder: Path, wanted: Callable[[str], bool]) -> None:
+        fs, root = self._opened
+        folder.mkdir(parents=True, exist_ok=True)
+        with self._errors():
+            fs.get_file(f"{root}/{name}/{MANIFEST_NAME}", str(folder / MANIFEST_NAME))
+            for file in filter(wanted, read_manifest(folder).files):
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                fs.get_file(f"{root}/{name}/{file}", str(folder / file))
+
+    def set_aside(self, name: str, new_name: str) -> None:
+        """Rename a checkpoint; what had the new name is gone."""
+        fs, root = self._opened
+        with self._errors():
+            if fs.exists(f"{root}/{new_name}"):
+                fs.rm(f"{root}/{new_name}", recursive=True)
+            fs.mv(f"{root}/{name}", f"{root}/{new_name}", recursive=True)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Errors of whichever client is behind fsspec as ``OSError``, with the URL."""
+        try:
+            yield
+        except CheckpointDamagedError:
+            raise
+        except Exception as error:
+            raise OSError(f"{self.url}: {error or type(error).__name__}") from error

@@ -1,0 +1,221 @@
+"""Trained parameters and optimizer moments on disk: one sharded layout for all training strategies.
+
+A role's folder holds ``model_and_optimizer/rank<r>.safetensors``: of every trained parameter of the Hugging Face model,
+under its name there, the float32 weight and AdamW's moments that rank r keeps::
+
+    weight/model.layers.0.self_attn.q_proj.weight       exp_avg/...      exp_avg_sq/...
+
+A tensor in a file is a *piece* of the whole: consecutive elements of it, flattened (a run of rows under FSDP2, any run
+under FSDP1 and ZeRO), or some columns of some rows (tensor parallelism).  Where a piece begins is in the file's
+metadata, so every file says for itself what it holds.  A reader takes the elements that it needs from whichever files
+have them: any strategy, any number of ranks, any parallel sizes, and no rank ever has more than its own part and one
+tensor in memory.  Reading runs no code of a file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from roll.checkpoint.folders import CheckpointDamagedError
+
+FOLDER = "model_and_optimizer"
+WEIGHT = "weight"
+BUFFER = "buffer"
+"""Kind of a persistent buffer, in its own type."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+_PIECES, _UPDATES = "pieces", "updates"
+_STARTS = "starts"
+"""Metadata of files of format 2: consecutive elements only."""
+_INDEX_OF_FORMAT_2 = ".metadata"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a parameter: elements ``start`` to ``start + n`` of it, flattened; or, with a ``stride``, a matrix of
+    which element (i, j) is element ``start + i * stride + j`` of the parameter."""
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    """By kind: :data:`WEIGHT`, the :data:`MOMENTS`; 1-D, or (rows, columns) with a stride."""
+    start: int = 0
+    stride: int = 0
+    """Elements from one row of the whole parameter to the next; 0: consecutive elements."""
+    updates: int = 0
+    """Optimizer updates that the moments are the result of."""
+
+
+class Pieces:
+    """Pieces copied to host memory, still to be written."""
+
+    def __init__(self, pieces: Iterable[Piece], buffers: Mapping[str, Tensor] | None = None) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        places: dict[str, list[int]] = {}
+        counts: Counter[str] = Counter()
+        self._updates: dict[str, int] = {}
+        for piece in pieces:
+            key = f"{piece.name}#{counts[piece.name]}" if counts[piece.name] else piece.name
+            counts[piece.name] += 1
+            places[key] = [piece.start, piece.stride]
+            self._updates[piece.name] = piece.updates
+            for kind, tensor in piece.tensors.items():
+                self._tensors[f"{kind}/{key}"] = tensor.detach().float().to("cpu", copy=True).contiguous()
+        for name, buffer in (buffers or {}).items():
+            self._tensors[f"{BUFFER}/{name}"] = buffer.detach().to("cpu", copy=True).contiguous()
+        self._metadata = {_PIECES: json.dumps(places), _UPDATES: json.dumps(self._updates)}
+
+    @property
+    def updates(self) -> int:
+        """The most updates of any parameter here."""
+        return max(self._updates.values(), default=0)
+
+    def write(self, path: Path, rank: int) -> None:
+        """Write this rank's file below ``path``, a role's folder; none where the rank has nothing to write."""
+        folder = path / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._tensors:
+            save_file(self._tensors, folder / f"rank{rank:05d}.safetensors", metadata=self._metadata)
+
+
+class StoredTensors(Protocol):
+    """The tensors of a checkpoint, by kind and name of the parameter."""
+
+    def has(self, kind: str, name: str) -> bool: ...
+
+    def updates(self, name: str) -> int:
+        """Optimizer updates that a parameter's moments are the result of."""
+
+    def read(self, kind: str, name: str, begin: int, end: int) -> Tensor:
+        """float32 (end - begin,): elements of the flattened tensor, on the host.
+
+        Raises:
+            CheckpointDamagedError: the files lack some of them.
+        """
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Persistent buffers of the model."""
+
+
+@dataclass
+class _Held:
+    """A piece in an opened file."""
+
+    file: Any
+    key: str
+    start: int
+    stride: int
+
+    def copy_into(self, wanted: Tensor, kind: str, begin: int) -> int:
+        """Fill in what this piece has of ``wanted``, elements ``begin`` and on; the number of elements filled in."""
+        held = self.file.get_slice(f"{kind}/{self.key}")
+        shape, end = held.get_shape(), begin + len(wanted)
+        if not self.stride:
+            low, high = max(begin, self.start), min(end, self.start + shape[0])
+            if low >= high:
+                return 0
+            wanted[low - begin : high - begin] = held[low - self.start : high - self.start]
+            return high - low
+        base, column = divmod(self.start, self.stride)
+        first = max(0, begin // self.stride - base)
+        last = min(shape[0], -(-end // self.stride) - base)
+        if first >= last:
+            return 0
+        rows, found = held[first:last], 0
+        whole_first = max(first, -(-begin // self.stride) - base)
+        whole_last = max(whole_first, min(last, end // self.stride - base))
+        if whole_first < whole_last:
+            offset, count = (base + whole_first) * self.stride - begin, whole_last - whole_first
+            target = wanted[offset : offset + count * self.stride].view(count, self.stride)
+            target[:, column : column + shape[1]] = rows[whole_first - first : whole_last - first]
+            found += count * shape[1]
+        for row in (*range(first, min(whole_first, last)), *range(max(whole_last, whole_first), last)):
+            start = (base + row) * self.stride + column
+            low, high = max(begin, start), min(end, start + shape[1])
+            if low < high:
+                wanted[low - begin : high - begin] = rows[row - first, low - start : high - start]
+                found += high - low
+        return found
+
+
+@dataclass
+class _Files:
+    """:class:`StoredTensors` of opened files."""
+
+    folder: Path
+    pieces: dict[str, list[_Held]] = field(default_factory=dict)
+    keys: dict[str, Any] = field(default_factory=dict)
+    """The file of every tensor."""
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, file: Any, path: Path, updates: int) -> None:
+        metadata = file.metadata() or {}
+        try:
+            if _PIECES in metadata:
+                places = json.loads(metadata[_PIECES])
+            else:
+                places = {name: [start, 0] for name, start in json.loads(metadata[_STARTS]).items()}
+            counts = json.loads(metadata.get(_UPDATES, "{}"))
+            for key, (start, stride) in places.items():
+                name = key.partition("#")[0]
+                self.pieces.setdefault(name, []).append(_Held(file, key, int(start), int(stride)))
+                self.counts[name] = int(counts.get(name, updates))
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointDamagedError(f"{path} does not say which elements it holds ({error!r})") from error
+        self.keys |= dict.fromkeys(file.keys(), file)
+
+    def has(self, kind: str, name: str) -> bool:
+        return any(f"{kind}/{held.key}" in self.keys for held in self.pieces.get(name, ()))
+
+    def updates(self, name: str) -> int:
+        return self.counts.get(name, 0)
+
+    def read(self, kind: str, name: str, begin: int, end: int) -> Tensor:
+        wanted = torch.empty(end - begin)
+        found = sum(held.copy_into(wanted, kind, begin) for held in self.pieces.get(name, ()))
+        if found != end - begin:
+            raise CheckpointDamagedError(
+                f"{self.folder} has {found} of the elements {begin} to {end} of {kind}/{name}; files are missing"
+            )
+        return wanted
+
+    def buffers(self) -> dict[str, Tensor]:
+        prefix = f"{BUFFER}/"
+        held = {key: file for key, file in self.keys.items() if key.startswith(prefix)}
+        return {key.removeprefix(prefix): file.get_tensor(key) for key, file in held.items()}
+
+
+@contextmanager
+def stored_tensors(path: Path, updates: int = 0) -> Iterator[StoredTensors]:
+    """The tensors of a role's folder, also of one that an earlier version wrote under FSDP or DeepSpeed.
+
+    Args:
+        updates: for files that do not say how many their moments are the result of.
+
+    Raises:
+        CheckpointDamagedError: a file that cannot be read, or does not say what it holds.
+    """
+    folder = path / FOLDER
+    if (folder / _INDEX_OF_FORMAT_2).is_file():
+        from roll.checkpoint.format_2 import DistributedTensors
+
+        yield DistributedTensors(folder)
+        return
+    files = _Files(folder)
+    with ExitStack() as stack:
+        try:
+            for name in sorted(folder.glob("rank*.safetensors")):
+                files.add(stack.enter_context(safe_open(name, framework="pt")), name, updates)
+            yield files
+        except SafetensorError as error:
+            raise CheckpointDamagedError(f"{folder} cannot be read: {error}") from error

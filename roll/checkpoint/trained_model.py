@@ -1,0 +1,148 @@
+"""A trained model as a checkpoint holds it, read without ranks: parameters one by one, whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from roll.checkpoint.contents import (
+    STATE_NAME,
+    CheckpointMismatchError,
+    ModelContents,
+    read_contents,
+    read_trainer_state,
+)
+from roll.checkpoint.folders import CheckpointDamagedError
+from roll.checkpoint.manager import Checkpoint, CheckpointManager
+from roll.checkpoint.tensors import WEIGHT, StoredTensors, stored_tensors
+from roll.config.reading.errors import ConfigError, Problem
+from roll.config.roles import ModelArguments
+from roll.models.build import VALUE_HEAD, HeadName, auto_class, checked_config
+from roll.models.loading import TensorFiles
+from roll.models.lora import adapter_names, base_name, is_adapter, merged_weight
+from roll.models.stored import StoredLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A role's folder of a checkpoint, and the model folder that its run began with."""
+
+    folder: Path
+    state: dict[str, Any]
+    contents: ModelContents
+    model: str
+
+    @property
+    def head(self) -> HeadName:
+        """A value head is trained where there is one."""
+        return "value" if any(base_name(name).startswith(VALUE_HEAD) for name in self.contents.trained) else "causal_lm"
+
+    @property
+    def args(self) -> ModelArguments:
+        return ModelArguments(model_name_or_path=self.model)
+
+    @cached_property
+    def trained(self) -> dict[str, str]:
+        """Names in the checkpoint of the parameters that are trained whole, by their names in the plain model."""
+        return {base_name(name): name for name in self.contents.trained if not is_adapter(name)}
+
+    def opened(self) -> AbstractContextManager[StoredTensors]:
+        return stored_tensors(self.folder, int(self.state.get("updates", 0)))
+
+    def read(self, stored: StoredTensors, name: str) -> Tensor:
+        """float32, whole: a trained parameter, by its name in the checkpoint."""
+        shape = torch.Size(self.contents.trained[name])
+        return stored.read(WEIGHT, name, 0, shape.numel()).view(shape)
+
+    def skeleton(self) -> PreTrainedModel:
+        """The plain model, without weights."""
+        config = checked_config(self.args, self.head)
+        made_by = auto_class(config, self.head)
+        with torch.device("meta"):
+            model: PreTrainedModel = (getattr(made_by, "from_config", None) or made_by._from_config)(config)
+        return model
+
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The plain model's tensors as a model folder names them, adapters merged, one by one."""
+        skeleton, files = self.skeleton(), TensorFiles(self.model)
+        layout = StoredLayout(skeleton)
+        persistent = skeleton.state_dict().keys()
+        with self.opened() as stored:
+            buffers = {base_name(name): buffer for name, buffer in stored.buffers().items()}
+            for name, parameter in skeleton.named_parameters():
+                if name in self.trained:
+                    whole = self.read(stored, self.trained[name]).to(dtype)
+                    yield from ((key, part.contiguous()) for key, part in layout.split(name, whole))
+                elif name in self.contents.scalings:
+                    down, up = (self.read(stored, one) for one in adapter_names(name))
+                    (part,) = layout.parts(name)
+                    base = layout.read(files, part.name).float()
+                    yield part.name, merged_weight(base, down, up, self.contents.scalings[name]).to(dtype)
+                else:
+                    assert parameter.is_floating_point(), name
+                    yield from ((part.name, layout.read(files, part.name).to(dtype)) for part in layout.parts(name))
+            for name, _ in skeleton.named_buffers():
+                if name in persistent:
+                    yield name, buffers[name] if name in buffers else files.read_rows(name, slice(None))
+
+
+def find_trained(path: Path, role: str | None, model: str | None) -> TrainedModel:
+    """
+    Args:
+        path: a checkpoint, a folder of them, a run's output folder, or a role's folder in a checkpoint.
+        role: needed where a checkpoint holds several.
+        model: the model that the run began with, where it is not (any more) where the checkpoint says.
+
+    Raises:
+        ConfigError: nothing to export there.
+    """
+    try:
+        folder = path if (path / STATE_NAME).is_file() else _role_folder(_checkpoint(path), role)
+        state = read_trainer_state(folder)
+        contents = read_contents(state, folder)
+    except (FileNotFoundError, CheckpointDamagedError, CheckpointMismatchError) as error:
+        raise wrong("CKPT", str(path), str(error)) from error
+    if state["format"] < 3 and contents.strategy.startswith("megatron"):
+        rule = (
+            "an earlier version of roll wrote it under megatron_train; let a run go on from it, and export that one's"
+        )
+        raise wrong("CKPT", str(path), rule)
+    model = model or contents.path
+    if model is None:
+        rule = "the checkpoint does not say which model its run began with (format 2); name it"
+        raise wrong("--model", None, rule, "models/Qwen2.5-7B")
+    return TrainedModel(folder, state, contents, model)
+
+
+def _checkpoint(path: Path) -> Checkpoint:
+    inner = path / "checkpoints"
+    found = CheckpointManager.find(inner if inner.is_dir() else path)
+    logger.info("exporting %s", found.path)
+    return found
+
+
+def _role_folder(checkpoint: Checkpoint, role: str | None) -> Path:
+    if role is not None:
+        return checkpoint.role(role)
+    roles = sorted(file.parent.name for file in checkpoint.path.glob(f"*/{STATE_NAME}"))
+    policies = [name for name in roles if name != "critic"]
+    if len(policies) == 1:
+        return checkpoint.path / policies[0]
+    raise wrong("--role", None, f"{checkpoint.path} holds {', '.join(roles) or 'no model'}; name one", "actor_train")
+
+
+def wrong(key: str, value: str | None, rule: str, example: str | None = None) -> ConfigError:
+    return ConfigError([Problem(key, value, rule, example, has_value=value is not None)])

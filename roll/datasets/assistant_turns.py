@@ -1,0 +1,225 @@
+"""Conversations of which every assistant's turn is learned, tool calls included, and nothing else.
+
+Which tokens those are, the chat template says: by its own ``{% generation %}`` marks, where it has them; else by what
+it renders of the conversation's beginnings.  Turn i begins behind ``render(messages[:i], add_generation_prompt=True)``,
+the prompt that the model would be given for it, and ends with ``render(messages[:i + 1])``, at the last special token
+of that (what a template writes behind the end of a turn, the model never has to).  Both must be beginnings of the
+whole, or a turn would be learned in a context that it is never generated in; a row for which they are not is refused
+(templates that drop the thoughts of earlier turns, for one).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+from roll.config.names import TEMPLATE_ENDINGS
+from roll.datasets.columns import Columns, Message
+from roll.datasets.reading import SourceRow
+from roll.datasets.templates import TemplateChoice
+from roll.datasets.types import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOOLS = "tools"
+"""Column of the schemas of the tools that a conversation has."""
+GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
+GROWING_TEMPLATES = frozenset(("native", "qwen2_5", "qwen3_coder", "qwen3", "qwen3_nothink", "chatml", "empty"))
+"""Templates that render a conversation turn by turn; a file is taken for one, too."""
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """A conversation to be learned."""
+
+    source: SourceRow
+    tag: str
+    messages: list[Message]
+    tools: list[Any] | None
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Its tokens, and those that carry the loss."""
+
+    token_ids: list[int]
+    mask: list[bool]
+
+
+def read_dialogue(columns: Columns, source: SourceRow, templates: TemplateChoice) -> Dialogue:
+    """The conversation of a row with its tools; a response of its own column is the last turn.
+
+    Raises:
+        DataError: no conversation, no assistant's turn in it, or tools that are no list.
+    """
+    tag = columns.read_tag(source)
+    messages = [plain_message(source, one) for one in columns.read_messages(source)]
+    answer = source.row.get(columns.response)
+    if isinstance(answer, str) and answer and messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": answer})
+    if not any(one["role"] == "assistant" for one in messages):
+        raise DataError(
+            f"{source.place}: no assistant's turn in the conversation, and no column {columns.response!r} "
+            "(data_args.response): there is nothing to learn"
+        )
+    tools = source.row.get(TOOLS)
+    if isinstance(tools, str):
+        tools = parsed(source, TOOLS, tools) if tools.strip() else None
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(f"{source.place}: {TOOLS} must be a list of schemas, found {type(tools).__name__}")
+    return Dialogue(source, tag, templates.with_system(messages, tag), list(tools) if tools else None)
+
+
+def plain_message(source: SourceRow, message: Message) -> Message:
+    """Without the nulls that a file of columns has in place of missing keys; arguments of tool calls as objects, which
+    is what templates take."""
+    kept = {key: value for key, value in message.items() if value is not None} | {"content": message["content"] or ""}
+    if not kept.get("tool_calls"):
+        kept.pop("tool_calls", None)
+        return kept
+    calls = []
+    for call in kept["tool_calls"]:
+        function = dict(call["function"] if isinstance(call.get("function"), Mapping) else call)
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = parsed(source, "tool_calls.arguments", function["arguments"] or "{}")
+        found = {key: value for key, value in function.items() if value is not None}
+        calls.append({**call, "function": found} if "function" in call else {"type": "function", "function": found})
+    return kept | {"tool_calls": calls}
+
+
+def parsed(source: SourceRow, column: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{source.place}: {column} is a text but not JSON ({error.msg})") from error
+
+
+class AssistantTurns:
+    """Renders, tokenises and masks conversations with one tokenizer and one choice of templates."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, templates: TemplateChoice) -> None:
+        """
+        Raises:
+            DataError: a template that does not render turn by turn.
+        """
+        for name in templates.renders:
+            if name not in GROWING_TEMPLATES and not name.endswith(TEMPLATE_ENDINGS):
+                raise DataError(
+                    f"template {name!r} renders no conversation turn by turn, which train_on: assistant needs; "
+                    f"use one of {', '.join(sorted(GROWING_TEMPLATES))}, or a .jinja file"
+                )
+        self._tokenizer = tokenizer
+        self._templates = templates
+        self._special = set(tokenizer.all_special_ids)
+
+    def __call__(self, dialogues: Sequence[Dialogue]) -> list[Masked | DataError]:
+        """Tokens and mask of each conversation, or what is wrong with it."""
+        return [self._masked(one) for one in dialogues]
+
+    def _masked(self, one: Dialogue) -> Masked | DataError:
+        from jinja2 import TemplateError
+
+        name = self._templates.of(one.tag)
+        try:
+            found = self._by_marks(one, name) if self._has_marks(name) else self._by_beginnings(one, name)
+        except DataError as error:
+            return error
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            return DataError(f"{one.source.place}: template {name!r} cannot render this conversation: {error}")
+        if not any(found.mask):
+            return DataError(f"{one.source.place}: the template {name!r} marks no token of an assistant's turn")
+        return found
+
+    def _variables(self, name: str) -> dict[str, Any]:
+        """What the tokenizer's template is given by a template's name."""
+        render = self._templates.renders[name]
+        own = {"qwen3": {"enable_thinking": True}, "qwen3_nothink": {"enable_thinking": False}}.get(name, {})
+        return {**getattr(render, "keywords", {}), **own, **self._templates.variables}
+
+    def _has_marks(self, name: str) -> bool:
+        if name in ("chatml", "empty"):
+            return False
+        template = self._variables(name).get("chat_template") or self._tokenizer.chat_template
+        return GENERATION.search(str(template)) is not None
+
+    def _by_marks(self, one: Dialogue, name: str) -> Masked:
+        options: dict[str, Any] = {"tools": one.tools, **self._variables(name)}
+        found: Any = self._tokenizer.apply_chat_template(
+            one.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
+        )
+        return Masked(list(found["input_ids"]), [bool(value) for value in found["assistant_masks"]])
+
+    def _by_beginnings(self, one: Dialogue, name: str) -> Masked:
+        """
+        Raises:
+            DataError: a beginning of the conversation is not one of the whole.
+        """
+        turns = [number for number, message in enumerate(one.messages) if message["role"] == "assistant"]
+        text = self._render(one, name, len(one.messages), opens=False)
+        beginnings = []
+        for turn in turns:
+            for beginning, what in (
+                (self._render(one, name, turn, opens=True), "the prompt of"),
+                (self._render(one, name, turn + 1, opens=False), "the conversation up to"),
+            ):
+                if not text.startswith(beginning):
+                    raise DataError(
+                        f"{one.source.place}: with template {name!r} {what} message {turn} is no beginning of the "
+                        "whole conversation: that turn would be learned in a context in which it is never generated; "
+                        "use train_on: last, or a template with {% generation %} marks"
+                    )
+                beginnings.append(beginning)
+        whole, edges = self._tokens(text, beginnings)
+        mask = [False] * len(whole)
+        for begin, behind in zip(edges[::2], edges[1::2], strict=True):
+            end = self._end(whole, begin, behind)
+            mask[begin:end] = [True] * (end - begin)
+        if turns[-1] == len(one.messages) - 1 and mask[-1] and whole[-1] not in self._special:
+            # A template without an end of turn: the model would never learn to stop.
+            whole, mask = [*whole, self._tokenizer.eos_token_id], [*mask, True]
+        return Masked(whole, mask)
+
+    def _tokens(self, text: str, beginnings: Sequence[str]) -> tuple[list[int], list[int]]:
+        """The ids of ``text``, and how many of them each of its ``beginnings`` has.
+
+        Where a token would span the end of one, the parts are tokenised apart, as they are when the model generates.
+        """
+        whole, *parts = self._encoded([text, *beginnings])
+        if all(whole[: len(part)] == part for part in parts):
+            return whole, [len(part) for part in parts]
+        places = [0, *map(len, beginnings), len(text)]
+        pieces = self._encoded([text[begin:end] for begin, end in pairwise(places)])
+        return [token for piece in pieces for token in piece], list(accumulate(map(len, pieces[:-1])))
+
+    def _encoded(self, texts: list[str]) -> list[list[int]]:
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def _render(self, one: Dialogue, name: str, count: int, opens: bool) -> str:
+        """The first ``count`` messages, with the opening of the assistant's turn or without."""
+        options: dict[str, Any] = {} if one.tools is None else {"tools": one.tools}
+        if count == 0:
+            return ""
+        variables = self._templates.variables
+        return self._templates.renders[name](
+            self._tokenizer, one.messages[:count], add_generation_prompt=opens, **options, **variables
+        )
+
+    def _end(self, ids: Sequence[int], begin: int, end: int) -> int:
+        """Behind the last special token of a turn, if only space follows it."""
+        last = next((number for number in range(end - 1, begin - 1, -1) if ids[number] in self._special), None)
+        if last is None or str(self._tokenizer.decode(list(ids[last + 1 : end]))).strip():
+            return end
+        return last + 1
+
+
+def spans_of(mask: Sequence[bool]) -> list[int]:
+    """Begin and end of every run of True, one after the other."""
+    edges = [0, *map(int, mask), 0]
+    return [number for number in range(len(mask) + 1) if edges[number] != edges[number + 1]]

@@ -1,0 +1,324 @@
+"""Runs that go on by themselves (``max_restarts``): a small parent process starts ``roll run`` again after a failure.
+
+A training worker that dies takes its process group along, a raylet its node, and the kernel may kill the driver itself.
+None of them can be mended within the process that drives the run, so its parent does it: it waits for the run's end,
+has the newest checkpoint named, and starts the same command from there. The run reports through a socket how far it has
+come, which checkpoints are whole, and why it ends; one that ends without a reason was killed.
+
+Needs the standard library only: the parent stays small for as long as the run lasts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from roll.distributed.guard import end_run
+from roll.distributed.signals import ENDING
+
+logger = logging.getLogger(__name__)
+
+SOCKET_ENV = "ROLL_SUPERVISOR"
+LEFT_OUT_ENV = "ROLL_LEFT_OUT_STEPS"
+RECORD_NAME = "restarts.jsonl"
+"""In the folder of logs: a line for every end, restart and recovery."""
+
+MOST_WAIT = 600.0
+"""Seconds of the longest pause before a restart."""
+MOST_REWINDS = 3
+"""From one checkpoint: a model that keeps giving numbers that are not finite is not mended by leaving batches out."""
+
+FAILED, INTERRUPTED, DONE, WRONG, REWIND = "failed", "interrupted", "done", "wrong", "rewind"
+"""Reasons of an end: a fault that a restart may mend, a signal, the last step, a mistake that stays one, a batch that
+gave a number that is not finite."""
+_CLEANUP_SECONDS = 5.0
+
+
+class Supervised:
+    """The run's end of the socket; without a supervisor :meth:`tell` does nothing."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self.left_out: frozenset[int] = frozenset()
+        """Steps whose batches no model learns from."""
+
+    @property
+    def is_attached(self) -> bool:
+        return self._socket is not None
+
+    def attach(self) -> None:
+        """Take over what the supervisor has left in the environment, so that no worker inherits it."""
+        number, steps = os.environ.pop(SOCKET_ENV, None), os.environ.pop(LEFT_OUT_ENV, "")
+        if number is None or self._socket is not None:
+            return
+        self._socket = socket.socket(fileno=int(number))
+        self._socket.set_inheritable(False)
+        self.left_out = frozenset(int(step) for step in steps.split(",") if step)
+        threading.Thread(target=self._end_with_parent, daemon=True, name="supervisor").start()
+
+    def tell(self, **facts: Any) -> None:
+        """Leave facts with the supervisor, in place of those under the same names (see :class:`Attempt`)."""
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.sendall((json.dumps(facts) + "\n").encode())
+
+    def _end_with_parent(self) -> None:
+        assert self._socket is not None
+        with suppress(OSError):
+            if not self._socket.recv(1):
+                os.kill(os.getpid(), signal.SIGTERM)  # whoever killed the parent meant the run
+
+
+supervised = Supervised()
+
+
+@dataclass
+class Attempt:
+    """One process of the run, as its supervisor knows it."""
+
+    began: float = field(default_factory=time.monotonic)
+    status: int = 0
+    mark: str = ""
+    """Of the run's processes (:mod:`roll.distributed.guard`)."""
+    reached: int | None = None
+    """Steps done; None: training had not begun."""
+    first: int | None = None
+    """Steps done when training began."""
+    checkpoints: list[list[str]] = field(default_factory=list)
+    """Places of each checkpoint, newest last."""
+    end: str = ""
+    """One of the reasons above; empty: it was killed."""
+    cause: str = ""
+
+    def take(self, facts: Mapping[str, Any]) -> None:
+        for name, value in facts.items():
+            if name == "checkpoint":
+                if value not in self.checkpoints:
+                    self.checkpoints.append(value)
+            else:
+                setattr(self, name, value)
+        if self.first is None:
+            self.first = self.reached
+
+    @property
+    def reason(self) -> str:
+        if self.cause:
+            return self.cause
+        if self.status < 0:
+            return f"the run's process was killed by {signal.Signals(-self.status).name}"
+        return f"the run's process ended without a word, exit status {self.status}"
+
+    @property
+    def exit_status(self) -> int:
+        return 128 - self.status if self.status < 0 else self.status
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """When a run is started again."""
+
+    max_restarts: int
+    backoff: float
+    """Seconds before the first restart; twice as many before each further one from the same checkpoint."""
+
+
+class Supervisor:
+    """Starts a run, and starts it again.
+
+    Args:
+        command: starts the run; given the checkpoint to go on from, or None.
+        log_dir: folder of the run's logs, where ends and restarts are recorded.
+        is_whole: says whether a checkpoint can be continued from.
+        say: shows a line to the user.
+    """
+
+    def __init__(
+        self,
+        command: Callable[[str | None], Sequence[str]],
+        policy: RestartPolicy,
+        log_dir: Path,
+        is_whole: Callable[[str], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self._command, self._policy, self._log_dir, self._is_whole, self._say = (
+            command,
+            policy,
+            log_dir,
+            is_whole,
+            say,
+        )
+        self._checkpoints: list[list[str]] = []
+        self._left_out: set[int] = set()
+        self._restarts = 0
+        self._in_a_row = 0
+        """Restarts from the present checkpoint."""
+        self._rewinds = 0
+        self._previous: tuple[int | None, str | None] | None = None
+        """Where the last attempt died: its step, and its newest checkpoint."""
+        self._died: float | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._signal: int | None = None
+        self._woken = threading.Event()
+
+    def run(self) -> int:
+        """Start the run until it ends well, or for good; its exit status."""
+        checkpoint: str | None = None
+        with self._signals():
+            while True:
+                attempt = self._attempt(checkpoint)
+                if attempt.end == DONE:  # whatever became of the process afterwards
+                    return 0
+                if self._signal is not None or attempt.end in (INTERRUPTED, WRONG):
+                    return attempt.exit_status
+                if not attempt.end and attempt.status == 0:  # a further node of the run
+                    return 0
+                self._died = time.monotonic()
+                checkpoint = self._newest(attempt)
+                refusal = self._refusal(attempt, checkpoint)
+                self._record(
+                    "ended", reached=attempt.reached, checkpoint=checkpoint, reason=attempt.reason, refused=refusal
+                )
+                if refusal:
+                    self._tell(f"not started again: {refusal}")
+                    return attempt.exit_status or 1
+                if not self._pause(attempt, checkpoint):
+                    return 128 + int(self._signal or 0)
+
+    def _attempt(self, checkpoint: str | None) -> Attempt:
+        """Run once, to its end, with nothing left of it."""
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, SOCKET_ENV: str(theirs.fileno())}
+        if self._left_out:
+            environment[LEFT_OUT_ENV] = ",".join(map(str, sorted(self._left_out)))
+        with ours:
+            with theirs:
+                self._child = subprocess.Popen(self._command(checkpoint), env=environment, pass_fds=[theirs.fileno()])
+            attempt = Attempt()
+            for facts in _messages(ours):
+                attempt.take(facts)
+                self._recovered(attempt)
+            attempt.status = self._child.wait()
+        if attempt.mark:
+            end_run(attempt.mark, patience=_CLEANUP_SECONDS)
+        return attempt
+
+    def _newest(self, attempt: Attempt) -> str | None:
+        """The newest whole checkpoint of all attempts."""
+        self._checkpoints += [places for places in attempt.checkpoints if places not in self._checkpoints]
+        for places in reversed(self._checkpoints):
+            found = next((place for place in places if self._is_whole(place)), None)
+            if found is not None:
+                return found
+        return None
+
+    def _refusal(self, attempt: Attempt, checkpoint: str | None) -> str:
+        """Why the run is not started again; empty: it is."""
+        where = "before its first step" if attempt.reached is None else f"after {attempt.reached} steps"
+        evidence = f"the evidence is in {self._log_dir} (run.log, workers/, {RECORD_NAME})"
+        place, self._previous = self._previous, (attempt.reached, checkpoint)
+        if place is None or place[1] != checkpoint:
+            self._in_a_row = self._rewinds = 0
+        if attempt.end == REWIND:
+            self._rewinds += 1
+            if self._rewinds > MOST_REWINDS:
+                return f"rewound {MOST_REWINDS} times to the same checkpoint without a new one; {evidence}"
+            return ""
+        if place is not None and place[1] == checkpoint and _same_step(place[0], attempt.reached):
+            return f"the run died twice in the same place, {where}, without progress; {evidence}"
+        if self._restarts >= self._policy.max_restarts:
+            return f"max_restarts: {self._policy.max_restarts} is used up; {evidence}"
+        return ""
+
+    def _pause(self, attempt: Attempt, checkpoint: str | None) -> bool:
+        """Wait before the next attempt; False: a signal has ended the wait, and the run."""
+        source = f"from {checkpoint}" if checkpoint else "from the beginning (there is no checkpoint)"
+        if attempt.end == REWIND:
+            assert attempt.reached is not None
+            self._left_out.add(attempt.reached)
+            self._tell(f"{attempt.reason}\nrewinding: the run goes on {source}, without the batch of that step")
+            return self._signal is None
+        seconds = min(MOST_WAIT, self._policy.backoff * 2**self._in_a_row)
+        self._restarts += 1
+        self._in_a_row += 1
+        number = f"restart {self._restarts} of {self._policy.max_restarts}"
+        self._tell(f"{number} in {seconds:g} s, {source}: {attempt.reason.partition(chr(10))[0]}")
+        self._woken.wait(seconds)
+        self._record("restarted", restart=self._restarts, checkpoint=checkpoint, waited=seconds)
+        return self._signal is None
+
+    def _recovered(self, attempt: Attempt) -> None:
+        """Note when training goes on: with the first step that is done."""
+        if self._died is not None and attempt.reached != attempt.first:
+            self._record("recovered", steps=attempt.reached, seconds=round(time.monotonic() - self._died, 2))
+            self._died = None
+
+    def _record(self, event: str, **facts: Any) -> None:
+        row = {"time": time.time(), "event": event, **facts}
+        with suppress(OSError):  # a full disk ends no run
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            with (self._log_dir / RECORD_NAME).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def _tell(self, text: str) -> None:
+        self._say(text)
+        with suppress(OSError), (self._log_dir / "run.log").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING roll.restarts: {text}\n")
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Pass on the signals that end a run, and start nothing after one of them."""
+        numbers = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+        if threading.current_thread() is not threading.main_thread():
+            numbers = []
+        before = {number: signal.signal(number, self._pass_on) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        self._woken.set()
+        if self._child is not None and self._child.returncode is None:
+            with suppress(ProcessLookupError):
+                self._child.send_signal(number)
+
+
+def _same_step(one: int | None, other: int | None) -> bool:
+    """Two deaths at the same step, give or take one: a rank may die in the step ahead of the one that is waited for."""
+    return one == other if one is None or other is None else abs(one - other) <= 1
+
+
+def _messages(link: socket.socket) -> Iterable[Mapping[str, Any]]:
+    """What the run says, until its end; a last message that is cut off is left out."""
+    rest = b""
+    while True:
+        try:
+            heard = link.recv(1 << 16)
+        except ConnectionResetError:
+            return
+        if not heard:
+            return
+        *whole, rest = (rest + heard).split(b"\n")
+        for line in whole:
+            yield json.loads(line)
+
+
+def python_path() -> str:
+    """``PYTHONPATH`` for a process that is to find the modules that this one finds."""
+    given = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join(dict.fromkeys([sys.path[0] or os.getcwd(), *filter(None, given.split(os.pathsep))]))

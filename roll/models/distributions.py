@@ -1,0 +1,147 @@
+r"""Whole distributions of response tokens, in chunks: the most probable tokens of a teacher, and a student's divergence
+from a teacher.
+
+No more than one chunk's logits exist at a time.  The student's backward pass computes a chunk again and differentiates
+it there, so that neither logits nor probabilities (N, V) are kept.
+
+A student is compared with a teacher over buckets: the teacher's k tokens, and one for the rest of the vocabulary, whose
+mass is summed directly rather than as one minus the others, which would leave nothing of a small one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from roll.models.layouts import TeacherTargets, TopTokens
+
+Named = dict[str, Tensor]
+COMPARED = ("divergence", "student_mass", "teacher_mass", "agreement")
+"""Outputs of the comparison with a teacher."""
+ChunkOutputs = Callable[[Tensor, slice], tuple[Named, Named]]
+"""From the logits (n, V) of the tokens in a slice to (n,) tensors by name: with gradient, and without."""
+
+
+def top_tokens(
+    logits_of: Callable[[slice], Tensor], num_tokens: int, chunk: int, temperature: float, wanted: TopTokens
+) -> Named:
+    """The most probable tokens of each distribution, and the mass of all others.
+
+    Args:
+        logits_of: the logits (n, V) of some of the ``num_tokens`` tokens.
+
+    Returns:
+        ``top_log_probs`` (N, k), descending; ``top_ids`` int32 (N, k); ``tail_log_prob`` (N,).
+    """
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for start in range(0, max(1, num_tokens), chunk):
+        table = torch.log_softmax(logits_of(slice(start, start + chunk)) / temperature, dim=-1)
+        listed = table[:, : wanted.limit]
+        log_probs, ids = listed.topk(min(wanted.count or wanted.limit, listed.shape[1]), dim=-1)
+        parts.append((log_probs, ids.int(), rest_of(table, ids)))
+    log_probs, int_ids, tail = (torch.cat(column) for column in zip(*parts, strict=True))
+    return {"top_log_probs": log_probs, "top_ids": int_ids, "tail_log_prob": tail}
+
+
+def rest_of(table: Tensor, ids: Tensor) -> Tensor:
+    """(n,): log of the mass of the tokens that are not among ``ids`` (n, k); ``table`` (n, V) are log-probs."""
+    mass = table.exp().scatter(1, ids, 0.0).sum(-1)
+    return mass.clamp(min=torch.finfo(mass.dtype).tiny).log()
+
+
+def compared(
+    logits: Tensor,
+    rows: slice,
+    targets: Tensor,
+    temperature: float,
+    outputs: Collection[str],
+    teachers: Collection[TeacherTargets],
+) -> tuple[Named, Named]:
+    """Outputs of one chunk: log-probs and entropies as asked for, and for each teacher, under ``<name>/``, the
+    ``divergence``, with gradient; ``student_mass`` and ``teacher_mass`` of the teacher's k tokens and ``agreement`` (1
+    where both sides' most probable tokens are the same), without."""
+    table = torch.log_softmax(logits / temperature, dim=-1)
+    learned = {"log_probs": table.gather(1, targets[rows, None])[:, 0]}
+    noted: Named = {}
+    if "entropy" in outputs:
+        learned["entropy"] = -(table.exp() * table).sum(-1)
+    if "sum_of_squares" in outputs:
+        noted["sum_of_squares"] = table.detach().exp().square().sum(-1)
+    for whole in teachers:
+        teacher, same = whole.at(rows), whole.temperature == temperature
+        of_student = table if same else torch.log_softmax(logits / teacher.temperature, dim=-1)
+        q, p = of_student.gather(1, teacher.ids), teacher.log_probs.to(table.dtype)
+        noted[f"{teacher.name}/student_mass"] = q.detach().exp().sum(-1)
+        noted[f"{teacher.name}/teacher_mass"] = p.exp().sum(-1)
+        noted[f"{teacher.name}/agreement"] = (of_student.argmax(-1) == teacher.ids[:, 0]).to(table.dtype)
+        has_tail = teacher.ids.shape[1] < table.shape[1]
+        if has_tail:
+            q = torch.cat([q, rest_of(of_student, teacher.ids)[:, None]], dim=1)
+            p = torch.cat([p, teacher.tail[:, None].to(p.dtype)], dim=1)
+        learned[f"{teacher.name}/divergence"] = teacher.divergence(q, p, has_tail)
+    return learned, noted
+
+
+def chunked(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    logits_of: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    outputs: ChunkOutputs,
+    chunk: int,
+) -> Named:
+    """``outputs`` of all tokens, differentiable by hidden (N, H), weight (V, H) and bias, with one chunk's logits at a
+    time.
+
+    Args:
+        logits_of: hidden (n, H), weight and bias to logits (n, V) that belong to nobody else.
+    """
+    names: list[str] = []
+    values = _Chunked.apply(hidden, weight, bias, logits_of, outputs, chunk, names)
+    return dict(zip(names, values, strict=True))
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, logits_of, outputs, chunk, names):  # type: ignore[no-untyped-def]
+        parts = []
+        for start in range(0, max(1, hidden.shape[0]), chunk):
+            rows = slice(start, start + chunk)
+            learned, noted = outputs(logits_of(hidden[rows], weight, bias), rows)
+            parts.append([*learned.values(), *noted.values()])
+        names.extend([*learned, *noted])
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.logits_of, ctx.outputs, ctx.chunk, ctx.learned = logits_of, outputs, chunk, len(learned)
+        whole = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(*whole[len(learned) :])
+        ctx.set_materialize_grads(False)
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        hidden, weight, bias = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight) if need_weight else None
+        grad_bias = torch.zeros_like(bias) if need_bias else None
+        wanted = [index for index, grad in enumerate(grads[: ctx.learned]) if grad is not None]
+        for start in range(0, hidden.shape[0] if wanted else 0, ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            logits = ctx.logits_of(hidden[rows], weight, bias).requires_grad_()
+            with torch.enable_grad():
+                values = list(ctx.outputs(logits, rows)[0].values())
+                (grad_logits,) = torch.autograd.grad(
+                    [values[index] for index in wanted], logits, [grads[index][rows] for index in wanted]
+                )
+            grad_logits = grad_logits.to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad_logits.t(), hidden[rows])
+            if grad_bias is not None:
+                grad_bias.add_(grad_logits.sum(0))
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 4

@@ -1,0 +1,167 @@
+"""Fused experts divided over ranks: tokens travel to the experts that they chose, and back.
+
+The ranks of an expert-parallel role form a mesh (``ep``, ``efsdp``), the last fastest.  Experts are divided over
+``ep``; the ranks of one ``efsdp`` group hold rows of the same experts and gather them for a pass (``fully_shard``).  A
+rank sends each of its tokens to the rank of its own ``efsdp`` index that holds a chosen expert, by one all-to-all, and
+gets the results by another.  No token is dropped and no capacity is set.
+
+A rank's rows of a parameter are the same elements as under ``Shard(0)`` by ``ep`` and then by ``efsdp``: whatever
+writes, reads, exports or counts parameters looks at them by :meth:`ExpertMesh.whole`, which shares their memory.
+Gradients need no factor: an expert's gradient is the sum over the tokens of all ranks, as every other parameter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from roll.models.experts import SparseLayer
+
+
+@dataclass(frozen=True)
+class ExpertMesh:
+    """The ranks of a role as experts are divided over them."""
+
+    mesh: DeviceMesh
+    """Of the dimensions ``ep`` and ``efsdp``."""
+    sharding: DeviceMesh
+    """This rank's ``efsdp`` group."""
+
+    @classmethod
+    def build(cls, device_type: str, world_size: int, ep_size: int) -> ExpertMesh:
+        """Collective. ``ep_size`` divides ``world_size``."""
+        shape = (ep_size, world_size // ep_size)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("ep", "efsdp"))
+        return cls(mesh, mesh["efsdp"])
+
+    def divide(self, layers: Sequence[SparseLayer]) -> list[nn.Module]:
+        """Leave each layer this rank's experts only, to which tokens of all ranks are sent, in place.
+
+        Returns:
+            The layers' experts, which are to be sharded over :attr:`sharding`, each as a unit of its own.
+        """
+        for layer in layers:
+            own = self._own_experts(layer.num_experts)
+            for name, parameter in list(layer.experts.named_parameters(recurse=False)):
+                part = nn.Parameter(parameter.detach()[own].clone(), requires_grad=parameter.requires_grad)
+                setattr(layer.experts, name, part)
+            experts: Any = layer.experts
+            experts.num_experts = own.stop - own.start
+            experts.forward = _Dispatched(experts.forward, layer.num_experts, self.mesh.get_group("ep"))
+        return [layer.experts for layer in layers]
+
+    def _own_experts(self, number: int) -> slice:
+        size = number // self.mesh.size(0)
+        assert size * self.mesh.size(0) == number, "checked with the configuration"
+        begin = size * self.mesh.get_local_rank("ep")
+        return slice(begin, begin + size)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A parameter (or what has its form: a gradient, a moment) as a shard of all experts, of the same memory."""
+        if not (isinstance(tensor, DTensor) and tensor.device_mesh == self.sharding):
+            return tensor
+        shape = torch.Size((tensor.shape[0] * self.mesh.size(0), *tensor.shape[1:]))
+        placements = [Shard(0), Shard(0)]
+        return DTensor.from_local(
+            tensor.to_local(), self.mesh, placements, run_check=False, shape=shape, stride=tensor.stride()
+        )
+
+
+def row_runs(tensor: DTensor) -> list[slice]:
+    """The rows of a tensor that is sharded along its first dimension, for each rank of its sharding mesh dimensions in
+    turn: as ``torch.chunk`` divides them, by one mesh dimension after the other."""
+    runs = [slice(0, tensor.shape[0])]
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            assert placement.dim == 0, placement
+            runs = [part for run in runs for part in _chunks(run, tensor.device_mesh.size(mesh_dim))]
+    return runs
+
+
+def own_rows(tensor: DTensor) -> slice:
+    """Those of :func:`row_runs` that this rank holds."""
+    run = slice(0, tensor.shape[0])
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            assert placement.dim == 0, placement
+            mesh = tensor.device_mesh
+            run = _chunks(run, mesh.size(mesh_dim))[mesh.get_local_rank(mesh_dim)]
+    return run
+
+
+def _chunks(run: slice, number: int) -> list[slice]:
+    size = -(-(run.stop - run.start) // number)
+    ends = [min(run.start + size * index, run.stop) for index in range(number + 1)]
+    return [slice(begin, end) for begin, end in pairwise(ends)]
+
+
+class _Dispatched:
+    """The forward pass of a layer's experts, of which this rank holds some.
+
+    Args:
+        forward: of the experts that this rank holds, (T, H) tokens, (T, k) experts and (T, k) weights to (T, H).
+        num_experts: of all ranks.
+        group: the ranks that hold the others.
+    """
+
+    def __init__(self, forward: Any, num_experts: int, group: ProcessGroup) -> None:
+        self._forward, self._num_experts, self._group = forward, num_experts, group
+
+    def __call__(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        top_k = top_k_index.shape[-1]
+        chosen = top_k_index.reshape(-1)
+        ranks = self._group.size()
+        # In the order of experts, and so of the ranks that hold them.
+        order = chosen.argsort(stable=True)
+        token = order // top_k
+        counts = torch.bincount(chosen, minlength=self._num_experts).view(ranks, -1)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self._group)
+        sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
+        rows = exchange(hidden[token], sent, received, self._group)
+        local = torch.arange(counts.shape[1], device=hidden.device).expand(ranks, -1)
+        experts = local.reshape(-1).repeat_interleave(arriving.reshape(-1))
+        computed = self._compute(rows, experts)
+        back = exchange(computed, received, sent, self._group)
+        weighted = back * top_k_weights.reshape(-1)[order, None].to(back.dtype)
+        return torch.zeros_like(hidden).index_add(0, token, weighted)
+
+    def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """Each row (N, H) by its expert (N,) of this rank."""
+        number = len(rows)
+        if not number:
+            # Every rank's parameters take part in the backward pass, or the sums of gradients would not match.
+            rows, experts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), experts.new_zeros(1)
+        ones = rows.new_ones(len(rows), 1)
+        return cast(Tensor, self._forward(rows, experts[:, None], ones))[:number]
+
+
+def exchange(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    """Collective, differentiable. An all-to-all of (N, H) rows, the first ``sent[0]`` of them to the first rank of the
+    group and so on; those that arrive, in the order of the ranks."""
+    return cast(Tensor, _Exchange.apply(rows, sent, received, group))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = (sent, received), group
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,), (sent, received) = gradients, ctx.sizes
+        returned = gradient.new_empty(sum(sent), *gradient.shape[1:])
+        dist.all_to_all_single(returned, gradient.contiguous(), sent, received, group=ctx.group)
+        return returned, None, None, None

@@ -1,0 +1,122 @@
+"""Episodes without training: every model plays the same tasks from the same seeds, and the models are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from roll.agents.episode import EpisodeGroup
+from roll.config.loader import LoadedConfig
+from roll.config.plan.plan import RolePlan
+from roll.environments.off_loop import EnvironmentProcesses
+from roll.pipelines.agentic.metrics import episode_table
+from roll.pipelines.agentic.players import TaskSource, build_players, read_data
+from roll.pipelines.agentic.rollout import SLICE_SECONDS
+from roll.pipelines.agentic_rollout.config import AgenticRolloutConfig, AgenticRolloutPlan
+from roll.pipelines.evaluate.models import ModelRun
+from roll.pipelines.evaluate.plan import EvaluatedModel, Pass
+from roll.pipelines.evaluate.samples import Record, shared_settings
+from roll.rollout.engines import EngineClient
+from roll.rollout.episodes import EpisodeFlow, EpisodeSettings, Player
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LIMITS = ("truncated", "turn_limit", "context_limit", "time_limit")
+"""Outcomes of episodes that were cut off."""
+
+
+class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan]):
+    """The episodes of ``val_env_manager`` as a training run's validation plays them, or those of
+    ``train_env_manager``, of every model."""
+
+    slice_seconds = SLICE_SECONDS
+    router = "EnvAffinityRouter"
+    players: dict[str, Player]
+    tasks: TaskSource
+
+    def __init__(self, loaded: LoadedConfig[AgenticRolloutConfig]) -> None:
+        assert isinstance(loaded.plan, AgenticRolloutPlan)
+        super().__init__(loaded, loaded.plan, loaded.config.evaluate)
+        self._processes: list[EnvironmentProcesses] = []
+        self._shared: dict[str, Any] = {}
+
+    def settings(self) -> dict[str, Any]:
+        return settings_of(self.config, self.plan)
+
+    def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> None:
+        plan, played = self.plan, self.plan.played
+        self.players = build_players(self.config, plan, played, tokenizer, self._processes, self._shared)
+        name = "validation" if plan.is_validation else f"train/{self.config.seed}"
+        self.tasks = TaskSource(played, name, read_data(plan))
+
+    def num_asked(self, way: Pass) -> int:
+        return self.plan.played.groups
+
+    async def answer(self, model: EvaluatedModel, way: Pass, numbers: Sequence[int], client: EngineClient) -> None:
+        """``num_env_groups`` tasks are in flight at a time. Tasks and seeds are those of a training run."""
+        played = self.plan.played
+        name = "validation/" if self.plan.is_validation else f"{self.config.seed}/"
+        settings = EpisodeSettings(played.group_size, name, played.redundancy, played.num_groups)
+        flow = EpisodeFlow(client, lambda count: [self.tasks.task(flow.next_order)], self.players, settings, 0)
+        waiting = iter(numbers)
+
+        def fill() -> None:
+            while flow.num_in_flight < played.num_groups and (number := next(waiting, None)) is not None:
+                flow.next_order = number
+                flow.start(1)
+
+        fill()
+        try:
+            while flow.num_in_flight:
+                done = await flow.progress(self.config.rpc_timeout)
+                for group in (*done.accepted, *done.rejected):
+                    self.samples.write(model.name, way.name, group.order, list(self.records(model, way, group)))
+                fill()
+        finally:
+            await flow.abort()
+
+    def records(self, model: EvaluatedModel, way: Pass, group: EpisodeGroup) -> Iterator[Record]:
+        """A row an episode, with every turn."""
+        templates = {tag: player.template for tag, player in self.players.items()}
+        for row, episode in zip(episode_table([group], templates), group.episodes, strict=True):
+            yield {
+                **row,
+                "model": model.name,
+                "pass": way.name,
+                "order": group.order,
+                "prompt_id": f"{group.task.tag}/{group.order}",
+                "sample": row["member"],
+                "of": len(group.episodes),
+                "score": None if episode.failed else episode.reward,
+                "numbers": {**episode.metrics, "turns": float(len(episode.calls))},
+                "vote": None,
+                "tokens": sum(len(call.response_ids) for call in episode.calls),
+                "finish_reason": "length" if episode.outcome in LIMITS else "stop",
+            }
+
+    def close(self) -> None:
+        self.driver.run(self._close_agents())
+        super().close()
+        for processes in self._processes:
+            processes.close()
+
+    async def _close_agents(self) -> None:
+        """End what agents have started: servers of tools, sandboxes, their endpoint."""
+        for one in self._shared.values():
+            close = getattr(one, "close", None)
+            if close is not None:
+                await close()
+
+
+def settings_of(config: AgenticRolloutConfig, plan: AgenticRolloutPlan) -> dict[str, Any]:
+    """Everything that the episodes depend on."""
+    data = [entry.section.data_args for entry in plan.entries.values() if entry.section.data_args is not None]
+    own = {
+        "custom_envs": {tag: asdict(entry) for tag, entry in plan.entries.items()},
+        "val_env_manager" if plan.is_validation else "train_env_manager": asdict(plan.played),
+        "sequence_length": config.sequence_length,
+        "templates": [config.global_template, asdict(config.actor_train.data_args)],
+    }
+    return shared_settings(config, plan, data, own)

@@ -1,0 +1,165 @@
+"""Batches on disk: those of the steps that ``dump_batches`` names, and of steps whose loss or gradient was not finite.
+
+A file holds the batch as the models were given it, what the driver remembered before the step, and the metrics of the
+step, so that ``roll replay`` can compute them again and say which differ.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from roll.datasets import DataError
+from roll.distributed.failures import NotFinite
+from roll.distributed.restarts import supervised
+from roll.protocol import DataProto
+from roll.protocol.columns import object_array
+from roll.protocol.vision import IMAGES, VisionInputs
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "batches"
+MOST_NOT_FINITE = 20
+"""Files of a run for batches that were not finite: of a broken model every batch is one."""
+_RECORD = "recorded"
+_SKIPPED, _SCALE = "skipped_updates", "loss_scale"
+
+
+@dataclass(frozen=True)
+class RecordedBatch:
+    """A batch with what belongs to it."""
+
+    pipeline: str
+    """Name of the pipeline."""
+    step: int
+    batch: DataProto
+    state: dict[str, Any] = field(default_factory=dict)
+    """Of the driver before the step."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the step."""
+
+    def save(self, file: Path) -> None:
+        """Write all of it.
+
+        Raises:
+            OSError: it could not be written; nothing of it remains.
+        """
+        file.parent.mkdir(parents=True, exist_ok=True)
+        batch = stored_images(self.batch)
+        facts = {"pipeline": self.pipeline, "step": self.step, "state": self.state, "metrics": self.metrics}
+        batch.meta_info = {**batch.meta_info, _RECORD: facts}
+        batch.save(file)
+
+    @classmethod
+    def load(cls, file: Path) -> RecordedBatch:
+        """
+        Raises:
+            DataError: there is no such file, or one that holds something else.
+        """
+        batch = load_batch(file)
+        facts = batch.meta_info.pop(_RECORD, None)
+        if facts is None:
+            raise DataError(f"{file}: a batch without the metrics of its step; dump_batches writes files with them")
+        return cls(batch=batch, **facts)
+
+
+class BatchRecorder:
+    """Holds the batch of the step in flight, and writes it where that is asked for.
+
+    Args:
+        folder: of the files.
+        pipeline: name of the pipeline.
+        every: steps between files (``dump_batches``); 0: none but those that are not finite.
+        on_nonfinite: the key of that name.
+    """
+
+    def __init__(self, folder: Path, pipeline: str, every: int, on_nonfinite: str) -> None:
+        self._folder = folder
+        self._pipeline = pipeline
+        self._every = every
+        self._on_nonfinite = on_nonfinite
+        self._held: RecordedBatch | None = None
+        self._num_not_finite = 0
+
+    def hold(self, step: int, batch: DataProto, state: Mapping[str, Any]) -> None:
+        """Keep the columns that ``batch`` has now, those added later not among them."""
+        self._held = RecordedBatch(self._pipeline, step, batch.select(), dict(state))
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the batch held, if its time has come or a number was not finite.
+
+        Raises:
+            NotFinite: a loss or gradient was not finite, and the run is not to go on as it is.
+        """
+        held, self._held = self._held, None
+        bad = is_not_finite(metrics)
+        due = bool(self._every) and step % self._every == 0
+        file = None
+        if held is not None and (due or (bad and self._num_not_finite < MOST_NOT_FINITE)):
+            file = self._write(RecordedBatch(held.pipeline, step, held.batch, held.state, dict(metrics)))
+        if not bad:
+            return
+        self._num_not_finite += 1
+        where = f"; its batch is in {file}" if file is not None else ""
+        text = f"step {step}: a loss or gradient was not finite, and the models did not learn from it{where}"
+        if self._on_nonfinite == "skip":
+            logger.warning("%s (on_nonfinite: skip)", text)
+            return
+        raise NotFinite(f"{text} (on_nonfinite: {self._on_nonfinite})", rewinds=self._on_nonfinite == "rewind")
+
+    def _write(self, recorded: RecordedBatch) -> Path | None:
+        file = self._folder / f"step-{recorded.step:06d}.safetensors"
+        try:
+            recorded.save(file)
+        except OSError as error:  # a full disk ends no run
+            logger.error("the batch of step %d was not written: %s", recorded.step, error)
+            return None
+        return file
+
+
+def is_left_out(step: int) -> bool:
+    """The run was rewound because of this step's batch: no model learns from it."""
+    if step in supervised.left_out:
+        logger.warning("step %d: its batch is left out (on_nonfinite: rewind)", step)
+    return step in supervised.left_out
+
+
+def is_not_finite(metrics: Mapping[str, float]) -> bool:
+    """An update was skipped. Those by which the loss scale of fp16 finds its way do not count."""
+    scaling = any(name.endswith(_SCALE) and value > 1 for name, value in metrics.items())
+    return metrics.get(_SKIPPED, 0) > 0 and not scaling
+
+
+def load_batch(file: Path) -> DataProto:
+    """
+    Raises:
+        DataError: there is no such file, or one that holds no batch.
+    """
+    if not file.is_file():
+        raise DataError(f"{file}: no such file")
+    try:
+        batch = DataProto.load(file)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DataError(f"{file}: holds no rollout: {error}") from error
+    if IMAGES in batch.meta_info:
+        images = [VisionInputs.from_plain(one) for one in batch.meta_info.pop(IMAGES)]
+        rows = [None if index is None else images[index] for index in batch.non_tensor_batch[IMAGES]]
+        batch.non_tensor_batch[IMAGES] = object_array(IMAGES, rows)
+    return batch
+
+
+def stored_images(batch: DataProto) -> DataProto:
+    """The batch with the images of each prompt once, as plain values; :func:`load_batch` undoes it."""
+    batch = batch.select()
+    images = batch.non_tensor_batch.get(IMAGES)
+    if images is not None:
+        distinct = {id(one): one for one in images if one is not None}
+        place = {name: index for index, name in enumerate(distinct)}
+        batch.non_tensor_batch[IMAGES] = object_array(IMAGES, [place.get(id(one)) for one in images])
+        batch.meta_info = {**batch.meta_info, IMAGES: [one.to_plain() for one in distinct.values()]}
+    return batch

@@ -1,0 +1,1 @@
+"""The distillation pipeline: a student learns a teacher's distributions on given responses."""

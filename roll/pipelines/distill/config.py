@@ -1,0 +1,131 @@
+"""The distillation pipeline's configuration, plan and checks. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from roll.config.checks.base import Checks, check_columns, check_data_files, check_resume, check_schedule
+from roll.config.checks.keys import note_unread
+from roll.config.checks.models import note_positions
+from roll.config.checks.roles import check_roles
+from roll.config.distillation import DivergenceConfig
+from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.pipelines import PipelineDefinition, Written
+from roll.config.plan.plan import Plan
+from roll.config.plan.planning import shared_plan, training_plan, validation_data
+from roll.config.reading.fields import parse_dtype, setting
+from roll.config.roles import DataArguments, ReferenceWorkerConfig, WorkerConfig
+from roll.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class DistillValidationConfig(WorkerConfig):
+    """``validation`` of a distillation run: held-out rows. Only ``data_args`` counts of the role's keys."""
+
+
+@dataclass(frozen=True)
+class DistillConfig(DivergenceConfig, RunConfig):
+    """The keys of a distillation run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
+
+    student_pretrain: str = ""
+    """Model that the student starts from: a folder or a hub name."""
+    teacher_pretrain: str = ""
+    """Model of the teacher."""
+    distill_loss_weight: float = setting(0.5, ge=0, le=1)
+    """Weight w of the divergence in (1 - w) x negative log-likelihood + w x divergence, each a mean over the tokens of
+    the optimizer step."""
+    distill_on_prompt: bool = False
+    """Both terms also count the prompt's tokens (all but the first, which nothing predicts)."""
+    max_steps: int | None = setting(None, ge=1)
+    """Optimizer steps; null: ``num_train_epochs`` passes over the data."""
+    sequence_length: int = setting(1024, ge=2)
+    """Longest prompt plus response in tokens; longer rows are left out and counted."""
+    global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
+    """Chat template; null: ``data_args.template`` of the student, whose token ids the teacher is given."""
+    question_key: str = "question"
+    """Column of the question, where ``student.data_args`` names neither ``messages`` nor ``prompt``."""
+    answer_key: str = "answer"
+    """Column of the response, where ``student.data_args`` names none."""
+    teacher_cache: str | None = None
+    """Folder of the teacher's log-probs by row: read where they are there, written where the teacher computed them, so
+    that one pass of the teacher serves many epochs and students. null: none."""
+    teacher_log_probs_dtype: Literal["fp32", "fp16", "bf16"] = setting("fp32", parse=parse_dtype)
+    """Type in which the teacher's log-probs travel and are stored: with fp16 an entry takes 6 bytes, not 8."""
+    student: WorkerConfig = field(default_factory=WorkerConfig)
+    """The model that learns; its ``data_args`` name the rows."""
+    teacher: ReferenceWorkerConfig | None = None
+    """The model that it learns from; not needed where ``teacher_cache`` has every row."""
+    validation: DistillValidationConfig | None = None
+    """Held-out rows; null: none."""
+
+
+@dataclass(frozen=True)
+class DistillPlan(Plan):
+    """Plan of a distillation run. A step is an optimizer step."""
+
+    global_batch_size: int
+    """Rows of one optimizer step."""
+    data_args: DataArguments
+    """The training data section, columns named by ``question_key`` and ``answer_key`` included."""
+    val_data_args: DataArguments | None
+    """The validation's; columns and template that it leaves out are those of the student."""
+    teacher_runs_ahead: bool
+    """The teacher computes the next step's rows while the student learns from this one's."""
+
+
+def distill_data(config: DistillConfig) -> DataArguments:
+    """The training data section, with the columns that the top-level keys name."""
+    own, columns = config.student.data_args, DataArguments()
+    prompt = own.prompt if own.messages is not None else own.prompt or config.question_key
+    response = own.response if own.response != columns.response or own.messages is not None else config.answer_key
+    return replace(own, prompt=prompt, response=response)
+
+
+def plan_distill(definition: PipelineDefinition, config: DistillConfig, exp_name: str, written: Written) -> DistillPlan:
+    """The plan of a checked distillation configuration."""
+    data, validation = distill_data(config), config.validation
+    training = training_plan(config.student, config.sequence_length, 0, 1, config.max_steps)
+    training = replace(training, samples_per_step=training.mini_batch_size)
+    shared = shared_plan(definition, config, exp_name, written)
+    return DistillPlan(
+        **shared,
+        training={"student": training},
+        max_steps=config.max_steps,
+        eval_steps=max(0, config.eval_steps) if config.validation is not None else 0,
+        global_batch_size=training.mini_batch_size,
+        data_args=data,
+        val_data_args=None
+        if validation is None
+        else validation_data("validation.data_args", validation.data_args, data, written),
+        teacher_runs_ahead="teacher" in shared["roles"] and not shared["roles"]["teacher"].colocated_with,
+    )
+
+
+def check_distill(config: DistillConfig, checks: Checks) -> None:
+    """Every check; mistakes and notes go to ``checks.problems``."""
+    options = check_roles(config, checks)
+    check_data_files("student.data_args", config.student.data_args, checks)
+    check_columns("student.data_args", config.student.data_args, checks)
+    if config.validation is not None:
+        check_data_files("validation.data_args", config.validation.data_args, checks)
+        check_columns("validation.data_args", config.validation.data_args, checks)
+    if config.teacher is None and not has_index(config.teacher_cache):
+        rule = (
+            "is needed: a section with the strategy and devices of the teacher, or a teacher_cache that it has filled"
+        )
+        checks.missing("teacher", rule, "{strategy_args: {strategy_name: fsdp2_infer}, device_mapping: [0]}")
+    check_schedule("student", config.student, config.max_steps, checks)
+    check_resume(config, checks)
+    _, path = checks.pipeline.model(config, "student", config.student)
+    note_positions("sequence_length", path, config.sequence_length, checks)
+    note_unread(config, options, checks)
+
+
+INDEX = "index.json"
+"""The file that makes a folder a cache of a teacher's log-probs."""
+
+
+def has_index(folder: str | None) -> bool:
+    return folder is not None and (Path(folder).expanduser() / INDEX).is_file()

@@ -1,0 +1,1 @@
+"""The evaluation pipeline: models and checkpoints answer the validation prompts of an RLVR file, and are compared."""

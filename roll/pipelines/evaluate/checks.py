@@ -1,0 +1,99 @@
+"""Checks of an evaluation across keys. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from roll.config.checks.base import Checks
+from roll.config.checks.models import note_positions
+from roll.config.checks.roles import check_roles, note_engine_length
+from roll.config.model_files import CONFIG, looks_like_folder, model_folder
+from roll.config.reading.errors import ConfigError, Problem, closest
+from roll.config.reading.yaml_files import shown
+from roll.pipelines.evaluate.config import EvaluateConfig, temperature_problem
+from roll.pipelines.evaluate.plan import read_entry
+from roll.pipelines.rlvr.checks import SET_NAME, check_lengths, check_templates, check_validation, longest_in_validation
+from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
+from roll.pipelines.rlvr.planning import lengths
+
+if TYPE_CHECKING:
+    from roll.config.loader import LoadedConfig
+
+
+def check_evaluation(config: EvaluateConfig, checks: Checks) -> None:
+    """Every check; mistakes and notes go to ``checks.problems``."""
+    check_models(config, checks)
+    options = check_roles(config, checks)
+    check_lengths(config, checks)
+    if not checks.broken("prompt_length", "response_length", "sequence_length"):
+        val_prompt, val_sequence = longest_in_validation(config)
+        prompt, longest = max(config.prompt_length, val_prompt), max(lengths(config)[1], val_sequence)
+        note_engine_length(options, prompt, longest, checks)
+        note_positions("pretrain", config.pretrain or None, longest, checks)
+    check_rewards(config, checks)
+    check_judges(config, checks)
+    if config.validation is None:
+        checks.missing(
+            "validation", "is needed: the prompts that are asked", "validation.data_args.file_name: [val.jsonl]"
+        )
+    check_validation(config, checks)
+    check_templates(config, checks)
+
+
+def check_models(config: Any, checks: Checks) -> None:
+    """Models are there, of a form that can be read, and their names can be told apart; the other keys of ``evaluate``
+    as well.
+
+    Args:
+        config: with the section ``evaluate``.
+    """
+    keys, own = config.evaluate, config.actor_infer.model_args.model_name_or_path or config.pretrain
+    names: list[str] = []
+    for name, path in keys.models.items():
+        key = f"evaluate.models.{name}"
+        if not SET_NAME.fullmatch(name.replace(".", "_")):
+            checks.add(key, name, "a model's name is part of the metrics' names: letters, digits, ., - and _")
+        if not checks.check_files:
+            names.append(name)
+            continue
+        try:
+            found = list(read_entry(name, path, own))
+        except ValueError as error:
+            checks.add(key, path, str(error))
+            continue
+        for model in found:
+            folder = model_folder(model.base)
+            if looks_like_folder(model.base) and (folder is None or not (folder / CONFIG).is_file()):
+                checks.add(key if model.checkpoint is None else "pretrain", model.base, f"has no {CONFIG}")
+        names += [model.name for model in found]
+    doubled = next((name for name in names if names.count(name) > 1), None)
+    if doubled is not None:
+        checks.add("evaluate.models", doubled, "two models have this name: choose others")
+    if keys.baseline is not None and names and keys.baseline not in names:
+        rule = f"must be a model of evaluate.models: {', '.join(names)}"
+        checks.add("evaluate.baseline", keys.baseline, rule, closest(keys.baseline, names) or names[0])
+    for index, value in enumerate(keys.temperatures):
+        problem = temperature_problem(value)
+        if problem is not None:
+            checks.add(f"evaluate.temperatures.{index}", value, problem, 1.0)
+
+
+def check_taken_up(loaded: LoadedConfig[Any], settings: Callable[[], dict[str, Any]]) -> None:
+    """The samples in the output folder, if any, are those of an evaluation with these settings.
+
+    Raises:
+        ConfigError: they are of another, and would be mixed with it.
+    """
+    from roll.pipelines.evaluate.samples import SAMPLES, differing
+
+    plan = loaded.plan
+    if not loaded.config.evaluate.resume:
+        return
+    found = differing(plan.output_dir, settings())
+    if found:
+        rule = (
+            f"{plan.output_dir / SAMPLES} holds samples of an evaluation with other settings ({'; '.join(found)}); "
+            "begin anew (the file is kept as .previous), or choose another output_dir"
+        )
+        raise ConfigError([Problem("evaluate.resume", True, rule, False, shown(loaded.source))])

@@ -1,0 +1,235 @@
+"""Several models, one after the other, on engines that are started once: the frame of every evaluation.
+
+Engines are started once for all models that share an architecture and a tokenizer; between two of them only weights are
+exchanged. What is answered is on disk at once, so that an evaluation that is killed continues where it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from roll.config.loader import LoadedConfig
+from roll.config.plan.plan import RolePlan
+from roll.config.policy import PolicyRunConfig
+from roll.distributed import Cluster, DriverLoop
+from roll.pipelines.evaluate.config import EvaluationConfig
+from roll.pipelines.evaluate.plan import EvaluatedModel, ModelsPlan, Pass
+from roll.pipelines.evaluate.results import Results
+from roll.pipelines.evaluate.samples import SampleFile
+from roll.pipelines.files import load_tokenizer
+from roll.pipelines.residency import GENERATION, WEIGHTS, Residency, moves_states
+from roll.pipelines.run_context import RunContext
+from roll.rollout.engines import EngineClient
+from roll.rollout.routing import build_router
+from roll.weight_sync.controller import WeightSync
+from roll.weight_sync.messages import MIB, SyncOptions
+from roll.workers import GENERATION_WORKER, STORED_WEIGHTS_WORKER
+from roll.workers.generation import GenerationWorker
+from roll.workers.stored_weights import StoredWeightsWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+EXIT_BELOW = 3
+"""Exit status of an evaluation in which a model stays below a threshold."""
+
+ConfigT = TypeVar("ConfigT", bound=PolicyRunConfig)
+PlanT = TypeVar("PlanT", bound=ModelsPlan)
+
+
+class EvaluationContext(RunContext):
+    """As other runs', without checkpoints: every answer is on disk."""
+
+    def record_validation(self, metrics: Mapping[str, float], steps_done: int) -> None:
+        """Metrics of a model, under its place among the models."""
+        self._tracker.log(metrics, steps_done)
+
+    def _account(self) -> str:
+        return f"what is answered is in {self.plan.output_dir}: the same command continues there"
+
+
+class ModelRun(ABC, Generic[ConfigT, PlanT]):
+    """An evaluation, from start to table. A subclass says what models are asked."""
+
+    slice_seconds = 0.05
+    """See :class:`~roll.rollout.engines.EngineClient`."""
+    router: str | None = None
+    """Name of the router where the configuration leaves it open."""
+
+    def __init__(self, loaded: LoadedConfig[ConfigT], plan: PlanT, keys: EvaluationConfig) -> None:
+        self.config, self.plan, self.keys = loaded.config, plan, keys
+        self.context = EvaluationContext(loaded)
+        self.version = 0
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Everything that the answers depend on."""
+
+    @abstractmethod
+    def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> None:
+        """Read what the models of a group are asked."""
+
+    @abstractmethod
+    def num_asked(self, way: Pass) -> int:
+        """Prompts, or tasks, of a pass."""
+
+    @abstractmethod
+    async def answer(self, model: EvaluatedModel, way: Pass, numbers: Sequence[int], client: EngineClient) -> None:
+        """Have these prompts of a pass answered; each is written when it is done."""
+
+    def start_scorers(self) -> None:
+        """Start what scores the answers, once."""
+
+    def judges(self) -> list[str]:
+        """Roles that answer judges on devices of their own."""
+        return []
+
+    def run(self) -> int:
+        """Ask all models; the exit status."""
+        with self.context.running() as resources:
+            self.samples = SampleFile(self.plan.output_dir, self.settings(), self.keys.resume)
+            self.context.at_end(self.samples.close)
+            self.driver = DriverLoop()
+            self.context.at_end(self.close)
+            self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
+            self.resources = resources
+            self.results = Results(self.keys, self.plan, self.samples)
+            for group in self.plan.groups():
+                self.evaluate_group(group)
+        return EXIT_BELOW if self.results.finish() else 0
+
+    def close(self) -> None:
+        """Cancel what is in flight; before the clusters end."""
+        self.driver.close()
+
+    def evaluate_group(self, models: Sequence[EvaluatedModel]) -> None:
+        """Models that share engines: the first of them that has something left to do loads its own weights."""
+        base = self.role_of(models[0])
+        self.read(load_tokenizer(base.model_path, base.section.model_args.trust_remote_code), base)
+        engines: Engines | None = None
+        for model in models:
+            left = [(way, numbers) for way in self.plan.passes if (numbers := self.unanswered(model, way))]
+            if left:
+                with self.context.interruptible():
+                    engines = self.load(model, base, engines)
+                    for way, numbers in left:
+                        logger.info("%s: %s, %d x %d", model.description, way.name, len(numbers), way.num_samples)
+                        self.driver.run(self.answer(model, way, numbers, engines.client))
+            metrics = self.results.of_model(model.name)
+            self.context.record_validation(metrics, self.plan.models.index(model))
+            shown = ", ".join(f"{way.name} {metrics[f'val/{way.name}/accuracy']:.3f}" for way in self.plan.passes)
+            logger.info("%s: accuracy %s", model.description, shown)
+        if engines is not None:
+            engines.close(self.residency)
+
+    def unanswered(self, model: EvaluatedModel, way: Pass) -> list[int]:
+        """Numbers of the prompts that a pass still has to ask."""
+        answered = self.samples.answered(model.name, way.name)
+        return [number for number in range(self.num_asked(way)) if number not in answered]
+
+    def role_of(self, model: EvaluatedModel) -> RolePlan:
+        """``actor_infer`` with the folder of a model."""
+        role = self.plan.roles["actor_infer"]
+        model_args = replace(role.section.model_args, model_name_or_path=model.base)
+        return replace(role, model_path=model.base, section=replace(role.section, model_args=model_args))
+
+    def load(self, model: EvaluatedModel, base: RolePlan, engines: Engines | None) -> Engines:
+        """Engines that hold the weights of ``model``: started for it, or given them."""
+        is_new = engines is None
+        if engines is None:
+            self.start_scorers()
+            engines = Engines(self, base if model.checkpoint else self.role_of(model))
+        if not is_new or model.checkpoint is not None:
+            self.residency.bring({"actor_infer": WEIGHTS})
+            self.version += 1
+            with self.context.phase("step_model_update"):
+                engines.exchange(model, self.version)
+        self.bring()
+        return engines
+
+    def bring(self) -> None:
+        """Everything that answers and scores, on its devices."""
+        self.residency.bring(dict.fromkeys(("actor_infer", *self.judges()), GENERATION))
+
+    def cluster(self, name: str, worker: str, settings: Any = None, role: RolePlan | None = None) -> Cluster:
+        """Start the processes of a role, to be ended with the evaluation."""
+        section = (role or self.plan.roles[name]).section
+        cluster = Cluster(
+            name,
+            worker,
+            self.resources,
+            section,
+            seed=self.config.seed,
+            settings=settings,
+            rpc_timeout=self.config.rpc_timeout,
+        )
+        self.context.watch([cluster])
+        return cluster
+
+    def admit(self, cluster: Cluster, states: frozenset[Any]) -> None:
+        """Let the residency move a role that shares its devices."""
+        if self.residency.moves(cluster.name):
+            self.residency.admit(cluster, states)
+
+
+class Engines:
+    """The engines of ``actor_infer``, and who sends them the weights of other models."""
+
+    def __init__(self, run: ModelRun[Any, Any], role: RolePlan) -> None:
+        config = run.config
+        self._run, self._role = run, role
+        self.cluster = run.cluster("actor_infer", role.section.worker_cls or GENERATION_WORKER, role=role)
+        self.cluster.call_all(GenerationWorker.initialize).result()
+        run.admit(self.cluster, GENERATION)
+        router = build_router(config.router_args.router_name or run.router, config.router_args.router_config)
+        limit = config.router_args.max_running_requests or config.max_running_requests
+        timeout = min(config.actor_infer.engine_timeout, config.rpc_timeout)
+        self.client = EngineClient(
+            self.cluster, limit, run.slice_seconds, router=router, max_restarts=0, turn_timeout=timeout
+        )
+        self._source: Cluster | None = None
+        self._sync: WeightSync | None = None
+
+    def exchange(self, model: EvaluatedModel, version: int) -> None:
+        """Give the engines the weights of another model, verified tensor by tensor."""
+        if self._source is None:
+            section = replace(
+                self._role.section, device_mapping=None, num_gpus_per_worker=1, world_size=1, worker_cls=None
+            )
+            role = replace(self._role, section=section)
+            self._source = self._run.cluster("stored_weights", STORED_WEIGHTS_WORKER, role=role)
+            self._sync = WeightSync(self._source, self.cluster, self._options())
+        checkpoint = None if model.checkpoint is None else str(model.checkpoint)
+        self._source.call_all(StoredWeightsWorker.open, model.base, checkpoint).result()
+        assert self._sync is not None
+        self._run.driver.run(self.client.pause())
+        self._sync.sync(version)
+        self._run.driver.run(self._resume())
+
+    async def _resume(self) -> None:
+        self.client.resume()
+
+    def _options(self) -> SyncOptions:
+        """Through memory of the host, where the weights are read; whole, since models have nothing in common."""
+        config = self._run.config
+        keys = config.weight_sync
+        return SyncOptions(
+            buffer_bytes=config.model_update_buffer_size_mb * MIB,
+            deadline=config.rpc_timeout,
+            patience=min(config.actor_infer.engine_timeout, config.rpc_timeout),
+            transport="safetensors" if keys.transport == "safetensors" else "shared_memory",
+            directory=keys.directory or str(self._run.plan.output_dir / "weight_sync"),
+        )
+
+    def close(self, residency: Residency) -> None:
+        """End the engines, for those of another architecture."""
+        for cluster in (self._source, self.cluster):
+            if cluster is not None:
+                cluster.shutdown(graceful=True)
+        residency.dismiss("actor_infer")

@@ -1,0 +1,155 @@
+"""The evaluation on prompts: every model answers the prompts of every set, and rewards score the answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from roll.config.loader import LoadedConfig
+from roll.config.plan.plan import RolePlan
+from roll.config.rewards import REWARD_MODEL, judge_role, model_inputs
+from roll.datasets import PromptDataset
+from roll.distributed import Cluster
+from roll.pipelines.evaluate.config import EvaluateConfig
+from roll.pipelines.evaluate.models import ModelRun
+from roll.pipelines.evaluate.plan import EvaluatedModel, EvaluatePlan, Pass
+from roll.pipelines.evaluate.samples import sample_records, settings_of
+from roll.pipelines.residency import GENERATION, WEIGHTS
+from roll.pipelines.rlvr.data import read_prompts
+from roll.pipelines.rlvr.judge import JudgeService
+from roll.pipelines.rlvr.planning import judge_roles
+from roll.rollout.engines import EngineClient
+from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
+from roll.rollout.rewarding import ModelScorer, RewardClient
+from roll.strategies.engines.requests import SamplingParams
+from roll.workers import GENERATION_WORKER, REWARD_MODEL_WORKER, REWARD_WORKER
+from roll.workers.generation import GenerationWorker
+from roll.workers.model import ModelWorker
+from roll.workers.reward import RewardSettings, RewardWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Scorers:
+    """The clusters that score, for the whole evaluation."""
+
+    rewards: Mapping[str, Cluster] = field(default_factory=dict)
+    reward_model: Cluster | None = None
+    judges: Mapping[str, JudgeService] = field(default_factory=dict)
+
+
+class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
+    """An evaluation on the validation prompts of an RLVR file."""
+
+    prompts: Mapping[str, PromptDataset]
+    scorers: Scorers | None = None
+
+    def __init__(self, loaded: LoadedConfig[EvaluateConfig]) -> None:
+        assert isinstance(loaded.plan, EvaluatePlan)
+        super().__init__(loaded, loaded.plan, loaded.config.evaluate)
+
+    def settings(self) -> dict[str, Any]:
+        return settings_of(self.config, self.plan)
+
+    def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> None:
+        plan = replace(self.plan, roles={**self.plan.roles, "actor_infer": role})
+        self.prompts = {
+            one.name: read_prompts(self.config, plan, one.data_args, one.prompt_length, tokenizer)
+            for one in self.plan.validation_sets
+        }
+
+    def num_asked(self, way: Pass) -> int:
+        return len(self.prompts[way.set_name])
+
+    async def answer(self, model: EvaluatedModel, way: Pass, numbers: Sequence[int], client: EngineClient) -> None:
+        """``val_batch_size`` prompts are in flight at a time.
+
+        The seed of a prompt's samples depends on its number alone: not on what else is in flight, nor on how often the
+        evaluation was interrupted.
+        """
+        params, prompts = self.params_of(way), self.prompts[way.set_name]
+        flow = PromptFlow(
+            client,
+            self.reward_client(),
+            lambda count: [prompts[flow.next_order]],
+            GroupSettings(way.num_samples, params, self.config.seed),
+            first_draw=0,
+        )
+        waiting = iter(numbers)
+
+        def fill() -> None:
+            while flow.num_in_flight < self.config.val_batch_size and (number := next(waiting, None)) is not None:
+                flow.next_order = number
+                flow.start(1)
+
+        fill()
+        try:
+            while flow.num_in_flight:
+                done = await flow.progress(self.config.rpc_timeout)
+                for group in done.accepted:
+                    shared = {"model": model.name, "pass": way.name, "temperature": params.temperature}
+                    self.samples.write(model.name, way.name, group.order, list(sample_records(group, shared)))
+                fill()
+        finally:
+            await flow.abort()
+
+    def params_of(self, way: Pass) -> SamplingParams:
+        """Sampling parameters of a pass."""
+        one = next(one for one in self.plan.validation_sets if one.name == way.set_name)
+        params = sampling_params(one.generating_args, one.max_new_tokens)
+        if way.is_greedy:
+            return greedy(one.max_new_tokens, params)
+        return params if way.temperature is None else replace(params, temperature=way.temperature)
+
+    def judges(self) -> list[str]:
+        return list(self.scorers.judges) if self.scorers is not None else []
+
+    def bring(self) -> None:
+        assert self.scorers is not None
+        generating = dict.fromkeys(("actor_infer", *self.judges()), GENERATION)
+        self.residency.bring({REWARD_MODEL: WEIGHTS, **generating})
+        for judge in self.scorers.judges.values():
+            judge.resume()
+
+    def start_scorers(self) -> None:
+        """Reward workers, judges and the reward model."""
+        if self.scorers is not None:
+            return
+        config, plan = self.config, self.plan
+        asked = judge_roles(config)
+        judges = {name: JudgeService(config, plan, name) for name in plan.roles if name in asked}
+        for service in judges.values():
+            self.context.at_end(service.close)
+        rewards, waiting = {}, []
+        for name, section in config.rewards.items():
+            judge = judges.get(judge_role(name, section) or "")
+            settings = RewardSettings(**judge.address) if judge is not None else None
+            rewards[name] = self.cluster(f"rewards.{name}", REWARD_WORKER, settings)
+            waiting.append(rewards[name].call_all(RewardWorker.initialize))
+        scorer = None
+        if model_inputs(config.rewards):
+            scorer = self.cluster(REWARD_MODEL, plan.roles[REWARD_MODEL].section.worker_cls or REWARD_MODEL_WORKER)
+            scorer.call_all(ModelWorker.initialize, 0).result()
+            self.admit(scorer, WEIGHTS)
+        for name, service in judges.items():
+            engines = self.cluster(name, plan.roles[name].section.worker_cls or GENERATION_WORKER)
+            engines.call_all(GenerationWorker.initialize).result()
+            self.admit(engines, GENERATION)
+            service.open(engines)
+        for line in dict.fromkeys(line for call in waiting for line in call.result() if line):
+            logger.info("%s", line)
+        self.scorers = Scorers(rewards, scorer, judges)
+
+    def reward_client(self) -> RewardClient:
+        assert self.scorers is not None
+        scorer = None
+        if self.scorers.reward_model is not None:
+            columns = [one.data_args for one in self.plan.validation_sets]
+            scorer = ModelScorer(self.scorers.reward_model, model_inputs(self.config.rewards), columns)
+        return RewardClient(self.scorers.rewards, scorer)

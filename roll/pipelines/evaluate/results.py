@@ -1,0 +1,141 @@
+"""What came of an evaluation: metrics of each model, comparisons, thresholds; as JSON, and as tables for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from roll.datasets.types import DataError
+from roll.pipelines.evaluate.config import EvaluationConfig
+from roll.pipelines.evaluate.plan import ModelsPlan
+from roll.pipelines.evaluate.samples import RESULTS, SampleFile, answers_of
+from roll.pipelines.evaluate.statistics import Answers, compare, missed, overall, pass_metrics
+
+WIDTH = 160
+"""Columns of a table in a file or a log."""
+COLUMNS = (("accuracy", "accuracy"), ("reward", "mean reward"))
+"""Metrics with intervals that the table has, and their headings; pass@k and its relatives follow for the largest k."""
+
+
+class Results:
+    """Metrics by model, in the order in which models are done."""
+
+    def __init__(self, keys: EvaluationConfig, plan: ModelsPlan, samples: SampleFile) -> None:
+        self._config, self._plan, self._samples = keys, plan, samples
+        self.metrics: dict[str, dict[str, float]] = {}
+        self._answers: dict[str, dict[str, list[Answers]]] = {}
+
+    def of_model(self, model: str) -> dict[str, float]:
+        """The metrics of a model all of whose prompts are answered.
+
+        Raises:
+            DataError: no reward has the number ``select_by``.
+        """
+        answers: dict[str, list[Answers]] = {}
+        metrics: dict[str, float] = {}
+        for way in self._plan.passes:
+            records = self._samples.records(model, way.name)
+            try:
+                answers[way.name] = answers_of(records, self._config.correct_from, self._config.select_by)
+            except KeyError as error:
+                raise DataError(f"evaluate.select_by: {error.args[0]}") from error
+            metrics |= pass_metrics(answers[way.name], way.name, way.is_primary, self._config.interval)
+        primary = {way.set_name: answers[way.name] for way in self._plan.passes if way.is_primary}
+        metrics |= overall(primary) if len(primary) > 1 else {}
+        self._answers[model], self.metrics[model] = answers, metrics
+        return metrics
+
+    def _compare(self) -> None:
+        """Add ``compare/<baseline>/<pass>/...`` to the metrics of every other model."""
+        baseline = self._plan.baseline
+        for model in self.metrics:
+            for way in self._plan.passes if model != baseline else ():
+                found = compare(self._answers[model][way.name], self._answers[baseline][way.name])
+                if found is not None:
+                    prefix = f"compare/{baseline}/{way.name}/"
+                    self.metrics[model] |= {prefix + name: value for name, value in found.metrics().items()}
+
+    def finish(self) -> list[str]:
+        """Compare, write ``results.json`` and print the tables; a sentence for every threshold that was missed."""
+        self._compare()
+        failed = list(missed(self._config.thresholds, self.metrics))
+        content = {
+            "models": {one.name: one.path for one in self._plan.models},
+            "baseline": self._plan.baseline,
+            "metrics": self.metrics,
+            "below_threshold": failed,
+        }
+        file = self._plan.output_dir / RESULTS
+        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        console = Console(emoji=False)
+        if not console.is_terminal:
+            console = Console(emoji=False, width=WIDTH)
+        for table in self._tables():
+            console.print(table)
+        for name, path in {"results": file, "samples": self._samples.path}.items():
+            console.print(Text(f"{name:<10}{path}"), soft_wrap=True)
+        for sentence in failed:
+            console.print(Text(f"below its threshold: {sentence}", style="red"), soft_wrap=True)
+        return failed
+
+    def _tables(self) -> Iterator[Table]:
+        yield self._table()
+        if len(self.metrics) > 1:
+            yield self._comparisons()
+
+    def _table(self) -> Table:
+        largest = {way.name: way.num_samples for way in self._plan.passes}
+        several = sorted({count for count in largest.values() if count > 1})
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for heading in ("model", "set", "prompts"):
+            table.add_column(heading, no_wrap=True, justify="right" if heading == "prompts" else "left")
+        for _, heading in COLUMNS:
+            table.add_column(heading, no_wrap=True)
+        kinds = [f"{kind}@{k}" for k in several for kind in ("pass", "maj", "chosen")]
+        kinds = [kind for kind in kinds if any(_has(found, kind) for found in self.metrics.values())]
+        for kind in kinds:
+            table.add_column(kind, justify="right", no_wrap=True)
+        for model, metrics in self.metrics.items():
+            for way in self._plan.passes:
+                prefix = f"val/{way.name}/"
+                cells = [_with_interval(metrics, prefix + name) for name, _ in COLUMNS]
+                cells += [_number(metrics.get(prefix + kind)) for kind in kinds]
+                prompts = str(len(self._answers[model][way.name]))
+                table.add_row(*map(Text, (model, f"{way.name} x {way.num_samples}", prompts, *cells)))
+        return table
+
+    def _comparisons(self) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        headings = ("model", f"against {self._plan.baseline}", "difference", "p", "wins", "ties", "losses")
+        for heading in headings:
+            table.add_column(heading, no_wrap=True)
+        for model, metrics in self.metrics.items():
+            for way in self._plan.passes:
+                prefix = f"compare/{self._plan.baseline}/{way.name}/"
+                if f"{prefix}difference" not in metrics:
+                    continue
+                counts = [f"{metrics[prefix + name]:.0f}" for name in ("wins", "ties", "losses")]
+                cells = (_with_interval(metrics, f"{prefix}difference", sign="+"), f"{metrics[prefix + 'p_value']:.3f}")
+                table.add_row(*map(Text, (model, way.name, *cells, *counts)))
+        return table
+
+
+def _has(metrics: Mapping[str, Any], kind: str) -> bool:
+    return any(name.endswith(f"/{kind}") for name in metrics)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _with_interval(metrics: Mapping[str, float], name: str, sign: str = "") -> str:
+    """``.812 (.781 to .840)``; empty where the metric is not there."""
+    if name not in metrics:
+        return ""
+    low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
+    return f"{metrics[name]:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"

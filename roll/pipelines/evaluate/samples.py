@@ -1,0 +1,216 @@
+"""The samples of an evaluation on disk: written as prompts are done, taken up where an evaluation was interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roll.config.model_files import model_folder
+from roll.config.policy import PolicyRunConfig
+from roll.config.roles import DataArguments
+from roll.pipelines.evaluate.config import EvaluateConfig
+from roll.pipelines.evaluate.plan import EvaluatedModel, EvaluatePlan, ModelsPlan
+from roll.pipelines.evaluate.statistics import Answers
+from roll.pipelines.rlvr.accuracy import voted_answer
+from roll.rollout.groups import SampleGroup
+
+SAMPLES, SETTINGS, RESULTS = "samples.jsonl", "evaluation.json", "results.json"
+Record = dict[str, Any]
+Place = tuple[str, str]
+"""Model and pass."""
+
+
+def settings_of(config: EvaluateConfig, plan: EvaluatePlan) -> dict[str, Any]:
+    """Everything that the samples depend on: equal for evaluations of which one may take up the other's samples."""
+    own = {
+        "validation": [asdict(one) for one in plan.validation_sets],
+        "rewards": {name: asdict(one) for name, one in config.rewards.items()},
+        "templates": [config.global_template, config.tag_to_template],
+    }
+    return shared_settings(config, plan, [one.data_args for one in plan.validation_sets], own)
+
+
+def shared_settings(
+    config: PolicyRunConfig, plan: ModelsPlan, data: Sequence[DataArguments], own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Settings of every evaluation with an evaluation's ``own``, as plain JSON values.
+
+    Args:
+        data: sections whose files are read.
+    """
+    written = [one.file_name for one in data]
+    files = [name for names in written for name in ([names] if isinstance(names, str) else names or ())]
+    shared = {
+        "models": {one.name: _model_state(one) for one in plan.models},
+        "data files": {name: _state(Path(name).expanduser()) for name in files},
+        "evaluate.num_samples, evaluate.temperatures": [asdict(one) for one in plan.passes],
+        "seed": config.seed,
+        "actor_infer.strategy_args.strategy_name": config.actor_infer.strategy_args.strategy_name,
+        "actor_infer.model_args.dtype": config.actor_infer.model_args.dtype,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps({**shared, **own}, default=str))
+    return plain
+
+
+def _model_state(model: EvaluatedModel) -> list[Any]:
+    folder = model.checkpoint or model_folder(model.path)
+    files = sorted(folder.rglob("*.safetensors")) + sorted(folder.rglob("trainer_state.json")) if folder else []
+    return [model.path, model.base, *map(_state, files)]
+
+
+def _state(path: Path) -> list[Any]:
+    """Size and time of a file, as far as it is on this machine."""
+    if not path.is_file():
+        return [str(path)]
+    found = path.stat()
+    return [str(path), found.st_size, found.st_mtime_ns]
+
+
+def differing(folder: Path, wanted: Mapping[str, Any]) -> list[str] | None:
+    """Keys in which the evaluation in ``folder`` has other settings; None: there is none to take up."""
+    file = folder / SETTINGS
+    if not file.is_file() or not (folder / SAMPLES).is_file():
+        return None
+    try:
+        written = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return [SETTINGS]
+    return [key for key in wanted if written.get(key) != wanted[key]]
+
+
+class SampleFile:
+    """``samples.jsonl``: a line a sample. A prompt counts as answered when all of its samples are there."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], resume: bool) -> None:
+        """Open the file for appending; what an interrupted evaluation left of a prompt is removed."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / SAMPLES
+        self._groups: dict[Place, dict[int, list[Record]]] = defaultdict(dict)
+        if resume and differing(folder, settings) == []:
+            self._take_up()
+        elif self.path.exists():
+            self.path.replace(self.path.with_name(f"{SAMPLES}.previous"))
+        _write_whole(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
+
+    def _take_up(self) -> None:
+        records = defaultdict(list)
+        for record in read_samples(self.path):
+            records[record["model"], record["pass"], record["order"]].append(record)
+        whole = {key: group for key, group in records.items() if len(group) == group[0]["of"]}
+        for (model, name, order), group in whole.items():
+            self._groups[model, name][order] = group
+        _write_whole(self.path, "".join(_line(record) for group in whole.values() for record in group))
+
+    def answered(self, model: str, name: str) -> set[int]:
+        """Numbers of the prompts that a pass has answered."""
+        return set(self._groups[model, name])
+
+    def records(self, model: str, name: str) -> list[list[Record]]:
+        """The samples of a pass by prompt, in the order of the set."""
+        return [group for _, group in sorted(self._groups[model, name].items())]
+
+    def write(self, model: str, name: str, order: int, records: Sequence[Record]) -> None:
+        """Add the samples of a prompt, in one piece.
+
+        Args:
+            records: with ``model``, ``pass``, ``order``, and ``of``, the number of samples.
+        """
+        self._file.write("".join(map(_line, records)))
+        self._file.flush()
+        # Numbers as they are read back: a resumed evaluation gives the same results, bit for bit.
+        self._groups[model, name][order] = [json.loads(_line(record)) for record in records]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False, default=str) + "\n"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def read_samples(path: Path) -> Iterator[Record]:
+    """The lines of a file of samples; a torn last one is left out."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def sample_records(group: SampleGroup, shared: Mapping[str, Any]) -> Iterator[Record]:
+    """A row a sample."""
+    prompt, finished = group.prompt, group.finished
+    for index, (text, reason, length, reward) in enumerate(
+        zip(finished.texts, finished.finish_reasons, finished.sampled_lengths, group.rewards, strict=True)
+    ):
+        yield {
+            **shared,
+            "order": group.order,
+            "prompt_id": prompt.prompt_id,
+            "sample": index,
+            "of": group.num_samples,
+            "tag": prompt.tag,
+            "domain": prompt.domain,
+            "prompt": prompt.prompt_text,
+            "response": text,
+            "ground_truth": prompt.ground_truth,
+            "score": reward.score,
+            "numbers": reward.metrics,
+            "error": reward.error,
+            "vote": voted_answer(text, prompt.prompt_text),
+            "tokens": int(length),
+            "finish_reason": reason,
+        }
+
+
+def _is_correct(record: Record, correct_from: float) -> bool:
+    """As the environment says, if there is one that does; else by the score."""
+    success = record.get("success")
+    if success is not None:
+        return bool(success)
+    return record["score"] is not None and record["score"] >= correct_from
+
+
+def answers_of(groups: Iterable[Sequence[Record]], correct_from: float, select_by: str) -> list[Answers]:
+    """The samples of each prompt as numbers.
+
+    Raises:
+        KeyError: no sample has the number ``select_by``; the message lists those that there are.
+    """
+    found: list[Answers] = []
+    known: set[str] = set()
+    has_any = select_by == "score"
+    for group in groups:
+        scores = np.array([np.nan if one["score"] is None else one["score"] for one in group], dtype=np.float64)
+        numbers = [one["numbers"] or {} for one in group]
+        known.update(name for one in numbers for name in one)
+        has_any = has_any or any(select_by in one for one in numbers)
+        ranks = np.array([one.get(select_by, np.nan) for one in numbers], dtype=np.float64)
+        found.append(
+            Answers(
+                prompt_id=group[0]["prompt_id"],
+                tag=group[0]["tag"],
+                scores=scores,
+                ranks=scores if select_by == "score" else ranks,
+                correct=np.array([_is_correct(one, correct_from) for one in group]),
+                votes=[one["vote"] for one in group],
+                lengths=np.array([one["tokens"] for one in group]),
+                truncated=np.array([one["finish_reason"] == "length" for one in group]),
+            )
+        )
+    if found and not has_any:
+        raise KeyError(f"no reward returns {select_by}; there is {', '.join(sorted(known | {'score'}))}")
+    return found

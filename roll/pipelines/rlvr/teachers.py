@@ -1,0 +1,121 @@
+"""Teachers of on-policy distillation: their roles, and the checks of their keys. Torch-free.
+
+The student samples; at every token that it sampled, or for every distribution that it sampled from, a teacher says what
+it would have done. Arithmetic is in :mod:`roll.pipelines.rlvr.teaching`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from roll.config.checks.base import Checks
+from roll.config.distillation import DivergenceConfig
+from roll.config.policy import PolicyRunConfig
+from roll.config.reading.schema import known_keys
+from roll.config.roles import ReferenceWorkerConfig, WorkerConfig
+from roll.pipelines.policy import is_taught, taught_by_advantage
+
+TEACHER = "teacher"
+"""The section, and the name of a teacher that is the only one."""
+
+
+def teacher_role(name: str) -> str:
+    """The role of a teacher."""
+    return TEACHER if name == TEACHER else f"{TEACHER}.{name}"
+
+
+def teacher_roles(config: PolicyRunConfig) -> dict[str, WorkerConfig]:
+    """The sections of the teachers that the run starts, by role."""
+    return {teacher_role(name): section for name, section in config.teacher.items()} if is_taught(config) else {}
+
+
+def coefficients(config: PolicyRunConfig) -> dict[str, float]:
+    """The weight of each teacher, by name."""
+    return {
+        name: config.opd_kl_coef if section.opd_kl_coef is None else section.opd_kl_coef
+        for name, section in config.teacher.items()
+    }
+
+
+def opd_divergence(config: PolicyRunConfig) -> DivergenceConfig:
+    """The divergence of ``opd_form: topk`` and ``full_vocabulary``."""
+    count = config.opd_topk if config.opd_form == "topk" else 0
+    objective: Any = config.opd_objective
+    return DivergenceConfig(kd_objective=objective, logits_topk=count)
+
+
+def arranged(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tree with ``teacher`` as a mapping of names to sections, also where it is one section."""
+    section = data.get(TEACHER)
+    if not isinstance(section, Mapping) or not set(section) & set(known_keys(ReferenceWorkerConfig)):
+        return data
+    return {**data, TEACHER: {TEACHER: section}}
+
+
+def key_as_written(key: str) -> str:
+    """The inverse of :func:`arranged`, for keys."""
+    return key.replace(f"{TEACHER}.{TEACHER}.", f"{TEACHER}.", 1) if key.startswith(f"{TEACHER}.{TEACHER}.") else key
+
+
+def check_opd(config: PolicyRunConfig, checks: Checks) -> None:
+    """The keys of on-policy distillation against one another."""
+    if config.pure_opd_pipeline_type == "agentic":
+        feature = "on-policy distillation of agents"
+        checks.problems.not_available("pure_opd_pipeline_type", "agentic", feature, "rlvr")
+    wanted = "is_pure_opd" if config.is_pure_opd else "use_opd"
+    if config.is_pure_opd and config.use_opd:
+        checks.add("use_opd", True, "excludes is_pure_opd, which learns from no rewards; keep one of them", False)
+    if (config.is_pure_opd or config.use_opd) and not config.teacher:
+        example = "{model_args: {model_name_or_path: my/teacher}, device_mapping: [0]}"
+        checks.missing(TEACHER, f"is needed by {wanted}: the section of a teacher, or several by name", example)
+    if config.teacher and not (config.is_pure_opd or config.use_opd):
+        checks.note(TEACHER, "not started: neither use_opd nor is_pure_opd is true")
+    if not is_taught(config):
+        return
+    for name, section in config.teacher.items():
+        key = f"{teacher_role(name)}.model_args.model_name_or_path"
+        if section.model_args.model_name_or_path is None:
+            checks.missing(key, "is needed: the teacher's model, a folder or a hub name", "my/teacher")
+    if all(weight == 0 for weight in coefficients(config).values()) and not config.use_opd:
+        checks.add("opd_kl_coef", 0.0, "leaves nothing to learn from: every teacher's weight is 0", 1.0)
+    if config.opd_form != "advantage":
+        _check_routes(config, checks)
+    _note_estimator(config, checks)
+
+
+def _check_routes(config: PolicyRunConfig, checks: Checks) -> None:
+    """A row is compared with one distribution: teachers that share a tag would need several."""
+    sections = list(config.teacher.items())
+    for place, (name, section) in enumerate(sections):
+        for other, before in sections[:place]:
+            tags, others = section.tag_included, before.tag_included
+            if not tags or not others or set(tags) & set(others):
+                rule = (
+                    f"shares rows with {teacher_role(other)}: opd_form {config.opd_form} compares a row with one "
+                    "teacher; give each its own tags, or add teachers up with opd_form: advantage"
+                )
+                checks.add(f"{teacher_role(name)}.tag_included", tags, rule, f"[{name}]")
+                return
+
+
+def _note_estimator(config: PolicyRunConfig, checks: Checks) -> None:
+    arguments, key = config.actor_infer.generating_args, "actor_infer.generating_args"
+    truncates = arguments.do_sample and (arguments.top_p < 1 or arguments.top_k > 0 or arguments.min_p > 0)
+    if taught_by_advantage(config) and config.force_disable_old_logprobs_recompute:
+        rule = "leaves only the engine's log-probs to compare with the teacher's, which are of another distribution"
+        checks.add("force_disable_old_logprobs_recompute", True, rule, False)
+    if taught_by_advantage(config) and truncates:
+        text = (
+            "truncated sampling: tokens come from a distribution that neither side's log-probs belong to, which biases "
+            "the divergence from the teacher; top_p 1 and top_k 0 do not"
+        )
+        checks.note(f"{key}.top_p", text)
+    if taught_by_advantage(config) and config.kl_penalty not in ("kl", "k1"):
+        text = f"{config.kl_penalty} as an advantage has another minimum than the reverse KL's; k1 is unbiased"
+        checks.note("kl_penalty", text)
+    if config.is_pure_opd:
+        unread = ["gamma", "adv_estimator"] if checks.written("gamma") else []
+        for name in unread:
+            if config.adv_estimator != "reinforce" or name == "gamma":
+                checks.note(name, "has no effect with is_pure_opd: opd_form and opd_gamma decide")

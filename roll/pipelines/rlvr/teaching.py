@@ -1,0 +1,95 @@
+"""The phase of on-policy distillation: what teachers say of the student's samples, as columns of the batch.
+
+For a token a that the student pi sampled in state s, with d = log pi(a|s) - log pi_T(a|s),
+
+    E[d] = KL(pi || pi_T) at s,    and    A = -d    is its score-function form (no gradient flows through d).
+
+The gradient is unbiased where the tokens were sampled from pi itself; differentiating the estimate d instead would have
+expected gradient 0. Both log-probs are the trainers' at the temperature of sampling, over the whole vocabulary, never
+the engine's. ``opd_form: topk`` and ``full_vocabulary`` differentiate the divergence of the distributions at s, which
+has no sampling noise and leaves out what a token does to later states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from roll.algorithms.kl import KLOptions, kl_estimate
+from roll.config.policy import PolicyRunConfig
+from roll.distributed import Cluster, PendingCall
+from roll.pipelines.rlvr.phases import computed
+from roll.pipelines.rlvr.teachers import coefficients
+from roll.protocol import DataProto
+from roll.protocol.metrics import Mean, Metrics
+from roll.strategies.base import TEACHER_COLUMNS, teacher_columns
+from roll.workers.model import ModelWorker
+from roll.workers.training import TEACHER, TEACHER_INDEX, TEACHER_WEIGHTS
+
+
+def routed(batch: DataProto, tags: Sequence[str] | None) -> np.ndarray:
+    """bool (B,): rows with one of ``tags``; all where there are none."""
+    of_rows = batch.non_tensor_batch["tag"]
+    return np.isin(of_rows.astype(str), list(tags)) if tags else np.ones(len(batch), dtype=bool)
+
+
+def add_teacher_divergence(
+    batch: DataProto, teachers: Mapping[str, Cluster], config: PolicyRunConfig, temperature: float
+) -> Metrics:
+    """``teacher_kl`` float32 (B, L): the weighted sum over teachers of each sampled token's divergence, 0 outside the
+    response mask; from ``old_log_probs``. Returns the metrics of each teacher."""
+    tensors, weights = batch.batch, coefficients(config)
+    total, metrics = torch.zeros_like(tensors["old_log_probs"]), Metrics()
+    for name, cluster in teachers.items():
+        rows = routed(batch, config.teacher[name].tag_included)
+        if not rows.any():
+            continue
+
+        def compute(some: DataProto, cluster: Cluster = cluster) -> PendingCall[DataProto]:
+            return cluster.call(ModelWorker.compute_log_probs, some, temperature=temperature)
+
+        part = batch if rows.all() else batch[rows]
+        of_teacher = computed(part, cluster, compute)["log_probs"]
+        mask, own = part.batch["response_mask"], part.batch["old_log_probs"]
+        estimate = kl_estimate(own, of_teacher, KLOptions(estimator=config.kl_penalty)) * mask
+        total[torch.from_numpy(rows)] += weights[name] * estimate
+        tokens = float(mask.sum())
+        metrics[f"opd/{name}/kl"] = Mean(float(((own - of_teacher) * mask).sum()), tokens)
+        metrics[f"opd/{name}/teacher_log_prob"] = Mean(float((of_teacher * mask).sum()), tokens)
+    tensors["teacher_kl"] = total
+    mask = tensors["response_mask"]
+    return metrics | {"opd/kl": Mean(float(total.sum()), float(mask.sum()))}
+
+
+def add_teacher_targets(
+    batch: DataProto,
+    teachers: Mapping[str, Cluster],
+    config: PolicyRunConfig,
+    temperature: float,
+    count: int,
+    limit: int,
+) -> None:
+    """The columns of the teacher of each row (:func:`~roll.strategies.base.teacher_columns`), its number
+    ``TEACHER_INDEX`` int64 (B,), -1 for none, and its weight ``TEACHER_WEIGHTS`` float32 (B,)."""
+    tensors, weights = batch.batch, coefficients(config)
+    tensors[TEACHER_INDEX] = torch.full((len(batch),), -1, dtype=torch.int64)
+    tensors[TEACHER_WEIGHTS] = torch.zeros(len(batch))
+    for number, (name, cluster) in enumerate(teachers.items()):
+        rows = routed(batch, config.teacher[name].tag_included)
+        if not rows.any():
+            continue
+
+        def compute(some: DataProto, cluster: Cluster = cluster) -> PendingCall[DataProto]:
+            return cluster.call(ModelWorker.compute_top_tokens, some, count=count, limit=limit, temperature=temperature)
+
+        part = batch if rows.all() else batch[rows]
+        found, own = computed(part, cluster, compute), torch.from_numpy(rows)
+        for column, source in zip(teacher_columns(TEACHER), TEACHER_COLUMNS, strict=True):
+            values = found[source]
+            if column not in tensors:
+                tensors[column] = values.new_zeros(len(batch), *values.shape[1:])
+            tensors[column][own] = values
+        tensors[TEACHER_INDEX][own] = number
+        tensors[TEACHER_WEIGHTS][own] = weights[name]

@@ -1,0 +1,1 @@
+"""The rm pipeline: reward models learnt from judged responses."""

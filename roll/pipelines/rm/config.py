@@ -1,0 +1,125 @@
+"""The rm pipeline's configuration, plan and checks. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from roll.config.checks.base import Checks, check_columns, check_data_files, check_resume, check_schedule
+from roll.config.checks.keys import note_unread
+from roll.config.checks.models import note_positions
+from roll.config.checks.roles import check_roles
+from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.pipelines import PipelineDefinition, Written
+from roll.config.plan.plan import Plan
+from roll.config.plan.planning import shared_plan, training_plan, validation_data
+from roll.config.reading.fields import setting
+from roll.config.reward_models import JUDGEMENTS, RANKS, RewardLossConfig, reward_loss_problems
+from roll.config.rewards import CLASSIFIER
+from roll.config.roles import DataArguments, WorkerConfig
+from roll.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class RMValidationConfig(WorkerConfig):
+    """``validation`` of an rm run: held-out rows. Only ``data_args`` counts of the role's keys."""
+
+
+@dataclass(frozen=True)
+class RMConfig(RewardLossConfig, RunConfig):
+    """The keys of an rm run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
+
+    pretrain: str = ""
+    """Model that the reward model starts from: a folder or a hub name. A language model gets a new head."""
+    max_steps: int | None = setting(None, ge=1)
+    """Optimizer steps; null: ``num_train_epochs`` passes over the data."""
+    sequence_length: int = setting(1024, ge=2)
+    """Most tokens of a prompt with one response; rows with a longer side are left out and counted."""
+    global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
+    """Chat template under ``score_input: tokens``; null: ``data_args.template`` of the role."""
+    score_input: Literal["chat", "tokens"] = "chat"
+    """Tokens that are scored: ``chat``, the conversation by the tokenizer's chat template; ``tokens``, the rendered
+    prompt, the response and the end-of-turn token, as the policy has them. The reward ``reward_model`` must say the
+    same (its option ``input``)."""
+    chosen_key: str = "chosen"
+    """Column of the preferred response: a text, or a conversation that ends with it."""
+    rejected_key: str = "rejected"
+    """Column of the other response."""
+    margin_key: str | None = None
+    """Column of the number by which the chosen response is better; null: no margin."""
+    responses_key: str = "responses"
+    """Column of several responses to a prompt (or of a single one; of the steps under ``process``)."""
+    scores_key: str = "scores"
+    """Column of their scores, ranks (higher is better), grades or labels; where rankings have none, the best response
+    is the first."""
+    step_separator: str = "\n"
+    """``process``: text behind every step but the last."""
+    reward_train: WorkerConfig = field(default_factory=WorkerConfig)
+    """The reward model; its ``data_args`` name the rows. ``per_device_train_batch_size`` counts prompts."""
+    validation: RMValidationConfig | None = None
+    """Held-out rows; null: none."""
+
+
+@dataclass(frozen=True)
+class RMPlan(Plan):
+    """Plan of an rm run. A step is an optimizer step."""
+
+    global_batch_size: int
+    """Prompts of one optimizer step."""
+    data_args: DataArguments
+    """The training data section."""
+    val_data_args: DataArguments | None
+    """The validation's; columns and template that it leaves out are those of ``reward_train``."""
+
+
+def plan_rm(definition: PipelineDefinition, config: RMConfig, exp_name: str, written: Written) -> RMPlan:
+    """The plan of a checked configuration."""
+    data, validation = config.reward_train.data_args, config.validation
+    training = training_plan(config.reward_train, definition.longest_row(config), 0, 1, config.max_steps)
+    training = replace(training, samples_per_step=training.mini_batch_size)
+    return RMPlan(
+        **shared_plan(definition, config, exp_name, written) | {"sequence_length": config.sequence_length},
+        training={"reward_train": training},
+        max_steps=config.max_steps,
+        eval_steps=max(0, config.eval_steps) if config.validation is not None else 0,
+        global_batch_size=training.mini_batch_size,
+        data_args=data,
+        val_data_args=None
+        if validation is None
+        else validation_data("validation.data_args", validation.data_args, data, written),
+    )
+
+
+def check_rm(config: RMConfig, checks: Checks) -> None:
+    """Every check; mistakes and notes go to ``checks.problems``."""
+    options = check_roles(config, checks)
+    role = config.reward_train
+    check_data_files("reward_train.data_args", role.data_args, checks)
+    check_columns("reward_train.data_args", role.data_args, checks)
+    if config.validation is not None:
+        check_data_files("validation.data_args", config.validation.data_args, checks)
+        check_columns("validation.data_args", config.validation.data_args, checks)
+    if config.chosen_key == config.rejected_key:
+        checks.add("rejected_key", config.rejected_key, "is the column of the chosen responses too", "rejected")
+    if role.strategy_args.strategy_name.startswith("megatron"):
+        rule = (
+            "Megatron's layers carry a critic's head, which begins at zero and has a bias that a reward model's file "
+            "has no place for; use fsdp2_train, fsdp_train or deepspeed_train"
+        )
+        checks.add("reward_train.strategy_args.strategy_name", role.strategy_args.strategy_name, rule, "fsdp2_train")
+    if role.model_args.model_type not in (None, CLASSIFIER):
+        rule = f"must be {CLASSIFIER}: one score on top of the model"
+        checks.add("reward_train.model_args.model_type", role.model_args.model_type, rule, CLASSIFIER)
+    if config.loss_type in JUDGEMENTS:
+        for key, value, rule in reward_loss_problems(config, config.margin_key):
+            checks.add(key, value, rule)
+        if config.loss_type == "process" and config.score_input == "chat":
+            rule = "steps are scored behind their own tokens, which a template for whole conversations does not show"
+            checks.add("score_input", "chat", rule, "tokens")
+        if config.margin_key is not None and config.loss_type not in RANKS:
+            checks.note("margin_key", f"not used: loss_type {config.loss_type} compares no responses")
+    check_schedule("reward_train", role, config.max_steps, checks)
+    check_resume(config, checks)
+    _, path = checks.pipeline.model(config, "reward_train", role)
+    note_positions("sequence_length", path, config.sequence_length, checks)
+    note_unread(config, options, checks)

@@ -1,0 +1,73 @@
+"""The definition of the rm pipeline. Torch-free."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from roll.config.checks.base import Checks
+from roll.config.pipelines import TRAINS, Headline, Panel, PipelineDefinition, ReadableSet, Role, Written
+from roll.config.reward_models import RewardLossConfig
+from roll.config.run import RunConfig
+from roll.pipelines.rm.config import RMConfig, RMPlan, check_rm, plan_rm
+
+if TYPE_CHECKING:
+    from roll.config.loader import LoadedConfig
+    from roll.config.roles import DataArguments
+    from roll.datasets.rankings import JudgedDataset
+
+
+class RewardModel(PipelineDefinition):
+    """Reward models from rankings, grades and labels."""
+
+    name = "rm"
+    config_class = RMConfig
+    roles = (Role("reward_train", TRAINS),)
+    headlines = (
+        Headline("reward/loss", "loss", "{:.4f}"),
+        Headline("reward/acc", "accuracy"),
+        Headline("val/acc", "val accuracy"),
+        Headline("reward/lr", "lr", "{:.2e}"),
+        Headline("system/tps", "tok/s", "{:,.0f}"),
+    )
+    panels = (
+        Panel("Loss", ("reward/loss", "val/loss"), smooth=True),
+        Panel("Ranked right", ("reward/acc", "val/acc"), unit_range=True, smooth=True),
+        Panel("Scores", ("reward/chosen_score", "reward/reject_score", "reward/score"), smooth=True),
+        Panel("Calibration error and correlation with length", ("val/ece", "val/length_correlation")),
+    )
+    reference = (
+        ("Reward models (top level)", RMConfig, (RunConfig, RewardLossConfig)),
+        ("Reward models: losses (top level)", RewardLossConfig, ()),
+    )
+
+    def check(self, config: RMConfig, checks: Checks) -> None:
+        check_rm(config, checks)
+
+    def plan(self, config: RMConfig, exp_name: str, written: Written) -> RMPlan:
+        return plan_rm(self, config, exp_name, written)
+
+    def run(self, loaded: LoadedConfig[RMConfig]) -> None:
+        from roll.pipelines.rm.pipeline import RMPipeline
+
+        RMPipeline(loaded).run()
+
+    def longest_row(self, config: RMConfig) -> int:
+        """Of a pair: all responses to a prompt are computed in one micro-batch. Longer rankings need a larger budget,
+        which the first of them says."""
+        return (2 if config.loss_type == "bradley_terry" else 1) * config.sequence_length
+
+    def readable_sets(self, loaded: LoadedConfig[RMConfig]) -> dict[str, ReadableSet]:
+        from roll.pipelines.rm.pipeline import read_judged
+
+        def read(data_args: DataArguments, tokenizer: Any) -> JudgedDataset:
+            return read_judged(loaded.config, data_args, tokenizer)
+
+        assert isinstance(loaded.plan, RMPlan)
+        sets = {"train": loaded.plan.data_args, "validation": loaded.plan.val_data_args}
+        limit = loaded.config.sequence_length
+        return {
+            name: ReadableSet(name, data_args, limit, partial(read, data_args))
+            for name, data_args in sets.items()
+            if data_args is not None
+        }

@@ -1,0 +1,420 @@
+"""What the record of samples keeps of a step: blocks of :mod:`roll.tracking.sample_log`, made of batches and rows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from roll.config.run import SampleLogConfig
+from roll.datasets.preferences import PreferenceRow
+from roll.datasets.types import SftRow
+from roll.protocol import DataProto
+from roll.rollout.groups import SampleGroup
+from roll.tracking import SampleTable
+from roll.tracking.sample_log import SampleLog
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from roll.agents.episode import EpisodeGroup
+
+Notes = Sequence[Mapping[str, Any]]
+"""What a batch does not say of its samples (by row) or episodes (by number): keys of a sample, and of a prompt under
+``prompt``."""
+
+LOG_PROB_SCALE, MISMATCH_SCALE = 1e3, 1e5
+_MAX_TEXT = 20_000
+"""Characters of a prompt, or of a response without tokens."""
+
+
+def sample_notes(groups: Sequence[SampleGroup]) -> Notes:
+    """One entry a row of :func:`roll.rollout.batch.build_batch`."""
+    found = []
+    for group in groups:
+        prompt = {"text": group.prompt.prompt_text[:_MAX_TEXT], "truth": _short(group.prompt.ground_truth)}
+        if group.prompt.vision is not None:
+            prompt["images"] = list(group.prompt.vision.file_names)
+        for reward in group.rewards:
+            found.append({"prompt": prompt, "m": dict(reward.metrics), "e": reward.error})
+    return found
+
+
+def episode_notes(groups: Sequence[EpisodeGroup]) -> Notes:
+    """One entry an episode, in the order of ``episode_ids``."""
+    return [
+        {
+            "prompt": {"truth": None, "seed": episode.task.seed},
+            "m": {name: float(value) for name, value in episode.metrics.items()},
+            "e": episode.error,
+            "o": episode.outcome,
+        }
+        for group in groups
+        for episode in group.episodes
+    ]
+
+
+class SampleRecorder:
+    """Writes blocks, a bounded number of samples a step.
+
+    Args:
+        log: where they go; None: nothing is recorded.
+    """
+
+    def __init__(self, log: SampleLog | None, settings: SampleLogConfig) -> None:
+        self._log = log
+        self._settings = settings
+        self._pieces: dict[int, str] = {}
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def flush(self) -> None:
+        """Wait until everything is on disk."""
+        if self._log is not None:
+            self._log.flush()
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
+    def policy(
+        self,
+        step: int,
+        batch: DataProto,
+        notes: Callable[[], Notes],
+        tokenizer: PreTrainedTokenizerBase,
+        has_trainer_log_probs: bool,
+    ) -> None:
+        """The samples of a training step, when they have advantages.
+
+        Args:
+            has_trainer_log_probs: ``old_log_probs`` are the trainer's, not the engine's own.
+        """
+        if self._log is None:
+            return
+        self._tokenizer = tokenizer
+        block = _Block(step, "train", self._settings.max_tokens, self._piece)
+        rows = self._chosen(batch.batch["group_ids"].numpy())
+        columns = {name: batch.batch[name][rows].numpy() for name in _COLUMNS if name in batch.batch}
+        if not has_trainer_log_probs:
+            columns.pop("old_log_probs", None)
+        taken = _Rows(columns, self._settings.max_tokens)
+        objects = {name: batch.non_tensor_batch.get(name) for name in _OBJECTS}
+        about = notes()
+        for place, row in enumerate(rows.tolist()):
+            number = row if taken.episodes is None else taken.episodes[place]
+            note = about[number] if number < len(about) else {}
+            words = {name: None if column is None else column[row] for name, column in objects.items()}
+            prompt, prompt_ids = dict(note.get("prompt", {})), taken.prompt_ids(place)
+            prompt |= {"id": words["prompt_id"], "domain": words["domain"], "tag": words["tag"]}
+            if "text" not in prompt:
+                prompt["text"] = self._text(prompt_ids)
+            elif "images" not in prompt:
+                prompt["decoded"] = block.read_back(words["prompt_id"], prompt["text"], prompt_ids, self._text)
+            sample = {"e": note.get("e"), "o": note.get("o"), "f": words["finish_reason"], "role": words["role"]}
+            sample["m"] = {name: _number(value) for name, value in note.get("m", {}).items()}
+            block.add(prompt, sample | taken.sample(place), taken.response_ids(place))
+        self._log.append(block.finished())
+
+    def _chosen(self, group_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows of whole groups, up to the limit; of a first group above it, its first rows."""
+        limit = self._settings.max_samples_per_step
+        if len(group_ids) <= limit:
+            return np.arange(len(group_ids))
+        rank = np.argsort(np.argsort(group_ids, kind="stable"), kind="stable")
+        last = {int(group): int(rank[group_ids == group].max()) for group in np.unique(group_ids)}
+        whole = np.flatnonzero([last[int(group)] < limit for group in group_ids])
+        return whole if len(whole) else np.flatnonzero(group_ids == group_ids.min())[:limit]
+
+    def texts(self, kind: str, step: int, table: SampleTable, part: str = "") -> None:
+        """Samples as text, without their tokens: those of a validation.
+
+        Args:
+            part: the name of the set.
+        """
+        if self._log is None or not table:
+            return
+        block = _Block(step, kind, self._settings.max_tokens, self._piece)
+        for number, row in enumerate(table[: self._settings.max_samples_per_step]):
+            prompt = {
+                "id": str(row.get("prompt_id", "")),
+                "text": str(row.get("prompt", ""))[:_MAX_TEXT],
+                "domain": str(row.get("domain") or part),
+                "tag": str(row.get("tag", "")),
+                "truth": _short(row.get("ground_truth")),
+                "images": row.get("images"),
+            }
+            sample = {
+                "g": str(row.get("prompt_id", number)),
+                "s": _number(row.get("score")),
+                "m": dict(row["metrics"]) if row.get("metrics") else None,
+                "e": row.get("error"),
+                "f": row.get("finish_reason"),
+                "o": row.get("outcome"),
+                "n": row.get("response_tokens"),
+                "x": str(row.get("response", ""))[:_MAX_TEXT],
+            }
+            block.add(prompt, sample)
+        self._log.append(block.finished())
+
+    def demonstrations(self, step: int, rows: Sequence[SftRow], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Prompts and responses that the model is trained to imitate."""
+        if self._log is None:
+            return
+        self._tokenizer = tokenizer
+        block = _Block(step, "train", self._settings.max_tokens, self._piece)
+        for row in rows[: self._settings.max_samples_per_step]:
+            response = row.input_ids[row.prompt_length :]
+            names = None if row.vision is None else list(row.vision.file_names)
+            prompt = {
+                "id": row.row_id,
+                "text": self._text(row.input_ids[: row.prompt_length]),
+                "tag": row.tag,
+                "images": names,
+            }
+            block.add(prompt, {"g": row.row_id, "n": len(response)}, response)
+        self._log.append(block.finished())
+
+    def pairs(
+        self,
+        step: int,
+        rows: Sequence[PreferenceRow],
+        batch: DataProto,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        """Chosen and rejected responses of a step, a group each.
+
+        Args:
+            batch: two rows a pair, in the order of ``rows``; ``ref_log_probs`` where there is a reference.
+        """
+        if self._log is None:
+            return
+        self._tokenizer = tokenizer
+        block = _Block(step, "train", self._settings.max_tokens, self._piece)
+        reference, mask = batch.batch.get("ref_log_probs"), batch.batch["response_mask"]
+        for number, row in enumerate(rows[: max(1, self._settings.max_samples_per_step // 2)]):
+            prompt = {"id": row.row_id, "text": self._text(row.prompt_ids), "tag": row.tag}
+            for side, (kind, ids) in enumerate((("chosen", row.chosen_ids), ("rejected", row.rejected_ids))):
+                sample: dict[str, Any] = {"g": row.row_id, "k": kind, "n": len(ids)}
+                if row.margin is not None:
+                    sample["m"] = {"margin": row.margin}
+                if reference is not None:
+                    log_probs = reference[2 * number + side][mask[2 * number + side]].numpy()
+                    sample["h"] = _scaled(log_probs[: self._settings.max_tokens], LOG_PROB_SCALE)
+                block.add(prompt, sample, ids)
+        self._log.append(block.finished())
+
+    def _text(self, ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))[:_MAX_TEXT]
+
+    def _piece(self, token: int) -> str:
+        """The text of one token; of a part of a character the replacement character."""
+        if token not in self._pieces:
+            assert self._tokenizer is not None
+            text = str(self._tokenizer.decode([token], skip_special_tokens=False))
+            raw = self._tokenizer.convert_ids_to_tokens(token)
+            # SentencePiece drops the space that begins a word where the word begins the text.
+            if isinstance(raw, str) and raw.startswith("\u2581") and not text.startswith(" "):
+                text = f" {text}"
+            self._pieces[token] = text
+        return self._pieces[token]
+
+
+_COLUMNS = (
+    "input_ids",
+    "attention_mask",
+    "response_mask",
+    "rollout_log_probs",
+    "old_log_probs",
+    "advantages",
+    "weight_versions",
+    "scores",
+    "response_level_rewards",
+    "turn_ids",
+    "turn_rewards",
+    "episode_ids",
+    "group_ids",
+)
+_OBJECTS = ("prompt_id", "domain", "tag", "finish_reason", "outcome", "role")
+
+
+class _Block:
+    """A block in the making."""
+
+    def __init__(self, step: int, kind: str, max_tokens: int, piece: Callable[[int], str]) -> None:
+        self._head = {"step": step, "kind": kind, "time": time.time()}
+        self._max_tokens = max_tokens
+        self._piece = piece
+        self._prompts: list[dict[str, Any]] = []
+        self._places: dict[tuple[str, str, str], int] = {}
+        self._samples: list[dict[str, Any]] = []
+        self._ids: list[NDArray[np.int64]] = []
+        self._read_back: dict[tuple[str, str], str | None] = {}
+        """By prompt what its ids say, where that is not its text."""
+
+    def add(self, prompt: Mapping[str, Any], sample: Mapping[str, Any], ids: Sequence[int] | None = None) -> None:
+        """A sample; what is None is left out.
+
+        Args:
+            ids: tokens behind the prompt.
+        """
+        key = (str(prompt.get("id", "")), str(prompt.get("text", "")), str(prompt.get("tag", "")))
+        if key not in self._places:
+            self._places[key] = len(self._prompts)
+            self._prompts.append({name: value for name, value in prompt.items() if value not in (None, "")})
+        kept = {name: value for name, value in sample.items() if value is not None and value != {}}
+        if ids is not None:
+            self._ids.append(np.asarray(ids[: self._max_tokens], dtype=np.int64))
+            kept["t"] = len(self._ids) - 1
+            if len(ids) > self._max_tokens:
+                kept["cut"] = len(ids) - self._max_tokens
+        self._samples.append({"p": self._places[key], **kept})
+
+    def read_back(
+        self, prompt_id: str, text: str, ids: Sequence[int], decode: Callable[[Sequence[int]], str]
+    ) -> str | None:
+        """What a prompt's ids say, where that is another text than ``text``; asked once for each prompt."""
+        key = prompt_id, text
+        if key not in self._read_back:
+            decoded = decode(ids)
+            self._read_back[key] = None if _alike(text, decoded) else decoded
+        return self._read_back[key]
+
+    def finished(self) -> dict[str, Any]:
+        """The block, with the vocabulary that it uses."""
+        everything = np.concatenate(self._ids) if self._ids else np.zeros(0, dtype=np.int64)
+        vocabulary, inverse = np.unique(everything, return_inverse=True)
+        parts = np.split(inverse, np.cumsum([len(ids) for ids in self._ids])[:-1]) if self._ids else []
+        for sample in self._samples:
+            if "t" in sample:
+                sample["t"] = parts[sample["t"]].tolist()
+        ids = vocabulary.tolist()
+        pieces = [self._piece(token) for token in ids]
+        return {**self._head, "prompts": self._prompts, "ids": ids, "pieces": pieces, "samples": self._samples}
+
+
+class _Rows:
+    """The rows of a batch as fields of samples. What can be is computed for all rows at once: a step is not to wait."""
+
+    def __init__(self, columns: Mapping[str, NDArray[Any]], max_tokens: int) -> None:
+        self._columns = columns
+        mask = columns["response_mask"]
+        self._mask = mask
+        self._lengths = columns["attention_mask"].sum(-1)
+        begins = np.where(mask.any(-1), mask.argmax(-1), self._lengths)
+        self._begins, self._behind = begins.tolist(), self._lengths.tolist()
+        self._ends = np.minimum(self._lengths, begins + max_tokens).tolist()
+        self._counts = mask.sum(-1).tolist()
+        self.episodes: list[int] | None = columns["episode_ids"].tolist() if "episode_ids" in columns else None
+        self._log_probs = _scaled(columns["rollout_log_probs"], LOG_PROB_SCALE)
+        self._mismatch: list[list[int]] | None = None
+        if "old_log_probs" in columns:
+            difference = np.where(mask, columns["old_log_probs"] - columns["rollout_log_probs"], 0.0)
+            self._mismatch = _scaled(difference, MISMATCH_SCALE)
+        versions = columns["weight_versions"]
+        high = np.where(mask, versions, -1).max(-1, initial=-1)
+        self._version = np.where(high == np.where(mask, versions, high[:, None]).min(-1), high, -1).tolist()
+        self._advantage: list[float] | None = None
+        if "advantages" in columns:
+            advantages = columns["advantages"].astype(np.float64)
+            low = np.where(mask, advantages, np.inf).min(-1, initial=np.inf)
+            top = np.where(mask, advantages, -np.inf).max(-1, initial=-np.inf)
+            self._advantage = np.where(top - low < 1e-7, low, np.where(top < low, 0.0, np.nan)).tolist()
+
+    def prompt_ids(self, row: int) -> list[int]:
+        """The ids before the first sampled token."""
+        ids: list[int] = self._columns["input_ids"][row, : self._begins[row]].tolist()
+        return ids
+
+    def response_ids(self, row: int) -> list[int]:
+        ids: list[int] = self._columns["input_ids"][row, self._begins[row] : self._behind[row]].tolist()
+        return ids
+
+    def sample(self, row: int) -> dict[str, Any]:
+        """Fields of :mod:`roll.tracking.sample_log`."""
+        columns, begin, end = self._columns, self._begins[row], self._ends[row]
+        sample: dict[str, Any] = {
+            "g": str(int(columns["group_ids"][row])),
+            "s": _number(columns["scores"][row]),
+            "n": self._counts[row],
+        }
+        if "response_level_rewards" in columns:
+            sample["r"] = _number(columns["response_level_rewards"][row])
+        if end <= begin:
+            return sample
+        here = slice(begin, end)
+        sample["l"] = self._log_probs[row][here]
+        if self._counts[row] < self._behind[row] - begin:
+            sample["c"] = _runs(~self._mask[row, here]) or None
+        if self._mismatch is not None:
+            sample["q"] = self._mismatch[row][here]
+        if self._advantage is not None:
+            same = self._advantage[row]
+            if same == same:
+                sample["a"] = float(f"{same:.5g}")
+            else:
+                sample["a"] = [float(f"{value:.4g}") for value in columns["advantages"][row, here].tolist()]
+        version = self._version[row]
+        sample["w"] = (
+            version if version >= 0 else _versions(columns["weight_versions"][row, here][self._mask[row, here]])
+        )
+        if "turn_ids" in columns:
+            sample["u"] = _turns(columns["turn_ids"][row, here], columns["turn_rewards"][row, here])
+        return sample
+
+
+def _alike(text: str, decoded: str) -> bool:
+    """Equal but for white space, which some tokenizers add or drop at the ends, and a token that begins the text."""
+    first, second = "".join(text.split()), "".join(decoded.split())
+    return first == second or (second.endswith(first) and len(second) - len(first) < 24)
+
+
+def _scaled(values: NDArray[Any], scale: float) -> Any:
+    """Whole numbers as lists."""
+    finite = np.nan_to_num(np.asarray(values, dtype=np.float64) * scale, nan=0.0, posinf=1e9, neginf=-1e9)
+    return finite.round().astype(np.int64).tolist()
+
+
+def _versions(values: NDArray[Any]) -> int | list[list[int]]:
+    """The version, or pairs of version and number of tokens."""
+    if not len(values):
+        return 0
+    begins = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
+    counts = np.diff(np.append(begins, len(values)))
+    if len(begins) == 1:
+        return int(values[0])
+    return [[int(values[place]), int(count)] for place, count in zip(begins, counts, strict=True)]
+
+
+def _runs(mask: NDArray[np.bool_]) -> list[list[int]]:
+    """``[first, behind last]`` of the stretches where ``mask`` holds."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    return edges.reshape(-1, 2).tolist()
+
+
+def _turns(turn_ids: NDArray[Any], rewards: NDArray[Any]) -> list[list[float]]:
+    """``[first, behind last, reward]`` of each turn."""
+    found = []
+    begins = np.flatnonzero(np.append(True, turn_ids[1:] != turn_ids[:-1]))
+    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(turn_ids)], strict=True):
+        if turn_ids[begin] >= 0:
+            found.append([begin, end, round(float(rewards[begin:end].sum()), 6)])
+    return found
+
+
+def _number(value: Any) -> float | None:
+    """To six significant digits; None for nothing, and for what is not finite."""
+    if value is None:
+        return None
+    number = float(value)
+    return float(f"{number:.6g}") if math.isfinite(number) else None
+
+
+def _short(value: Any) -> Any:
+    if value is None or isinstance(value, int | float | bool):
+        return value
+    return str(value)[:2000]

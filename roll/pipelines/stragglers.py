@@ -1,0 +1,86 @@
+"""A watch over ranks that are slower than their peers.
+
+Ranks that compute together wait for each other, so the wall-clock time of a phase is the same for all of them and says
+nothing about who is late. The processor time that each has used says it: who waits uses none. On accelerators that is
+the host's part of the work (launching kernels, preparing data): a device that is throttled does not show in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from roll.distributed import Cluster, RemoteError, Worker
+
+logger = logging.getLogger(__name__)
+
+SLOW = 2.0
+"""Times the median."""
+LEAST_SECONDS = 0.1
+"""Of a phase: shorter ones are noise."""
+MOST_RANKS = 16
+"""Ranks of a role whose seconds are each a metric; of more, the median and the slowest."""
+_ASK_SECONDS = 30.0
+
+Readings = Mapping[str, Sequence[float]]
+"""Processor seconds of every rank since its start, by role."""
+
+
+def stragglers(seconds: Sequence[float]) -> list[int]:
+    """The ranks that needed twice as long as the median (of two: as the other)."""
+    median = statistics.median_low(seconds)
+    return [rank for rank, own in enumerate(seconds) if own >= max(SLOW * median, LEAST_SECONDS)]
+
+
+class StragglerWatch:
+    """Measures the ranks of clusters that have several, in phases in which that is asked for.
+
+    Args:
+        clusters: gives those to look at.
+    """
+
+    def __init__(self, clusters: Callable[[], Sequence[Cluster]]) -> None:
+        self._clusters = clusters
+        self._metrics: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the block, as ``time/<phase>/<role>/rank_<n>``, ``median`` and ``slowest``."""
+        before = self._read()
+        yield
+        after = self._read()
+        for cluster in self._clusters():
+            role = cluster.name
+            if len(before.get(role, ())) == len(after.get(role, ())) > 1:
+                self._note(name, cluster, [late - early for early, late in zip(before[role], after[role], strict=True)])
+
+    def pop(self) -> dict[str, float]:
+        """The metrics since the last call."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _note(self, phase: str, cluster: Cluster, seconds: Sequence[float]) -> None:
+        prefix = f"time/{phase}/{cluster.name}"
+        if len(seconds) <= MOST_RANKS:
+            self._metrics |= {f"{prefix}/rank_{rank}": own for rank, own in enumerate(seconds)}
+        median = statistics.median(seconds)
+        self._metrics |= {f"{prefix}/median": median, f"{prefix}/slowest": max(seconds)}
+        for rank in stragglers(seconds):
+            where = cluster.addresses[rank]
+            logger.warning(
+                "%s rank %d (pid %d on %s) is slow: %.2f s of its processor in %s, the median of %d ranks is %.2f s",
+                *(cluster.name, rank, where.pid, where.node_ip, seconds[rank], phase, len(seconds), median),
+            )
+
+    def _read(self) -> Readings:
+        several = [cluster for cluster in self._clusters() if len(cluster.live_ranks) > 1]
+        calls = [(one.name, one.call_all(Worker.processor_seconds).within(_ASK_SECONDS)) for one in several]
+        readings = {}
+        for name, call in calls:
+            try:
+                readings[name] = call.result()
+            except RemoteError as error:  # the next call of the phase decides
+                logger.debug("no measurement of %s: %s", name, error)
+        return readings

@@ -1,0 +1,214 @@
+"""DeepSpeed and Megatron: their states and collectives by arithmetic, and everything in between by running the model.
+
+Both compute the same layers as the other strategies (:mod:`roll.strategies.training.data_parallel` and
+:mod:`roll.models`, Megatron with layers of its own of the same shapes), so activations, FLOPs and micro-batches come
+from running the model unsharded on fake tensors; of Megatron, the slice of it that one rank holds.  What ZeRO's
+optimizers and Megatron's keep cannot be run without their kernels; docs/rehearsal.md compares these sums with measured
+runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from roll.config.lora import uses_lora
+from roll.config.plan.plan import RolePlan
+from roll.config.strategies.deepspeed import numbers, plan_zero
+from roll.config.strategies.registry import DeepSpeedStrategyConfig, MegatronStrategyConfig
+from roll.rehearsal.formulas import BYTES, ModelShape, megatron_share
+from roll.rehearsal.simulate import RoleRun, Task, Work, rehearse
+from roll.rehearsal.tracker import Collective, Kind
+from roll.strategies.base import StateKind
+
+BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed's ``reduce_bucket_size`` where nothing is written."""
+PREFETCH_ELEMENTS = 50_000_000
+"""Its ``stage3_prefetch_bucket_size``."""
+
+
+def with_deepspeed(role: RolePlan, options: DeepSpeedStrategyConfig, shape: ModelShape | None, task: Task) -> RoleRun:
+    """ZeRO's states over the activations of the unsharded model (of stage 3: and of what is gathered for a layer).
+
+    =====  ==========  =====================  ==============================  ===================================
+    stage  parameters  gradients              optimizer                       collectives of an optimizer step
+    =====  ==========  =====================  ==============================  ===================================
+    0      all         all                    all                             all-reduce
+    1      all         all                    master weights, moments / n     reduce-scatter, all-gather
+    2      all         1/n, and two buckets   the same                        reduce-scatter a micro-batch, all-gather
+    3      1/n         1/n, and two buckets   the same                        all-gather twice and reduce-scatter a
+                                                                              micro-batch
+    =====  ==========  =====================  ==============================  ===================================
+    """
+    run = rehearse(task, execute_sharded=False)
+    environ = {**os.environ, **role.section.system_envs}
+    learns = task.updates > 0
+    plan = plan_zero(options, environ, trains=learns, has_accelerator=not task.on_cpu)
+    ranks, compute = task.world_size, BYTES[role.section.model_args.dtype]
+    whole = run.states[StateKind.MODEL_PARAMS]
+    weights = whole / compute
+    trained = _trained_weights(run, weights, compute, uses_lora(role.section.model_args))
+    stage, masters = plan.stage, 4 if compute < 4 else 0
+    shard = ranks if stage else 1
+    parameters = whole / ranks if stage == 3 else whole
+    # Without master weights the optimizer updates the parameters: under ZeRO 1 and 2 a float32 copy of its share.
+    copies = 4 / ranks if compute == 4 and stage in (1, 2) else 0.0
+    optimizer = learns * (trained * (8 + masters) / shard + trained * copies)
+    accumulated = (4 if stage and options.fp32_grad_accumulation is not False else compute) * trained
+    section = numbers(options.zero_optimization)
+    bucket = min(trained, float(section.get("reduce_bucket_size", BUCKET_ELEMENTS))) * compute
+    overlap = 2 if section.get("overlap_comm", stage == 3) else 1
+    gathered = 0.0
+    if stage == 3 and shape is not None:
+        prefetch = min(weights, float(section.get("stage3_prefetch_bucket_size", PREFETCH_ELEMENTS)))
+        gathered = shape.layer + shape.embeddings / (1 if shape.embeddings == shape.vocabulary * shape.hidden else 2)
+        gathered = min(weights, gathered + prefetch) * compute
+    run.states = {
+        StateKind.MODEL_PARAMS: 0 if plan.offload_param != "none" else int(parameters),
+        StateKind.OPTIMIZER_STATES: 0 if plan.offload_optimizer != "none" else int(optimizer),
+    }
+    run.host = int((plan.offload_param != "none") * parameters + (plan.offload_optimizer != "none") * optimizer)
+    run.method = f"activations executed, states of ZeRO-{stage} by arithmetic"
+    group = tuple(range(ranks))
+    for name, work in run.works.items():
+        if stage == 3:
+            work.peak[Kind.GATHERED] = int(gathered)
+            passes = {"train": 2, "forward": 1}.get(name, 0) * work.micro_batches
+            work.collectives[Collective("all_gather", group, int(whole))] += passes
+        if name == "train":
+            work.peak[Kind.GRADIENTS] = int(accumulated / (ranks if stage >= 2 else 1))
+            work.peak[Kind.COMMUNICATION] = int(bucket * overlap) if stage else 0
+            if plan.offload_optimizer != "none":
+                work.peak[Kind.GRADIENTS] = 0
+            gradient = Collective("reduce_scatter" if stage else "all_reduce", group, int(trained * compute))
+            work.collectives[gradient] += work.micro_batches if stage >= 2 else task.updates
+            if stage in (1, 2):
+                work.collectives[Collective("all_gather", group, int(trained * compute))] += task.updates
+        elif name == "send" and stage == 3:
+            work.peak[Kind.COMMUNICATION] = 2 * min(task.bucket_bytes, int(whole))
+            work.collectives[Collective("gather", group, int(whole))] += 1
+    return run
+
+
+def _trained_weights(run: RoleRun, weights: float, compute: int, lora: bool) -> float:
+    if not lora or "train" not in run.works:
+        return weights
+    return run.works["train"].peak[Kind.GRADIENTS] / compute
+
+
+def with_megatron(
+    role: RolePlan,
+    options: MegatronStrategyConfig,
+    shape: ModelShape | None,
+    config: Mapping[str, Any],
+    at: Callable[[Mapping[str, Any]], Task],
+    task: Task,
+) -> RoleRun:
+    """The first pipeline stage of the first rank, as the slice of the model that it holds.
+
+    Heads, key-value heads, the MLP and the vocabulary are divided by the tensor-parallel size, layers by the stages;
+    hidden states are whole, and with ``sequence_parallel`` divided too.  A pipeline holds as many micro-batches' inputs
+    as it has stages.
+    """
+    assert shape is not None, "Megatron's models are of the usual build"
+    tensor, stages = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    slice_config = _slice_of(config, shape, tensor, stages, options.expert_ranks)
+    sliced = at(slice_config)
+    run = rehearse(replace(sliced, world_size=1, sends=False), execute_sharded=False)
+    compute, ranks = BYTES[role.section.model_args.dtype], task.world_size
+    copies = max(1, ranks // (tensor * stages))
+    weights = megatron_share(options, shape)
+    learns, masters = task.updates > 0, 4 if compute < 4 else 0
+    shard = copies if options.use_distributed_optimizer else 1
+    run.states = {
+        StateKind.MODEL_PARAMS: int(weights * compute),
+        StateKind.OPTIMIZER_STATES: int(learns * weights * (8 + masters) / shard),
+        # Megatron's buffer of gradients outlives a step.
+        StateKind.OTHER_PARAMS: int(learns * weights * 4),
+    }
+    run.method = "activations of a rank's slice executed, states by arithmetic"
+    for name, work in run.works.items():
+        work.peak[Kind.GRADIENTS] = 0
+        _divide_tokens(work, options.context_parallel_size)
+        if name == "train":
+            _add_megatron_traffic(work, options, shape, task, weights, compute, copies)
+            hidden = work.tokens * shape.hidden * compute
+            if options.sequence_parallel:
+                hidden = hidden // tensor
+            in_flight = min(stages, work.micro_batches // max(1, task.updates))
+            kept = -(-shape.layers // stages) * hidden * (in_flight - 1)
+            work.peak[Kind.ACTIVATIONS] += int(kept)
+    if task.sends:
+        bucket = min(task.bucket_bytes, int(shape.total * compute))
+        run.works["send"] = Work({Kind.COMMUNICATION: 2 * bucket})
+        flow = Collective("gather", tuple(range(tensor * stages)), int(shape.total * compute))
+        run.works["send"].collectives[flow] += 1
+    return run
+
+
+def _slice_of(
+    config: Mapping[str, Any], shape: ModelShape, tensor: int, stages: int, expert_ranks: int
+) -> dict[str, Any]:
+    """The ``config.json`` of what one rank of the first stage computes with."""
+    heads = max(1, shape.heads // tensor)
+    kv_heads = max(1, shape.kv_heads // tensor)
+    sliced = {
+        **config,
+        "num_hidden_layers": -(-shape.layers // stages),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads if heads % kv_heads == 0 else heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": -(-shape.vocabulary // tensor),
+        "intermediate_size": max(1, int(config.get("intermediate_size", shape.intermediate)) // tensor),
+    }
+    sliced.pop("layer_types", None)
+    if shape.experts:
+        # Tokens are dealt out evenly: as many as a rank has come to its experts.
+        sliced["num_experts"] = max(shape.top_k, shape.experts // expert_ranks)
+    return sliced
+
+
+def _divide_tokens(work: Work, context: int) -> None:
+    """Context-parallel ranks each compute a part of every sequence."""
+    if context == 1:
+        return
+    for kind in (Kind.ACTIVATIONS,):
+        work.peak[kind] //= context
+    work.operations = Counter(
+        {
+            replace(operation, flops=operation.flops // context, num_bytes=operation.num_bytes // context): count
+            for operation, count in work.operations.items()
+        }
+    )
+
+
+def _add_megatron_traffic(
+    work: Work,
+    options: MegatronStrategyConfig,
+    shape: ModelShape,
+    task: Task,
+    weights: float,
+    compute: int,
+    copies: int,
+) -> None:
+    tensor, stages = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    hidden = work.tokens // options.context_parallel_size * shape.hidden * compute
+    layers = -(-shape.layers // stages)
+    if tensor > 1:
+        # Two in the forward pass of a layer, two in its backward pass, two where it is computed again.
+        recomputes = not task.role.model_args.disable_gradient_checkpointing
+        flow = Collective("all_reduce", tuple(range(tensor)), hidden)
+        work.collectives[flow] += (6 if recomputes else 4) * layers * work.micro_batches
+    if stages > 1:
+        peers = (0, task.world_size // stages)
+        work.collectives[Collective("receive", peers, hidden)] += 2 * work.micro_batches
+    if copies > 1:
+        group = tuple(range(0, tensor * copies, tensor))
+        if options.use_distributed_optimizer:
+            work.collectives[Collective("reduce_scatter", group, int(weights * 4))] += task.updates
+            work.collectives[Collective("all_gather", group, int(weights * compute))] += task.updates
+        else:
+            work.collectives[Collective("all_reduce", group, int(weights * 4))] += task.updates

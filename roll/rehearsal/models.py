@@ -1,0 +1,131 @@
+"""The ``config.json`` of a role's model: its folder's own, one that is given, or that of a well-known size. Torch-free.
+
+Hubs cannot be asked from everywhere, and the sizes of the usual models do not change: a table holds what decides about
+memory and arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from roll.config.model_files import CONFIG, read_model_config
+from roll.config.reading.errors import ConfigError, Problem
+
+_SHARED: dict[str, Any] = {"max_position_embeddings": 40960, "use_cache": True}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "head_dim": 128},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 151936,
+        "head_dim": 128,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "llama": {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "rope_theta": 500000.0},
+}
+
+# Name: family, hidden, intermediate, layers, heads, key-value heads, tied embeddings, further keys.
+_SIZES: dict[str, tuple[str, int, int, int, int, int, bool, dict[str, Any]]] = {
+    "Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, True, {"vocab_size": 151936}),
+    "Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, True, {"vocab_size": 151936}),
+    "Qwen2.5-3B": ("qwen2", 2048, 11008, 36, 16, 2, True, {"vocab_size": 151936}),
+    "Qwen2.5-7B": ("qwen2", 3584, 18944, 28, 28, 4, False, {"vocab_size": 152064}),
+    "Qwen2.5-14B": ("qwen2", 5120, 13824, 48, 40, 8, False, {"vocab_size": 152064}),
+    "Qwen2.5-32B": ("qwen2", 5120, 27648, 64, 40, 8, False, {"vocab_size": 152064}),
+    "Qwen2.5-72B": ("qwen2", 8192, 29568, 80, 64, 8, False, {"vocab_size": 152064}),
+    "Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, True, {}),
+    "Qwen3-1.7B": ("qwen3", 2048, 6144, 28, 16, 8, True, {}),
+    "Qwen3-4B": ("qwen3", 2560, 9728, 36, 32, 8, True, {}),
+    "Qwen3-8B": ("qwen3", 4096, 12288, 36, 32, 8, False, {}),
+    "Qwen3-14B": ("qwen3", 5120, 17408, 40, 40, 8, False, {}),
+    "Qwen3-32B": ("qwen3", 5120, 25600, 64, 64, 8, False, {}),
+    "Qwen3-30B-A3B": (
+        "qwen3_moe",
+        2048,
+        6144,
+        48,
+        32,
+        4,
+        False,
+        {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+    ),
+    "Qwen3-235B-A22B": (
+        "qwen3_moe",
+        4096,
+        12288,
+        94,
+        64,
+        4,
+        False,
+        {"moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8},
+    ),
+    "Llama-3.2-1B": ("llama", 2048, 8192, 16, 32, 8, True, {"head_dim": 64}),
+    "Llama-3.2-3B": ("llama", 3072, 8192, 28, 24, 8, True, {"head_dim": 128}),
+    "Llama-3.1-8B": ("llama", 4096, 14336, 32, 32, 8, False, {"head_dim": 128}),
+    "Llama-3.1-70B": ("llama", 8192, 28672, 80, 64, 8, False, {"head_dim": 128}),
+}
+_ALIASES = {
+    "Meta-Llama-3-8B": "Llama-3.1-8B",
+    "Meta-Llama-3.1-8B": "Llama-3.1-8B",
+    "Meta-Llama-3-70B": "Llama-3.1-70B",
+    "Meta-Llama-3.1-70B": "Llama-3.1-70B",
+    "Llama-3.3-70B": "Llama-3.1-70B",
+}
+KNOWN = tuple(_SIZES)
+"""Models whose sizes are known without their files."""
+_VARIANT = re.compile(r"-(instruct|base|thinking|chat|it)\b.*|-\d{4}$", re.IGNORECASE)
+"""Endings of names that say nothing about the size."""
+
+
+def known_config(name: str) -> Mapping[str, Any] | None:
+    """The ``config.json`` of a well-known model by its hub name or by the last part of a path; None: not known."""
+    base = _VARIANT.sub("", name.rstrip("/").rpartition("/")[2])
+    base = _ALIASES.get(base, base)
+    if base not in _SIZES:
+        return None
+    family, hidden, intermediate, layers, heads, groups, tied, more = _SIZES[base]
+    return {
+        "model_type": family,
+        **_SHARED,
+        **_FAMILIES[family],
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "tie_word_embeddings": tied,
+        **more,
+    }
+
+
+def find_config(path: str | None, given: Path | None = None) -> Mapping[str, Any] | None:
+    """A model's ``config.json``: the file that is given, that on this machine, or the well-known one.
+
+    Raises:
+        ConfigError: the given file cannot be read.
+    """
+    if given is not None:
+        return _read(given)
+    try:
+        own = read_model_config(path)
+    except ValueError as error:
+        raise ConfigError([Problem("model_args.model_name_or_path", path, str(error))]) from error
+    return own or known_config(path or "")
+
+
+def _read(given: Path) -> Mapping[str, Any]:
+    file = given / CONFIG if given.is_dir() else given
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError([Problem("--model-config", str(given), f"cannot be read: {error}")]) from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        rule = "must be the config.json of a transformers model, or the folder that holds it"
+        raise ConfigError([Problem("--model-config", str(given), rule)])
+    return config

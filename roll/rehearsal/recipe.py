@@ -1,0 +1,480 @@
+"""A whole recipe: which role does what in which phase of a step, what is on a device meanwhile, and how long it takes.
+
+Who is moved off a device between phases is decided by the class that does it in a run
+(:class:`roll.pipelines.residency.Residency`), on clusters that only note what they are asked.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from roll.config.lora import uses_lora
+from roll.config.pipelines import SCORES
+from roll.config.plan.plan import Plan, RolePlan
+from roll.config.reading.errors import ConfigError, Problem
+from roll.config.strategies.registry import (
+    DeepSpeedStrategyConfig,
+    Fsdp1StrategyConfig,
+    HfInferStrategyConfig,
+    MegatronStrategyConfig,
+    generation_strategies,
+    typed_strategy_config,
+)
+from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
+from roll.rehearsal.arithmetic import with_deepspeed, with_megatron
+from roll.rehearsal.engines import EngineUse, engine_use, generation_time
+from roll.rehearsal.formulas import ModelShape, model_shape
+from roll.rehearsal.hardware import GIB, Hardware
+from roll.rehearsal.models import KNOWN, find_config
+from roll.rehearsal.roofline import PhaseTime, Traffic, kernel_times, network_time, traffic
+from roll.rehearsal.simulate import RoleRun, Task, rehearse
+from roll.rehearsal.tracker import Kind
+from roll.strategies.base import ModelHead, StateKind
+
+CONTEXT_BYTES = int(0.75 * GIB)
+"""Of a process on a device: the driver's context, kernels and the buffers of NCCL. Assumed."""
+PAIR_PIPELINES = ("dpo", "rm")
+"""Their batch sizes count pairs of rows."""
+
+
+@dataclass
+class PhaseUse:
+    """A device in one phase."""
+
+    name: str
+    parts: dict[tuple[str, str], float]
+    """Bytes by role and kind."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass
+class DeviceUse:
+    """Devices with the same roles on them."""
+
+    ids: tuple[int, ...]
+    roles: tuple[str, ...]
+    phases: list[PhaseUse]
+    unmoved: list[PhaseUse]
+    """The same if nothing were offloaded between phases."""
+
+    @property
+    def peak(self) -> PhaseUse:
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def unmoved_peak(self) -> PhaseUse:
+        return max(self.unmoved, key=lambda phase: phase.total)
+
+
+@dataclass
+class Rehearsal:
+    """What is known of a recipe before it runs."""
+
+    name: str
+    hardware: Hardware
+    runs: dict[str, RoleRun]
+    engines: dict[str, EngineUse]
+    shapes: dict[str, ModelShape | None]
+    devices: list[DeviceUse]
+    times: dict[str, PhaseTime]
+    """By phase."""
+    traffic: dict[str, list[Traffic]]
+    """By phase, of one device."""
+    flops: dict[str, float]
+    """By phase, of one device."""
+    host: dict[str, float]
+    """Bytes of a worker's host memory by role and purpose."""
+    problems: list[str] = field(default_factory=list)
+    """Why it cannot run."""
+    offloads: bool = True
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems and all(use.peak.total <= self.hardware.gpu.memory for use in self.devices)
+
+    @property
+    def peak(self) -> float:
+        return max((use.peak.total for use in self.devices), default=0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Lower bound of a step, its phases one after another."""
+        return sum(time.seconds for time in self.times.values())
+
+
+@dataclass(frozen=True)
+class _Phase:
+    name: str
+    needs: Mapping[str, frozenset[StateKind]]
+    works: Mapping[str, str]
+    """Role and its kind of pass."""
+
+
+def rehearse_recipe(
+    loaded: Any,
+    hardware: Hardware,
+    given: Mapping[str, Path],
+    say: Callable[[str], None] = lambda text: None,
+    known: dict[Any, RoleRun] | None = None,
+) -> Rehearsal:
+    """
+    Args:
+        loaded: a configuration, as :func:`roll.config.loader.load_config` gives it.
+        given: ``config.json`` by role; that of ``""`` for all roles without one.
+        known: roles that were rehearsed before, by what they were asked; it is added to.
+
+    Raises:
+        ConfigError: a model whose sizes are not known.
+    """
+    plan: Plan = loaded.plan
+    configs = _model_configs(plan, given)
+    known = {} if known is None else known
+    runs: dict[str, RoleRun] = {}
+    engines: dict[str, EngineUse] = {}
+    shapes = {name: model_shape(config) for name, config in configs.items()}
+    for name, role in plan.roles.items():
+        if name not in configs:
+            continue
+        if role.strategy_name in generation_strategies() and not _computes(loaded, name):
+            shape = shapes[name]
+            if shape is None:
+                rule = "the arithmetic of engines knows decoders with attention and gated MLPs or experts only"
+                raise ConfigError([Problem(f"{role.key}.model_args.model_name_or_path", role.model_path, rule)])
+            engines[name] = engine_use(role, shape, hardware.gpu)
+            continue
+        task = _task(loaded, name)
+        key = (repr(task), json.dumps(configs[name], sort_keys=True))
+        if key not in known:
+            say(f"rehearsing {name} ({role.strategy_name}, {role.world_size} ranks)")
+            known[key] = rehearse_role(role, task, configs[name])
+        runs[name] = known[key]
+    phases = _phases(loaded, runs, engines)
+    offloads = loaded.config.is_offload_states is not False
+    report = Rehearsal(
+        name=plan.exp_name,
+        hardware=hardware,
+        runs=runs,
+        engines=engines,
+        shapes=shapes,
+        devices=_devices(plan, phases, runs, engines, offloads),
+        times={},
+        traffic={},
+        flops={},
+        host=_host(plan, loaded, runs, engines),
+        problems=[use.problem for use in engines.values() if use.problem],
+        offloads=offloads,
+    )
+    _add_times(report, loaded, phases)
+    return report
+
+
+def _model_configs(plan: Plan, given: Mapping[str, Path]) -> dict[str, Mapping[str, Any]]:
+    found, problems = {}, []
+    for name, role in plan.roles.items():
+        if role.strategy_name is None:
+            continue
+        config = find_config(role.model_path, given.get(name) or given.get(""))
+        if config is None:
+            rule = (
+                f"is not on this machine and not one of the known sizes ({', '.join(KNOWN)}); give its config.json by "
+                f"--model-config [{name}=]FILE"
+            )
+            problems.append(Problem(f"{role.key}.model_args.model_name_or_path", role.model_path, rule))
+        else:
+            found[name] = config
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _computes(loaded: Any, name: str) -> bool:
+    """``hf_infer`` of a role that computes log-probs is a plain model, not an engine."""
+    role = loaded.plan.roles[name]
+    task = loaded.pipeline.task_of(role.key, role.section)
+    return role.strategy_name not in task.strategies or task.name in ("computes log-probs", "scores responses")
+
+
+def _task(loaded: Any, name: str) -> Task:
+    plan = loaded.plan
+    role: RolePlan = plan.roles[name]
+    training = plan.training.get(name)
+    learner = training or next(iter(plan.training.values()))
+    units = 2 if plan.pipeline in PAIR_PIPELINES else 1
+    response = min(getattr(plan, "max_new_tokens", role.sequence_length - 1), role.sequence_length - 1)
+    per_rank = -(-learner.samples_per_step // role.dp_size) * units
+    looks = name != "actor_train" if training is None or name == "critic" else _looks_back(loaded, name)
+    is_scored = loaded.pipeline.task_of(role.key, role.section) is SCORES
+    return Task(
+        role=role.section,
+        world_size=role.world_size,
+        dp_size=role.dp_size,
+        prompt=role.sequence_length - response,
+        response=response,
+        group_size=getattr(plan, "group_size", 1),
+        rows_per_update=0 if training is None else training.mini_batch_size // training.dp_size * units,
+        updates=0 if training is None else training.optimizer_steps_per_step,
+        forward_rows=per_rank if looks else 0,
+        sends=name == "actor_train" and "actor_infer" in plan.roles,
+        bucket_bytes=loaded.config.model_update_buffer_size_mb * 2**20,
+        head=ModelHead.VALUE if name == "critic" or is_scored else ModelHead.CAUSAL_LM,
+        units=units,
+    )
+
+
+def _looks_back(loaded: Any, name: str) -> bool:
+    """The policy computes log-probs before it learns: its own old ones, or under LoRA those of the reference."""
+    plan = loaded.plan
+    if name != "actor_train":
+        return False
+    reference = getattr(plan, "needs_reference", False) and "reference" not in plan.roles
+    return bool(getattr(plan, "needs_old_log_probs", False) or reference)
+
+
+def rehearse_role(role: RolePlan, task: Task, config: Mapping[str, Any]) -> RoleRun:
+    """One role by its strategy: executed, or with what its backend keeps by arithmetic.
+
+    Args:
+        config: the ``config.json`` of its model.
+    """
+    shape = model_shape(config)
+    options = typed_strategy_config(role.section.strategy_args)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def at(content: Mapping[str, Any]) -> Task:
+            path = Path(folder) / f"model_{len(list(Path(folder).iterdir()))}"
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+            args = replace(role.section.model_args, model_name_or_path=str(path), adapter_name_or_path=None)
+            if role.section.model_args.adapter_name_or_path and not uses_lora(args):
+                args = replace(args, lora_target="all-linear")
+            return replace(task, role=replace(task.role, model_args=args))
+
+        if isinstance(options, DeepSpeedStrategyConfig):
+            return with_deepspeed(role, options, shape, at(config))
+        if isinstance(options, MegatronStrategyConfig):
+            return with_megatron(role, options, shape, config, at, task)
+        if isinstance(options, HfInferStrategyConfig):
+            return rehearse(at(config), execute_sharded=False)
+        run_task = at(config)
+        if isinstance(options, Fsdp1StrategyConfig):
+            return _as_fsdp1(run_task)
+        return rehearse(run_task)
+
+
+def _as_fsdp1(task: Task) -> RoleRun:
+    """FSDP1 shards the same units over the same ranks: run as FSDP2, with the options that both have."""
+    from roll.config.reading.schema import section_fields
+    from roll.config.strategies.registry import Fsdp2StrategyConfig
+
+    own = {item.name for item in section_fields(Fsdp2StrategyConfig)}
+    arguments = task.role.strategy_args
+    options = {key: value for key, value in arguments.strategy_config.items() if key in own}
+    name = "fsdp2_train" if task.updates else "fsdp2_infer"
+    role = replace(task.role, strategy_args=replace(arguments, strategy_name=name, strategy_config=options))
+    run = rehearse(replace(task, role=role))
+    run.method = "as fsdp2"
+    return run
+
+
+def _phases(loaded: Any, runs: Mapping[str, RoleRun], engines: Mapping[str, EngineUse]) -> list[_Phase]:
+    """The phases of a step in their order, as :mod:`roll.pipelines.policy_pipeline` brings states for them."""
+    plan = loaded.plan
+    phases = []
+    judges = [name for name in engines if name != "actor_infer"]
+    if "actor_infer" in engines:
+        needs = {"actor_train": WEIGHTS, "actor_infer": WEIGHTS}
+        phases.append(_Phase("weight update", needs, {"actor_train": "send"}))
+        scorers = [name for name in runs if name == "reward_model"]
+        generating = dict.fromkeys(("actor_infer", *judges), GENERATION) | dict.fromkeys(scorers, WEIGHTS)
+        phases.append(_Phase("generation", generating, dict.fromkeys(scorers, "forward")))
+    for name, run in runs.items():
+        if name in plan.training or name == "reward_model" or "forward" not in run.works:
+            continue
+        phases.append(_Phase(f"forward of {name}", {name: WEIGHTS}, {name: "forward"}))
+    learners = sorted((name for name in plan.training if name in runs), key=lambda name: name == "actor_train")
+    for name in learners[::-1]:
+        if "forward" in runs[name].works:
+            phases.append(_Phase(f"forward of {name}", {name: WEIGHTS}, {name: "forward"}))
+    phases += [_Phase(f"update of {name}", {name: TRAINING}, {name: "train"}) for name in learners]
+    return phases
+
+
+class _NotingCluster:
+    """In place of a cluster: notes which states of its role are on the devices."""
+
+    def __init__(self, role: RolePlan, states: frozenset[StateKind]) -> None:
+        self.name, self.role = role.name, role.section
+        self.live_ranks = list(range(role.world_size))
+        self.states, self.resident = states, set(states)
+
+    def call_all(self, method: Any, argument: Any = None) -> _NotingCluster:
+        match method.__name__:
+            case "sleep":
+                self.resident.clear()
+            case "wake":
+                self.resident |= {StateKind.MODEL_PARAMS} if argument else set(GENERATION)
+            case "offload_states":
+                self.resident -= set(argument)
+            case "load_states":
+                self.resident |= set(argument)
+        return self
+
+    def within(self, timeout: float | None) -> _NotingCluster:
+        return self
+
+    def result(self) -> list[None]:
+        return []
+
+
+def _devices(
+    plan: Plan,
+    phases: list[_Phase],
+    runs: Mapping[str, RoleRun],
+    engines: Mapping[str, EngineUse],
+    offloads: bool,
+) -> list[DeviceUse]:
+    """Two steps are gone through: what the first leaves on the devices is there in the second."""
+    on: dict[int, tuple[str, ...]] = {}
+    for name, role in plan.roles.items():
+        if name in runs or name in engines:
+            for device in role.device_mapping:
+                on[device] = (*on.get(device, ()), name)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for device, names in sorted(on.items()):
+        groups.setdefault(names, []).append(device)
+    present = {moved: _residents(plan, phases, runs, engines, moved) for moved in (True, False)}
+    uses = []
+    for names, ids in groups.items():
+        pages = {
+            moved: [_page(phase, names, runs, engines, resident) for phase, resident in zip(phases, found, strict=True)]
+            for moved, found in present.items()
+        }
+        uses.append(DeviceUse(tuple(ids), names, pages[offloads], pages[False]))
+    return uses
+
+
+def _residents(
+    plan: Plan,
+    phases: list[_Phase],
+    runs: Mapping[str, RoleRun],
+    engines: Mapping[str, EngineUse],
+    offloads: bool,
+) -> list[dict[str, set[StateKind]]]:
+    residency = Residency(plan, enabled=offloads)
+    clusters = {name: _NotingCluster(plan.roles[name], GENERATION) for name in engines}
+    for name in runs:
+        clusters[name] = _NotingCluster(plan.roles[name], TRAINING if name in plan.training else WEIGHTS)
+    for name, cluster in clusters.items():
+        if residency.moves(name):
+            residency.admit(cluster, cluster.states)  # type: ignore[arg-type]
+    found = []
+    for _ in range(2):
+        found = []
+        for phase in phases:
+            residency.bring(phase.needs)
+            found.append({name: set(cluster.resident) for name, cluster in clusters.items()})
+    return found
+
+
+def _page(
+    phase: _Phase,
+    names: tuple[str, ...],
+    runs: Mapping[str, RoleRun],
+    engines: Mapping[str, EngineUse],
+    resident: Mapping[str, set[StateKind]],
+) -> PhaseUse:
+    parts: dict[tuple[str, str], float] = {}
+    for name in names:
+        there = resident[name]
+        parts[name, "context"] = CONTEXT_BYTES
+        if name in engines:
+            use = engines[name]
+            if StateKind.MODEL_PARAMS in there:
+                parts[name, "weights"] = use.weights
+            if StateKind.KV_CACHE in there:
+                parts[name, "KV cache"] = use.cache
+                parts[name, "workspace"] = use.workspace
+            if phase.name == "weight update" and name == "actor_infer":
+                parts[name, "receive bucket"] = _sent_bucket(runs)
+            continue
+        run = runs[name]
+        if StateKind.MODEL_PARAMS in there:
+            parts[name, "parameters"] = run.states[StateKind.MODEL_PARAMS]
+        if StateKind.OTHER_PARAMS in there:
+            parts[name, "gradient buffers"] = run.states.get(StateKind.OTHER_PARAMS, 0)
+        if StateKind.OPTIMIZER_STATES in there:
+            parts[name, "optimizer states"] = run.states[StateKind.OPTIMIZER_STATES]
+        work = run.works.get(phase.works.get(name, ""))
+        if work is not None:
+            sends = phase.works[name] == "send"
+            for kind, size in work.working.items():
+                label = "send buckets" if sends else str(kind)
+                parts[name, label] = parts.get((name, label), 0.0) + size
+    return PhaseUse(phase.name, {key: size for key, size in parts.items() if size})
+
+
+def _sent_bucket(runs: Mapping[str, RoleRun]) -> float:
+    """An engine copies a bucket to its device before it takes it over."""
+    send = runs["actor_train"].works.get("send") if "actor_train" in runs else None
+    return max(send.working.values(), default=0) / 2 if send is not None else 0.0
+
+
+def _host(plan: Any, loaded: Any, runs: Mapping[str, RoleRun], engines: Mapping[str, EngineUse]) -> dict[str, float]:
+    """Host memory of a worker: what it is moved to between phases, what stays there, and columns of log-probs."""
+    found: dict[str, float] = {}
+    for name, run in runs.items():
+        role = plan.roles[name]
+        if run.host:
+            found[f"{name}: states"] = run.host
+        if role.colocated_with and loaded.config.is_offload_states is not False:
+            found[f"{name}: offloaded between phases"] = sum(run.states.values())
+        if "forward" in run.works:
+            samples = next(iter(plan.training.values())).samples_per_step
+            found[f"{name}: log-prob columns"] = -(-samples // role.dp_size) * role.sequence_length * 4.0
+    for name, use in engines.items():
+        if plan.roles[name].colocated_with and loaded.config.is_offload_states is not False:
+            found[f"{name}: offloaded between phases"] = use.weights
+    return found
+
+
+def _add_times(report: Rehearsal, loaded: Any, phases: list[_Phase]) -> None:
+    plan, gpu = loaded.plan, report.hardware.gpu
+    for phase in phases:
+        compute = memory = flops = 0.0
+        flows: list[Traffic] = []
+        for name, kind in phase.works.items():
+            work = report.runs[name].works[kind]
+            seconds = kernel_times(work.operations, gpu)
+            compute, memory, flops = compute + seconds[0], memory + seconds[1], flops + work.flops
+            flows += traffic(work.collectives, plan.roles[name].device_mapping, report.hardware.per_node)
+        if phase.name == "generation":
+            role, shape = plan.roles["actor_infer"], report.shapes["actor_infer"]
+            assert shape is not None
+            bound = generation_time(
+                role,
+                shape,
+                report.engines["actor_infer"],
+                gpu,
+                plan.samples_per_step,
+                plan.group_size,
+                plan.sequence_length - plan.max_new_tokens,
+                plan.max_new_tokens,
+            )
+            is_compute = bound.compute >= bound.memory
+            compute, memory = compute + bound.compute * is_compute, memory + bound.memory * (not is_compute)
+            speed = gpu.half if role.section.model_args.dtype != "fp32" else gpu.single
+            flops += bound.compute * speed
+        report.times[phase.name] = PhaseTime(compute, memory, network_time(flows, report.hardware))
+        report.traffic[phase.name] = flows
+        report.flops[phase.name] = flops
+
+
+__all__ = ["CONTEXT_BYTES", "DeviceUse", "Kind", "PhaseUse", "Rehearsal", "rehearse_recipe"]

@@ -1,0 +1,132 @@
+"""Lower bounds of a phase's time: arithmetic, memory traffic, and traffic between devices.
+
+Kernels run one after another, and each takes at least its arithmetic at the device's peak, or its operands at the
+bandwidth of the memory.  Collectives may overlap with all of that; each takes at least what a device must send or
+receive over its slowest link.  So a phase takes at least the larger of the two sums.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from roll.rehearsal.hardware import Gpu, Hardware
+from roll.rehearsal.tracker import Collective, Operation
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Seconds, each a lower bound."""
+
+    compute: float
+    """Of kernels that arithmetic bounds."""
+    memory: float
+    """Of kernels that memory traffic bounds."""
+    network: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute + self.memory, self.network)
+
+    @property
+    def bound(self) -> str:
+        """``compute``, ``memory`` or ``network``."""
+        if self.network > self.compute + self.memory:
+            return "network"
+        return "compute" if self.compute >= self.memory else "memory"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a device sends or receives in collectives of one kind."""
+
+    name: str
+    ranks: int
+    within: float
+    """To devices of its node."""
+    between: float
+    """To other nodes."""
+
+
+def kernel_times(operations: Counter[Operation], gpu: Gpu) -> tuple[float, float]:
+    """Seconds of the kernels that arithmetic bounds, and of those that memory bounds."""
+    compute = memory = 0.0
+    for operation, count in operations.items():
+        speed = gpu.single if operation.dtype in (torch.float32, torch.float64) else gpu.half
+        arithmetic, moving = operation.flops / speed, operation.num_bytes / gpu.bandwidth
+        if arithmetic >= moving:
+            compute += count * arithmetic
+        else:
+            memory += count * moving
+    return compute, memory
+
+
+def traffic(collectives: Counter[Collective], devices: Sequence[int], per_node: int) -> list[Traffic]:
+    """What rank 0 sends or receives, by kind of collective and size of group.
+
+    Args:
+        devices: the role's device ids, by rank.
+    """
+    totals: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for collective, count in collectives.items():
+        ranks = len(collective.ranks)
+        if ranks < 2:
+            continue
+        nodes = {devices[rank] // per_node for rank in collective.ranks if rank < len(devices)}
+        within, between = _shares(collective.name, float(collective.num_bytes), ranks, max(1, len(nodes)))
+        total = totals[collective.name, ranks]
+        total[0] += count * within
+        total[1] += count * between
+    return [Traffic(name, ranks, *sums) for (name, ranks), sums in totals.items()]
+
+
+def _shares(name: str, total: float, ranks: int, nodes: int) -> tuple[float, float]:
+    """Bytes of one device within its node and to others. Of an all-gather, each device of a node fetches its part of
+    what the other nodes have, and passes it on within."""
+    moved = total * (ranks - 1) / ranks
+    if nodes == 1:
+        return (2 * moved if name == "all_reduce" else moved), 0.0
+    own = max(1.0, ranks / nodes)
+    foreign = total * (nodes - 1) / nodes
+    match name:
+        case "all_to_all":
+            between = total * (ranks - own) / ranks
+            return moved - between, between
+        case "gather" | "broadcast" | "receive":
+            return moved - foreign, foreign
+        case "all_reduce":
+            return 2 * (moved - foreign / own), 2 * foreign / own
+        case _:
+            return moved - foreign / own, foreign / own
+
+
+def network_time(flows: Sequence[Traffic], hardware: Hardware) -> float:
+    """Seconds; traffic within and between nodes uses different links at the same time."""
+    within = sum(flow.within for flow in flows) / hardware.within
+    between = sum(flow.between for flow in flows) / hardware.between
+    return max(within, between)
+
+
+def merged(flows: Sequence[Sequence[Traffic]]) -> list[Traffic]:
+    """Traffic of several phases by kind."""
+    totals: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for flow in (one for some in flows for one in some):
+        totals[flow.name, flow.ranks][0] += flow.within
+        totals[flow.name, flow.ranks][1] += flow.between
+    return [Traffic(name, ranks, *sums) for (name, ranks), sums in totals.items()]
+
+
+def as_json(times: Mapping[str, PhaseTime]) -> dict[str, dict[str, float | str]]:
+    return {
+        name: {
+            "seconds": time.seconds,
+            "compute": time.compute,
+            "memory": time.memory,
+            "network": time.network,
+            "bound": time.bound,
+        }
+        for name, time in times.items()
+    }

@@ -1,0 +1,447 @@
+"""Runs a role's own strategy on fake tensors and a fake process group, and counts what it does.
+
+What runs is the code of a run: :class:`roll.strategies.fsdp.Fsdp2Strategy` builds and shards the model, plans
+micro-batches, computes, differentiates, clips, steps and exports.  Left out are the weights, which are in no file here,
+and the self-test of experts, which compares numbers.
+
+Strategies whose kernels cannot be run on fake tensors are rehearsed in two parts: activations, FLOPs and the memory of
+micro-batches by running the same model unsharded (:class:`RehearsedModule`), states and collectives by their arithmetic
+(:mod:`roll.rehearsal.formulas`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from roll.config.lora import uses_lora
+from roll.config.plan.micro_batching import micro_batching
+from roll.config.roles import ModelArguments, WorkerConfig
+from roll.models import attention
+from roll.models.build import (
+    DTYPES,
+    HeadName,
+    attention_implementation,
+    auto_class,
+    checked_config,
+    enable_gradient_checkpointing,
+    freeze_modules,
+    tile_mlp_layers,
+)
+from roll.models.experts import sparse_layers
+from roll.models.layouts import PackedSequences, TokenLayout
+from roll.models.log_probs import HeadMemory
+from roll.models.lora import add_adapters
+from roll.protocol.metrics import Metrics
+from roll.rehearsal.tracker import Collective, Kind, Operation, Tally, Tracker
+from roll.strategies.base import ALL_WEIGHTS, ModelHead, Output, StateKind, TensorBatch
+from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
+from roll.strategies.training import gather
+from roll.strategies.training.data_parallel import DataParallelStrategy
+from roll.strategies.training.micro_batches import plan_micro_batches
+from roll.strategies.training.optimizer import TrainingProgress, state_tensors
+
+CUDA_GRANULARITY, CPU_GRANULARITY = 512, 64
+"""Bytes to which the allocators round up."""
+SENT_BUCKETS = 4
+"""So many buckets of a weight update are gathered; the others are alike."""
+
+
+@dataclass
+class Work:
+    """One kind of pass of a role on its first rank."""
+
+    peak: dict[Kind, int]
+    """Bytes by kind when most was held, states included."""
+    operations: Counter[Operation] = field(default_factory=Counter)
+    """Kernels of one pipeline step."""
+    collectives: Counter[Collective] = field(default_factory=Counter)
+    """Those of one pipeline step."""
+    micro_batches: int = 1
+    """In one pipeline step."""
+    tokens: int = 0
+    """Of the largest micro-batch, as computed."""
+
+    @property
+    def flops(self) -> int:
+        return sum(operation.flops * count for operation, count in self.operations.items())
+
+    @property
+    def working(self) -> dict[Kind, int]:
+        """The peak without what stays between passes."""
+        return {kind: size for kind, size in self.peak.items() if kind not in (Kind.PARAMETERS, Kind.OPTIMIZER)}
+
+
+@dataclass
+class RoleRun:
+    """A role as it was rehearsed."""
+
+    states: dict[StateKind, int]
+    """Bytes that stay on the device between passes, unless they are offloaded."""
+    works: dict[str, Work]
+    """``train``, ``forward``, ``send``."""
+    host: int = 0
+    """Bytes of states in host memory (``offload_policy``, ZeRO-Offload)."""
+    method: str = "executed"
+    """``executed``, or what of it was computed by a formula."""
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at any time, if nothing is ever offloaded."""
+        working = max(sum(work.working.values()) for work in self.works.values())
+        return sum(self.states.values()) + working
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked of a role in a pipeline step."""
+
+    role: WorkerConfig
+    world_size: int
+    dp_size: int
+    prompt: int
+    response: int
+    group_size: int = 1
+    rows_per_update: int = 0
+    """Of a rank in an optimizer step; 0: the role does not learn."""
+    updates: int = 0
+    """Optimizer steps of a pipeline step."""
+    forward_rows: int = 0
+    """Of a rank in passes without gradient; 0: none."""
+    sends: bool = False
+    """It sends its weights to engines."""
+    bucket_bytes: int = 2**30
+    head: ModelHead = ModelHead.CAUSAL_LM
+    units: int = 1
+    """Adjacent rows that a loss compares."""
+    on_cpu: bool = False
+    """Count as on a CPU: its allocator, its head, its attention."""
+
+
+@contextmanager
+def fake_world(ranks: int) -> Iterator[None]:
+    """A process group of so many ranks, of which this process is the first; its collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _FakeWeights:
+    """In place of the files that a model's weights are read from: takes memory, reads nothing."""
+
+    def __init__(self, tracker: Tracker, language_model: Any) -> None:
+        self._tracker, self._language_model = tracker, language_model
+
+    def read(self, root: nn.Module, device: torch.device, *_: Any) -> None:
+        with self._tracker:
+            root.to_empty(device=device)
+            if not any(hasattr(parameter, "device_mesh") for parameter in root.parameters()):
+                self._language_model.tie_weights()
+            self._tracker.mark([*root.parameters(), *root.buffers()], Kind.PARAMETERS)
+
+
+class _Rehearsed(DataParallelStrategy):
+    """What is different of a strategy without numbers."""
+
+    tracker: Tracker
+    passes: list[Tally]
+    """Counts of the micro-batches since they were cleared."""
+    _meta: Any
+
+    def _build_language_model(self, storage_dtype: torch.dtype) -> Any:
+        args = self.role.model_args
+        lora = uses_lora(args)
+        dtype = self.compute_dtype if lora and self.mixes_types else storage_dtype
+        model = build_without_weights(args, self.head.value, dtype)
+        self.sparse_layers = sparse_layers(model)
+        if lora:
+            with torch.device("meta"):
+                self.adapters = add_adapters(model, args, self.seed, storage_dtype)
+        self._meta = _FakeWeights(self.tracker, model)
+        return model
+
+    def _check_experts(self, learns: bool) -> None:
+        """Nothing: it compares numbers."""
+
+    def _max_over_ranks(self, count: int) -> int:
+        return count
+
+    def _layout(self, *args: Any) -> TokenLayout:
+        # It depends on lengths, which are known.
+        with unset_fake_temporarily():
+            return super()._layout(*args)
+
+    def _backward(self, *args: Any) -> list[Metrics]:
+        with self.tracker.counting() as tally:
+            metrics = super()._backward(*args)
+            gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+            self.tracker.mark(gradients, Kind.GRADIENTS)
+        self.passes.append(tally)
+        return metrics
+
+    def _outputs(self, *args: Any) -> TensorBatch:
+        if torch.is_grad_enabled():
+            return super()._outputs(*args)
+        with self.tracker.counting() as tally:
+            outputs = super()._outputs(*args)
+        self.passes.append(tally)
+        return outputs
+
+
+class RehearsedFsdp2(_Rehearsed, Fsdp2Strategy):
+    """``fsdp2_*`` without weights."""
+
+    def _build_language_model(self, storage_dtype: torch.dtype) -> Any:
+        model = super()._build_language_model(storage_dtype)
+        if self.config.apply_tiled_mlp:
+            tile_mlp_layers(model, self.config.tiled_num_shards)
+        return model
+
+
+class RehearsedModule(_Rehearsed):
+    """A model that no backend shards: each rank holds all of it in the compute type, and sums gradients into it."""
+
+    def initialize(self, num_training_steps: int = 0) -> None:
+        self.compute_dtype = DTYPES[self.role.model_args.dtype]
+        self._load_model(self.compute_dtype)
+        self._meta.read(self.model, self.device)
+        if num_training_steps:
+            enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
+            self.progress = TrainingProgress(self.role.training_args, num_training_steps, self.compute_dtype)
+            self._watch_balance()
+        else:
+            self.model.requires_grad_(False)
+        self.model.train(num_training_steps > 0)
+
+    def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, Tensor]:
+        return self.model(layout, outputs, temperature)
+
+    def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [tensor.detach().to(self._wire_dtype(tensor)) for tensor in tensors]
+
+    def _clip_and_step(self, learning_rate: float) -> float:
+        self.model.zero_grad(set_to_none=True)
+        return 1.0
+
+    def _device_tensors(self, kind: StateKind) -> list[Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()] if kind is StateKind.MODEL_PARAMS else []
+
+    def save_hf(self, path: Any) -> None:
+        raise AssertionError("there is nothing to save")
+
+
+def build_without_weights(args: ModelArguments, head: HeadName, dtype: torch.dtype) -> Any:
+    """The language model on torch's ``meta`` device."""
+    config = checked_config(args, head)
+    made_by = auto_class(config, head)
+    from_config = getattr(made_by, "from_config", None) or made_by._from_config
+    with torch.device("meta"):
+        model = from_config(config, dtype=dtype, attn_implementation=attention_implementation(args))
+    freeze_modules(model, args.freeze_module_prefix)
+    return model.eval()
+
+
+def full_rows(rows: int, task: Task) -> TensorBatch:
+    """Samples of the greatest length; those of a group have one prompt."""
+    length = task.prompt + task.response
+    columns = torch.arange(length).expand(rows, -1)
+    group = torch.arange(rows)[:, None] // max(1, task.group_size)
+    # Whatever the ids, prompts of different groups must differ.
+    ids = torch.where(columns == 0, group % 97, columns % 89) + 3
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids, dtype=torch.bool),
+        "response_mask": columns >= task.prompt,
+    }
+    if task.units > 1:
+        batch["unit_ids"] = torch.arange(rows) // task.units
+    return batch
+
+
+def rehearse(task: Task, execute_sharded: bool = True) -> RoleRun:
+    """Run what a role does in a pipeline step.
+
+    Args:
+        execute_sharded: as FSDP2 does it; False: the unsharded model alone.
+    """
+    tracker = Tracker(CPU_GRANULARITY if task.on_cpu else CUDA_GRANULARITY)
+    cls: type[Any] = RehearsedFsdp2 if execute_sharded else RehearsedModule
+    with fake_world(task.world_size), _as_on_device(tracker, task.on_cpu):
+        strategy = cls(task.role, head=task.head, max_grad_norm=1.0)
+        strategy.tracker, strategy.passes = tracker, []
+        strategy.initialize(num_training_steps=10 if task.updates else 0)
+        if task.updates and execute_sharded:
+            _make_optimizer_states(strategy, tracker)
+        states = {
+            StateKind.MODEL_PARAMS: tracker.live[Kind.PARAMETERS],
+            StateKind.OPTIMIZER_STATES: tracker.live[Kind.OPTIMIZER],
+        }
+        works = {}
+        with tracker:
+            if task.sends:
+                works["send"] = _send(strategy, task)
+            if task.forward_rows:
+                works["forward"] = _forward(strategy, task)
+            if task.updates:
+                works["train"] = _train(strategy, task)
+        del strategy
+    gc.collect()
+    return RoleRun(states, works)
+
+
+def _make_optimizer_states(strategy: Any, tracker: Tracker) -> None:
+    """AdamW allocates its moments in the first step: a step of zeros, which a run never sees."""
+    with tracker:
+        for parameter in strategy.trainable:
+            parameter.grad = torch.zeros_like(parameter)
+        strategy.optimizer.step()
+        strategy.optimizer.zero_grad(set_to_none=True)
+        tracker.mark(state_tensors(strategy.optimizer), Kind.OPTIMIZER)
+
+
+def _first_micro_batches(strategy: Any, task: Task, rows: int, trains: bool) -> tuple[TensorBatch, int]:
+    """The rows of the first two micro-batches, which are the largest, and the number of all."""
+    with unset_fake_temporarily():
+        batch = full_rows(rows, task)
+        rule = micro_batching(task.role, trains)
+        plan = plan_micro_batches(batch, rule, lambda count: count, task.role.use_prefix_sharing)
+        chosen = sorted(row for micro_batch in plan[:2] for row in micro_batch)
+        return {name: column[chosen] for name, column in batch.items()}, len(plan)
+
+
+def _train(strategy: Any, task: Task) -> Work:
+    batch, count = _first_micro_batches(strategy, task, task.rows_per_update, trains=True)
+    outputs = [Output.LOG_PROBS] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
+    strategy.passes = []
+    with strategy.tracker.counting() as step:
+        strategy.train_step(batch, sum_of_outputs, outputs)
+    passes = strategy.passes
+    work = Work(step.peak, micro_batches=count * task.updates, tokens=_tokens(passes, batch))
+    for counts in ("operations", "collectives"):
+        of_step = getattr(step, counts)
+        total = Counter({key: number * task.updates for key, number in of_step.items()})
+        if count > len(passes):
+            for key, number in getattr(passes[0], counts).items():
+                total[key] += number * (count - len(passes)) * task.updates
+        setattr(work, counts, total)
+    return work
+
+
+def _forward(strategy: Any, task: Task) -> Work:
+    batch, count = _first_micro_batches(strategy, task, task.forward_rows, trains=False)
+    outputs = [Output.LOG_PROBS] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
+    strategy.passes = []
+    with strategy.tracker.counting() as tally:
+        strategy.forward(batch, outputs)
+    passes = strategy.passes
+    work = Work(tally.peak, micro_batches=count, tokens=_tokens(passes, batch))
+    for counts in ("operations", "collectives"):
+        total = Counter(getattr(tally, counts))
+        for key, number in getattr(passes[0], counts).items():
+            total[key] += number * (count - len(passes))
+        setattr(work, counts, total)
+    return work
+
+
+def _tokens(passes: list[Tally], batch: TensorBatch) -> int:
+    return int(batch["attention_mask"].sum()) // max(1, len(passes))
+
+
+def _send(strategy: Any, task: Task) -> Work:
+    """Gather buckets as the sender does, which holds one while it gathers the next."""
+    buckets = strategy.named_full_weights(task.bucket_bytes)
+    with strategy.tracker.counting() as tally:
+        held = None
+        for index, bucket in enumerate(buckets):
+            held = bucket
+            if index == SENT_BUCKETS:
+                buckets.close()
+                break
+        del held, bucket
+    weights = strategy._selected_weights(ALL_WEIGHTS)
+    sent = sum(strategy._num_bytes(weight) for weight in weights)
+    group = tuple(range(task.world_size))
+    return Work(tally.peak, Counter(), Counter({Collective("gather", group, sent): 1}))
+
+
+def sum_of_outputs(outputs: TensorBatch, batch: TensorBatch) -> tuple[Tensor, Metrics]:
+    """A loss that needs every output; what a run's own adds is as small as the batch's columns."""
+    return -torch.stack([values.sum() for values in outputs.values()]).sum(), {}
+
+
+@contextmanager
+def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
+    """On an accelerator the head takes larger chunks, and packed rows are one kernel; nothing is copied by NumPy."""
+    from transformers import masking_utils
+
+    find_packed = masking_utils.find_packed_sequence_indices
+
+    def packed_indices(position_ids: Tensor) -> Tensor | None:
+        # A model asks the values whether rows are packed. Those that it numbers itself are not, but they are fake.
+        return None if isinstance(position_ids, FakeTensor) else find_packed(position_ids)
+
+    patches: list[tuple[Any, str, Any]] = [
+        (gather, "copy_into", lambda target, source: target.copy_(source)),
+        (masking_utils, "find_packed_sequence_indices", packed_indices),
+    ]
+    if not on_cpu:
+        patches += [
+            (HeadMemory, "for_device", staticmethod(lambda device: _ACCELERATOR_HEAD)),
+            (attention, "packed_attention", _packed_attention(tracker)),
+        ]
+    originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
+    for owner, name, value in patches:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in originals:
+            setattr(owner, name, value)
+
+
+_ACCELERATOR_HEAD = HeadMemory.for_device(torch.device("cuda"))
+
+
+def _packed_attention(tracker: Tracker) -> Callable[..., Tensor]:
+    """A stand-in for the kernel for sequences of different lengths, of which there is none on a CPU: it keeps queries,
+    keys, values, the output and a float32 number for each query and head."""
+    original = attention.packed_attention
+
+    def packed(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scaling: float | None) -> Tensor:
+        if query.dtype not in attention._VARLEN_DTYPES:
+            return original(query, key, value, sequences, scaling)
+        parts = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
+        return _Varlen.apply(*parts, sequences.lengths, tracker)[None]
+
+    return packed
+
+
+class _Varlen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: Any, tracker: Tracker) -> Tensor:
+        output = torch.empty_like(query)
+        sums = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.tracker, ctx.pairs = tracker, sum(length * length for length in lengths) / 2
+        flops = int(4 * ctx.pairs * query.shape[1] * query.shape[2])
+        tracker.add_flops(flops, (query, key, value, output))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, _ = ctx.saved_tensors
+        flops = int(10 * ctx.pairs * query.shape[1] * query.shape[2])
+        ctx.tracker.add_flops(flops, (query, key, value, output, gradients[0], query, key, value))
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None

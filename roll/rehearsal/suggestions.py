@@ -1,0 +1,186 @@
+"""Changes of a recipe that does not fit, each of them rehearsed before it is proposed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll.config.loader import load_config
+from roll.config.reading.errors import ConfigError
+from roll.config.strategies.registry import (
+    DeepSpeedStrategyConfig,
+    MegatronStrategyConfig,
+    ShardedStrategyConfig,
+    typed_strategy_config,
+)
+from roll.config.strategies.sglang import SglangStrategyConfig
+from roll.config.strategies.vllm import VllmStrategyConfig
+from roll.rehearsal.formulas import size
+from roll.rehearsal.hardware import Hardware
+from roll.rehearsal.recipe import Rehearsal, rehearse_recipe
+from roll.rehearsal.simulate import RoleRun
+
+MOST_TRIED, MOST_SHOWN = 8, 3
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Overrides with which the recipe fits."""
+
+    overrides: tuple[str, ...]
+    peak: float
+    seconds: float
+
+    def sentence(self, machine: Hardware) -> str:
+        share = f"{size(self.peak)} of {size(machine.gpu.memory)}"
+        return f"fits with {' '.join(self.overrides)}: at most {share}, a step of at least {self.seconds:,.1f} s"
+
+    def as_json(self) -> dict[str, Any]:
+        return {"overrides": list(self.overrides), "peak": self.peak, "seconds": self.seconds}
+
+
+def suggest(
+    loaded: Any,
+    report: Rehearsal,
+    given: Mapping[str, Path],
+    say: Callable[[str], None] = lambda text: None,
+    known: dict[Any, RoleRun] | None = None,
+) -> list[Suggestion]:
+    """What makes the recipe fit, the fastest first: single changes, then two together.
+
+    Args:
+        known: of :func:`roll.rehearsal.recipe.rehearse_recipe`: roles that a change leaves alone are not run again.
+    """
+    found: list[Suggestion] = []
+    nearest: list[tuple[float, tuple[str, ...]]] = []
+    for change in list(candidates(loaded, report))[:MOST_TRIED]:
+        _try(loaded, report, given, change, say, known, found, nearest)
+    if not found:
+        best = [change for _, change in sorted(nearest)[:3]]
+        pairs = [(*one, *other) for place, one in enumerate(best) for other in best[place + 1 :]]
+        for change in pairs:
+            if len({override.partition("=")[0] for override in change}) == len(change):
+                _try(loaded, report, given, change, say, known, found, nearest)
+    return sorted(found, key=lambda one: one.seconds)[:MOST_SHOWN]
+
+
+def _try(
+    loaded: Any,
+    report: Rehearsal,
+    given: Mapping[str, Path],
+    change: tuple[str, ...],
+    say: Callable[[str], None],
+    known: dict[Any, RoleRun] | None,
+    found: list[Suggestion],
+    nearest: list[tuple[float, tuple[str, ...]]],
+) -> None:
+    try:
+        changed: Any = load_config(None, loaded.source, None, (*loaded.overrides, *change), check_files=False)
+        say(f"trying {' '.join(change)}")
+        result = rehearse_recipe(changed, report.hardware, given, say, known)
+    except (ConfigError, ValueError, AssertionError):
+        return  # not a recipe
+    if result.fits:
+        found.append(Suggestion(change, result.peak, result.seconds))
+    elif result.peak < report.peak:
+        nearest.append((result.peak, change))
+
+
+def candidates(loaded: Any, report: Rehearsal) -> Iterator[tuple[str, ...]]:
+    """Changes that take something off the phase in which most is held, the cheapest in time first."""
+    plan = loaded.plan
+    if not report.devices:
+        return
+    use = max(report.devices, key=lambda device: device.peak.total)
+    capacity = report.hardware.gpu.memory
+    engines = [name for name in use.roles if name in report.engines]
+    for name in engines:
+        role = plan.roles[name]
+        options = typed_strategy_config(role.section.strategy_args)
+        path = f"{role.key}.strategy_args.strategy_config"
+        if isinstance(options, VllmStrategyConfig | SglangStrategyConfig):
+            key = "gpu_memory_utilization" if isinstance(options, VllmStrategyConfig) else "mem_fraction_static"
+            if report.engines[name].problem:
+                size_key = "tensor_parallel_size" if isinstance(options, VllmStrategyConfig) else "tp_size"
+                yield (f"++{path}.{size_key}={2 * max(1, role.num_gpus_per_worker)}",)
+            else:
+                others = sum(n for (owner, kind), n in use.peak.parts.items() if owner != name or kind == "context")
+                share = int((capacity - others) / capacity * 50) / 50
+                if 0.1 < share < (getattr(options, key, None) or 0.9):
+                    yield (f"++{path}.{key}={share:g}",)
+    if loaded.config.is_offload_states is False and use.unmoved_peak.total > use.peak.total:
+        yield ("++is_offload_states=true",)
+    for name in use.roles:
+        if name in report.runs:
+            yield from _of_role(plan, name)
+
+
+def _of_role(plan: Any, name: str) -> Iterator[tuple[str, ...]]:
+    role = plan.roles[name]
+    section, key, training = role.section, role.key, plan.training.get(name)
+    options = typed_strategy_config(section.strategy_args)
+    path = f"{key}.strategy_args.strategy_config"
+    if training is not None and section.model_args.disable_gradient_checkpointing:
+        yield (f"++{key}.model_args.disable_gradient_checkpointing=false",)
+    if isinstance(options, ShardedStrategyConfig) and 1 < options.fsdp_size < role.world_size:
+        yield (f"++{path}.fsdp_size=1",)
+    if training is not None:
+        yield from _smaller_micro_batches(role, training)
+    if isinstance(options, MegatronStrategyConfig):
+        if not options.use_distributed_optimizer and training is not None:
+            yield (f"++{path}.use_distributed_optimizer=true",)
+        if not options.sequence_parallel and options.tensor_model_parallel_size > 1:
+            yield (f"++{path}.sequence_parallel=true",)
+        if training is not None and options.tensor_model_parallel_size < 8:
+            doubled = 2 * options.tensor_model_parallel_size
+            accumulation = 2 * training.gradient_accumulation_steps
+            yield (
+                f"++{path}.tensor_model_parallel_size={doubled}",
+                f"++{key}.training_args.gradient_accumulation_steps={accumulation}",
+            )
+    if isinstance(options, DeepSpeedStrategyConfig):
+        if (options.zero_stage or 3) < 3:
+            yield (f"++{path}.zero_stage=3",)
+        if options.offload in (None, "none"):
+            yield (f"++{path}.offload=cpu",)
+    if isinstance(options, ShardedStrategyConfig) and not options.offload_policy:
+        yield (f"++{path}.offload_policy=true",)
+    if training is not None and len(role.device_mapping) == plan.num_devices:
+        yield from _more_nodes(plan, role, training)
+
+
+def _smaller_micro_batches(role: Any, training: Any) -> Iterator[tuple[str, ...]]:
+    section, key = role.section, role.key
+    budget = None if training.rule is None else training.rule.max_tokens
+    if budget is not None:
+        own = (
+            f"{key}.sequence_packing_args.max_packed_sequence_length_train"
+            if training.rule.balances
+            else f"{key}.max_tokens_per_microbatch_in_train"
+        )
+        smaller = max(role.sequence_length, budget // 2)
+        if smaller < budget:
+            yield (f"++{own}={smaller}",)
+        if role.sequence_length < smaller:
+            yield (f"++{own}={role.sequence_length}",)
+        return
+    rows = section.training_args.per_device_train_batch_size
+    for smaller in dict.fromkeys((rows // 2, 1)):
+        if smaller and smaller < rows and rows % smaller == 0:
+            accumulation = section.training_args.gradient_accumulation_steps * (rows // smaller)
+            yield (
+                f"++{key}.training_args.per_device_train_batch_size={smaller}",
+                f"++{key}.training_args.gradient_accumulation_steps={accumulation}",
+            )
+
+
+def _more_nodes(plan: Any, role: Any, training: Any) -> Iterator[tuple[str, ...]]:
+    """The role alone on twice the devices; its batch stays what it is."""
+    if training.gradient_accumulation_steps % 2 == 0:
+        devices = 2 * len(role.device_mapping)
+        yield (
+            f"++{role.key}.device_mapping=list(range(0,{devices}))",
+            f"++{role.key}.training_args.gradient_accumulation_steps={training.gradient_accumulation_steps // 2}",
+        )

@@ -1,0 +1,310 @@
+"""Counts what a piece of PyTorch code allocates, computes, moves and communicates, operation by operation.
+
+A :class:`Tracker` sees every operation of autograd, of FSDP and of the optimizer.  Under it a
+:class:`~torch._subclasses.FakeTensorMode` gives results their shapes and no memory.
+
+PyTorch's own trackers (``torch.distributed._tools``) follow modules and tensors; this one follows storages, for three
+reasons.  FSDP2 resizes the storages of gathered parameters without an operation.  A flat optimizer state is not a
+tensor of any module.  And what a rank holds at a peak shall be said in the words of a recipe (gradients, activations,
+gathered parameters), not of PyTorch.
+
+Operations on real tensors only (the batch, which decides about micro-batches) are really computed; as soon as one of
+its inputs is fake, so is a result.  A number that is asked of a fake tensor is 1.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import prod
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten, c10d = torch.ops.aten, torch.ops.c10d
+
+
+class Kind(StrEnum):
+    """Contents of a rank's memory, in the order in which they are shown."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer states"
+    GATHERED = "gathered parameters"
+    COMMUNICATION = "buffers of collectives"
+    ACTIVATIONS = "activations"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Arithmetic and memory traffic of one call of a kernel."""
+
+    flops: int
+    num_bytes: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective operation as a rank sees it."""
+
+    name: str
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``gather``."""
+    ranks: tuple[int, ...]
+    """Global ranks of its group."""
+    num_bytes: int
+    """Of the whole tensor: what an all-gather gives, what a reduce-scatter is given."""
+
+
+@dataclass
+class Tally:
+    """What was counted since a point in time."""
+
+    operations: Counter[Operation] = field(default_factory=Counter)
+    collectives: Counter[Collective] = field(default_factory=Counter)
+    peak: dict[Kind, int] = field(default_factory=dict)
+    """Bytes by kind when most was held."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.peak.values())
+
+    @property
+    def flops(self) -> int:
+        return sum(operation.flops * count for operation, count in self.operations.items())
+
+
+class Tracker(TorchDispatchMode):
+    """
+    Args:
+        granularity: bytes to which the allocator of the device rounds up: 512 on CUDA, 64 on a CPU.
+    """
+
+    def __init__(self, granularity: int) -> None:
+        super().__init__()
+        self.granularity = granularity
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.live: dict[Kind, int] = dict.fromkeys(Kind, 0)
+        self.tally = Tally()
+        self._held: dict[int, tuple[Kind, int]] = {}
+        self._total = self._peak = 0
+        self._resize: Callable[..., Any] | None = None
+
+    def __enter__(self) -> Self:
+        self.fake.__enter__()
+        original = torch.UntypedStorage.resize_
+        tracker = self
+
+        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            original(storage, size)
+            if id_of(storage) in tracker._held:
+                grown = Kind.GATHERED if size else None
+                tracker._set(id_of(storage), grown or tracker._held[id_of(storage)][0], size)
+            return storage
+
+        self._resize = original
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
+        self.fake.__exit__(kind, error, traceback)
+
+    @contextmanager
+    def counting(self) -> Iterator[Tally]:
+        """What happens inside the block, and the peak of what is held meanwhile; it counts for blocks around it too."""
+        outer, inner = self.tally, Tally(peak=dict(self.live))
+        peak, self._peak, self.tally = self._peak, self._total, inner
+        try:
+            yield inner
+        finally:
+            outer.operations += inner.operations
+            outer.collectives += inner.collectives
+            if self._peak > peak:
+                outer.peak = dict(inner.peak)
+            self.tally, self._peak = outer, max(peak, self._peak)
+
+    def add_flops(self, flops: int, tensors: Iterable[Tensor]) -> None:
+        """Count the arithmetic of a kernel for which there is a stand-in."""
+        tensors = list(tensors)
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.tally.operations[Operation(flops, moved, tensors[0].dtype)] += 1
+
+    def mark(self, tensors: Iterable[Tensor], kind: Kind) -> None:
+        """From now on the storages of these tensors count as ``kind``."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            key = id_of(local.untyped_storage())
+            if key not in self._held:
+                self._follow(local)
+            if key in self._held:
+                self._set(key, kind, self._held[key][1])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_fake = any(isinstance(tensor, FakeTensor) for tensor in inputs)
+        if inputs and not is_fake and not any(tensor.is_meta for tensor in inputs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return 1.0 if inputs[0].dtype.is_floating_point else 1
+        if func.namespace == "c10d":
+            self._communicate(func, args, inputs)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not func.is_view:
+            moved = _bytes_moved(func, inputs, outputs)
+            flops = flops_of(func, args, kwargs, outputs)
+            if moved or flops:
+                dtype = inputs[-1].dtype if inputs else outputs[0].dtype
+                self.tally.operations[Operation(flops, moved if inputs else 0, dtype)] += 1
+        for tensor in outputs:
+            if isinstance(tensor, FakeTensor):
+                self._follow(tensor)
+        return result
+
+    def _communicate(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
+        name = func._schema.name.partition("::")[2]
+        known = _COLLECTIVES.get(name)
+        if known is None:
+            return
+        group = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)), None)
+        ranks = _ranks_of(group)
+        total = max(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if known in ("gather", "all_gather") and not name.startswith("_"):
+            total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.tally.collectives[Collective(known, ranks, total)] += 1
+        self.mark(tensors, Kind.COMMUNICATION)
+        if known == "reduce_scatter":
+            # The summed shard is what becomes the gradient.
+            self.mark([min(tensors, key=Tensor.numel)], Kind.GRADIENTS)
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id_of(storage)
+        if key in self._held:
+            return
+        self._held[key] = (Kind.ACTIVATIONS, 0)
+        weakref.finalize(storage, self._forget, key)
+        self._set(key, Kind.ACTIVATIONS, storage.nbytes())
+
+    def _forget(self, key: int) -> None:
+        kind, size = self._held.pop(key)
+        self.live[kind] -= size
+        self._total -= size
+
+    def _set(self, key: int, kind: Kind, size: int) -> None:
+        size += -size % self.granularity
+        old_kind, old_size = self._held[key]
+        self.live[old_kind] -= old_size
+        self.live[kind] += size
+        self._held[key] = (kind, size)
+        self._total += size - old_size
+        if self._total > self._peak:
+            self._peak = self._total
+            self.tally.peak = dict(self.live)
+
+
+def id_of(storage: torch.UntypedStorage) -> int:
+    """The identity of a storage, the same for all Python objects that stand for it."""
+    return int(storage._cdata)
+
+
+_PICKING = {"aten::embedding", "aten::gather", "aten::index_select", "aten::index"}
+_SCATTERING = {"aten::scatter_add_", "aten::index_add_", "aten::index_put_", "aten::scatter_", "aten::index_copy_"}
+
+
+def _bytes_moved(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """At least so many bytes are read and written: of what is picked from a table only that, of what is repeated
+    without a copy what there is of it."""
+    name = func._schema.name
+    if name in _PICKING:
+        return 2 * sum(map(_num_bytes, outputs))
+    if name in _SCATTERING:
+        return 3 * min(map(_num_bytes, inputs))
+    return sum(map(_num_bytes, (*inputs, *outputs)))
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+_COLLECTIVES = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "broadcast_": "broadcast",
+    "gather_": "gather",
+    "recv_": "receive",
+}
+
+
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    import torch.distributed as dist
+
+    if group is None:
+        return ()
+    return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+    """Multiplications and additions of a kernel; 0 for all but matrix products and attention."""
+    formula = _FLOPS.get(func._schema.name)
+    return 0 if formula is None else formula(args, kwargs, outputs)
+
+
+def _mm(a: Tensor, b: Tensor) -> int:
+    return 2 * prod(a.shape) * b.shape[-1]
+
+
+def _attention(query: Tensor, key: Tensor, causal: bool, products: int) -> int:
+    """``products`` matrix products of (length, keys, head); of causal attention half of each is needed."""
+    rows, heads, length, size = query.shape
+    return 2 * products * rows * heads * length * key.shape[2] * size // (2 if causal else 1)
+
+
+def _is_causal(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int) -> bool:
+    return bool(kwargs.get("is_causal", args[place] if len(args) > place else False))
+
+
+_FLOPS: dict[str, Callable[[tuple[Any, ...], Mapping[str, Any], list[Tensor]], int]] = {
+    "aten::mm": lambda args, kwargs, out: _mm(args[0], args[1]),
+    "aten::addmm": lambda args, kwargs, out: _mm(args[1], args[2]),
+    "aten::addmm_": lambda args, kwargs, out: _mm(args[1], args[2]),
+    "aten::bmm": lambda args, kwargs, out: _mm(args[0], args[1]),
+    "aten::baddbmm": lambda args, kwargs, out: _mm(args[1], args[2]),
+    "aten::_grouped_mm": lambda args, kwargs, out: 2 * prod(args[0].shape[-2:]) * args[1].shape[-1],
+    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda args, kwargs, out: _attention(
+        args[0], args[1], _is_causal(args, kwargs, 4), 2
+    ),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda args, kwargs, out: _attention(
+        args[1], args[2], _is_causal(args, kwargs, 7), 5
+    ),
+}

@@ -1,0 +1,145 @@
+"""``roll replay DUMP FILE [key=value ...]``: take the step of a recorded batch again, and compare its metrics.
+
+Under another strategy or layout than the one that recorded it this finds a difference between the two; under the same
+one, whether a step is reproducible at all, or what a change of the code does to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from roll.config.loader import LoadedConfig, load_config
+from roll.config.reading.errors import ConfigError, Problem
+from roll.preflight import check_parts, check_resumption, find_models, require_packages
+
+if TYPE_CHECKING:
+    from roll.pipelines.batches import RecordedBatch
+
+BOUNDS = {"fp32": 1e-5, "bf16": 1.5e-2, "fp16": 1.5e-2}
+"""Relative differences within which strategies agree, by what they compute in (docs/backends.md, *Same numbers*)."""
+SMALLEST = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
+"""Absolute differences that count as none: a mean of numbers that cancel has no relative precision."""
+LAYOUT = ("tokens_per_micro_batch", "padding_ratio", "global_seqlen/", "memory/")
+"""Parts of names of metrics that say how the rows lie on the ranks."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A metric that was computed again."""
+
+    name: str
+    recorded: float
+    replayed: float
+
+    @property
+    def relative(self) -> float:
+        if self.recorded == self.replayed or (math.isnan(self.recorded) and math.isnan(self.replayed)):
+            return 0.0
+        difference = abs(self.replayed - self.recorded)
+        return difference / max(abs(self.recorded), abs(self.replayed)) if math.isfinite(difference) else math.inf
+
+    def exceeds(self, bound: float, smallest: float) -> bool:
+        """Beyond the bound, and not for being next to nothing."""
+        near = abs(self.replayed - self.recorded) <= smallest
+        return self.relative > bound and not near
+
+
+def compare(recorded: Mapping[str, float], replayed: Mapping[str, float]) -> list[Difference]:
+    """Every metric that both have, those of the layout and of times aside, the largest difference first."""
+    names = [name for name in replayed if name in recorded and not name.startswith("time/")]
+    found = [Difference(name, recorded[name], replayed[name]) for name in names if not any(p in name for p in LAYOUT)]
+    return sorted(found, key=lambda one: (-one.relative, one.name))
+
+
+def main(words: Sequence[str]) -> int:
+    """The exit status: 0 if all metrics agree, 1 if some do not.
+
+    Raises:
+        ConfigError: a mistake in the configuration, or one that the batch was not recorded for.
+    """
+    parser = argparse.ArgumentParser(prog="roll replay", description="take the step of a recorded batch again")
+    parser.add_argument("dump", type=Path, help="file of the batch: batches/step-000012.safetensors")
+    parser.add_argument("config", help="YAML file, also relative to examples/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes, of strategy and layout say")
+    parser.add_argument("--bound", type=float, help="relative difference allowed (default: by the dtype)")
+    parser.add_argument("--output", type=Path, help="folder of the logs (default: replay next to the dump)")
+    arguments = parser.parse_args(list(words))
+    output = arguments.output or arguments.dump.parent / "replay"
+    own = [f"output_dir={output}", f"logging_dir={output / 'logs'}", "track_with=[jsonl]"]
+    own += ["save_steps=0", "eval_steps=0", "max_restarts=0", "on_nonfinite=skip", "dump_batches=0"]
+    loaded = _ready(arguments.config, [*own, *arguments.overrides])
+    recorded = _recorded(arguments.dump, loaded)
+    dtype = next(iter(loaded.plan.training)), loaded.plan
+    precision = dtype[1].roles[dtype[0]].section.model_args.dtype
+    bound = BOUNDS[precision] if arguments.bound is None else arguments.bound
+    from roll.distributed.failures import RemoteError
+
+    try:
+        steps, metrics = loaded.pipeline.replay(loaded, recorded)
+    except RemoteError as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    if steps != recorded.step:
+        rule = (
+            f"the batch is of step {recorded.step}, and these are the models after {steps} steps: numbers of different "
+            f"models; name the checkpoint after {recorded.step} steps"
+        )
+        raise ConfigError([Problem("resume_from_checkpoint", loaded.config.resume_from_checkpoint, rule)])
+    return show(compare(recorded.metrics, metrics), bound, SMALLEST[precision])
+
+
+def _ready(config: str, overrides: Sequence[str]) -> LoadedConfig[Any]:
+    load = partial(load_config, None, config, None, overrides)
+    loaded: LoadedConfig[Any] = load()
+    check_parts(loaded)
+    check_resumption(loaded)
+    require_packages(loaded)
+    return load() if find_models(loaded, lambda text: None) else loaded
+
+
+def _recorded(dump: Path, loaded: LoadedConfig[Any]) -> RecordedBatch:
+    """The batch, which belongs to the configuration.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    from roll.datasets import DataError
+    from roll.pipelines.batches import RecordedBatch
+
+    try:
+        recorded = RecordedBatch.load(dump)
+    except DataError as error:
+        raise ConfigError([Problem("DUMP", str(dump), str(error))]) from error
+    if recorded.pipeline != loaded.pipeline.name:
+        rule = f"the batch is one of the pipeline {recorded.pipeline}"
+        raise ConfigError([Problem("pipeline", loaded.pipeline.name, rule)])
+    if recorded.step and not loaded.config.resume_from_checkpoint:
+        rule = (
+            f"the batch is of step {recorded.step}, and its numbers are those of the models after as many steps: "
+            f"name that checkpoint, resume_from_checkpoint=.../checkpoint-{recorded.step}"
+        )
+        raise ConfigError([Problem("resume_from_checkpoint", False, rule)])
+    return recorded
+
+
+def show(differences: Sequence[Difference], bound: float, smallest: float) -> int:
+    """Print the metrics that differ; the exit status."""
+    console = Console(emoji=False)
+    beyond = [one for one in differences if one.exceeds(bound, smallest)]
+    equal = sum(one.relative == 0 for one in differences)
+    table = Table("metric", "recorded", "replayed", "relative difference", title=None)
+    for one in beyond or differences[:5]:
+        table.add_row(one.name, f"{one.recorded:.8g}", f"{one.replayed:.8g}", f"{one.relative:.1e}")
+    console.print(table)
+    verdict = f"{len(differences)} metrics: {equal} equal to the last bit, {len(beyond)} beyond the bound of {bound:g}"
+    console.print(verdict, markup=False, highlight=False, soft_wrap=True)
+    return int(bool(beyond) or not differences)

@@ -1,0 +1,255 @@
+"""The report: one static HTML file that needs no server, no network and nothing but a browser.
+
+All data of the file is base64 of zlib streams, which the browser inflates by itself (``DecompressionStream``), the
+blocks of samples only when somebody looks at them; an index of numbers answers the filters.  The page's policy
+(``Content-Security-Policy``) lets it run its own script, known by its hash, and load nothing; the script writes text
+only as text.  So what a model has written cannot act in the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import logging
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any, TextIO
+
+from roll import __version__
+from roll.report.diagnosis import diagnose
+from roll.report.run_files import Run
+from roll.tracking.sample_log import decoded
+
+logger = logging.getLogger(__name__)
+
+MAX_SAMPLES = 100_000
+MAX_CALLS = 200_000
+"""Spans of workers on the timeline; of longer runs the last ones."""
+
+
+def write_page(runs: Sequence[Run], file: Path, max_samples: int = MAX_SAMPLES) -> int:
+    """Write the report of one or more runs, whole or not at all; the number of samples in it.
+
+    Args:
+        max_samples: of all runs together. Of more, whole steps are left out, evenly over each run, and the page says
+            so.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.part")
+    try:
+        with part.open("w", encoding="utf-8", errors="replace") as out:
+            count = _write(out, runs, max_samples)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+    return count
+
+
+def _write(out: TextIO, runs: Sequence[Run], max_samples: int) -> int:
+    static = resources.files("roll.report") / "static"
+    script, style = ((static / name).read_text(encoding="utf-8") for name in ("report.js", "report.css"))
+    labels = run_labels(runs)
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; style-src 'sha256-{_sha256(style)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    title = html.escape(", ".join(labels))
+    out.write(
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title} - report</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        '<div id="app"><p>Opening the report needs a browser with scripts switched on.</p></div>\n'
+    )
+    about = []
+    count = 0
+    for number, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        index = _Index()
+        for block, payload in enumerate(_thinned(run, index, max_samples // len(runs))):
+            _data(out, f"s{number}-{block}", payload)
+        _json(out, f"i{number}", index.columns())
+        _json(out, f"m{number}", metric_columns(run))
+        _json(out, f"t{number}", _timeline(run))
+        about.append(_about(run, label) | {"samples": index.size, "left_out": index.left_out})
+        count += index.size
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    _json(out, "about", {"runs": about, "version": __version__, "made": made})
+    out.write(f"<script>{script}</script>\n</body>\n</html>\n")
+    return count
+
+
+def run_labels(runs: Sequence[Run]) -> list[str]:
+    """Names of runs; with as much of their path as tells them apart."""
+    names = [run.name for run in runs]
+    if len(set(names)) == len(names):
+        return names
+    paths = [run.folder.resolve().parts for run in runs]
+    for depth in range(1, max(map(len, paths)) + 1):
+        labels = ["/".join(path[-depth:]) for path in paths]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [f"{name} ({number})" for number, name in enumerate(names, start=1)]
+
+
+def _about(run: Run, label: str) -> dict[str, Any]:
+    return {
+        "label": label,
+        "pipeline": run.pipeline,
+        "folder": str(run.folder),
+        "outcome": run.about.get("outcome"),
+        "began": run.about.get("began"),
+        "ended": run.about.get("ended"),
+        "steps": len(run.steps),
+        "panels": [asdict(panel) for panel in run.panels],
+        "config": flattened(run.config),
+        "findings": [finding.as_dict() for finding in diagnose(run)],
+    }
+
+
+def metric_columns(run: Run) -> dict[str, list[list[float | None]]]:
+    """By metric its steps and values; null for what is not finite."""
+    found: dict[str, list[list[float | None]]] = {}
+    for row in run.metrics:
+        for name, value in row.items():
+            if name in ("step", "time") or not isinstance(value, int | float):
+                continue
+            steps, values = found.setdefault(name, [[], []])
+            steps.append(row["step"])
+            values.append(float(f"{value:.6g}") if math.isfinite(value) else None)
+    return found
+
+
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A configuration by dotted key; lists stay whole."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            found |= flattened(value, f"{name}.")
+        else:
+            found[name] = value
+    return found
+
+
+def _timeline(run: Run) -> dict[str, Any]:
+    """Times relative to the first one, in seconds."""
+    steps = run.timeline
+    if not steps:
+        return {"origin": 0, "steps": [], "workers": []}
+    origin = min(row["begin"] for row in steps)
+    workers = []
+    share = MAX_CALLS // max(1, len(run.calls))
+    for one in run.calls:
+        methods = list(dict.fromkeys(name for name, _, _ in one.spans))
+        place = {name: number for number, name in enumerate(methods)}
+        spans = [
+            [place[name], round(begin - origin, 4), round(end - begin, 4)] for name, begin, end in one.spans[-share:]
+        ]
+        who = {"role": one.role, "rank": one.rank, "devices": one.devices, "host": one.host}
+        workers.append({**who, "methods": methods, "spans": spans})
+    rows = [
+        {
+            "step": row["step"],
+            "begin": round(row["begin"] - origin, 4),
+            "end": round(row["end"] - origin, 4),
+            "phases": [[name, round(begin - origin, 4), round(end - begin, 4)] for name, begin, end in row["phases"]],
+        }
+        for row in steps
+    ]
+    return {"origin": origin, "steps": rows, "workers": workers}
+
+
+_WORDS = ("finish", "domain", "tag", "kind")
+_COLUMNS = (
+    *_WORDS,
+    *("block", "place", "step", "group", "prompt", "score", "reward", "tokens", "error", "logprob"),
+    *("mismatch", "advantage", "version"),
+)
+
+
+@dataclass
+class _Index:
+    """Numbers of every sample, by column; words are places in lists."""
+
+    size: int = 0
+    left_out: int = 0
+    _columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in _COLUMNS})
+    _words: dict[str, dict[str, int]] = field(default_factory=lambda: {name: {} for name in _WORDS})
+
+    def add(self, block: int, content: Mapping[str, Any]) -> None:
+        prompts = content["prompts"]
+        keys = [zlib.crc32(str(prompt.get("text", "")).encode("utf-8", "replace")) for prompt in prompts]
+        columns = self._columns
+        groups: dict[str, int] = {}
+        for place, sample in enumerate(content["samples"]):
+            prompt = prompts[sample["p"]]
+            words = {
+                "finish": sample.get("o") or sample.get("f") or "",
+                "domain": prompt.get("domain", ""),
+                "tag": prompt.get("tag", ""),
+                "kind": f"{content['kind']} {sample['k']}" if "k" in sample else content["kind"],
+            }
+            for name, word in words.items():
+                known = self._words[name]
+                columns[name].append(known.setdefault(str(word), len(known)))
+            columns["block"].append(block)
+            columns["place"].append(place)
+            columns["step"].append(content["step"])
+            columns["group"].append(groups.setdefault(str(sample.get("g", place)), len(groups)))
+            columns["prompt"].append(keys[sample["p"]])
+            columns["score"].append(sample.get("s"))
+            columns["reward"].append(sample.get("r"))
+            columns["tokens"].append(sample.get("n"))
+            columns["error"].append(1 if sample.get("e") else 0)
+            log_probs = sample.get("l") or sample.get("h")
+            columns["logprob"].append(round(sum(log_probs) / len(log_probs)) if log_probs else None)
+            mismatch = sample.get("q")
+            columns["mismatch"].append(max(max(mismatch), -min(mismatch)) if mismatch else None)
+            advantage = sample.get("a")
+            if isinstance(advantage, list):
+                advantage = float(f"{sum(advantage) / max(1, len(advantage)):.4g}")
+            columns["advantage"].append(advantage)
+            version = sample.get("w")
+            columns["version"].append(min(v for v, _ in version) if isinstance(version, list) else version)
+        self.size += len(content["samples"])
+
+    def columns(self) -> dict[str, Any]:
+        words = {name: list(known) for name, known in self._words.items()}
+        return {"size": self.size, "columns": self._columns, "words": words}
+
+
+def _thinned(run: Run, index: _Index, limit: int) -> Iterator[bytes]:
+    """The blocks that the page gets, entered into the index."""
+    sizes = [len(block["samples"]) for block in run.blocks()]
+    total, taken, seen = sum(sizes), 0, 0
+    number = 0
+    for size, (_, payload) in zip(sizes, run.payloads(), strict=False):
+        seen += size
+        # Evenly: never more than the share of the limit that the samples so far are due.
+        if total > limit and taken + size > seen * limit / total:
+            index.left_out += size
+            continue
+        index.add(number, decoded(payload))
+        taken += size
+        number += 1
+        yield payload
+
+
+def _json(out: TextIO, name: str, value: Any) -> None:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+    _data(out, name, zlib.compress(text.encode("utf-8", "replace"), 6))
+
+
+def _data(out: TextIO, name: str, payload: bytes) -> None:
+    out.write(f'<script type="text/plain" id="{name}">{base64.b64encode(payload).decode("ascii")}</script>\n')
+
+
+def _sha256(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")

@@ -1,0 +1,159 @@
+"""The files of a run: what a run says about itself for later, and all of it read again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll.config.loader import LoadedConfig
+from roll.config.pipelines import Panel
+from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.masking import masked_text
+from roll.tracking.records import METRICS_NAME, read_metrics
+from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, decoded, read_payloads
+from roll.tracking.timeline import TIMELINE_NAME, WorkerCalls, read_calls, read_timeline
+
+logger = logging.getLogger(__name__)
+
+ABOUT_NAME = "run.json"
+CONFIG_NAME = "config.yaml"
+REPORT_NAME = "report.html"
+WORKERS_FOLDER = "workers"
+
+
+@dataclass
+class RunFiles:
+    """``record/run.json`` of a run in progress."""
+
+    output_dir: Path
+    log_dir: Path
+    exp_name: str
+    pipeline: str
+    panels: Sequence[Panel]
+    resumed: bool
+    began: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(cls, loaded: LoadedConfig[Any], resumed: bool = False) -> RunFiles:
+        plan = loaded.plan
+        return cls(
+            plan.output_dir, plan.log_dir, plan.exp_name, loaded.pipeline.name, loaded.pipeline.panels, resumed=resumed
+        )
+
+    def write(self, outcome: str | None = None) -> None:
+        """Replace the file; ``outcome``: how the run has ended."""
+        path = self.output_dir / RECORD_FOLDER / ABOUT_NAME
+        began = self.began
+        if self.resumed and path.is_file():
+            began = min(began, float(_read_json(path).get("began", began)))
+        about = {
+            "exp_name": self.exp_name,
+            "pipeline": self.pipeline,
+            "log_dir": os.path.relpath(self.log_dir, self.output_dir),
+            "began": began,
+            "ended": None if outcome is None else time.time(),
+            "outcome": None if outcome is None else masked_text(outcome)[:4000],
+            "panels": [asdict(panel) for panel in self.panels],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(json.dumps(about, indent=1), encoding="utf-8")
+        part.replace(path)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on disk; everything is read when it is asked for."""
+
+    folder: Path
+    """``output_dir``."""
+    log_dir: Path
+    about: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.about.get("exp_name") or self.folder.resolve().name)
+
+    @property
+    def pipeline(self) -> str:
+        return str(self.about.get("pipeline") or self.config.get("pipeline") or "")
+
+    @property
+    def panels(self) -> list[Panel]:
+        return [Panel(**{**panel, "keys": tuple(panel["keys"])}) for panel in self.about.get("panels", [])]
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration, secrets masked; {} where it was not kept."""
+        path = self.folder / CONFIG_NAME
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row a step, in order; rows of validations and of steps merged."""
+        path = self.log_dir / METRICS_NAME
+        return read_metrics(path) if path.is_file() else []
+
+    @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        """The rows of training steps."""
+        return [row for row in self.metrics if "system/global_step" in row]
+
+    def values(self, name: str) -> list[float]:
+        """A metric over the training steps that have it, numbers that are not finite included."""
+        return [float(row[name]) for row in self.steps if name in row]
+
+    @cached_property
+    def timeline(self) -> list[dict[str, Any]]:
+        return read_timeline(self.folder / RECORD_FOLDER / TIMELINE_NAME)
+
+    @cached_property
+    def calls(self) -> list[WorkerCalls]:
+        since = float(self.about.get("began") or 0.0) - 1.0
+        return read_calls(self.log_dir / WORKERS_FOLDER, since)
+
+    def payloads(self) -> Iterator[tuple[int, bytes]]:
+        """Step and compressed block, see :mod:`roll.tracking.sample_log`."""
+        return read_payloads(self.folder / RECORD_FOLDER / SAMPLES_NAME)
+
+    def blocks(self) -> Iterator[dict[str, Any]]:
+        for _, payload in self.payloads():
+            yield decoded(payload)
+
+
+def read_run(path: Path) -> Run:
+    """The run whose ``output_dir`` is ``path``; its log folder, or ``metrics.jsonl``, will do too.
+
+    Raises:
+        ConfigError: nothing of a run is there.
+    """
+    folder = path.parent if path.is_file() else path
+    for candidate in (folder, folder.parent):
+        about = candidate / RECORD_FOLDER / ABOUT_NAME
+        if about.is_file():
+            facts = _read_json(about)
+            return Run(candidate, (candidate / str(facts.get("log_dir", "logs"))).resolve(), facts)
+    for log_dir in (folder, folder / "logs"):
+        if (log_dir / METRICS_NAME).is_file():
+            return Run(folder, log_dir, {})
+    rule = f"must be the output_dir of a run: there is neither {RECORD_FOLDER}/{ABOUT_NAME} nor {METRICS_NAME} in it"
+    raise ConfigError([Problem("RUN", str(path), rule, "output/tiny_grpo/seed0")])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        logger.warning("%s cannot be read: %s", path, error)
+        return {}
+    return found if isinstance(found, dict) else {}

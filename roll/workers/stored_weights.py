@@ -1,0 +1,122 @@
+"""A worker that sends the weights of model folders and training checkpoints to engines, as a trainer sends its own.
+
+So one engine start serves many models: what a folder or checkpoint holds is read on the host, converted to the type
+that the engines compute in, and travels by :mod:`roll.weight_sync`, verified tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll.checkpoint.contents import CheckpointMismatchError, ModelContents, read_contents, read_trainer_state
+from roll.checkpoint.tensors import WEIGHT, stored_tensors
+from roll.distributed import Dispatch, Worker, register
+from roll.models.build import DTYPES, build_model
+from roll.models.lora import adapter_names, base_name, merged_weight
+from roll.models.stored import StoredLayout
+from roll.weight_sync.encoding import iter_buckets
+from roll.weight_sync.messages import LostEngines, SyncOptions, SyncReport, WeightSyncError
+from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
+
+
+class StoredWeightsWorker(Worker):
+    """Stands in for a trainer: :meth:`open` chooses whose weights :meth:`send_weights` sends."""
+
+    _sender: WeightSender | None = None
+    _weights: Mapping[str, Tensor]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def open(self, base: str, checkpoint: str | None) -> None:
+        """Read a model.
+
+        Args:
+            base: its folder or hub name.
+            checkpoint: the role's folder of a training checkpoint; what was trained replaces what ``base`` has.
+
+        Raises:
+            OSError: no such model. CheckpointMismatchError, CheckpointDamagedError: the checkpoint cannot be read.
+        """
+        arguments = self.context.role.model_args
+        plain = replace(arguments, model_name_or_path=base, lora_target=None, adapter_name_or_path=None)
+        self._weights = read_weights(plain, None if checkpoint is None else Path(checkpoint))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def send_weights(
+        self, engines: dict[int, Any], version: int, base_version: int | None, options: SyncOptions
+    ) -> SyncReport | LostEngines:
+        """As :meth:`roll.workers.training.ActorWorker.send_weights`."""
+        if self._sender is None:
+            transport = build_transport(options.transport, options.directory, "gloo", self.context.master_addr)
+            self._sender = WeightSender(transport, options.bucket_bytes)
+        buckets = iter_buckets(self._weights.items(), options.bucket_bytes)
+        update = Update(version, options.deadline, base_version, patience=options.patience)
+        try:
+            return self._sender.send(buckets, RayEngines(engines), update)
+        except WeightSyncError as error:
+            if error.lost:
+                return LostEngines(error.lost, str(error))
+            raise
+
+
+@torch.no_grad()
+def read_weights(arguments: Any, checkpoint: Path | None) -> dict[str, Tensor]:
+    """Stored tensors of a model by name, in the compute type; tied ones once.
+
+    Args:
+        arguments: ``model_args`` of the model's folder, without adapters.
+        checkpoint: see :meth:`StoredWeightsWorker.open`.
+    """
+    dtype = DTYPES[arguments.dtype]
+    model = build_model(arguments, "causal_lm", dtype=dtype if checkpoint is None else torch.float32)
+    persistent = model.state_dict().keys()
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    layout = StoredLayout(model, {name: tensor.shape for name, tensor in tensors.items()})
+    stored = dict(item for name, tensor in tensors.items() for item in layout.split(name, tensor.detach()))
+    if checkpoint is not None:
+        for name, tensor in trained_weights(checkpoint, stored):
+            parts = dict(layout.split(name, tensor)) if name in tensors else {name: tensor}
+            unknown = parts.keys() - stored.keys()
+            if unknown:
+                rule = f"holds {min(unknown)}, which the model {arguments.model_name_or_path} does not have"
+                raise CheckpointMismatchError(
+                    f"{checkpoint} {rule}: set pretrain to the model that it was trained from"
+                )
+            stored |= parts
+    return {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in stored.items()
+    }
+
+
+def trained_weights(folder: Path, base: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The float32 weights that a checkpoint of any strategy holds, adapters merged into those of ``base``.
+
+    Raises:
+        CheckpointMismatchError, CheckpointDamagedError: it cannot be read.
+    """
+    contents = read_contents(read_trainer_state(folder), folder)
+    trained = read_trained(folder, contents)
+    adapted = {name for weight in contents.scalings for name in adapter_names(weight)}
+    for name, tensor in trained.items():
+        if name not in adapted:
+            yield base_name(name), tensor
+    for weight, scaling in contents.scalings.items():
+        down, up = (trained[name] for name in adapter_names(weight))
+        yield weight, merged_weight(base[weight], down, up, scaling)
+
+
+def read_trained(folder: Path, contents: ModelContents) -> dict[str, Tensor]:
+    """The trained parameters of a checkpoint, whole, float32, and the persistent buffers, by name."""
+    with stored_tensors(folder) as stored:
+        whole = {
+            name: stored.read(WEIGHT, name, 0, prod(shape)).view(*shape) for name, shape in contents.trained.items()
+        }
+        return whole | stored.buffers()

@@ -1,0 +1,158 @@
+"""Copies of checkpoints in object storage, the way back, and the best checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from roll.checkpoint import CheckpointManager
+from roll.checkpoint.best import BestCheckpoint
+from roll.checkpoint.folders import MANIFEST_NAME
+from roll.checkpoint.manager import Checkpoint, glance
+from roll.checkpoint.store import ObjectStore, store_problem
+from roll.config.reading.errors import ConfigError
+from roll.preflight import check_resumption
+from tests.checkpoint.test_contents import PLAIN, write_checkpoint
+from tests.config.good import changed, load
+
+
+def write(manager: CheckpointManager, step: int) -> Path:
+    with manager.writing(step) as folder:
+        for role in ("actor_train", "pipeline"):
+            (folder / role / "deep").mkdir(parents=True)
+            (folder / role / "deep" / "weights").write_text(f"{role} {step}")
+    return manager.root / f"checkpoint-{step}"
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"memory://{uuid.uuid4().hex}/run" if request.param == "memory" else f"file://{tmp_path}/bucket/run"
+
+
+@pytest.mark.parametrize("async_upload", [True, False])
+def test_a_run_goes_on_elsewhere_from_what_was_copied(url: str, tmp_path: Path, async_upload: bool) -> None:
+    here = CheckpointManager(tmp_path / "here", upload_dir=url, keep_local_file=False, async_upload=async_upload)
+    for step in (2, 4):
+        write(here, step)
+    here.close()
+    assert not list((tmp_path / "here").glob("checkpoint-*")), "copied whole, so it is not kept"
+    assert sorted(ObjectStore(url).names()) == ["checkpoint-2", "checkpoint-4"]
+    for place, wanted in ((True, 4), (url, 4), (f"{url}/checkpoint-2", 2)):
+        there = tmp_path / f"there {wanted}"
+        found = CheckpointManager(there, upload_dir=url).resolve(place)
+        assert found == Checkpoint(there / f"checkpoint-{wanted}", wanted)
+        assert (found.role("actor_train") / "deep/weights").read_text() == f"actor_train {wanted}"
+        seen = glance(place, [tmp_path / "none"], ObjectStore(url), ("weights",))
+        assert seen is not None and seen.step == wanted and (seen.path / "pipeline/deep/weights").exists()
+    with pytest.raises(FileNotFoundError, match="holds no whole checkpoint"):
+        CheckpointManager(tmp_path / "x").resolve(f"{url}/checkpoint-3")
+
+
+def test_what_was_never_finished_is_no_checkpoint(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = CheckpointManager(tmp_path / "here", upload_dir=url, async_upload=False, keep_local_file=False)
+    for step in (1, 2, 3):
+        write(manager, step)
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.rm_file(f"{root}/checkpoint-3/{MANIFEST_NAME}")
+    with fs.open(f"{root}/checkpoint-2/actor_train/deep/weights", "w") as file:
+        file.write("changed no 2 ")
+    with caplog.at_level(logging.WARNING):
+        found = manager.latest()
+    assert found == Checkpoint(tmp_path / "here/checkpoint-1", 1)
+    assert "skipped a damaged checkpoint" in caplog.text and "checkpoint-2" in caplog.text
+    manager.set_aside_after(1)
+    assert sorted(ObjectStore(url).names()) == ["checkpoint-1", "superseded-checkpoint-2"]
+
+
+def test_a_store_that_does_not_answer_leaves_the_local_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    manager = CheckpointManager(tmp_path / "here", upload_dir=f"file://{tmp_path}/file/run", keep_local_file=False)
+    path = write(manager, 1)
+    with pytest.raises(OSError, match="file://"):
+        manager.close()
+    assert path.is_dir()
+
+
+def test_roll_check_looks_into_the_store(tmp_path: Path) -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    output = {"output_dir": str(tmp_path / "out"), "checkpoint_config": {"output_dir": url}}
+    config = output | {"resume_from_checkpoint": True}
+    check_resumption(load(tmp_path, changed(config)))
+    ObjectStore(url).put(write_checkpoint(tmp_path / "other", {"actor_train": PLAIN}))
+    check_resumption(load(tmp_path, changed(config)))
+    ObjectStore(url).put(write_checkpoint(tmp_path / "other", {"sft_train": PLAIN}, step=5))
+    with pytest.raises(ConfigError, match="holds nothing of actor_train"):
+        check_resumption(load(tmp_path, changed(config)))
+    for place, words in {"nowhere://x": "no kind of storage", "s3://x": "s3fs"}.items():
+        if store_problem(place) is not None:
+            with pytest.raises(ConfigError, match=rf"checkpoint_config\.output_dir.*{words}"):
+                check_resumption(load(tmp_path, changed(config | {"checkpoint_config": {"output_dir": place}})))
+
+
+def best(root: Path, mode: str = "max") -> CheckpointManager:
+    return CheckpointManager(root, max_to_keep=1, best=BestCheckpoint(root, "val/acc", mode))
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("max", 4), ("min", 2)])
+def test_the_best_checkpoint_is_kept(tmp_path: Path, mode: str, kept: int) -> None:
+    manager = best(tmp_path, mode)
+    for step, value in ((2, 0.3), (4, 0.9), (6, 0.5), (8, 0.9)):
+        write(manager, step)
+        manager.measured(step, {"val/acc": value, "loss": 1.0})
+        manager.measured(step + 1, {"loss": 1.0})
+        manager = best(tmp_path, mode) if step == 6 else manager  # resumed
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{kept}", "checkpoint-8"]
+    assert (tmp_path / "best").resolve().name == f"checkpoint-{kept}"
+    assert CheckpointManager.find(tmp_path / "best").step == kept
+    manager.set_aside_after(2)
+    assert json.loads((tmp_path / "best.json").read_text())["values"].keys() == {"2"}
+
+
+def test_a_metric_that_never_comes_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = best(tmp_path)
+    write(manager, 1)
+    manager.measured(1, {"val/accuracy": 0.5, "loss": 1.0})
+    with caplog.at_level(logging.WARNING):
+        manager.close()
+    assert "val/acc was never logged; logged were loss, val/accuracy" in caplog.text
+    assert not (tmp_path / "best").exists()
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A bucket of a server that speaks S3, and the options to reach it."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "key", "AWS_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(name, value)
+    options = {"endpoint_url": f"http://{host}:{port}"}
+    fsspec.filesystem("s3", **options).mkdir("bucket")
+    yield "s3://bucket/runs/one", options
+    server.stop()
+
+
+@pytest.mark.long
+def test_s3(bucket: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+    url, options = bucket
+    here = CheckpointManager(tmp_path / "here", upload_dir=url, storage_options=options, keep_local_file=False)
+    path = write(here, 2)
+    (tmp_path / "large").mkdir()
+    with here.writing(3) as folder:
+        (folder / "weights").write_bytes(os.urandom(12 << 20))  # several parts
+    here.close()
+    assert not path.exists()
+    there = CheckpointManager(tmp_path / "there", upload_dir=url, storage_options=options)
+    found = there.latest()
+    assert found == Checkpoint(tmp_path / "there/checkpoint-3", 3)
+    there.set_aside_after(2)
+    assert sorted(ObjectStore(url, options).names()) == ["checkpoint-2", "superseded-checkpoint-3"]

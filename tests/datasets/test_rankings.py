@@ -1,0 +1,120 @@
+"""Judged rows from every shape of file, and the tokens that training and scoring see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from roll.config.roles import DataArguments
+from roll.datasets import DataError
+from roll.datasets.rankings import JudgedColumns, JudgedDataset
+from roll.rollout.rewarding import ModelInput
+from roll.workers.model import RewardModelWorker
+
+Write = Callable[..., str]
+ASK = "How many eggs?"
+USER = {"role": "user", "content": ASK}
+PROMPT = f"<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def build(tokenizer: Any, file: str, judgement: str = "ranking", limit: int = 1000, **options: Any) -> JudgedDataset:
+    names = {name: options.pop(name) for name in ("margin", "responses", "scores") if name in options}
+    score_input = options.pop("score_input", "tokens")
+    data, columns = DataArguments(file_name=file, **options), JudgedColumns(**names)
+    return JudgedDataset.build(data, tokenizer, limit, columns, judgement, score_input=score_input)  # type: ignore[arg-type]
+
+
+SHAPES: dict[str, tuple[dict[str, Any], list[str], list[float]]] = {
+    "a pair": ({"prompt": ASK, "chosen": "12", "rejected": "21"}, ["12", "21"], [1, 0]),
+    "conversations": ({"chosen": [USER, answer("12")], "rejected": [USER, answer("21")]}, ["12", "21"], [1, 0]),
+    "best first": ({"prompt": ASK, "responses": ["12", "21", "no"]}, ["12", "21", "no"], [3, 2, 1]),
+    "scores": ({"messages": [USER], "responses": ["21", "12"], "scores": [1, 4.5]}, ["21", "12"], [1, 4.5]),
+    "ranked conversations": ({"responses": [[USER, answer("12")], [USER, answer("2")]]}, ["12", "2"], [2, 1]),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rankings(tokenizer: Any, write_jsonl: Write, shape: str) -> None:
+    row, responses, scores = SHAPES[shape]
+    (found,) = build(tokenizer, write_jsonl([row]))
+    assert tokenizer.decode(found.prompt_ids) == PROMPT
+    assert [tokenizer.decode(ids) for ids in found.responses] == [f"{text}<|im_end|>" for text in responses]
+    assert found.scores == scores and found.step_ends == []
+
+
+def test_points_labels_and_steps(tokenizer: Any, write_jsonl: Write) -> None:
+    graded = {"prompt": ASK, "responses": ["12", "21"], "scores": [4, 0]}
+    (points,) = build(tokenizer, write_jsonl([graded]), "points")
+    assert points.scores == [4, 0]
+    label = {"prompt": ASK, "completion": "12", "label": True}
+    (labels,) = build(tokenizer, write_jsonl([label]), "labels", responses="completion", scores="label")
+    assert labels.scores == [1.0] and len(labels.responses) == 1
+    steps = {"prompt": ASK, "completions": ["One", "So 12"], "labels": [True, False]}
+    (judged,) = build(tokenizer, write_jsonl([steps]), "steps", responses="completions", scores="labels")
+    (response,) = judged.responses
+    first, second = judged.step_ends
+    assert [tokenizer.decode(response[:first]), tokenizer.decode(response[first:])] == ["One\n", "So 12<|im_end|>"]
+    assert second == len(response) and judged.scores == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("row", "judgement", "message"),
+    [
+        ({"prompt": "a", "responses": ["b"]}, "ranking", "no two responses of different rank"),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": [1, 1]}, "ranking", "no two responses of different rank"),
+        ({"prompt": "a", "responses": ["b", "b"]}, "ranking", "the same text"),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": [1]}, "points", "must be 2 numbers"),
+        ({"prompt": "a", "responses": "b", "scores": 3}, "labels", "true or false"),
+        ({"chosen": "b", "rejected": "c"}, "ranking", "no prompt"),
+        ({"prompt": "a", "responses": "b", "scores": 1}, "steps", "list of steps"),
+    ],
+)
+def test_rows_that_say_nothing(tokenizer: Any, write_jsonl: Write, row: Any, judgement: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        build(tokenizer, write_jsonl([row]), judgement)
+
+
+def test_a_long_prompt_is_cut_and_its_responses_are_not(tokenizer: Any, write_jsonl: Write) -> None:
+    long = {"prompt": "very " * 40 + ASK, "chosen": "12", "rejected": "21 or so"}
+    file, limit = write_jsonl([long, SHAPES["a pair"][0]]), 30
+    assert build(tokenizer, file, limit=limit).counts.too_long == {"responses": 1}
+    cut, _ = dataset = build(tokenizer, file, limit=limit, filter_overlong_prompts=False, truncation="left")
+    assert dataset.counts.truncated == {"responses": 1}
+    text = tokenizer.decode(cut.prompt_ids)
+    assert text.startswith("<|im_start|>user\n") and text.endswith(PROMPT[-25:]), "the template stays whole"
+    assert [tokenizer.decode(ids) for ids in cut.responses] == ["12<|im_end|>", "21 or so<|im_end|>"]
+    assert max(map(len, cut.sides)) <= limit
+
+
+def worker(tokenizer: Any) -> RewardModelWorker:
+    """Without a model: it only reads."""
+    made = RewardModelWorker.__new__(RewardModelWorker)
+    made._tokenizer, made._longest = tokenizer, None
+    return made
+
+
+def test_trl_5813_training_and_scoring_see_the_same_tokens(tokenizer: Any, write_jsonl: Write) -> None:
+    """A recipe that closes responses in training and not in scoring gives other scores than it learnt."""
+    turns = [USER, answer("12"), {"role": "user", "content": "Sure?"}]
+    file = write_jsonl([{"messages": turns, "chosen": "Yes, 12", "rejected": "No"}])
+    (chat,) = build(tokenizer, file, score_input="chat")
+    for side, text in zip(chat.sides, ("Yes, 12", "No"), strict=True):
+        assert side == worker(tokenizer)._read(ModelInput(messages=turns, response=text))
+    (tokens,) = build(tokenizer, file, score_input="tokens")
+    for side, text in zip(tokens.sides, ("Yes, 12", "No"), strict=True):
+        # What an engine returns of a finished response: its end token included.
+        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(prompt)["input_ids"] + tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+        assert side == worker(tokenizer)._read(ModelInput(token_ids=ids))
+
+
+def test_responses_of_which_one_begins_the_other_keep_an_end_of_their_own(tokenizer: Any, write_jsonl: Write) -> None:
+    (row,) = build(tokenizer, write_jsonl([{"prompt": ASK, "chosen": "12 12", "rejected": "12"}]), score_input="chat")
+    assert all(row.responses) and row.sides[0] != row.sides[1]
+    assert row.prompt_ids == row.sides[1][: len(row.prompt_ids)] and len(row.prompt_ids) >= len(PROMPT.split())

@@ -1,0 +1,69 @@
+"""Rows prepared as they are drawn: all of them, once an epoch, continued anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from roll.config.roles import DataArguments
+from roll.datasets import DataError, SftDataset, SftRow
+from roll.datasets.images import ImageReader
+from roll.datasets.sft import sft_maker
+from roll.datasets.streaming import StreamedEpochs
+from roll.datasets.templates import TemplateChoice
+from roll.pipelines.sft.pipeline import row_of
+
+Write = Callable[..., str]
+NUMBER, LIMIT = 23, 60
+
+
+@pytest.fixture
+def file(write_jsonl: Write) -> str:
+    """Every seventh row is too long."""
+    rows = [{"prompt": f"How many is {i}?", "solution": str(i) * (200 if i % 7 == 3 else 1)} for i in range(NUMBER)]
+    return write_jsonl(rows)
+
+
+def stream(tokenizer: Any, file: str, **keys: Any) -> StreamedEpochs[SftRow]:
+    data_args = DataArguments(file_name=file, streaming=True, **{"streaming_window": 5, **keys})
+    templates = TemplateChoice.of_settings(data_args, None, None)
+    maker = sft_maker(data_args, tokenizer, templates, LIMIT, None, ImageReader.of(data_args, None), "last")
+    return StreamedEpochs(maker, row_of, 7, "sft")
+
+
+def test_an_epoch_gives_every_row_once_as_prepared_ones_are(tokenizer: Any, file: str) -> None:
+    prepared = {row.row_id: row for row in SftDataset.build(DataArguments(file_name=file), tokenizer, LIMIT)}
+    rows = stream(tokenizer, file)
+    first, second = rows.next_batch(len(prepared)), rows.next_batch(len(prepared))
+    for epoch in (first, second):
+        assert {row.row_id: row for row in epoch} == prepared
+    assert [row.row_id for row in first] != [row.row_id for row in second]
+    assert rows.counts() == {"too_long": 2 * (NUMBER - len(prepared)), "bad": 0, "filtered": 0}
+    numbers = [int(row.row_id.rpartition(":")[2]) for row in first]
+    windows = [(number - 1) // 5 for number in numbers]
+    assert windows == sorted(windows) and numbers != sorted(numbers)
+    plain = stream(tokenizer, file, shuffle=False).next_batch(len(prepared))
+    assert [row.row_id for row in plain] == list(prepared)
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 5, 12, 19, 20, 33])
+def test_it_continues_where_it_was(tokenizer: Any, file: str, drawn: int) -> None:
+    whole = stream(tokenizer, file)
+    whole.next_batch(drawn)
+    state = json.loads(json.dumps(whole.state_dict()))
+    wanted = [row.row_id for row in whole.next_batch(25)]
+    again = stream(tokenizer, file)
+    again.load_state_dict(state)
+    assert [row.row_id for row in again.next_batch(25)] == wanted
+    other = stream(tokenizer, file, streaming_window=6)
+    with pytest.raises(DataError, match="the checkpoint was drawing with size 5, this run with 6"):
+        other.load_state_dict(state)
+
+
+def test_a_stream_without_rows_ends(tokenizer: Any, write_jsonl: Write) -> None:
+    file = write_jsonl([{"prompt": "How?", "solution": "1" * 200}])
+    with pytest.raises(DataError, match="none of 1 demonstrations fits into sequence_length = 60"):
+        stream(tokenizer, file).next_batch(1)

@@ -1,0 +1,147 @@
+"""The supervisor of runs, with runs that only say what a run says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.distributed.restarts import RECORD_NAME, RestartPolicy, Supervisor
+
+RUN = """
+import json, os, signal, sys, time
+from roll.distributed.restarts import supervised
+supervised.attach()
+folder, checkpoint = sys.argv[1:]
+number = len(os.listdir(folder))
+acts = json.loads(os.environ["ACTS"])[number]
+print(json.dumps([checkpoint, sorted(supervised.left_out)]), file=open(f"{folder}/{number}", "w"))
+for name, value in acts:
+    if name == "die":
+        os.kill(os.getpid(), value)
+    elif name == "exit":
+        sys.exit(value)
+    elif name == "sleep":
+        time.sleep(value)
+    else:
+        supervised.tell(**{name: value})
+"""
+"""Says, does and ends as the entry of ``ACTS`` for its number in the row of starts."""
+
+
+class Stage:
+    """Starts runs under a supervisor."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.starts, self.logs, self.said = folder / "starts", folder / "logs", []
+        self.starts.mkdir()
+        self.patch = patch
+
+    def run(self, *acts: list[tuple[str, Any]], max_restarts: int = 3, backoff: float = 0.0) -> int:
+        self.patch.setenv("ACTS", json.dumps(acts))
+
+        def command(checkpoint: str | None) -> list[str]:
+            return [sys.executable, "-c", RUN, str(self.starts), str(checkpoint)]
+
+        policy = RestartPolicy(max_restarts, backoff)
+        return Supervisor(command, policy, self.logs, lambda path: "torn" not in path, self.said.append).run()
+
+    @property
+    def began_with(self) -> list[Any]:
+        """Checkpoint and steps left out of each start."""
+        return [json.loads((self.starts / str(n)).read_text()) for n in range(len(os.listdir(self.starts)))]
+
+    @property
+    def events(self) -> list[str]:
+        return [json.loads(line)["event"] for line in (self.logs / RECORD_NAME).read_text().splitlines()]
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(tmp_path, monkeypatch)
+
+
+def failed(step: int, *checkpoints: str) -> list[tuple[str, Any]]:
+    """A run that reaches a step and loses a worker."""
+    saved = [("checkpoint", [path]) for path in checkpoints]
+    return [("reached", 0), *saved, ("reached", step), ("cause", "actor_train rank 1 died"), ("end", "failed")]
+
+
+DONE = [("reached", 9), ("end", "done")]
+
+
+def test_a_run_goes_on_from_its_newest_whole_checkpoint(stage: Stage) -> None:
+    killed = [("reached", 5), ("checkpoint", ["c4"]), ("reached", 8), ("die", signal.SIGKILL)]
+    assert stage.run([*failed(5, "c2", "c4", "torn"), ("exit", 1)], killed, DONE) == 0
+    assert stage.began_with == [["None", []], ["c4", []], ["c4", []]]
+    assert stage.events == ["ended", "restarted", "recovered", "ended", "restarted"]
+    assert stage.said == [
+        "restart 1 of 3 in 0 s, from c4: actor_train rank 1 died",
+        "restart 2 of 3 in 0 s, from c4: the run's process was killed by SIGKILL",
+    ]
+    assert "restart 1 of 3" in (stage.logs / "run.log").read_text()
+
+
+def test_it_is_not_started_for_ever(stage: Stage) -> None:
+    """Twice in the same place, give or take the step that is in flight; or as often as it may."""
+    assert stage.run([*failed(5, "c4"), ("exit", 1)], [*failed(4, "c4"), ("exit", 1)], DONE) == 1
+    assert "died twice in the same place, after 4 steps, without progress; the evidence is in" in stage.said[-1]
+    assert len(stage.began_with) == 2
+
+
+def test_restarts_are_counted(stage: Stage) -> None:
+    runs = [[*failed(3 * n, f"c{n}"), ("exit", 1)] for n in range(1, 5)]
+    assert stage.run(*runs, DONE, max_restarts=2) == 1
+    assert "not started again: max_restarts: 2 is used up" in stage.said[-1]
+    assert len(stage.began_with) == 3
+
+
+@pytest.mark.parametrize(
+    ("acts", "status"),
+    [
+        ([("end", "wrong"), ("exit", 1)], 1),
+        ([("end", "interrupted"), ("exit", 143)], 143),
+        ([("end", "done"), ("die", signal.SIGKILL)], 0),
+        ([("exit", 0)], 0),
+    ],
+    ids=["a mistake", "a signal", "done, then killed", "another node"],
+)
+def test_what_ends_for_good(stage: Stage, acts: list[tuple[str, Any]], status: int) -> None:
+    assert stage.run(acts, DONE) == status
+    assert len(stage.began_with) == 1
+
+
+def test_a_rewound_run_leaves_the_batch_out(stage: Stage) -> None:
+    """It costs no restart, and is refused when it never gets further."""
+    rewound = [[("checkpoint", ["c4"]), ("reached", 5 + n), ("end", "rewind"), ("exit", 1)] for n in range(9)]
+    assert stage.run(*rewound[:2], DONE, max_restarts=0) == 0
+    assert stage.began_with == [["None", []], ["c4", [5]], ["c4", [5, 6]]]
+
+
+def test_a_run_that_is_rewound_again_and_again_ends(stage: Stage) -> None:
+    rewound = [[("checkpoint", ["c4"]), ("reached", 5 + n), ("end", "rewind"), ("exit", 1)] for n in range(9)]
+    assert stage.run(*rewound, max_restarts=0) == 1
+    assert len(stage.began_with) == 4
+    assert "rewound 3 times to the same checkpoint" in stage.said[-1]
+
+
+def test_a_signal_reaches_the_run_and_ends_the_wait(stage: Stage) -> None:
+    """Pauses double: the second is ten seconds, which the signal cuts short."""
+
+    def interrupt() -> None:
+        while len(stage.said) < 1:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    began = time.monotonic()
+    assert stage.run([*failed(5, "c4"), ("exit", 1)], DONE, backoff=30.0) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 20
+    assert len(stage.began_with) == 1

@@ -1,0 +1,63 @@
+"""A full disk, and a rank that is slower than its peers: the run goes on, and says so."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from roll.pipelines.stragglers import stragglers
+from roll.tracking import METRICS_NAME, read_metrics
+from roll.tracking.records import CompositeTracker, JsonlTracker
+from tests.pipelines.conftest import Run
+from tests.pipelines.tiny_runs import training_args
+
+
+def test_a_line_without_room_is_lost_and_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """``/dev/full`` is the kernel's full disk."""
+    journal = JsonlTracker(tmp_path)
+    tracker, file = CompositeTracker([journal]), tmp_path / METRICS_NAME
+    tracker.log({"loss": 0.0}, 0)
+    ours = journal._files[METRICS_NAME]
+    with open("/dev/full", "wb", buffering=0) as full, caplog.at_level(logging.ERROR, logger="roll"):
+        journal._files[METRICS_NAME] = full
+        tracker.log({"loss": 1.0}, 1)
+        tracker.log({"loss": 2.0}, 2)
+    with file.open("ab") as torn:
+        torn.write(b'{"step": 2, "lo')  # what there was room for
+    journal._files[METRICS_NAME] = ours
+    tracker.log({"loss": 3.0}, 3)
+    tracker.close()
+    assert [(row["step"], row["loss"]) for row in read_metrics(file)] == [(0, 0.0), (3, 3.0)]
+    (said,) = [record.message for record in caplog.records if "could not write" in record.message]
+    assert "JsonlTracker could not write step 1, which is lost; the run goes on" in said
+
+
+def test_the_rank_that_is_twice_as_slow() -> None:
+    assert stragglers([1.0, 1.1, 2.3, 0.9]) == [2]
+    assert stragglers([1.0, 2.0]) == [1]
+    assert stragglers([0.01, 0.05]) == [], "too short to say"
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+def test_a_checkpoint_without_room_is_lost_and_no_step(run: Run) -> None:
+    changes = {
+        "sft_train.worker_cls": "tests.faults.dying_workers.FullDiskSft",
+        "sft_train.device_mapping": [0, 1],
+        "sft_train.training_args": training_args(4, 1),
+        "save_steps": 2,
+        "memory_steps": 1,
+    }
+    finished = run(changes, "sft")
+    assert [row["step"] for row in finished.steps] == list(range(6))
+    names = sorted(os.listdir(finished.output / "checkpoints"))
+    assert names == ["checkpoint-2", "checkpoint-6"], "the second had no room"
+    log = (finished.logs / "run.log").read_text()
+    assert "the disk is full: the checkpoint after 4 steps is lost, and the run goes on without it" in log
+    assert sum(row.get("system/lost_checkpoints", 0) for row in finished.steps) == 1
+    assert "sft_train rank 1 (pid " in log and "is slow: 0." in log
+    row = finished.steps[3]
+    assert row["time/step_train/sft_train/rank_1"] > 0.4 > 0.3 > row["time/step_train/sft_train/rank_0"]

@@ -1,0 +1,73 @@
+"""Workers that are replaced while the run goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll.rollout.mending import FILE_NAME
+from tests.faults.dying_workers import DEATHS_ENV, KILLERS_ENV
+from tests.pipelines.conftest import Run
+from tests.pipelines.tiny_runs import FinishedRun, role, untimed
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+DYING = "tests.faults.dying_workers"
+DEATHS = ("scheduler/reward_worker_deaths", "scheduler/set_aside_samples", "system/reference_deaths")
+
+
+def changes(folder: Path) -> dict[str, Any]:
+    return {
+        "max_steps": 2,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.01,
+        "reference": role("fsdp2_infer", [0, 1], infer_batch_size=4, worker_cls=f"{DYING}.DyingReference"),
+        "rewards.digits.worker_cls": f"{DYING}.digit_share",
+        "rewards.digits.world_size": 2,
+        "rollout_dump_dir": str(folder / "rollouts"),
+        "system_envs": {DEATHS_ENV: str(folder / "deaths"), KILLERS_ENV: str(folder / "killers")},
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run: Run, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    output = tmp_path_factory.mktemp("undisturbed")
+    return run(changes(output), output=output)
+
+
+def responses(finished: FinishedRun) -> list[str]:
+    """Of the first step."""
+    lines = (finished.output / "rollouts" / "train-000000.jsonl").read_text().splitlines()
+    return [json.loads(line)["response"] for line in lines]
+
+
+def test_their_deaths_change_no_number(run: Run, undisturbed: FinishedRun, tmp_path: Path) -> None:
+    """A rank of the reference is killed at its second batch, and a reward worker by a response that is harmless the
+    next time."""
+    (tmp_path / "deaths").write_text("2")
+    (tmp_path / "killers").write_text(json.dumps(responses(undisturbed)[:1]))
+    finished = run(changes(tmp_path), output=tmp_path)
+    assert (tmp_path / "deaths").read_text() == ""
+    assert finished.values(DEATHS[0]) == [1, 1]
+    assert finished.values(DEATHS[1]) == [0, 0]
+    assert [row.get(DEATHS[2], 0) for row in finished.steps] == [0, 1]
+    rows = [{name: value for name, value in untimed(row).items() if name not in DEATHS} for row in finished.steps]
+    assert rows == [untimed(row) for row in undisturbed.steps]
+
+
+def test_a_response_that_kills_twice_is_set_aside(run: Run, undisturbed: FinishedRun, tmp_path: Path) -> None:
+    deadly = next(one for one in responses(undisturbed) if responses(undisturbed).count(one) == 1)
+    (tmp_path / "killers").write_text(json.dumps([deadly] * 2))
+    finished = run(changes(tmp_path) | {"max_steps": 1}, output=tmp_path)
+    assert finished.values(DEATHS[0]) == [2]
+    assert finished.values(DEATHS[1]) == [1]
+    assert np.isclose(finished.values("critic/unscored_ratio")[0], 1 / 16)
+    (line,) = (finished.logs / FILE_NAME).read_text().splitlines()
+    row = json.loads(line)
+    assert (row["role"], row["response"]) == ("rewards.digits", deadly)
+    assert row["row"]["id"].startswith("train-")
+    assert "died in 'score'" in row["cause"]

@@ -1,0 +1,173 @@
+"""Numbers, samples and configuration of an evaluation, without engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import combinations, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from roll.config.reading.errors import ConfigError
+from roll.evaluate import load_evaluation, main
+from roll.pipelines.evaluate.plan import EvaluatePlan, models_of
+from roll.pipelines.evaluate.samples import SampleFile, answers_of, differing, sample_records
+from roll.pipelines.evaluate.statistics import (
+    Answers,
+    bootstrap,
+    chosen_at_k,
+    compare,
+    missed,
+    overall,
+    pass_metrics,
+    sign_flip_p_value,
+)
+from tests.config.good import GOOD, changed
+from tests.rollout.helpers import make_group
+
+
+def write(folder: Path, data: Mapping[str, object]) -> Path:
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(dict(data), sort_keys=False), encoding="utf-8")
+    return file
+
+
+def answers(prompt_id: str, scores: list[float], tag: str = "a", ranks: list[float] | None = None) -> Answers:
+    values = np.array(scores)
+    numbers = values if ranks is None else np.array(ranks)
+    flat = np.zeros(len(scores), dtype=bool)
+    return Answers(prompt_id, tag, values, numbers, values >= 1.0, ["4"] * len(scores), flat + 3, flat)
+
+
+@pytest.mark.parametrize("ranks", [[0.1, 0.9, 0.5, 0.9], [1.0, 1.0, 1.0, 1.0], [0.3, float("nan"), 0.2, 0.4]])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_the_best_of_k_by_rank_is_the_mean_over_all_choices(ranks: list[float], k: int) -> None:
+    correct = np.array([True, False, True, True])
+    values = [-np.inf if np.isnan(rank) else rank for rank in ranks]
+
+    def one(chosen: tuple[int, ...]) -> float:
+        best = max(values[i] for i in chosen)
+        return float(np.mean([correct[i] for i in chosen if values[i] == best]))
+
+    wanted = np.mean([one(chosen) for chosen in combinations(range(4), k)])
+    assert chosen_at_k(np.array(ranks), correct, k) == pytest.approx(wanted)
+
+
+def test_metrics_keep_graded_rewards_beside_correctness() -> None:
+    found = pass_metrics([answers("p", [0.5, 1.0]), answers("q", [0.0, float("nan")], "b")], "sampled", True)
+    assert found["val/sampled/accuracy"] == pytest.approx(1 / 4)
+    assert found["val/sampled/reward"] == pytest.approx((0.75 + 0.0) / 2)
+    assert found["val/sampled/reward_failed"] == pytest.approx(1 / 4)
+    assert found["val/sampled/pass@2"] == pytest.approx(1 / 2) and found["val/sampled/a/pass@2"] == 1
+    assert found["val/sampled/best@2"] == pytest.approx((1.0 + 0.0) / 2)
+    assert found["val_correct/all/mean"] == pytest.approx(1 / 4) and found["val_correct/a/mean"] == 1 / 2
+    assert found["val/sampled/accuracy_low"] < 1 / 4 < found["val/sampled/accuracy_high"]
+    sets = {"": [answers("p", [1.0])], "hard": [answers("q", [0.0]), answers("r", [1.0])]}
+    assert overall(sets) == pytest.approx(
+        {"val_correct/a/mean": 2 / 3, "val_correct/hard/mean": 1 / 2, "val_correct/all/mean": 2 / 3}
+    )
+
+
+def test_bootstrap_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    random = np.random.default_rng(0)
+    held = 0
+    for _ in range(100):
+        found = bootstrap(random.normal(0.3, 1.0, size=80).tolist())
+        held += found.low <= 0.3 <= found.high
+    assert 88 <= held <= 99
+    assert bootstrap([0.5] * 20) == bootstrap([0.5] * 20)
+
+
+def test_a_comparison_is_by_prompt() -> None:
+    first = [answers("p", [1.0, 1.0]), answers("q", [1.0, 0.0]), answers("r", [0.0, 0.0]), answers("s", [1.0, 0.0])]
+    second = [answers("r", [0.0, 1.0]), answers("q", [1.0, 0.0]), answers("p", [0.0, 0.0])]
+    found = compare(first, second)
+    assert found is not None
+    assert (found.wins, found.losses, found.ties) == (1, 1, 1)
+    assert found.difference.mean == pytest.approx((1.0 + 0.0 - 0.5) / 3)
+    assert compare(first[3:], second) is None
+    differences = np.array([1.0, 0.5, 0.0, -0.25, 0.75])
+    signs = [abs(np.dot(s, differences)) >= differences.sum() - 1e-12 for s in product((1, -1), repeat=5)]
+    assert sign_flip_p_value(differences) == pytest.approx(np.mean(signs))
+    assert sign_flip_p_value(np.zeros(3)) == 1.0
+    many = np.random.default_rng(1).normal(0.0, 1.0, size=60)
+    assert 0.05 < sign_flip_p_value(many) < 1 and sign_flip_p_value(many + 1.0) < 1e-3
+
+
+def test_thresholds_are_of_one_model_or_of_all() -> None:
+    results = {"a": {"val_correct/all/mean": 0.4}, "b": {"val_correct/all/mean": 0.6}}
+    assert list(missed({"val_correct/all/mean": 0.3, "b/val_correct/all/mean": 0.5}, results)) == []
+    assert list(missed({"val_correct/all/mean": 0.5}, results)) == ["a: val_correct/all/mean is 0.4000, below 0.5"]
+    assert list(missed({"val/typo": 0.5}, results)) == ["val/typo: there is no such metric"]
+    assert list(missed({"val_correct/all/mean": 0.0}, {"a": {"val_correct/all/mean": float("nan")}}))
+
+
+def test_samples_are_taken_up_by_whole_prompts(tmp_path: Path) -> None:
+    settings = {"seed": 1}
+    file = SampleFile(tmp_path, settings, resume=True)
+    for order in (2, 0):
+        group = make_group(order, [1], [[1], [2, 2]], [1.0, 0.5])
+        file.write("m", "sampled", order, list(sample_records(group, {"model": "m", "pass": "sampled"})))
+    before = file.records("m", "sampled")
+    file.close()
+    text = file.path.read_text()
+    third = text.replace('"order": 2', '"order": 5').splitlines()[0]
+    file.path.write_text(f"{text}{third}\n" + '{"model": "m", "pa')  # killed while it wrote
+    again = SampleFile(tmp_path, settings, resume=True)
+    assert again.answered("m", "sampled") == {0, 2}
+    assert again.records("m", "sampled") == before
+    assert file.path.read_text() == text
+    assert differing(tmp_path, {"seed": 2}) == ["seed"]
+    (one, _) = answers_of(before, correct_from=0.5, select_by="score")
+    assert one.correct.tolist() == [True, True] and one.lengths.tolist() == [1, 2]
+    with pytest.raises(KeyError, match="no reward returns taste; there is score"):
+        answers_of(before, 1.0, "taste")
+    assert SampleFile(tmp_path, settings, resume=False).answered("m", "sampled") == set()
+    assert (tmp_path / "samples.jsonl.previous").read_text() == text
+
+
+def test_an_rlvr_file_is_an_evaluation(tmp_path: Path) -> None:
+    keys = {"num_samples": 4, "temperatures": [0.7, 0], "thresholds": {"val_correct/all/mean": 0.5}}
+    file = write(tmp_path, changed({"pipeline": "rlvr"}))
+    with pytest.raises(ConfigError, match="no such file"):
+        load_evaluation(str(file), None, [], keys)
+    loaded = load_evaluation(str(file), None, ["seed=3"], keys, check_files=False)
+    assert loaded.config.seed == 3
+    plan = loaded.plan
+    assert isinstance(plan, EvaluatePlan)
+    assert list(plan.roles) == ["actor_infer", "rewards.math", "rewards.choice"], "nothing learns"
+    assert [(one.name, one.num_samples, one.is_primary) for one in plan.passes] == [
+        ("t0.7", 4, True),
+        ("greedy", 1, False),
+    ]
+    assert plan.output_dir.name == "evaluation"
+    assert plan.roles["actor_infer"].section.strategy_args.strategy_config["load_format"] == "auto"
+    assert [one.name for one in models_of(loaded.config)] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"evaluate.temperatures": [-1.0]}, "evaluate.temperatures.0 = -1.0: must be 0 .greedy. or at least"),
+        ({"evaluate.models": {"a": "./nowhere"}}, "evaluate.models.a = '?./nowhere'?: is neither a model folder"),
+        ({"evaluate.models": {"a b": "owner/model"}}, "a model's name is part of the metrics' names"),
+        ({"evaluate.models": {"a": "x/y"}, "evaluate.baseline": "b"}, "evaluate.baseline = .?b.?: must be a model of"),
+        ({"validation": None}, "validation: is needed: the prompts"),
+        ({"rewards": {}}, "rewards: is needed"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    (tmp_path / "val.jsonl").write_text("{}\n")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    own = {"pretrain": str(tmp_path), "validation.data_args.file_name": str(tmp_path / "val.jsonl")}
+    data = changed({**own, **changes})
+    with pytest.raises(ConfigError, match=message):
+        load_evaluation(str(write(tmp_path, data)), None, [], {})
+
+
+def test_flags_are_keys_and_a_threshold_has_a_value(tmp_path: Path) -> None:
+    file = write(tmp_path, GOOD)
+    with pytest.raises(ConfigError, match=r"--at-least = .?fast.?: must be METRIC=VALUE"):
+        main([str(file), "--at-least", "fast"])

@@ -1,0 +1,126 @@
+"""Sizes of known models, what `roll check` says of them, engines, links: arithmetic against sums done by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from roll.cli import main
+from roll.config.loader import load_config
+from roll.config.reading.errors import ConfigError
+from roll.rehearsal.engines import engine_use, generation_time
+from roll.rehearsal.formulas import model_shape, quick_lines
+from roll.rehearsal.hardware import GB, GPUS, hardware
+from roll.rehearsal.models import KNOWN, known_config
+from roll.rehearsal.roofline import PhaseTime, kernel_times, network_time, traffic
+from roll.rehearsal.tracker import Collective, Operation
+
+PUBLISHED = {
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+}
+"""Weights that the models' pages on the hub give."""
+SEVEN = "qwen2.5-7B-rlvr_fsdp2/rlvr_config"
+
+
+def test_known_sizes_are_those_of_the_published_models() -> None:
+    shapes = {name: model_shape(known_config(name) or {}) for name in KNOWN}
+    assert {name: shape.total for name, shape in shapes.items() if shape is not None} == PUBLISHED
+    # 3.3 of 30.5 billion: eight experts of 128, without the input embeddings.
+    moe = shapes["Qwen3-30B-A3B"]
+    assert moe is not None and round(moe.active / 1e9, 1) == 3.0
+
+
+@pytest.mark.parametrize(
+    "name, base",
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "Qwen2.5-7B"),
+        ("/models/Qwen3-4B-Instruct-2507/", "Qwen3-4B"),
+        ("Qwen/Qwen3-8B-Base", "Qwen3-8B"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "Llama-3.1-70B"),
+    ],
+)
+def test_variants_have_the_size_of_their_base(name: str, base: str) -> None:
+    assert known_config(name) == known_config(base)
+
+
+def test_other_names_are_not_guessed() -> None:
+    assert known_config("Qwen/Qwen2.5-Math-7B") is None
+    assert known_config("my-Qwen2.5-7B") is None
+
+
+def test_check_says_the_memory_of_each_role(capsys: pytest.CaptureFixture[str]) -> None:
+    """7.6B float32 weights, gradients and two moments over 8 ranks: 16 x 7.6156e9 / 8 bytes = 14.2 GiB."""
+    lines = dict(quick_lines(load_config(None, SEVEN, check_files=False).plan))
+    assert list(lines) == ["actor_train", "actor_infer", "reference"]
+    assert "states 14.2 GiB" in lines["actor_train"]
+    # Keys and values: 2 x 28 layers x 4 heads x 128 x 2 bytes = 56 KiB a token.
+    assert "14.2 GiB a device, and for 4,096 tokens of KV cache 224 MiB a sample" in lines["actor_infer"]
+    assert main(["check", SEVEN, "--skip-files"]) == 0
+    assert f"memory      actor_train: {lines['actor_train']}" in capsys.readouterr().out
+
+
+def test_an_engine_without_room_for_a_sample_is_refused_with_the_sum() -> None:
+    plan = load_config(None, SEVEN, check_files=False).plan
+    role, shape = plan.roles["actor_infer"], model_shape(known_config("Qwen2.5-7B") or {})
+    assert shape is not None
+    roomy = engine_use(role, shape, GPUS["h100-80g"])
+    # 0.7 x 79.2 GiB - 14.18 GiB - 2 GiB = 39.3 GiB, at 56 KiB a token.
+    assert roomy.tokens == int((0.7 * GPUS["h100-80g"].memory - shape.total * 2 - 2 * 2**30) // 57344)
+    assert not roomy.problem
+    tight = engine_use(role, shape, replace(GPUS["rtx4090-24g"], memory=23 * 2**30))
+    assert "0.7 x 23.0 GiB = 16.1 GiB, less weights 14.2 GiB and workspace 2.0 GiB" in tight.problem
+    slow = generation_time(role, shape, roomy, GPUS["h100-80g"], 1024, 8, 1024, 3072)
+    # 128 samples at a time, so 3072 steps, each of which reads 15.2 GB of weights and 128 x 2560 x 57344 bytes.
+    assert slow.memory == pytest.approx(3072 * (shape.total * 2 + 128 * 2560 * 57344) / 3350e9)
+    assert slow.seconds == slow.memory > slow.compute
+
+
+def test_links_between_nodes_are_shared_by_the_devices_of_a_node() -> None:
+    """An all-gather of 16 GB over two nodes of 8: a device receives 15/16 of it, 1 GB of that from the other node."""
+    flows = traffic(Counter({Collective("all_gather", tuple(range(16)), 16 * GB): 2}), range(16), per_node=8)
+    assert [(flow.name, flow.ranks) for flow in flows] == [("all_gather", 16)]
+    assert flows[0].between == pytest.approx(2 * 1 * GB)
+    assert flows[0].within == pytest.approx(2 * 14 * GB)
+    machine = hardware("h100-80g", "nvlink+ib400", 8)
+    assert network_time(flows, machine) == pytest.approx(max(28 / 450, 2 / 50))
+    # One adapter of 12.5 GB/s for all eight.
+    assert network_time(flows, hardware("h100-80g", "nvlink+eth100", 8)) == pytest.approx(2 / (12.5 / 8))
+    alone = traffic(Counter({Collective("all_reduce", tuple(range(8)), 8 * GB): 1}), range(8), per_node=8)
+    assert (alone[0].within, alone[0].between) == (pytest.approx(14 * GB), 0.0)
+
+
+def test_the_larger_of_arithmetic_and_traffic_bounds_a_kernel() -> None:
+    gpu = GPUS["h100-80g"]
+    product = Operation(flops=989 * 10**12, num_bytes=3350 * 10**6, dtype=torch.bfloat16)
+    copy = Operation(flops=0, num_bytes=3350 * 10**9, dtype=torch.float32)
+    assert kernel_times(Counter({product: 2, copy: 1}), gpu) == (pytest.approx(2.0), pytest.approx(1.0))
+    assert [PhaseTime(*parts).bound for parts in ((2, 1, 1), (1, 2, 1), (1, 1, 3))] == ["compute", "memory", "network"]
+    assert PhaseTime(1, 1, 3).seconds == 3 and PhaseTime(2, 1, 1).seconds == 3
+
+
+def test_unknown_hardware_is_refused_by_name() -> None:
+    for gpu, network in (("h1000", "nvlink+ib400"), ("l40s-48g", "nvlink+ib400"), ("h100-80g", "pigeon+ib400")):
+        with pytest.raises(ConfigError) as refused:
+            hardware(gpu, network, 8)
+        assert gpu in str(refused.value) or network in str(refused.value)

@@ -1,0 +1,127 @@
+"""Strategies on fake tensors: what is counted, against sums that a small model allows to do by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roll.cli import main
+from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
+from roll.rehearsal.simulate import Task, fake_world, rehearse
+from roll.rehearsal.tracker import Kind, Tracker
+from roll.strategies.base import StateKind
+
+HIDDEN, LAYERS, VOCABULARY, INTERMEDIATE, RANKS = 64, 2, 128, 96, 4
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": True,
+}
+MATRICES = LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE)
+WEIGHTS = VOCABULARY * HIDDEN + MATRICES + LAYERS * (3 * HIDDEN + 2 * HIDDEN) + HIDDEN
+PROMPT, RESPONSE, ROWS = 8, 24, 4
+
+
+def task_of(folder: Path, **changes: Any) -> Task:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    role = WorkerConfig(
+        name="actor_train",
+        model_args=ModelArguments(str(folder), dtype="bf16", disable_gradient_checkpointing=True),
+        training_args=TrainingArguments(per_device_train_batch_size=1),
+        strategy_args=StrategyArguments("fsdp2_train", {}),
+    )
+    options = {"rows_per_update": ROWS, "updates": 2, "forward_rows": 2 * ROWS, "sends": True}
+    return Task(role, RANKS, RANKS, PROMPT, RESPONSE, **(options | changes))
+
+
+def test_a_tracker_counts_what_is_alive_and_what_was_at_the_peak() -> None:
+    tracker = Tracker(granularity=512)
+    with tracker:
+        held = torch.empty(1024)  # 4096 bytes
+        with tracker.counting() as tally:
+            square = held.view(32, 32) @ held.view(32, 32)  # 4096 bytes more
+            double = square + square
+            del square
+            double.add_(1.0)
+        assert tracker.live[Kind.ACTIVATIONS] == 2 * 4096
+        assert tally.peak_bytes == 3 * 4096
+        assert tally.flops == 2 * 32**3
+        tracker.mark([held], Kind.PARAMETERS)
+        assert tracker.live[Kind.PARAMETERS] == 4096
+        double.untyped_storage().resize_(0)
+        assert tracker.live[Kind.ACTIVATIONS] == 0
+        double.untyped_storage().resize_(100)
+        assert tracker.live[Kind.GATHERED] == 512
+        assert float(held.sum()) == 1.0 and (torch.tensor([3]) + 1).item() == 4
+    del held, double
+    assert not any(tracker.live.values())
+
+
+def test_collectives_are_counted_with_their_ranks_and_bytes() -> None:
+    tracker = Tracker(granularity=512)
+    with fake_world(4):
+        half = torch.distributed.new_group([0, 1])
+        with tracker:
+            torch.distributed.all_gather_into_tensor(torch.empty(4096), torch.empty(1024))
+            torch.distributed.reduce_scatter_tensor(torch.empty(2048), torch.empty(4096), group=half)
+            torch.distributed.all_reduce(torch.empty(8, dtype=torch.bfloat16))
+    found = {(one.name, one.ranks, one.num_bytes): count for one, count in tracker.tally.collectives.items()}
+    ranks = (0, 1, 2, 3)
+    assert found == {
+        ("all_gather", ranks, 4 * 4096): 1,
+        ("reduce_scatter", (0, 1), 4 * 4096): 1,
+        ("all_reduce", ranks, 16): 1,
+    }
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return rehearse(task_of(tmp_path_factory.mktemp("model")))
+
+
+def test_fsdp2_holds_a_quarter_of_float32_weights_gradients_and_moments(run: Any) -> None:
+    """Rounded up to 512 bytes for each tensor."""
+    tensors = 1 + LAYERS * (7 + 3 + 2) + 1
+    parameters, optimizer = run.states[StateKind.MODEL_PARAMS], run.states[StateKind.OPTIMIZER_STATES]
+    assert WEIGHTS <= parameters <= WEIGHTS + tensors * 512 + 512  # and rotary frequencies
+    assert 2 * WEIGHTS <= optimizer <= 2 * WEIGHTS + 3 * tensors * 512
+    assert WEIGHTS <= run.works["train"].peak[Kind.GRADIENTS] <= WEIGHTS + tensors * 512
+
+
+def test_flops_are_two_for_each_weight_and_token_and_three_times_that_with_a_backward_pass(run: Any) -> None:
+    tokens = PROMPT + RESPONSE - 1  # the last one predicts nothing
+    head = 2 * VOCABULARY * HIDDEN * RESPONSE
+    # Half of scores and half of sums: queries see what is before them. The kernel's backward pass has five products.
+    attention = LAYERS * 2 * 2 * HIDDEN * tokens * tokens // 2
+    forward = 2 * MATRICES * tokens + head + attention
+    assert run.works["forward"].flops == 2 * ROWS * forward
+    # The log-softmax of so few tokens is kept: the head is not computed again.
+    train = 3 * (2 * MATRICES * tokens + head) + attention * 7 // 2
+    assert run.works["train"].flops == 2 * ROWS * train
+    assert run.works["train"].micro_batches == 2 * ROWS
+
+
+def test_traffic_is_that_of_gathering_every_unit_for_each_pass(run: Any) -> None:
+    """In bf16: gathered for the forward pass, layers again for the backward pass; gradients reduced in float32."""
+    gathered = sum(c.num_bytes * n for c, n in run.works["train"].collectives.items() if c.name == "all_gather")
+    reduced = sum(c.num_bytes * n for c, n in run.works["train"].collectives.items() if c.name == "reduce_scatter")
+    passes = run.works["train"].micro_batches
+    layers = WEIGHTS - VOCABULARY * HIDDEN - HIDDEN
+    assert reduced == passes * 4 * WEIGHTS
+    assert passes * 2 * (WEIGHTS + layers) <= gathered <= passes * 2 * 2 * WEIGHTS
+    assert sum(c.num_bytes for c in run.works["send"].collectives) == 2 * WEIGHTS
+
+
+def test_a_model_that_is_not_known_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rehearse", "qwen2.5-7B-rlvr_fsdp2/rlvr_config", "pretrain=me/my-model"]) == 2
+    assert "--model-config" in capsys.readouterr().err

@@ -1,0 +1,129 @@
+"""The page of a report as a file: what is in it, and that nothing of a model's text can act in it."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import random
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.cli import main
+from roll.report.page import run_labels, write_page
+from roll.report.run_files import read_run
+from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, frame, read_payloads
+from tests.report.made_runs import HOSTILE, made_block, made_run
+
+
+def parts(page: str) -> dict[str, Any]:
+    """The data of a page by the id of its element."""
+    found = re.findall(r'<script type="text/plain" id="([\w-]+)">([A-Za-z0-9+/=]*)</script>', page)
+    return {name: json.loads(zlib.decompress(base64.b64decode(data))) for name, data in found}
+
+
+def test_blocks_survive_what_a_crash_leaves(tmp_path: Path) -> None:
+    file = tmp_path / "samples.blocks"
+    log = SampleLog(file, 1 << 30)
+    for step in range(4):
+        log.append({"step": step, "kind": "train", "value": float("nan")})
+    log.close()
+    whole = file.read_bytes()
+    size = len(frame({"step": 0, "kind": "train", "value": None}))
+    damaged = bytearray(whole)
+    damaged[size + 20] ^= 0xFF  # in the second block
+    file.write_bytes(bytes(damaged[:-3]))  # and the last one is torn
+    assert [step for step, _ in read_payloads(file)] == [0, 2]
+    SampleLog(file, 1 << 30, resume_step=0).close()
+    assert [decoded(payload) for _, payload in read_payloads(file)] == [{"step": 0, "kind": "train", "value": None}]
+    SampleLog(file, 1 << 30).close()
+    assert not list(read_payloads(file))
+    assert file.with_name("samples.blocks.previous").is_file()
+
+
+def test_record_stays_within_its_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = SampleLog(tmp_path / "samples.blocks", 150)
+    for step in range(20):
+        log.append({"step": step, "kind": "train"})
+    log.close()
+    assert 0 < (tmp_path / "samples.blocks").stat().st_size <= 150
+    assert caplog.text.count("max_megabytes") == 1
+
+
+def test_hostile_text_is_data(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    blocks = [made_block(step, 2, 3, 5, rng, HOSTILE) for step in range(2)]
+    run = read_run(made_run(tmp_path / "run", blocks, {"note": HOSTILE}, name=HOSTILE))
+    write_page([run], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "hacked" not in page.split("</title>")[1], "the text stands outside of its encoding"
+    assert "<script>window" not in page
+    found = parts(page)
+    readable = HOSTILE.encode("utf-8", "replace").decode()
+    assert found["s0-0"]["pieces"][-1] == readable
+    assert found["about"]["runs"][0]["config"]["note"].startswith("</script>")
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
+    assert policy is not None
+    assert "default-src 'none'" in policy[1]
+    assert "unsafe" not in policy[1]
+
+
+def test_index_says_what_the_blocks_hold(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    blocks = [made_block(step, 3, 4, 6, rng) for step in range(5)]
+    run = read_run(made_run(tmp_path / "run", blocks))
+    assert write_page([run], tmp_path / "report.html") == 60
+    found = parts((tmp_path / "report.html").read_text())
+    index = found["i0"]
+    assert index["size"] == 60
+    for i in range(60):
+        block = found[f"s0-{index['columns']['block'][i]}"]
+        sample = block["samples"][index["columns"]["place"][i]]
+        assert index["columns"]["score"][i] == sample["s"]
+        assert index["columns"]["mismatch"][i] == max(map(abs, sample["q"]))
+        assert index["words"]["finish"][index["columns"]["finish"][i]] == sample["f"]
+        assert index["words"]["domain"][index["columns"]["domain"][i]] == block["prompts"][sample["p"]]["domain"]
+    assert found["m0"]["val/greedy/accuracy_low"][0] == [0, 4]
+    assert [one["role"] for one in found["t0"]["workers"]] == ["actor_train", "actor_train"]
+
+
+def test_of_too_many_samples_whole_steps_are_left_out_evenly(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    run = read_run(made_run(tmp_path / "run", [made_block(step, 2, 5, 4, rng) for step in range(20)]))
+    count = write_page([run], tmp_path / "report.html", max_samples=50)
+    found = parts((tmp_path / "report.html").read_text())
+    steps = sorted(set(found["i0"]["columns"]["step"]))
+    assert count == 10 * len(steps) == 50
+    assert found["about"]["runs"][0]["left_out"] == 150
+    assert max(b - a for a, b in itertools.pairwise(steps)) <= 5
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    block = made_block(0, 1, 2, 3, random.Random(0))
+    runs = [read_run(made_run(tmp_path / f"seed{seed}", [block])) for seed in (1, 2)]
+    assert run_labels(runs) == ["seed1", "seed2"]
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_run(tmp_path / "run", [made_block(s, 2, 4, 5, random.Random(s)) for s in range(4)])
+    assert main(["report", str(run), "--out", str(tmp_path / "out/page.html")]) == 0
+    assert "32 samples" in capsys.readouterr().out
+    assert (tmp_path / "out/page.html").is_file()
+    assert main(["diagnose", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    assert main(["report", str(tmp_path)]) == 2
+    assert "must be the output_dir of a run" in capsys.readouterr().err
+
+
+def test_a_run_in_progress_can_be_read(tmp_path: Path) -> None:
+    """Without a last line, a last block, a configuration and an outcome."""
+    run = made_run(tmp_path / "run", [made_block(s, 1, 2, 3, random.Random(s)) for s in range(3)])
+    for name in (f"{RECORD_FOLDER}/{SAMPLES_NAME}", "logs/metrics.jsonl", f"{RECORD_FOLDER}/timeline.jsonl"):
+        data = (run / name).read_bytes()
+        (run / name).write_bytes(data[:-7])
+    (run / "config.yaml").unlink()
+    assert write_page([read_run(run)], tmp_path / "report.html") == 4

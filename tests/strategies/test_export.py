@@ -1,0 +1,218 @@
+"""``roll export``: what it writes is the checkpoint's model, whichever strategy and however many ranks wrote that."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from roll import cli
+from roll.checkpoint import CheckpointManager, export
+from roll.checkpoint.contents import FORMAT, STATE_NAME, ModelContents
+from roll.checkpoint.tensors import WEIGHT, Piece, Pieces
+from roll.config.roles import WorkerConfig
+from tests.strategies import resume_cases as cases
+from tests.strategies.moe_models import write_moe
+from tests.strategies.samples import TensorBatch, make_batch, make_role, plain_model
+
+RunRanks = Callable[..., list[Any]]
+ADAPTERS = {"lora_target": ["q_proj", "o_proj"], "lora_rank": 4, "lora_alpha": 8}
+
+
+def checkpoint_of(model: Path, root: Path, trained: dict[str, torch.Tensor], **contents: Any) -> Path:
+    """A checkpoint as two ranks write it, each the half of every tensor."""
+    described = ModelContents(
+        "fsdp2_train", {name: list(t.shape) for name, t in trained.items()}, path=str(model), **contents
+    )
+    with CheckpointManager(root).writing(7) as folder:
+        role = folder / "actor_train"
+        for rank in range(2):
+            halves = {name: (t.flatten().chunk(2)[rank], rank * (-(-t.numel() // 2))) for name, t in trained.items()}
+            Pieces([Piece(name, {WEIGHT: half}, start) for name, (half, start) in halves.items()]).write(role, rank)
+        state = {"format": FORMAT, "world_size": 2, "step": 7, "model": described.as_json()}
+        (role / STATE_NAME).write_text(json.dumps(state))
+    return root / "checkpoint-7"
+
+
+def changed(model: Path) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    return {name: p.detach() + 0.1 * torch.randn(p.shape) for name, p in plain_model(model).named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_model_folder_is_written_and_compared(tied_model: Path, tmp_path: Path, dtype: str) -> None:
+    trained = changed(tied_model)
+    checkpoint = checkpoint_of(tied_model, tmp_path / "run/checkpoints", trained)
+    (tmp_path / "model").mkdir()
+    output = tmp_path / "out"
+    words = [str(tmp_path / "run" if dtype == "fp32" else checkpoint), "--output", str(output), "--dtype", dtype]
+    assert cli.main(["export", *words]) == 0
+    written = load_file(output / "model.safetensors")
+    wanted = torch.float32 if dtype == "fp32" else torch.bfloat16
+    assert written.keys() == trained.keys()
+    assert all(torch.equal(written[name], tensor.to(wanted)) for name, tensor in trained.items())
+    assert {"config.json", "generation_config.json"} <= {file.name for file in output.iterdir()}
+    with pytest.raises(SystemExit):
+        cli.main(["export"])
+    assert cli.main(["export", *words]) == 2, "it exists already"
+
+
+def test_an_adapter_is_written_and_merged(untied_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    torch.manual_seed(3)
+    path = "model.layers.1.mlp.down_proj"
+    shapes = {f"{path}.lora_A.default.weight": (4, 48), f"{path}.lora_B.default.weight": (32, 4)}
+    trained = {name: torch.randn(shape) * 0.2 for name, shape in shapes.items()}
+    checkpoint = checkpoint_of(untied_model, tmp_path, trained, scalings={f"{path}.weight": 2.0})
+    for form in ("peft", "hf"):
+        assert cli.main(["export", str(checkpoint), "--to", form, "--output", str(tmp_path / form)]) == 0
+    merged = load_file(tmp_path / "hf" / "model.safetensors")
+    base = plain_model(untied_model).state_dict()
+    down, up = trained.values()
+    torch.testing.assert_close(merged[f"{path}.weight"], base[f"{path}.weight"] + 2.0 * up @ down)
+    assert all(torch.equal(merged[name], tensor) for name, tensor in base.items() if not name.startswith(path))
+
+
+def test_nothing_is_kept_of_an_export_that_is_another_model(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = checkpoint_of(tied_model, tmp_path, changed(tied_model))
+    write_hf = export.write_hf
+
+    def spoiled(trained: Any, folder: Path, dtype: torch.dtype) -> None:
+        write_hf(trained, folder, dtype)
+        weights = load_file(folder / "model.safetensors")
+        weights["model.layers.0.mlp.up_proj.weight"] *= 1.5
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(export, "write_hf", spoiled)
+    assert cli.main(["export", str(checkpoint), "--output", str(tmp_path / "out")]) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_exported_is_said(tied_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = checkpoint_of(tied_model, tmp_path, changed(tied_model))
+    shutil.copytree(checkpoint / "actor_train", checkpoint / "student_train")
+    wrong = {
+        "holds actor_train, student_train; name one": [],
+        "holds nothing for role 'critic'": ["--role", "critic"],
+        "holds no adapters": ["--role", "actor_train", "--to", "peft"],
+        "one of bf16, fp16, fp32": ["--role", "actor_train", "--dtype", "int4"],
+    }
+    for said, words in wrong.items():
+        assert cli.main(["export", str(checkpoint), *words, "--output", str(tmp_path / "out")]) == 2
+        assert said in " ".join(capsys.readouterr().err.split()), said
+    assert cli.main(["export", str(tmp_path / "gone")]) == 2
+
+
+def train_and_save(role: WorkerConfig, batch: TensorBatch, folder: Path) -> None:
+    strategy = cases.started(role)
+    cases.learn(strategy, batch)
+    strategy.save(folder / "checkpoint-2" / "actor_train")
+    strategy.save_hf(folder / "wanted")
+    strategy.saved()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("world", "strategy", "config", "kind"),
+    [
+        (4, "fsdp2_train", {"fsdp_size": 2}, "dense"),
+        (2, "deepspeed_train", {"zero_stage": 3}, "dense"),
+        (4, "megatron_train", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, "dense"),
+        (2, "megatron_train", {"expert_model_parallel_size": 2}, "moe"),
+        (2, "fsdp_train", {}, "moe"),
+        (2, "megatron_train", {"tensor_model_parallel_size": 2}, "adapters"),
+        (2, "deepspeed_train", {"zero_stage": 1}, "adapters"),
+    ],
+)
+def test_it_is_what_the_run_would_have_exported(
+    run_ranks: RunRanks,
+    untied_model: Path,
+    tmp_path: Path,
+    world: int,
+    strategy: str,
+    config: dict[str, Any],
+    kind: str,
+) -> None:
+    for package in ("peft", "megatron.core", "deepspeed"):
+        pytest.importorskip(package)
+    model = write_moe(tmp_path / "model") if kind == "moe" else untied_model
+    options = {"model_args": ADAPTERS} if kind == "adapters" else {}
+    role = make_role(model, strategy, config=config, **options)
+    run_ranks(world, train_and_save, role, make_batch(), tmp_path / "run")
+    output = tmp_path / "out"
+    assert (
+        export.main([str(tmp_path / "run/checkpoint-2/actor_train"), "--output", str(output), "--dtype", "fp32"]) == 0
+    )
+    written, wanted = (load_file(path / "model.safetensors") for path in (output, tmp_path / "run/wanted"))
+    assert written.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(written[name], tensor, rtol=0, atol=0 if kind != "adapters" else 1e-6)
+    if kind == "adapters":
+        words = [str(tmp_path / "run/checkpoint-2/actor_train"), "--to", "peft", "--output", str(tmp_path / "adapter")]
+        assert export.main(words) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("dtype", ["f32", "q8_0"])
+def test_a_gguf_file_computes_the_same(folders: dict[str, Path], tmp_path: Path, name: str, dtype: str) -> None:
+    pytest.importorskip("gguf")
+    model = folders.get(name) or llama(folders["qwen3"], tmp_path / "llama")
+    checkpoint = checkpoint_of(model, tmp_path, changed(model))
+    output = tmp_path / "out"
+    words = [str(checkpoint), "--to", "gguf", "--output", str(output), "--dtype", dtype]
+    assert cli.main(["export", *words]) == 0
+    assert [file.name for file in output.iterdir()] == ["model.gguf"]
+    from gguf import GGUFReader
+
+    fields = GGUFReader(output / "model.gguf").fields
+    config = plain_model(model).config
+    for key, wanted in {
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "feed_forward_length": config.intermediate_size,
+        "rope.freq_base": config.rope_parameters["rope_theta"],
+    }.items():
+        assert fields[f"{name}.{key}"].contents() == wanted
+    from transformers import AutoTokenizer
+
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    own = AutoTokenizer.from_pretrained(model).get_vocab()
+    assert all(tokens[index] == token for token, index in own.items()) and len(tokens) == config.vocab_size
+
+
+def llama(tokenizer: Path, folder: Path) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shutil.copytree(tokenizer, folder)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_without_gguf_the_error_names_the_extra(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    checkpoint = checkpoint_of(tied_model, tmp_path, changed(tied_model))
+    assert cli.main(["export", str(checkpoint), "--to", "gguf", "--output", str(tmp_path / "out")]) == 2
+    assert "roll-rl[gguf]" in capsys.readouterr().err
