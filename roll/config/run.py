@@ -58,6 +58,9 @@ class SampleLogConfig:
     """Tokens of a sample that are kept, from its first prompt's end on."""
     max_megabytes: int = setting(1024, ge=1, read_if={"enabled": (True,)})
     """MiB of the record, compressed; later samples are not kept."""
+    mismatch_steps: int = setting(0, ge=0, read_if={"enabled": (True,)})
+    """Steps between those whose tokens get the trainer's log-probs, by a forward pass of its own where no other pass
+    computes them before the update; 0: none. For policies (``rlvr``, ``agentic``)."""
 
 
 @dataclass(frozen=True)
