@@ -122,12 +122,6 @@ class RMPipeline:
             self.update(recorded.batch)
             return steps, self.context.recorded()
 
-    def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
-        """Take the step of a recorded batch again; the steps that the model had done before, and the metrics."""
-        with self.context.running() as resources:
-            steps = self.start(resources)
-            return steps, to_floats(self.reward_train.call(RewardTrainWorker.update, recorded.batch).result())
-
     def pause(self, steps_done: int) -> None:
         """Evaluate and save where that is due after ``steps_done`` steps."""
         if self.held_out and self.plan.eval_steps and steps_done % self.plan.eval_steps == 0:
