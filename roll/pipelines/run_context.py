@@ -40,6 +40,7 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
 from roll.report.at_end import ending_command, write_report
 from roll.report.run_files import REPORT_NAME, RunFiles
+from roll.report.traces import write_traces
 from roll.tracking import (
     ENDING_LOGGER,
     LOG_NAME,
@@ -203,6 +204,8 @@ class RunContext:
     def _write_report(self) -> None:
         if self.config.report_at_end:
             write_report(self.plan.output_dir)
+        if self.config.otlp_output_dir is not None:
+            write_traces(self.plan.output_dir, Path(self.config.otlp_output_dir))
 
     def _account(self) -> str:
         """The progress of the run, and how to go on."""

@@ -178,7 +178,9 @@ class DistillPipeline:
         unknown = list(range(len(rows)))
         if self.cache is not None:
             counted = mask.numpy()
-            keys = [row_key(np.asarray(row.input_ids), counted[i, : len(row.input_ids)]) for i, row in enumerate(rows)]
+            for row, own in zip(rows, counted, strict=True):
+                images = row.vision.image_keys if row.vision is not None else ()
+                keys.append(row_key(np.asarray(row.input_ids), own[: len(row.input_ids)], images))
             unknown = [index for index, key in enumerate(keys) if key not in self.cache]
         return Asked(batch, keys, unknown, self.teacher_call(batch, unknown), state)
 

@@ -102,11 +102,25 @@ class RMPipeline:
         """One optimizer step on the next rows."""
         rows = self.rows.next_batch(self.plan.global_batch_size)
         batch = judged_batch(rows, self.reward_train.dp_size)
+        if step % self.config.logging_steps == 0:
+            self.context.samples.pairs(step, rows, batch, self.tokenizer)
         self.context.hold_batch(step, batch)
-        with self.context.phase("step_train"):
-            if not is_left_out(step):
-                self.context.record(self.reward_train.call(RewardTrainWorker.update, batch).result())
+        if not is_left_out(step):
+            self.update(batch)
         self.context.end_step(step)
+
+    def update(self, batch: DataProto) -> None:
+        """One optimizer step."""
+        with self.context.phase("step_train"):
+            self.context.record(self.reward_train.call(RewardTrainWorker.update, batch).result())
+
+    def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        """Take the step of a recorded batch again; the steps that the model had done before, and the metrics."""
+        with self.context.running() as resources:
+            steps = self.start(resources)
+            self.context.recorded()
+            self.update(recorded.batch)
+            return steps, self.context.recorded()
 
     def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
         """Take the step of a recorded batch again; the steps that the model had done before, and the metrics."""
@@ -212,7 +226,8 @@ def judged_batch(rows: Sequence[JudgedRow], dp_size: int) -> DataProto:
         costs = [float(workload([len(side) for side in row.sides]).sum()) for row in rows]
         shares = balance_partitions(costs, dp_size, equal_counts=len(rows) % dp_size == 0)
     widest = max(sum(len(rows[index].responses) for index in share) for share in shares)
-    sequences, shared, units, places, targets, margins = [], [], [], [], [], []
+    sequences, places, targets = list[list[int]](), list[list[int]](), list[list[float]]()
+    shared, units, margins = list[int](), list[int](), list[float | None]()
     for share in shares:
         filled = len(sequences) + widest
         for index in share:
