@@ -501,6 +501,8 @@ class RunContext:
                 yield pending.path
                 save_state(pending.path / STATE_FOLDER, dict(state) | {"validations": self._validation_state()})
             except BaseException as error:
+                if is_disk_full(error):
+                    pending.settle()
                 pending.discard()
                 self._go_on_without(pending, error)
                 return
@@ -515,6 +517,7 @@ class RunContext:
             assert pending is not None
             if is_disk_full(error):
                 self._pending = None
+                pending.settle()
                 pending.discard()
             self._go_on_without(pending, error)
             return
