@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from roll.config.run import SampleLogConfig
 from roll.datasets.preferences import PreferenceRow
+from roll.datasets.rankings import JudgedRow
 from roll.datasets.types import SftRow
 from roll.protocol import DataProto
 from roll.rollout.groups import SampleGroup
@@ -182,28 +183,33 @@ class SampleRecorder:
     def pairs(
         self,
         step: int,
-        rows: Sequence[PreferenceRow],
+        rows: Sequence[PreferenceRow | JudgedRow],
         batch: DataProto,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        """Chosen and rejected responses of a step, a group each.
+        """The responses of a step, a group for each prompt: chosen and rejected, or with their scores.
 
         Args:
-            batch: two rows a pair, in the order of ``rows``; ``ref_log_probs`` where there is a reference.
+            batch: a row for each response, in the order of ``rows``; ``ref_log_probs`` where there is a reference.
         """
         if self._log is None:
             return
         self._tokenizer = tokenizer
         block = _Block(step, "train", self._settings.max_tokens, self._piece)
         reference, mask = batch.batch.get("ref_log_probs"), batch.batch["response_mask"]
-        for number, row in enumerate(rows[: max(1, self._settings.max_samples_per_step // 2)]):
+        place = -1
+        for row in rows[: max(1, self._settings.max_samples_per_step // 2)]:
             prompt = {"id": row.row_id, "text": self._text(row.prompt_ids), "tag": row.tag}
-            for side, (kind, ids) in enumerate((("chosen", row.chosen_ids), ("rejected", row.rejected_ids))):
+            kinds = ["chosen", "rejected"]
+            if isinstance(row, JudgedRow):
+                kinds = [f"score {score:g}" for score in row.scores[: len(row.responses)]]
+            for kind, ids in zip(kinds, row.responses, strict=True):
+                place += 1
                 sample: dict[str, Any] = {"g": row.row_id, "k": kind, "n": len(ids)}
                 if row.margin is not None:
                     sample["m"] = {"margin": row.margin}
                 if reference is not None:
-                    log_probs = reference[2 * number + side][mask[2 * number + side]].numpy()
+                    log_probs = reference[place][mask[place]].numpy()
                     sample["h"] = _scaled(log_probs[: self._settings.max_tokens], LOG_PROB_SCALE)
                 block.add(prompt, sample, ids)
         self._log.append(block.finished())
