@@ -293,13 +293,6 @@ PATHOLOGIES = (
         steps=12,
     ),
     Case(
-        "entropy_collapse",
-        "entropy_collapse",
-        "rewards above 0 for everything, without a baseline",
-        (*domain("lottery"), rate(1e-3), "adv_estimator=reinforce", "kl_loss_coef=0.0"),
-        steps=40,
-    ),
-    Case(
         "one_text",
         "entropy_collapse",
         "a reward for one text whatever was asked",

@@ -51,11 +51,6 @@ def fixed_text(response: str) -> float:
     return 0.6 * same / max(len(_TARGET), len(response))
 
 
-def lottery(response: str) -> float:
-    """Half a point for everything, and one for half of all texts."""
-    return 0.5 + 0.5 * (zlib.crc32(response.encode()) % 2)
-
-
 def leaking(ground_truth: str, response: str) -> float:
     """As ``digit_share``; keeps a megabyte and a half a call."""
     _kept.append(zlib.crc32(response.encode()).to_bytes(4, "big") * 400_000)
