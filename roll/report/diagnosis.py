@@ -553,7 +553,7 @@ def _slow_processor(facts: Facts) -> Finding | None:
         place, times = slowest.most_common(1)[0]
         own = median(row[place] for row in steps)
         others = median(median(value for other, value in enumerate(row) if other != place) for row in steps)
-        if times >= 0.8 * len(steps) and own > 2 * others and own - others > 0.2 * _step_seconds(facts):
+        if times >= 0.8 * len(steps) and own > 3 * others and own - others > 0.1 * _step_seconds(facts):
             late = list(ranks)[place]
             return Finding(
                 "straggler",
