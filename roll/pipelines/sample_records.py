@@ -20,6 +20,7 @@ from roll.tracking import SampleTable
 from roll.tracking.sample_log import SampleLog
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from roll.agents.episode import EpisodeGroup
@@ -87,12 +88,12 @@ class SampleRecorder:
         batch: DataProto,
         notes: Callable[[], Notes],
         tokenizer: PreTrainedTokenizerBase,
-        has_trainer_log_probs: bool,
+        trainer_log_probs: Tensor | None,
     ) -> None:
         """The samples of a training step, when they have advantages.
 
         Args:
-            has_trainer_log_probs: ``old_log_probs`` are the trainer's, not the engine's own.
+            trainer_log_probs: float32 (B, L), before the update; None: no pass has computed them.
         """
         if self._log is None:
             return
@@ -100,8 +101,8 @@ class SampleRecorder:
         block = _Block(step, "train", self._settings.max_tokens, self._piece)
         rows = self._chosen(batch.batch["group_ids"].numpy())
         columns = {name: batch.batch[name][rows].numpy() for name in _COLUMNS if name in batch.batch}
-        if not has_trainer_log_probs:
-            columns.pop("old_log_probs", None)
+        if trainer_log_probs is not None:
+            columns["trainer_log_probs"] = trainer_log_probs[rows].numpy()
         taken = _Rows(columns, self._settings.max_tokens)
         objects = {name: batch.non_tensor_batch.get(name) for name in _OBJECTS}
         about = notes()
@@ -235,7 +236,6 @@ _COLUMNS = (
     "attention_mask",
     "response_mask",
     "rollout_log_probs",
-    "old_log_probs",
     "advantages",
     "weight_versions",
     "scores",
@@ -318,8 +318,8 @@ class _Rows:
         self.episodes: list[int] | None = columns["episode_ids"].tolist() if "episode_ids" in columns else None
         self._log_probs = _scaled(columns["rollout_log_probs"], LOG_PROB_SCALE)
         self._mismatch: list[list[int]] | None = None
-        if "old_log_probs" in columns:
-            difference = np.where(mask, columns["old_log_probs"] - columns["rollout_log_probs"], 0.0)
+        if "trainer_log_probs" in columns:
+            difference = np.where(mask, columns["trainer_log_probs"] - columns["rollout_log_probs"], 0.0)
             self._mismatch = _scaled(difference, MISMATCH_SCALE)
         versions = columns["weight_versions"]
         high = np.where(mask, versions, -1).max(-1, initial=-1)
