@@ -78,6 +78,13 @@ EXTRAS = {
     "agents": ["jsonschema>=4.20", "mcp>=2.0"],
     # Languages of responses, for the reward `ifeval`.
     "ifeval": ["langdetect>=1.0.9"],
+    # Ray's dashboard, which takes jobs (`ray job submit`, KubeRay).
+    "cluster": ["ray[default]>=2.60,<2.61"],
+    # Tests of the report in Chromium, which is installed apart from it, with its driver.
+    "browser": ["selenium>=4.40"],
+    # Programs of `roll evaluate --harness`. They want an older fsspec and python-dateutil than constraints/cpu.txt:
+    # install them without the constraints.
+    "harness": ["inspect-ai==0.3.285", "lm-eval==0.4.13"],
     "wandb": ["wandb>=0.20"],
     # SwanLab wants an older protobuf than constraints/cpu.txt: install it without the constraints.
     "swanlab": ["swanlab>=0.10"],

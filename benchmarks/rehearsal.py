@@ -26,6 +26,7 @@ import tempfile
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,13 +34,34 @@ import torch.distributed as dist
 from benchmarks.train_step import CONTENDERS, SHAPES, Contender, build_strategy, write_model
 from roll.platforms import current_platform
 
+RECIPES = (
+    "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config",
+    "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config_1gpu",
+    "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config_2gpus",
+    "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config_sglang",
+    "qwen2.5-0.5B-rlvr_deepspeed/rlvr_config",
+    "qwen2.5-0.5B-rlvr_megatron/rlvr_config",
+    "qwen2.5-0.5B-agentic/agentic_val_sokoban",
+    "gsm8k/rlvr_config",
+    "qwen2.5-7B-rlvr_fsdp2/rlvr_config",
+    "qwen2.5-7B-rlvr_fsdp2/rlvr_config_2nodes",
+    "qwen2.5-7B-rlvr_deepspeed/rlvr_config",
+    "qwen2.5-7B-rlvr_deepspeed/rlvr_config_2nodes",
+    "qwen2.5-7B-rlvr_megatron/rlvr_config",
+    "qwen2.5-7B-rlvr_megatron/rlvr_config_4nodes",
+    "qwen3-8B-rlvr_fsdp2/rlvr_config",
+    "qwen3-8B-rlvr_fsdp2/rlvr_config_4nodes",
+    "qwen3-8B-rlvr_fsdp2/rlvr_config_lora",
+    "qwen3_agentic_gem/gem_math_hotpotqa_search",
+)
+"""The recipes of ``examples/`` for real models."""
 PAGE = Path(__file__).parent.parent / "docs" / "rehearsal.md"
 STEPS = 2
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Variables that make glibc return what is freed; read when a process starts."""
 MIB = 2**20
-CHOSEN = ("fsdp2", "fsdp", "deepspeed ZeRO-0", "deepspeed ZeRO-1", "deepspeed ZeRO-2", "deepspeed ZeRO-3")
-CHOSEN = (*CHOSEN, "megatron DP", "megatron TP2", "megatron PP2")
+CHOSEN = ["fsdp2", "fsdp", *(f"deepspeed ZeRO-{stage}" for stage in range(4))]
+CHOSEN += ["megatron DP", "megatron TP2", "megatron PP2"]
 
 
 @dataclass(frozen=True)
@@ -177,6 +199,27 @@ def _cells(row: Row) -> str:
     return "| " + " | ".join([*cells, f"{row.error:+.1%}", f"{row.own_error:+.0%}"]) + " |"
 
 
+RECIPE_HEAD = "| recipe | weights | devices | peak (GiB) | in the phase | without offload (GiB) | step, at least (s) |"
+
+
+def recipe_row(recipe: str, known: dict[Any, Any] | None = None) -> str:
+    """A line of the table of recipes: on H100s of 80 GB, NVLink within nodes and InfiniBand of 400 Gb/s between."""
+    os.environ["ROLL_PLATFORM"] = "cpu"
+    from roll.config.loader import load_config
+    from roll.rehearsal.hardware import DEFAULT_GPU, DEFAULT_NETWORK, hardware
+    from roll.rehearsal.recipe import rehearse_recipe
+
+    loaded: Any = load_config(None, recipe, None, (), check_files=False)
+    machine = hardware(DEFAULT_GPU, DEFAULT_NETWORK, loaded.plan.num_devices_per_node)
+    report = rehearse_recipe(loaded, machine, {}, known=known)
+    use = max(report.devices, key=lambda device: device.peak.total)
+    without = max(device.unmoved_peak.total for device in report.devices)
+    weights = max(shape.total for shape in report.shapes.values() if shape is not None)
+    cells = [f"`{recipe}`", f"{weights / 1e9:.2f}B", str(loaded.plan.num_devices)]
+    cells += [f"{use.peak.total / 2**30:.1f}", use.peak.name, f"{without / 2**30:.1f}", f"{report.seconds:,.0f}"]
+    return "| " + " | ".join(cells) + " |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["10M", "100M"])
@@ -185,11 +228,21 @@ def main() -> None:
     parser.add_argument("--packed", action="store_true", help="use_sequence_packing (not under Megatron)")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing")
     parser.add_argument("--glibc", action="store_true", help="count what glibc keeps of freed memory as well")
+    parser.add_argument("--recipes", action="store_true", help="rehearse the recipes for real models instead")
     parser.add_argument("--write", action="store_true", help="put the table into docs/rehearsal.md")
     counts = {"ranks": 2, "groups": 4, "group-size": 8, "prompt": 64, "response": 64, "micro-batch": 16}
     for name, default in counts.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
+    if args.recipes:
+        known: dict[Any, Any] = {}
+        lines = [RECIPE_HEAD, "|" + "---|" * (RECIPE_HEAD.count("|") - 1)]
+        for recipe in RECIPES:
+            lines.append(recipe_row(recipe, known))
+            print(lines[-1], flush=True)
+        if args.write:
+            write_between("recipes", "\n".join(lines))
+        return
     os.environ |= {} if args.glibc else RETURNING
     print(HEAD + "\n|" + "---|" * (HEAD.count("|") - 1), flush=True)
     table = [HEAD, "|" + "---|" * (HEAD.count("|") - 1), *map(_cells, rows(args))]

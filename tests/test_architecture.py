@@ -28,11 +28,7 @@ FLOORS = {
     },
     4: {"workers", "report"},
     5: {"pipelines"},
-<<<<<<< HEAD
-    6: {"cli", "doctor", "evaluate", "preflight", "replay", "translation"},
-=======
-    6: {"cli", "doctor", "preflight", "rehearsal", "replay", "translation"},
->>>>>>> rehearse
+    6: {"cli", "doctor", "evaluate", "preflight", "rehearsal", "replay", "translation"},
 }
 FLOOR_OF = {area: floor for floor, areas in FLOORS.items() for area in areas}
 STRANGERS = {("algorithms", "strategies"), ("strategies", "algorithms")}

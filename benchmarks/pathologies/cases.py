@@ -42,15 +42,18 @@ class Case:
     config: str = "tiny/rlvr_config.yaml"
     steps: int = 8
 
-    def overrides(self, output: Path) -> list[str]:
-        """Everything on top of the recipe."""
+    def overrides(self, output: Path, seed: int | None = None) -> list[str]:
+        """Everything on top of the recipe; ``seed``: another than the case's own."""
         recipe = {"tiny/sft_config.yaml": SFT, "tiny_dpo/dpo_config.yaml": DPO}.get(self.config, RLVR)
         made = list(self.prepare(output / "input")) if self.prepare is not None else []
         common = [f"max_steps={self.steps}", f"output_dir={output}", f"logging_dir={output}/logs", *COMMON]
-        return [*common, *recipe, *made, *self.keys]
+        return [*common, *recipe, *made, *self.keys, *([] if seed is None else [f"seed={seed}"])]
 
 
-COMMON = ("track_with=[jsonl]", "save_steps=0", "eval_steps=0", "memory_steps=1", "logging_steps=1", "rpc_timeout=120")
+COMMON = (
+    *("track_with=[jsonl]", "save_steps=0", "eval_steps=0", "memory_steps=1", "logging_steps=1", "rpc_timeout=120"),
+    "sample_log.max_samples_per_step=32",
+)
 RLVR = (
     f"pretrain={MODEL}",
     "rollout_batch_size=8",
@@ -150,6 +153,22 @@ def other_end_token(model: Path) -> None:
         (model / name).write_text(json.dumps(settings))
 
 
+def lost_letters(folder: Path) -> list[str]:
+    """Letters with accents in the questions, and a tokenizer without the bytes that they are made of."""
+    made = [*other_model(_ascii_only)(folder)]
+    return made + list(with_questions(lambda text: text.replace("e", "\u00eb").replace("o", "\u00f6"))(folder))
+
+
+def _ascii_only(model: Path) -> None:
+    file = model / "tokenizer.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = settings["model"]["vocab"]
+    lost = [token for token in vocabulary if len(token) == 1 and not token.isascii() and token not in "\u0120\u010a"]
+    for token in lost:
+        del vocabulary[token]
+    file.write_text(json.dumps(settings), encoding="utf-8")
+
+
 def half_dead_experts(folder: Path) -> list[str]:
     """An untrained mixture whose routers choose among four of eight experts: w and -w for two directions, so that two
     of the four have positive logits, while those of the others are 0."""
@@ -197,11 +216,6 @@ def rendered(question: str) -> str:
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def accented(question: str) -> str:
-    """With letters that the tiny tokenizer has never seen."""
-    return question.replace("e", "\u00eb").replace("o", "\u00f6").replace("many", "m\u00e4ny")
-
-
 UNTRAINED_POLICY = (f"pretrain={UNTRAINED}", STOPS)
 
 PATHOLOGIES = (
@@ -227,13 +241,7 @@ PATHOLOGIES = (
         ("prompt_length=96",),
         with_questions(rendered),
     ),
-    Case(
-        "lost_letters",
-        "tokeniser",
-        "letters that the tokenizer does not know",
-        ("prompt_length=160",),
-        with_questions(accented),
-    ),
+    Case("lost_letters", "tokeniser", "letters that the tokenizer cannot spell", (), lost_letters),
     Case("reward_fails", "reward_fails", "a reward that always raises", domain("always_fails")),
     Case(
         "reward_sometimes_fails", "reward_fails", "a reward that raises for one text in four", domain("fails_for_some")
@@ -287,9 +295,26 @@ PATHOLOGIES = (
     Case(
         "entropy_collapse",
         "entropy_collapse",
+        "rewards above 0 for everything, without a baseline",
+        (*domain("lottery"), rate(1e-3), "adv_estimator=reinforce", "kl_loss_coef=0.0"),
+        steps=40,
+    ),
+    Case(
+        "one_text",
+        "entropy_collapse",
         "a reward for one text whatever was asked",
         (*domain("fixed_text"), rate(2e-3), "kl_loss_coef=0.0"),
         steps=40,
+    ),
+    Case(
+        "slow_trainer",
+        "straggler",
+        "a rank of the trainer that computes for nearly a second more than the other",
+        (
+            f"actor_train.worker_cls={PARTS}.SlowTrainer",
+            "actor_train.device_mapping=[0,1]",
+            "actor_train.training_args.per_device_train_batch_size=32",
+        ),
     ),
     Case(
         "straggler",
@@ -312,6 +337,7 @@ HEALTHY = (
         Case(f"grpo_seed{seed}", None, f"GRPO, seed {seed}", (f"seed={seed}", f"pretrain={MODEL}"), steps=12)
         for seed in (1, 2, 3)
     ),
+    Case("grpo_long", None, "GRPO for 100 steps", steps=100),
     Case("dapo", None, "DAPO", config="algorithms/dapo.yaml", steps=12),
     Case("gspo", None, "GSPO", config="algorithms/gspo.yaml", steps=12),
     Case("tis", None, "truncated importance sampling", config="algorithms/tis.yaml", steps=12),

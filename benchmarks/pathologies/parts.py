@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from roll.workers.generation import GenerationWorker
+from roll.workers.training import ActorWorker
 
 _TARGET = "2*6=12\n12+7=19\n19-3=16\n#### 16"
 _kept: list[bytes] = []
@@ -50,6 +51,11 @@ def fixed_text(response: str) -> float:
     return 0.6 * same / max(len(_TARGET), len(response))
 
 
+def lottery(response: str) -> float:
+    """Half a point for everything, and one for half of all texts."""
+    return 0.5 + 0.5 * (zlib.crc32(response.encode()) % 2)
+
+
 def leaking(ground_truth: str, response: str) -> float:
     """As ``digit_share``; keeps a megabyte and a half a call."""
     _kept.append(zlib.crc32(response.encode()).to_bytes(4, "big") * 400_000)
@@ -64,6 +70,16 @@ class SlowEngine(GenerationWorker):
         if self.context.rank == 1 and report.groups:
             time.sleep(1.0)
         return report
+
+
+class SlowTrainer(ActorWorker):
+    """Rank 1 computes for most of a second more than it has to."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        begin = time.process_time()
+        while self.context.rank == 1 and time.process_time() - begin < 0.8:
+            pass
+        return super().update(*args, **kwargs)
 
 
 class DriftingEngine(GenerationWorker):

@@ -12,7 +12,7 @@ from roll.datasets.columns import Columns, Message, as_number, check_messages, i
 from roll.datasets.making import RowMaker
 from roll.datasets.preparation import PreparedRows, prepare
 from roll.datasets.reading import SourceRow
-from roll.datasets.templates import Conversation, Renderer, TemplateChoice, tokenize
+from roll.datasets.templates import Conversation, Rendered, Renderer, TemplateChoice, tokenize, truncate
 from roll.datasets.types import BadRows, DataError
 
 if TYPE_CHECKING:
@@ -156,7 +156,9 @@ class PreferenceMaker(RowMaker):
                 bad_rows.report(rendered)
                 continue
             chosen_ids, rejected_ids = responses[2 * index], responses[2 * index + 1]
-            length = len(rendered.token_ids) + max(len(chosen_ids), len(rejected_ids))
+            longest = max(len(chosen_ids), len(rejected_ids))
+            rendered = fitting(self, one, rendered, longest, DOMAIN)
+            length = len(rendered.token_ids) + longest
             if length > self.limit:
                 self.tally.leave_out(DOMAIN, length)
                 continue
@@ -210,6 +212,19 @@ class PreferenceMaker(RowMaker):
         if messages[-1]["role"] == "assistant":
             raise DataError(f"{source.place}: the prompt ends with an assistant's message; expected the user's turn")
         return messages, chosen, rejected
+
+
+def fitting(maker: RowMaker, one: Conversation, rendered: Rendered, longest: int, domain: str) -> Rendered:
+    """The prompt, with ``filter_overlong_prompts: false`` cut as ``truncation`` says until the ``longest`` response
+    fits behind it; never a response, whose end is what is judged. As it is where that cannot be."""
+    side, room = maker.data_args.truncation, maker.limit - longest
+    if maker.data_args.filter_overlong_prompts or side == "error" or len(rendered.token_ids) <= room:
+        return rendered
+    shortened = truncate(one, rendered, room, side, maker.renderer)
+    if shortened is None:
+        return rendered
+    maker.tally.truncated[domain] += 1
+    return shortened
 
 
 def response_of(source: SourceRow, column: str, value: Any) -> tuple[str, list[Message] | None]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from roll.config.data import DataArguments
 from roll.datasets.columns import Columns, Message, as_number, is_conversation, require
 from roll.datasets.making import RowMaker
-from roll.datasets.preferences import PROMPT_COLUMNS, response_of
+from roll.datasets.preferences import PROMPT_COLUMNS, fitting, response_of
 from roll.datasets.preparation import PreparedRows, prepare
 from roll.datasets.reading import SourceRow
 from roll.datasets.templates import (
@@ -26,7 +26,6 @@ from roll.datasets.templates import (
     TemplateChoice,
     chat_text,
     tokenize,
-    truncate,
 )
 from roll.datasets.types import BadRows, DataError
 
@@ -202,8 +201,11 @@ class JudgedMaker(RowMaker):
             if isinstance(tokens, DataError):
                 bad_rows.report(tokens)
                 continue
-            prompt, responses, step_ends = self._fitting(one, *tokens)
-            length = len(prompt) + max(map(len, responses))
+            prompt, responses, step_ends = tokens
+            longest = max(map(len, responses))
+            if self._input == "tokens":
+                prompt = fitting(self, one, Rendered("", prompt), longest, DOMAIN).token_ids
+            length = len(prompt) + longest
             if length > self.limit:
                 self.tally.leave_out(DOMAIN, length)
                 continue
@@ -263,20 +265,6 @@ class JudgedMaker(RowMaker):
         shared = sum(1 for _ in together)
         return whole[0][:shared], [ids[shared:] for ids in whole], []
 
-    def _fitting(
-        self, one: Conversation, prompt: list[int], responses: list[list[int]], step_ends: list[int]
-    ) -> tuple[list[int], list[list[int]], list[int]]:
-        """Where ``filter_overlong_prompts`` is false, with the prompt cut as ``truncation`` says: never the responses,
-        whose end is what is judged."""
-        side, room = self.data_args.truncation, self.limit - max(map(len, responses))
-        if self.data_args.filter_overlong_prompts or side == "error" or self._input == "chat" or len(prompt) <= room:
-            return prompt, responses, step_ends
-        shortened = truncate(one, Rendered("", prompt), room, side, self.renderer)
-        if shortened is None:
-            return prompt, responses, step_ends
-        self.tally.truncated[DOMAIN] += 1
-        return shortened.token_ids, responses, step_ends
-
     def read(self, source: SourceRow) -> Judged:
         """The prompt's messages, the responses and what is said of them.
 
@@ -316,7 +304,7 @@ class JudgedMaker(RowMaker):
 
     def _scores(self, source: SourceRow, count: int) -> list[float]:
         name = self._names.scores
-        value = source.row.get(name)
+        value: Any = source.row.get(name)
         if value is None and self._judgement == "ranking":
             return [float(count - place) for place in range(count)]
         values = value if isinstance(value, list) else [value]

@@ -231,16 +231,20 @@ class PendingCall(Generic[R]):
 
     def overdue(self) -> DeadlineExceeded:
         """The diagnosis of a call that takes too long: which ranks are silent, and where the first few stand."""
+        seconds = time.monotonic() - self.began
         silent = sorted(self._rank_of[ref] for ref in self.unanswered)
+        links = diagnosis.links(filter(None, map(self._address, silent)))
+        cut_off = {link.node_id for link in links if not link.answers}
         reports = []
         for rank in silent[:_REPORTED_RANKS]:
             address = self._address(rank)
-            frames = diagnosis.stacks(address) if address else []
+            frames = diagnosis.stacks(address) if address and address.node_id not in cut_off else []
             text = f"{len(self._answers)} of {len(self._refs)} ranks answered (deadline {self.deadline:g} s)"
             reports.append(
                 RankReport(rank, _where(address), text, log_file=address.log_file if address else None, log_tail=frames)
             )
-        return DeadlineExceeded(self.cluster, self.method, time.monotonic() - self.began, reports, silent)
+        lines = [link.text for link in links]
+        return DeadlineExceeded(self.cluster, self.method, seconds, reports, silent, links=lines)
 
     def _address(self, rank: int) -> WorkerAddress | None:
         return self._addresses[rank] if rank < len(self._addresses) else None
@@ -405,4 +409,7 @@ def _gravity(error: Exception) -> tuple[int, float]:
 
 
 def _where(address: WorkerAddress | None) -> str:
-    return f"pid {address.pid} on {address.node_ip}" if address else ""
+    if address is None:
+        return ""
+    host = "" if address.node_ip.startswith("127.") else f"{address.hostname}, "
+    return f"pid {address.pid} on {host}{address.node_ip}"

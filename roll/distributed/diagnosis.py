@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
@@ -20,6 +21,8 @@ _STACK_SECONDS = 2.0
 _STACK_LINES = 25
 
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (?P<detail>.*)")
+_NODE_LOST = re.compile(r"node has died|node was terminated|node is (dead|removed)|health check fail", re.IGNORECASE)
+_PAYLOAD = 1 << 20
 _RAY_LINES = (":job_id:", ":actor_name:", ":task_name:")
 
 
@@ -38,11 +41,57 @@ def kill_process(address: WorkerAddress) -> None:
     _on_node(address, _kill_tree, 0)
 
 
+@dataclass(frozen=True)
+class Link:
+    """The network from here to a node."""
+
+    node_id: str
+    answers: bool
+    text: str
+
+
+def links(addresses: Iterable[WorkerAddress]) -> list[Link]:
+    """For each other node whether it answers, and how fast it takes a mebibyte."""
+    own = ray.get_runtime_context().get_node_id()
+    nodes = {address.node_id: address for address in addresses if address.node_id != own}
+    if not nodes:
+        return []
+    alive, payload = {node["NodeID"] for node in ray.nodes() if node["Alive"]}, ray.put(bytes(_PAYLOAD))
+    tasks = {
+        node_id: ray.remote(_fetch)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        .remote([payload])
+        for node_id in nodes
+        if node_id in alive
+    }
+    if tasks:
+        ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=_REMOTE_SECONDS)
+    found = []
+    for node_id, address in nodes.items():
+        text, answers = "lost: it has not answered Ray's health checks", False
+        if node_id in tasks:
+            try:
+                seconds = ray.get(tasks[node_id], timeout=0)
+                text, answers = f"{_PAYLOAD / seconds / 1e6:.2f} MB/s", True
+            except (ray.exceptions.RayError, TimeoutError):
+                text = f"has not taken {_PAYLOAD >> 20} MiB within {_REMOTE_SECONDS:g} s"
+        found.append(Link(node_id, answers, f"{address.hostname} ({address.node_ip}): {text}"))
+    return found
+
+
+def _fetch(refs: list[ray.ObjectRef[bytes]]) -> float:
+    began = time.perf_counter()
+    ray.get(refs[0])
+    return time.perf_counter() - began
+
+
 def death_cause(error: Exception) -> str:
     """One line out of Ray's account of how an actor ended."""
     text = " ".join(str(error).split())
     if isinstance(error, ray.exceptions.OutOfMemoryError) or "memory usage threshold" in text:
         return "ended by Ray because the node ran out of memory"
+    if _NODE_LOST.search(text):
+        return "its node is lost: the host was cut off, stopped, or too busy to answer Ray's health checks"
     if "connection error code 2" in text:
         return "its process ended without a word (kill -9, the kernel's out-of-memory killer, or a native crash)"
     found = _EXIT_DETAIL.search(text)

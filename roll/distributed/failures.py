@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from roll.config.reading.masking import masked_text
 
@@ -111,7 +113,14 @@ class WorkerFailed(RemoteError):
 
 
 class DeadlineExceeded(RemoteError):
-    """Ranks that did not answer in time; ``reports`` has where each of the first few stands."""
+    """Ranks that did not answer in time; ``reports`` has where each of the first few stands.
+
+    Attributes: ``links`` (lines on the network from the driver to the nodes of the silent ranks).
+    """
+
+    def __init__(self, *args: Any, links: Sequence[str] = ()) -> None:
+        self.links = list(links)
+        super().__init__(*args)
 
     def _headline(self, report: RankReport) -> str:
         return f"{self.cluster}: {self.method!r} was not done after {self.seconds:.1f} s; {report.error}"
@@ -125,7 +134,12 @@ class DeadlineExceeded(RemoteError):
     def describe(self) -> str:
         first = self.reports[0]
         return "\n".join(
-            [self._headline(first), f"  no answer from rank {_ranks(self.silent_ranks)}", *self._evidence(first)]
+            [
+                self._headline(first),
+                f"  no answer from rank {_ranks(self.silent_ranks)}",
+                *_quoted("network from the driver to their nodes", None, self.links),
+                *self._evidence(first),
+            ]
         )
 
 

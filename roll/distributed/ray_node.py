@@ -248,12 +248,16 @@ class Board:
 
     Args:
         address: ``host:port`` of the head.
+
+    Raises:
+        NodeError: the head does not know the token of this node.
     """
 
     _NAMESPACE = b"roll"
 
     def __init__(self, address: str) -> None:
-        self._client = GcsClient(address=address)
+        with _token_known():
+            self._client = GcsClient(address=address)
 
     def put(self, key: str, text: bytes) -> None:
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from roll.config.run import SampleLogConfig
 from roll.datasets.preferences import PreferenceRow
+from roll.datasets.rankings import JudgedRow
 from roll.datasets.types import SftRow
 from roll.protocol import DataProto
 from roll.rollout.groups import SampleGroup
@@ -18,6 +20,7 @@ from roll.tracking import SampleTable
 from roll.tracking.sample_log import SampleLog
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from roll.agents.episode import EpisodeGroup
@@ -70,9 +73,10 @@ class SampleRecorder:
         self._pieces: dict[int, str] = {}
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
-    @property
-    def is_on(self) -> bool:
-        return self._log is not None
+    def flush(self) -> None:
+        """Wait until everything is on disk."""
+        if self._log is not None:
+            self._log.flush()
 
     def close(self) -> None:
         if self._log is not None:
@@ -84,12 +88,12 @@ class SampleRecorder:
         batch: DataProto,
         notes: Callable[[], Notes],
         tokenizer: PreTrainedTokenizerBase,
-        has_trainer_log_probs: bool,
+        trainer_log_probs: Tensor | None,
     ) -> None:
         """The samples of a training step, when they have advantages.
 
         Args:
-            has_trainer_log_probs: ``old_log_probs`` are the trainer's, not the engine's own.
+            trainer_log_probs: float32 (B, L), before the update; None: no pass has computed them.
         """
         if self._log is None:
             return
@@ -97,16 +101,24 @@ class SampleRecorder:
         block = _Block(step, "train", self._settings.max_tokens, self._piece)
         rows = self._chosen(batch.batch["group_ids"].numpy())
         columns = {name: batch.batch[name][rows].numpy() for name in _COLUMNS if name in batch.batch}
-        if not has_trainer_log_probs:
-            columns.pop("old_log_probs", None)
+        if trainer_log_probs is not None:
+            columns["trainer_log_probs"] = trainer_log_probs[rows].numpy()
+        taken = _Rows(columns, self._settings.max_tokens)
         objects = {name: batch.non_tensor_batch.get(name) for name in _OBJECTS}
         about = notes()
-        by_episode = "episode_ids" in columns
         for place, row in enumerate(rows.tolist()):
-            number = int(columns["episode_ids"][place]) if by_episode else row
+            number = row if taken.episodes is None else taken.episodes[place]
             note = about[number] if number < len(about) else {}
-            own = {name: column[place] for name, column in columns.items()}
-            block.add_policy_row(own, {k: None if v is None else v[row] for k, v in objects.items()}, note, self._text)
+            words = {name: None if column is None else column[row] for name, column in objects.items()}
+            prompt, prompt_ids = dict(note.get("prompt", {})), taken.prompt_ids(place)
+            prompt |= {"id": words["prompt_id"], "domain": words["domain"], "tag": words["tag"]}
+            if "text" not in prompt:
+                prompt["text"] = self._text(prompt_ids)
+            elif "images" not in prompt:
+                prompt["decoded"] = block.read_back(words["prompt_id"], prompt["text"], prompt_ids, self._text)
+            sample = {"e": note.get("e"), "o": note.get("o"), "f": words["finish_reason"], "role": words["role"]}
+            sample["m"] = {name: _number(value) for name, value in note.get("m", {}).items()}
+            block.add(prompt, sample | taken.sample(place), taken.response_ids(place))
         self._log.append(block.finished())
 
     def _chosen(self, group_ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -171,35 +183,40 @@ class SampleRecorder:
     def pairs(
         self,
         step: int,
-        rows: Sequence[PreferenceRow],
+        rows: Sequence[PreferenceRow | JudgedRow],
         batch: DataProto,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        """Chosen and rejected responses of a step, a group each.
+        """The responses of a step, a group for each prompt: chosen and rejected, or with their scores.
 
         Args:
-            batch: two rows a pair, in the order of ``rows``; ``ref_log_probs`` where there is a reference.
+            batch: a row for each response, in the order of ``rows``; ``ref_log_probs`` where there is a reference.
         """
         if self._log is None:
             return
         self._tokenizer = tokenizer
         block = _Block(step, "train", self._settings.max_tokens, self._piece)
         reference, mask = batch.batch.get("ref_log_probs"), batch.batch["response_mask"]
-        for number, row in enumerate(rows[: max(1, self._settings.max_samples_per_step // 2)]):
+        place = -1
+        for row in rows[: max(1, self._settings.max_samples_per_step // 2)]:
             prompt = {"id": row.row_id, "text": self._text(row.prompt_ids), "tag": row.tag}
-            for side, (kind, ids) in enumerate((("chosen", row.chosen_ids), ("rejected", row.rejected_ids))):
+            kinds = ["chosen", "rejected"]
+            if isinstance(row, JudgedRow):
+                kinds = [f"score {score:g}" for score in row.scores[: len(row.responses)]]
+            for kind, ids in zip(kinds, row.responses, strict=True):
+                place += 1
                 sample: dict[str, Any] = {"g": row.row_id, "k": kind, "n": len(ids)}
                 if row.margin is not None:
                     sample["m"] = {"margin": row.margin}
                 if reference is not None:
-                    log_probs = reference[2 * number + side][mask[2 * number + side]].numpy()
+                    log_probs = reference[place][mask[place]].numpy()
                     sample["h"] = _scaled(log_probs[: self._settings.max_tokens], LOG_PROB_SCALE)
                 block.add(prompt, sample, ids)
         self._log.append(block.finished())
 
     def _text(self, ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))[:_MAX_TEXT]
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))[:_MAX_TEXT]
 
     def _piece(self, token: int) -> str:
         """The text of one token; of a part of a character the replacement character."""
@@ -219,7 +236,6 @@ _COLUMNS = (
     "attention_mask",
     "response_mask",
     "rollout_log_probs",
-    "old_log_probs",
     "advantages",
     "weight_versions",
     "scores",
@@ -264,58 +280,15 @@ class _Block:
                 kept["cut"] = len(ids) - self._max_tokens
         self._samples.append({"p": self._places[key], **kept})
 
-    def add_policy_row(
-        self,
-        own: Mapping[str, Any],
-        objects: Mapping[str, Any],
-        note: Mapping[str, Any],
-        decode: Callable[[Sequence[int]], str],
-    ) -> None:
-        """A row of a training batch."""
-        length = int(own["attention_mask"].sum())
-        mask = own["response_mask"][:length]
-        begin = int(mask.argmax()) if mask.any() else length
-        end = min(length, begin + self._max_tokens)
-        sampled = mask[begin:end]
-
-        def part(name: str) -> NDArray[Any]:
-            column: NDArray[Any] = own[name][begin:end]
-            return column
-
-        about = dict(note.get("prompt", {}))
-        text = about.pop("text", None)
-        if text is None or (objects["prompt_id"], text) not in self._read_back:
-            decoded = decode(own["input_ids"][:begin].tolist())
-            if text is not None:
-                self._read_back[objects["prompt_id"], text] = None if _alike(text, decoded) else decoded
-            text = decoded if text is None else text
-        read_back = self._read_back.get((objects["prompt_id"], text))
-        if read_back is not None and "images" not in about:
-            about["decoded"] = read_back
-        prompt = {"id": objects["prompt_id"], "text": text, "domain": objects["domain"], "tag": objects["tag"], **about}
-        sample: dict[str, Any] = {
-            "g": str(int(own["group_ids"])),
-            "s": _number(own["scores"]),
-            "r": _number(own["response_level_rewards"]) if "response_level_rewards" in own else None,
-            "m": {name: _number(value) for name, value in note.get("m", {}).items()},
-            "e": note.get("e"),
-            "o": note.get("o"),
-            "f": objects["finish_reason"],
-            "role": objects["role"],
-            "n": int(mask.sum()),
-        }
-        if len(sampled):
-            sample["c"] = _runs(~sampled) or None
-            sample["l"] = _scaled(part("rollout_log_probs"), LOG_PROB_SCALE)
-            if "old_log_probs" in own:
-                difference = np.where(sampled, part("old_log_probs") - part("rollout_log_probs"), 0.0)
-                sample["q"] = _scaled(difference, MISMATCH_SCALE)
-            if "advantages" in own:
-                sample["a"] = _advantages(part("advantages"), sampled)
-            sample["w"] = _versions(part("weight_versions")[sampled])
-            if "turn_ids" in own:
-                sample["u"] = _turns(part("turn_ids"), part("turn_rewards"))
-        self.add(prompt, sample, own["input_ids"][begin:length].tolist())
+    def read_back(
+        self, prompt_id: str, text: str, ids: Sequence[int], decode: Callable[[Sequence[int]], str]
+    ) -> str | None:
+        """What a prompt's ids say, where that is another text than ``text``; asked once for each prompt."""
+        key = prompt_id, text
+        if key not in self._read_back:
+            decoded = decode(ids)
+            self._read_back[key] = None if _alike(text, decoded) else decoded
+        return self._read_back[key]
 
     def finished(self) -> dict[str, Any]:
         """The block, with the vocabulary that it uses."""
@@ -330,24 +303,86 @@ class _Block:
         return {**self._head, "prompts": self._prompts, "ids": ids, "pieces": pieces, "samples": self._samples}
 
 
+class _Rows:
+    """The rows of a batch as fields of samples. What can be is computed for all rows at once: a step is not to wait."""
+
+    def __init__(self, columns: Mapping[str, NDArray[Any]], max_tokens: int) -> None:
+        self._columns = columns
+        mask = columns["response_mask"]
+        self._mask = mask
+        self._lengths = columns["attention_mask"].sum(-1)
+        begins = np.where(mask.any(-1), mask.argmax(-1), self._lengths)
+        self._begins, self._behind = begins.tolist(), self._lengths.tolist()
+        self._ends = np.minimum(self._lengths, begins + max_tokens).tolist()
+        self._counts = mask.sum(-1).tolist()
+        self.episodes: list[int] | None = columns["episode_ids"].tolist() if "episode_ids" in columns else None
+        self._log_probs = _scaled(columns["rollout_log_probs"], LOG_PROB_SCALE)
+        self._mismatch: list[list[int]] | None = None
+        if "trainer_log_probs" in columns:
+            difference = np.where(mask, columns["trainer_log_probs"] - columns["rollout_log_probs"], 0.0)
+            self._mismatch = _scaled(difference, MISMATCH_SCALE)
+        versions = columns["weight_versions"]
+        high = np.where(mask, versions, -1).max(-1, initial=-1)
+        self._version = np.where(high == np.where(mask, versions, high[:, None]).min(-1), high, -1).tolist()
+        self._advantage: list[float] | None = None
+        if "advantages" in columns:
+            advantages = columns["advantages"].astype(np.float64)
+            low = np.where(mask, advantages, np.inf).min(-1, initial=np.inf)
+            top = np.where(mask, advantages, -np.inf).max(-1, initial=-np.inf)
+            self._advantage = np.where(top - low < 1e-7, low, np.where(top < low, 0.0, np.nan)).tolist()
+
+    def prompt_ids(self, row: int) -> list[int]:
+        """The ids before the first sampled token."""
+        ids: list[int] = self._columns["input_ids"][row, : self._begins[row]].tolist()
+        return ids
+
+    def response_ids(self, row: int) -> list[int]:
+        ids: list[int] = self._columns["input_ids"][row, self._begins[row] : self._behind[row]].tolist()
+        return ids
+
+    def sample(self, row: int) -> dict[str, Any]:
+        """Fields of :mod:`roll.tracking.sample_log`."""
+        columns, begin, end = self._columns, self._begins[row], self._ends[row]
+        sample: dict[str, Any] = {
+            "g": str(int(columns["group_ids"][row])),
+            "s": _number(columns["scores"][row]),
+            "n": self._counts[row],
+        }
+        if "response_level_rewards" in columns:
+            sample["r"] = _number(columns["response_level_rewards"][row])
+        if end <= begin:
+            return sample
+        here = slice(begin, end)
+        sample["l"] = self._log_probs[row][here]
+        if self._counts[row] < self._behind[row] - begin:
+            sample["c"] = _runs(~self._mask[row, here]) or None
+        if self._mismatch is not None:
+            sample["q"] = self._mismatch[row][here]
+        if self._advantage is not None:
+            same = self._advantage[row]
+            if same == same:
+                sample["a"] = float(f"{same:.5g}")
+            else:
+                sample["a"] = [float(f"{value:.4g}") for value in columns["advantages"][row, here].tolist()]
+        version = self._version[row]
+        sample["w"] = (
+            version if version >= 0 else _versions(columns["weight_versions"][row, here][self._mask[row, here]])
+        )
+        if "turn_ids" in columns:
+            sample["u"] = _turns(columns["turn_ids"][row, here], columns["turn_rewards"][row, here])
+        return sample
+
+
 def _alike(text: str, decoded: str) -> bool:
     """Equal but for white space, which some tokenizers add or drop at the ends, and a token that begins the text."""
     first, second = "".join(text.split()), "".join(decoded.split())
     return first == second or (second.endswith(first) and len(second) - len(first) < 24)
 
 
-def _scaled(values: NDArray[Any], scale: float) -> list[int]:
-    return np.nan_to_num(np.asarray(values, dtype=np.float64) * scale, nan=0.0, posinf=1e9, neginf=-1e9).round().astype(
-        np.int64
-    ).tolist()  # fmt: skip
-
-
-def _advantages(values: NDArray[Any], sampled: NDArray[np.bool_]) -> float | list[float]:
-    """One number where all sampled tokens have the same, to five significant digits."""
-    of_tokens = values[sampled].astype(np.float64)
-    if not len(of_tokens) or float(of_tokens.max() - of_tokens.min()) < 1e-7:
-        return float(f"{of_tokens[0]:.5g}") if len(of_tokens) else 0.0
-    return [float(f"{value:.4g}") for value in values.tolist()]
+def _scaled(values: NDArray[Any], scale: float) -> Any:
+    """Whole numbers as lists."""
+    finite = np.nan_to_num(np.asarray(values, dtype=np.float64) * scale, nan=0.0, posinf=1e9, neginf=-1e9)
+    return finite.round().astype(np.int64).tolist()
 
 
 def _versions(values: NDArray[Any]) -> int | list[list[int]]:
@@ -382,7 +417,7 @@ def _number(value: Any) -> float | None:
     if value is None:
         return None
     number = float(value)
-    return float(f"{number:.6g}") if np.isfinite(number) else None
+    return float(f"{number:.6g}") if math.isfinite(number) else None
 
 
 def _short(value: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from roll.config.lora import uses_lora
@@ -384,7 +384,18 @@ def sum_of_outputs(outputs: TensorBatch, batch: TensorBatch) -> tuple[Tensor, Me
 @contextmanager
 def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
     """On an accelerator the head takes larger chunks, and packed rows are one kernel; nothing is copied by NumPy."""
-    patches: list[tuple[Any, str, Any]] = [(gather, "copy_into", lambda target, source: target.copy_(source))]
+    from transformers import masking_utils
+
+    find_packed = masking_utils.find_packed_sequence_indices
+
+    def packed_indices(position_ids: Tensor) -> Tensor | None:
+        # A model asks the values whether rows are packed. Those that it numbers itself are not, but they are fake.
+        return None if isinstance(position_ids, FakeTensor) else find_packed(position_ids)
+
+    patches: list[tuple[Any, str, Any]] = [
+        (gather, "copy_into", lambda target, source: target.copy_(source)),
+        (masking_utils, "find_packed_sequence_indices", packed_indices),
+    ]
     if not on_cpu:
         patches += [
             (HeadMemory, "for_device", staticmethod(lambda device: _ACCELERATOR_HEAD)),

@@ -48,8 +48,6 @@ Rule = Callable[[Facts], Finding | None]
 def diagnose(run: Run) -> list[Finding]:
     """The findings of all rules, the most probable first cause at the front; none for a healthy run."""
     facts = Facts(run)
-    if not facts.num_steps and not facts.samples:
-        return []
     return [finding for rule in RULES if (finding := rule(facts)) is not None]
 
 
@@ -173,9 +171,11 @@ def repeated_prompts(facts: Facts) -> Finding | None:
 def reward_fails(facts: Facts) -> Finding | None:
     rates = facts.matching(r"reward/.+/error_rate")
     bad = {name: fmean(values) for name, values in rates.items() if fmean(values) > 0.02}
-    if not bad:
+    unscored = "no sample could be scored" in facts.outcome
+    if not bad and not unscored:
         return None
-    evidence = [f"{name} is {rate:.1%} on average" for name, rate in bad.items()]
+    evidence = [f"the run ended with {_quoted(facts.outcome, 400)}"] if unscored else []
+    evidence += [f"{name} is {rate:.1%} on average" for name, rate in bad.items()]
     errors = Counter(str(sample.fields["e"]) for sample in facts.sampled if sample.fields.get("e"))
     evidence += [f"{count} times: {_quoted(text)}" for text, count in errors.most_common(2)]
     return Finding(
@@ -328,12 +328,12 @@ def learning_rate_high(facts: Facts) -> Finding | None:
     lost = last < 0.3 * best and best > 0
     if not (lost and (leaps or scrambled)):
         return None
-    evidence = [f"score falls from {best:.3g} to {last:.3g}"]
+    seen = [f"score falls from {best:.3g} to {last:.3g}"]
     if kl:
-        evidence.append(f"KL to the reference reaches {max(kl):.3g}")
+        seen.append(f"KL to the reference reaches {max(kl):.3g}")
     if entropy:
-        evidence.append(f"entropy goes from {entropy[0]:.3g} to {entropy[-1]:.3g} nats a token")
-    return _rate_finding(facts, "actor", (*evidence, *_norms(facts, "actor")))
+        seen.append(f"entropy goes from {entropy[0]:.3g} to {entropy[-1]:.3g} nats a token")
+    return _rate_finding(facts, "actor", (*seen, *_norms(facts, "actor")))
 
 
 def _norms(facts: Facts, family: str) -> list[str]:
@@ -394,26 +394,47 @@ def learning_rate_low(facts: Facts) -> Finding | None:
 
 
 def entropy_collapse(facts: Facts) -> Finding | None:
+    """Certain, but not right: a policy that has learned its task becomes certain as well."""
     entropy, scores = facts.values("actor/entropy"), facts.values("critic/score/mean")
-    if len(entropy) < 2 * LEAST_STEPS or not facts.groups:
+    if len(entropy) < 2 * LEAST_STEPS or not facts.groups or not scores:
         return None
     first, last = entropy[0], ends(entropy)[1]
     late = [members for members in facts.groups if members[0].step >= facts.groups[-1][0].step - len(entropy) // 4]
-    same = fmean(1 - (len({s.text for s in members}) - 1) / (len(members) - 1) for members in late)
-    solved = bool(scores) and ends(scores)[1] > 0.9
-    if last > 0.2 * first or same < 0.5 or solved:
+    alike = [members for members in late if len({sample.text for sample in members}) <= 1 + len(members) // 5]
+    top = max(sample.score for sample in facts.sampled if sample.score is not None)
+    wrong = [usual for usual in map(_usual, alike) if (usual.score or 0.0) < 0.9 * top]
+    elsewhere = _said_elsewhere(late)
+    if last > 0.4 * first or len(alike) < 0.4 * len(late) or max(len(wrong) / len(alike), elsewhere) < 0.4:
         return None
+    shown = wrong[-1] if wrong else alike[-1][0]
     return Finding(
         "entropy_collapse",
         "The policy has become certain before it has become right",
         (
-            f"entropy falls from {first:.3g} to {last:.3g} nats a token, the score stands at "
-            f"{ends(scores)[1] if scores else float('nan'):.3g}",
-            f"of the samples of a late group {same:.0%} repeat another one, such as {_quoted(late[-1][0].text)}",
+            f"entropy falls from {first:.3g} to {last:.3g} nats a token",
+            f"score {scores[0]:.3g}, then {ends(scores)[1]:.3g}",
+            f"in {len(alike)} of {len(late)} late groups nearly all samples are the same; {len(wrong)} of these have "
+            f"less than the best score ({top:.3g}), such as {_quoted(shown.text)}",
+            f"{elsewhere:.0%} of the late responses are said in answer to another prompt, too",
         ),
-        "an entropy bonus (entropy_loss_coef, target_entropy), a higher upper clip (pg_clip_high), KL to the "
-        "reference, a lower learning rate; and check that the reward cannot be had by one fixed text",
+        "a baseline (adv_estimator), an entropy bonus (entropy_loss_coef, target_entropy), a higher upper clip "
+        "(pg_clip_high), KL to the reference, a lower learning rate; and see whether one text earns the reward",
     )
+
+
+def _usual(members: list[Sample]) -> Sample:
+    """One with the most frequent text."""
+    text = Counter(sample.text for sample in members).most_common(1)[0][0]
+    return next(sample for sample in members if sample.text == text)
+
+
+def _said_elsewhere(groups: list[list[Sample]]) -> float:
+    """The share of responses that another prompt got as well; of more than a few tokens, since short ones may be."""
+    prompts: dict[str, set[str]] = defaultdict(set)
+    members = [sample for group in groups for sample in group if sample.length >= 8]
+    for sample in members:
+        prompts[sample.text].add(str(sample.prompt.get("text")))
+    return sum(len(prompts[sample.text]) > 1 for sample in members) / max(1, len(members))
 
 
 def length_hacking(facts: Facts) -> Finding | None:
@@ -504,7 +525,7 @@ def straggler(facts: Facts) -> Finding | None:
         if times >= 0.8 * len(rows) and own > 2 * others and own - others > 0.2 * _step_seconds(facts):
             found.append((own - others, role, rank, own, others, times, len(rows)))
     if not found:
-        return None
+        return _slow_processor(facts)
     _, role, rank, own, others, times, total = max(found)
     return Finding(
         "straggler",
@@ -515,6 +536,35 @@ def straggler(facts: Facts) -> Finding | None:
         ),
         "look at that host and device (clocks, other jobs, storage) and at the rank's log and timeline",
     )
+
+
+def _slow_processor(facts: Facts) -> Finding | None:
+    """Of ranks that wait for one another in every call the processor time tells them apart (with ``memory_steps``)."""
+    by_phase: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(dict)
+    for name, values in facts.matching(r"time/[^/]+/.+/rank_\d+").items():
+        _, phase, rest = name.split("/", 2)
+        role, _, rank = rest.rpartition("/rank_")
+        by_phase[phase, role][int(rank)] = values
+    for (phase, role), ranks in by_phase.items():
+        steps = list(zip(*ranks.values(), strict=False))[1:]
+        if len(ranks) < 2 or len(steps) < LEAST_STEPS:
+            continue
+        slowest = Counter(max(range(len(row)), key=row.__getitem__) for row in steps)
+        place, times = slowest.most_common(1)[0]
+        own = median(row[place] for row in steps)
+        others = median(median(value for other, value in enumerate(row) if other != place) for row in steps)
+        if times >= 0.8 * len(steps) and own > 2 * others and own - others > 0.2 * _step_seconds(facts):
+            late = list(ranks)[place]
+            return Finding(
+                "straggler",
+                f"Rank {late} of {role} is slower than the others, which wait for it",
+                (
+                    f"processor time in {phase}: {own:.2f} s, the other ranks {others:.2f} s (medians)",
+                    f"it is the slowest in {times} of {len(steps)} steps that were measured",
+                ),
+                "look at that host and process: other jobs, threads, preparation of data, its log and timeline",
+            )
+    return None
 
 
 def _step_seconds(facts: Facts) -> float:
@@ -547,6 +597,17 @@ def memory_growth(facts: Facts) -> Finding | None:
     )
 
 
+def ended_early(facts: Facts) -> Finding | None:
+    if facts.outcome in ("", "finished") or facts.outcome.startswith("Interrupted"):
+        return None
+    return Finding(
+        "ended_early",
+        "The run ended with an error",
+        (_quoted(facts.outcome, 600),),
+        "what the message says; run.log and the workers' logs have the tracebacks",
+    )
+
+
 RULES: tuple[Rule, ...] = (
     template,
     tokeniser,
@@ -559,14 +620,15 @@ RULES: tuple[Rule, ...] = (
     sampling_mismatch,
     dead_experts,
     stale,
-    learning_rate_high,
     ratio_drift,
+    learning_rate_high,
     learning_rate_low,
     length_hacking,
     entropy_collapse,
     truncation,
     straggler,
     memory_growth,
+    ended_early,
 )
 
 

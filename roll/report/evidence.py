@@ -80,6 +80,11 @@ class Facts:
     def num_steps(self) -> int:
         return len(self.run.steps)
 
+    @property
+    def outcome(self) -> str:
+        """How the run has ended; empty where it has not, or nobody knows."""
+        return str(self.run.about.get("outcome") or "")
+
     # Samples
 
     @cached_property

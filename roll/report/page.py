@@ -166,6 +166,14 @@ def _timeline(run: Run) -> dict[str, Any]:
     return {"origin": origin, "steps": rows, "workers": workers}
 
 
+_WORDS = ("finish", "domain", "tag", "kind")
+_COLUMNS = (
+    *_WORDS,
+    *("block", "place", "step", "group", "prompt", "score", "reward", "tokens", "error", "logprob"),
+    *("mismatch", "advantage", "version"),
+)
+
+
 @dataclass
 class _Index:
     """Numbers of every sample, by column; words are places in lists."""
@@ -215,14 +223,6 @@ class _Index:
     def columns(self) -> dict[str, Any]:
         words = {name: list(known) for name, known in self._words.items()}
         return {"size": self.size, "columns": self._columns, "words": words}
-
-
-_WORDS = ("finish", "domain", "tag", "kind")
-_COLUMNS = (
-    *_WORDS,
-    *("block", "place", "step", "group", "prompt", "score", "reward", "tokens", "error", "logprob"),
-    *("mismatch", "advantage", "version"),
-)
 
 
 def _thinned(run: Run, index: _Index, limit: int) -> Iterator[bytes]:

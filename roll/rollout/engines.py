@@ -149,6 +149,10 @@ class EngineClient:
         """What ended the last engine."""
         self.busy_seconds = 0.0
         """Seconds of generation, summed over engines, since the client was made."""
+        self.prompt_tokens = 0
+        """Of all prompts, as far as engines count them."""
+        self.reused_tokens = 0
+        """Of these, those that prefix caches had."""
         self.num_turns = 0
         """Turns that engines have ended."""
         self.num_deaths = 0
@@ -391,6 +395,8 @@ class EngineClient:
     def _end_turn(self, engine: EngineAccount, report: EngineReport) -> None:
         self.num_turns += 1
         self.busy_seconds += report.busy_seconds
+        self.prompt_tokens += report.prompt_counts[0]
+        self.reused_tokens += report.prompt_counts[1]
         for request_id, samples in report.progress.items():
             generation = self._watched.get(request_id)
             if generation is not None and generation.listener is not None:

@@ -18,6 +18,7 @@ from roll.agents.conversation import Call, ConversationCounts, Conversations
 from roll.agents.episode import Agent, Episode, EpisodeGroup, Limits, Model, Sampled, Seconds, Task, run_episode
 from roll.rollout.engines import EngineClient, Generation
 from roll.rollout.group_flow import GroupFlow
+from roll.rollout.mending import SetAside
 from roll.rollout.replay import State, progress_state, with_progress
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 
@@ -198,6 +199,7 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
     Args:
         players: by tag.
         first_draw: how many tasks were drawn before; continues the count of draws.
+        aside: takes the tasks whose environments fail at every attempt.
     """
 
     _unit = "group"
@@ -209,8 +211,10 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
         players: Mapping[str, Player],
         settings: EpisodeSettings,
         first_draw: int,
+        aside: SetAside | None = None,
     ) -> None:
         super().__init__("an episode", first_draw)
+        self.aside = aside or SetAside()
         self._engines = engines
         self._draw = draw
         self._players = players
@@ -317,6 +321,9 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
             if episode.outcome != "environment_error" or attempt == settings.retries:
                 break
             self.counts["retried"] += 1
+        if episode.outcome == "environment_error" and member.attempt:
+            row = {"tag": task.tag, "seed": task.seed, "row": dict(task.row), "attempts": member.attempt + 1}
+            self.aside.add(f"environment {task.tag}", row, episode.error)
         member.episode = episode
         return episode
 

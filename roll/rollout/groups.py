@@ -113,6 +113,8 @@ class EngineReport:
     """Samples still queued or running."""
     busy_seconds: float = 0.0
     """Time spent generating during the turn."""
+    prompt_counts: tuple[int, int] = (0, 0)
+    """Prompt tokens since the last report, and those of them that the engine's prefix cache had."""
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,12 @@ class SetAside:
         """Workers that were replaced."""
         self.num_samples = 0
 
-    def add(self, role: str, row: Mapping[str, Any], death: BaseException) -> None:
-        """Write down a sample that has killed two workers of ``role``."""
+    def add(self, role: str, row: Mapping[str, Any], cause: object) -> None:
+        """Write down a sample that has killed two workers of ``role``, or an episode whose environment fails again."""
         self.num_samples += 1
-        logger.error("a sample has killed its worker of %s twice and is set aside: %s", role, death)
+        logger.error("a sample has failed its worker of %s twice and is set aside: %s", role, cause)
         if self._folder is not None:
-            line = json.dumps({"time": time.time(), "role": role, "cause": str(death), **row}, default=str)
+            line = json.dumps({"time": time.time(), "role": role, "cause": str(cause), **row}, default=str)
             with suppress(OSError):  # a full disk ends no run
                 self._folder.mkdir(parents=True, exist_ok=True)
                 with (self._folder / FILE_NAME).open("a", encoding="utf-8") as file:

@@ -46,6 +46,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -61,7 +62,8 @@ _LEVEL = 6
 
 
 class SampleLog:
-    """Appends blocks.
+    """Appends blocks; compression and writing go on in a thread while the caller does something else, one block at a
+    time.  A disk that is full ends the record, not the run.
 
     Args:
         path: of the file; its folder is made if need be.
@@ -72,8 +74,10 @@ class SampleLog:
 
     def __init__(self, path: Path, max_bytes: int, resume_step: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._max_bytes = max_bytes
-        self._full = False
+        self._path, self._max_bytes = path, max_bytes
+        self._ended = False
+        self._pending: Future[None] | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         if path.exists():
             if resume_step is None:
                 path.replace(path.with_name(f"{path.name}.previous"))
@@ -82,20 +86,36 @@ class SampleLog:
         self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
 
     def append(self, block: Mapping[str, Any]) -> None:
-        """Write one block, by a single call of the system."""
-        if self._full:
-            return
+        """Write one block; the caller changes nothing in it afterwards."""
+        self.flush()
+        if not self._ended:
+            self._pending = self._writer.submit(self._write, block)
+
+    def flush(self) -> None:
+        """Wait until everything is written."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(self, block: Mapping[str, Any]) -> None:
+        """By a single call of the system."""
         data = frame(block)
         if self._file.tell() + len(data) > self._max_bytes:
-            self._full = True
+            self._ended = True
             logger.warning(
                 "the record of samples has reached sample_log.max_megabytes (%d): later samples are not kept",
                 self._max_bytes >> 20,
             )
             return
-        self._file.write(data)
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._ended = True
+            logger.warning("%s: %s; later samples are not kept", self._path, error)
 
     def close(self) -> None:
+        self.flush()
+        self._writer.shutdown()
         self._file.close()
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -89,6 +90,13 @@ class _BroadcastReceiver(Receiver):
         self._group = None
 
 
+def _serve_store(host: str) -> TCPStore:
+    """A store at a free port of this address; left to itself, torch would listen on every interface of the host."""
+    listener = socket.create_server((host, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
 class BroadcastSender(Sender):
     """Args:
     backend: ``gloo`` or ``nccl``.
@@ -112,7 +120,7 @@ class BroadcastSender(Sender):
         if self._members is None or not same_members(engines, self._members):
             self.abandon()
             size = len(engines) + 1
-            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+            self._store = _serve_store(self._host)
             key = f"{self._host}/{os.getpid()}/{next(_serial)}"
             self._links = [
                 BroadcastLink(key, self._host, self._store.port, rank, size, self._backend, seconds)

@@ -30,6 +30,8 @@ class GenerationWorker(Worker):
     """Runs one engine. Each :meth:`advance` call is a turn; the driver keeps one turn in flight per busy engine."""
 
     engine: GenerationStrategy
+    _prompt_counts = (0, 0)
+    """Those of the engine at the last report."""
 
     @register(Dispatch.ONE_TO_ALL)
     def initialize(self) -> None:
@@ -67,7 +69,12 @@ class GenerationWorker(Worker):
             progress=self._progress([request_id for request_id in command.watch if request_id in self._open]),
             num_unfinished=self.engine.num_unfinished,
             busy_seconds=time.perf_counter() - begin,
+            prompt_counts=self._new_prompt_counts(),
         )
+
+    def _new_prompt_counts(self) -> tuple[int, int]:
+        before, self._prompt_counts = self._prompt_counts, self.engine.prompt_counts
+        return self._prompt_counts[0] - before[0], self._prompt_counts[1] - before[1]
 
     def _step(self, report_failures: bool, refused: dict[str, str]) -> list[GenerationOutput]:
         """One step of the engine; requests that fail by themselves go to ``refused``, by id with the reason.

@@ -66,6 +66,16 @@ def test_pairs_with_a_longer_side_are_left_out_and_counted(tokenizer: Any, write
         build(tokenizer, write_jsonl([long]), limit)
 
 
+def test_a_long_prompt_is_cut_and_its_responses_are_not(tokenizer: Any, write_jsonl: Write) -> None:
+    long = SHAPES["roll"] | {"instruction": "very " * 40 + "How many eggs?", "rejected": "21 or so"}
+    file = write_jsonl([long, SHAPES["roll"]])
+    cut = build(tokenizer, file, 30, filter_overlong_prompts=False, truncation="left")
+    assert len(cut) == 2 and cut.counts.truncated == {"preferences": 1}
+    prompt, chosen, rejected = texts(tokenizer, cut)[0]
+    assert prompt.startswith("<|im_start|>user\n") and prompt.endswith(PROMPT[-25:]), "the template stays whole"
+    assert (chosen, rejected) == ("12<|im_end|>", "21 or so<|im_end|>")
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -26,12 +26,19 @@ DEATHS_ENV = "DEATHS"
 
 
 def die_if_due(call: int) -> None:
-    """Kill this process (SIGKILL) if the first line of the file names this call; the line is used up."""
+    """Kill this process (SIGKILL) in a call that :func:`is_due`."""
+    if is_due(call):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_due(call: int) -> bool:
+    """The first line of the file names this call; the line is used up."""
     file = Path(os.environ[DEATHS_ENV])
     due = file.read_text().split() if file.exists() else []
-    if due and int(due[0]) == call:
-        file.write_text("\n".join(due[1:]))
-        os.kill(os.getpid(), signal.SIGKILL)
+    if not due or int(due[0]) != call:
+        return False
+    file.write_text("\n".join(due[1:]))
+    return True
 
 
 class DyingActor(ActorWorker):
@@ -156,3 +163,19 @@ class FullDiskSft(SftWorker):
         while time.process_time() < until:
             pass
         return super().update(batch)
+
+
+class InfiniteOnce(SftWorker):
+    """The loss of a call is infinite, with a finite gradient."""
+
+    calls = 0
+
+    def optimizer_step(self, batch: TensorBatch, loss: LossFunction, *arguments: Any, **options: Any) -> Metrics:
+        self.calls += 1
+        offset = math.inf if is_due(self.calls) else 0.0
+
+        def spoilt(outputs: TensorBatch, rows: TensorBatch) -> tuple[torch.Tensor, Metrics]:
+            value, metrics = loss(outputs, rows)
+            return value + offset, metrics
+
+        return super().optimizer_step(batch, spoilt, *arguments, **options)

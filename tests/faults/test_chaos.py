@@ -9,13 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.faults.chaos import BEGIN, END, Chain, table, tiny_world, write_table
+from tests.faults.conftest import only_test_faults
 from tests.pipelines.tiny_runs import FinishedRun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 @pytest.mark.parametrize(
-    ("kind", "moments"), [("synchronous", ["saving", "weights"]), ("asynchronous", ["samples", "any"])]
+    ("kind", "moments"),
+    [
+        ("synchronous", ["saving", "weights"]),
+        pytest.param("asynchronous", ["samples", "any"], marks=only_test_faults),
+    ],
 )
 def test_a_run_that_is_killed_and_continued_is_the_run_that_was_not(
     tmp_path: Path, kind: str, moments: list[str]

@@ -11,6 +11,7 @@ from roll.config.reading.errors import ConfigError
 from roll.distributed.failures import NotFinite
 from roll.pipelines.batches import RecordedBatch
 from roll.replay import main
+from tests.faults.conftest import only_test_faults
 from tests.pipelines.conftest import Run
 from tests.pipelines.tiny_runs import FinishedRun, role, training_args
 
@@ -61,7 +62,7 @@ def test_the_same_step_again(recorded: FinishedRun, replay: Any, capsys: pytest.
     "changes",
     [
         ["actor_train.device_mapping=[0,1]", "actor_train.training_args.per_device_train_batch_size=4"],
-        ["actor_train.strategy_args.strategy_name=deepspeed_train"],
+        pytest.param(["actor_train.strategy_args.strategy_name=deepspeed_train"], marks=only_test_faults),
     ],
     ids=["two ranks", "deepspeed"],
 )
@@ -78,6 +79,7 @@ def test_what_differs_is_named(replay: Any, capsys: pytest.CaptureFixture[str]) 
         replay(1)
 
 
+@only_test_faults
 @pytest.mark.parametrize("pipeline", ["sft", "dpo"])
 def test_other_pipelines(
     run: Run, shared_ray: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipeline: str
@@ -105,6 +107,7 @@ def test_a_loss_that_is_not_finite_is_skipped_by_all_ranks(run: Run) -> None:
     assert "its batch is in" in (finished.logs / "run.log").read_text()
 
 
+@only_test_faults
 def test_a_loss_that_is_not_finite_ends_the_run(run: Run, tmp_path: Path) -> None:
     with pytest.raises(NotFinite, match=r"step 1: a loss or gradient was not finite.*batches/step-000001.*stop"):
         run(SPOILT | TWO_RANKS | {"on_nonfinite": "stop"}, "sft", tmp_path)

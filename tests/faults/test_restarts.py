@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from roll.distributed.restarts import RECORD_NAME
+from tests.faults.conftest import only_test_faults
 from tests.faults.dying_workers import DEATHS_ENV
 from tests.pipelines.conftest import Run
 from tests.pipelines.subprocess_runs import Start
@@ -61,8 +61,8 @@ def differences(ours: FinishedRun, theirs: FinishedRun) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "pipeline", ["rlvr", "sft", *(["dpo", "agentic"] if os.environ.get("TEST_FAULTS") else [])]
-)  # `make test-faults` sets it
+    "pipeline", ["rlvr", *(pytest.param(name, marks=only_test_faults) for name in ("sft", "dpo", "agentic"))]
+)
 def test_a_killed_rank_costs_no_number(start: Start, run: Run, world: TinyWorld, tmp_path: Path, pipeline: str) -> None:
     """A rank is killed in the fourth update, or the third; the metrics are those of the run that nobody disturbed."""
     changes = RUNS[pipeline]
@@ -80,6 +80,7 @@ def test_a_killed_rank_costs_no_number(start: Start, run: Run, world: TinyWorld,
     assert differences(FinishedRun(output), undisturbed) == []
 
 
+@only_test_faults
 def test_a_run_that_dies_twice_in_the_same_place_ends(start: Start, world: TinyWorld, tmp_path: Path) -> None:
     deaths = tmp_path / "deaths"
     deaths.write_text("1\n1\n1")
@@ -90,3 +91,20 @@ def test_a_run_that_dies_twice_in_the_same_place_ends(start: Start, world: TinyW
     assert f"the evidence is in {tmp_path / 'logs'}" in errors
     assert deaths.read_text() == "1", "two of three"
     assert [row["event"] for row in records(tmp_path)] == ["ended", "restarted", "ended"]
+
+
+@only_test_faults
+def test_a_rewound_run_leaves_a_batch_out(start: Start, world: TinyWorld, tmp_path: Path) -> None:
+    """The loss of the third step is infinite; the run goes back to a checkpoint, and on without that batch."""
+    deaths = tmp_path / "deaths"
+    deaths.write_text("3")
+    changes = {"sft_train.worker_cls": f"{DYING}.InfiniteOnce", "on_nonfinite": "rewind", "save_steps": 1}
+    load_changed(sft_settings(world, tmp_path), changes | {"system_envs": {DEATHS_ENV: str(deaths)}})
+    status, errors = start(tmp_path / "input" / "config.yaml", tmp_path).finish(240)
+    assert status == 0, errors
+    assert "rewinding: the run goes on from" in errors
+    finished = FinishedRun(tmp_path)
+    assert [row["step"] for row in finished.steps] == list(range(6))
+    assert ["sft_train/loss" in row for row in finished.steps] == [True, True, False, True, True, True]
+    assert all("skipped_updates" not in row for row in finished.steps)
+    assert (tmp_path / "batches" / "step-000002.safetensors").is_file()

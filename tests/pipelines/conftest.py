@@ -16,6 +16,7 @@ from tests.pipelines.tiny_runs import (
     FinishedRun,
     TinyWorld,
     agentic_settings,
+    distill_settings,
     dpo_settings,
     grpo_changes,
     load_changed,
@@ -50,6 +51,7 @@ def run(shared_ray: str, world: TinyWorld, tmp_path_factory: pytest.TempPathFact
         "dpo": dpo_settings,
         "rm": rm_settings,
         "agentic": agentic_settings,
+        "distill": distill_settings,
     }
 
     def run_pipeline(

@@ -54,6 +54,9 @@ def test_a_policy_learns_over_turns(run: Run) -> None:
         },
         "agentic",
     )
+    assert all(0.2 < hit < 1 for hit in finished.values("engine/prefix_hit")), (
+        "second turns have the first in the cache"
+    )
     returns = finished.values("episode/letters/return")
     assert sum(returns[-3:]) > 1.5 * sum(returns[:3])
     rows = read_metrics(finished.logs / METRICS_NAME)
@@ -123,3 +126,47 @@ def test_a_killed_run_goes_on(start: Start, run: Run, world: TinyWorld, tmp_path
     if not ratio:
         whole = tmp_path / "whole"
         assert found == episodes(run(dumped(whole), "agentic", whole))
+
+
+STRATEGIES = {
+    "FSDP2": ("fsdp2_train", {}),
+    "ZeRO-2": ("deepspeed_train", {"zero_optimization": {"stage": 2}}),
+    "Megatron, two tensor ranks": ("megatron_train", {"tensor_model_parallel_size": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def two_steps(run: Run) -> Any:
+    """Of the same episodes: recorded by the first strategy, replayed by the others, so that no sample differs."""
+    recorded = run(
+        {
+            "max_steps": 2,
+            "rollout_mock": {"enable": True, "mode": "dump"},
+            "actor_train.device_mapping": [0, 1],
+            "actor_train.training_args": training_args(8, 1),
+            "enable_old_logprobs_recompute": True,
+        },
+        "agentic",
+    )
+    return recorded
+
+
+@pytest.mark.parametrize("name", list(STRATEGIES)[1:])
+def test_every_strategy_learns_the_same_from_episodes(run: Run, two_steps: FinishedRun, name: str) -> None:
+    strategy, config = STRATEGIES[name]
+    ranks = 1 if "tensor" in name else 2
+    replayed = run(
+        {
+            "max_steps": 2,
+            "rollout_mock": {"enable": True, "mode": "mock", "dump_dir": str(two_steps.output / "rollouts")},
+            "actor_train.device_mapping": [0, 1],
+            "actor_train.training_args": training_args(8, 2 // ranks),
+            "actor_train.strategy_args": {"strategy_name": strategy, "strategy_config": config},
+            "enable_old_logprobs_recompute": True,
+        },
+        "agentic",
+    )
+    for metric in ("actor/loss", "actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+        if metric in two_steps.steps[0]:
+            assert replayed.values(metric) == pytest.approx(two_steps.values(metric), rel=2e-4, abs=2e-5), metric
+    assert any(value > 0 for value in two_steps.values("actor/grad_norm"))

@@ -59,3 +59,20 @@ def test_every_token_has_its_route(run: Run, experts: Path, mode: str) -> None:
     assert finished.values("actor/moe_replay_missing") == [0.0, 0.0]
     assert finished.values("actor/moe_replay_changed") == pytest.approx([0.0, 0.0], abs=1e-3)
     assert max(finished.values("actor/train_infer_log_diff_abs_max")) < 1e-5
+
+
+def test_the_routes_of_episodes_are_replayed(run: Run, experts: Path) -> None:
+    """R2 with turns: every trained token of a conversation has the route of the pass before the update."""
+    finished = run(
+        {
+            "pretrain": str(experts),
+            "enable_old_logprobs_recompute": True,
+            "actor_train.router_replay.mode": "R2",
+            "actor_train.use_sequence_packing": True,
+            "actor_train.device_mapping": [0, 1],
+            "actor_train.training_args": training_args(8, 1),
+        },
+        "agentic",
+    )
+    assert finished.values("actor/moe_replay_missing") == [0.0]
+    assert finished.values("actor/moe_replay_changed") == pytest.approx([0.0], abs=1e-3)

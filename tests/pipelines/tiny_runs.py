@@ -52,6 +52,15 @@ class TinyWorld:
     def preferences(self) -> Path:
         return self.folder / "pairs.jsonl"
 
+    @property
+    def teacher(self) -> Path:
+        """Another model with the same tokenizer."""
+        return self.folder / "teacher"
+
+    @property
+    def validation_answers(self) -> Path:
+        return self.folder / "val_sft.jsonl"
+
 
 def make_world(tiny: Mapping[str, ModuleType], folder: Path) -> TinyWorld:
     """An untrained two-layer model, and word problems whose tags alternate between ``even`` and ``odd``."""
@@ -61,7 +70,9 @@ def make_world(tiny: Mapping[str, ModuleType], folder: Path) -> TinyWorld:
     held_out = words.draw_problems(NUM_VALIDATION, seed=2, validation=True)
     tokenizer = model.make_tokenizer(f"{problem.question}\n{words.solution(problem)}" for problem in training)
     model.save(model.make_model(tokenizer, seed=0), tokenizer, world.model)
-    for path, problems in ((world.train, training), (world.validation, held_out), (world.demonstrations, training)):
+    model.save(model.make_model(tokenizer, seed=1), tokenizer, world.teacher)
+    sets = ((world.train, training), (world.validation, held_out), (world.demonstrations, training))
+    for path, problems in (*sets, (world.validation_answers, held_out)):
         rows = [_row(f"{path.stem}-{i}", problem, words.solution(problem)) for i, problem in enumerate(problems)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pairs = [
@@ -255,6 +266,24 @@ def rm_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
     role_args = shared["actor_train"]
     del shared["reference"], shared["actor_train"]
     return shared | {"pipeline": "rm", "exp_name": "tiny_rm", "reward_train": role_args}
+
+
+def distill_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
+    """Distillation on one rank, 8 rows a step, the teacher on a device of its own."""
+    shared = sft_settings(world, output)
+    student = shared.pop("sft_train") | {"training_args": constant_rate(training_args(4, 2, 1e-3))}
+    student["training_args"]["save_hf_model"] = True
+    del shared["pretrain"]
+    return shared | {
+        "pipeline": "distill",
+        "student_pretrain": str(world.model),
+        "teacher_pretrain": str(world.teacher),
+        "max_steps": 3,
+        "logits_topk": 6,
+        "distill_loss_weight": 0.6,
+        "student": student,
+        "teacher": role("fsdp2_infer", [1], infer_batch_size=8),
+    }
 
 
 def load_changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> LoadedConfig[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,8 @@ import pytest
 import torch
 
 from roll.cli import main
-from roll.config.loader import load_config
 from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
-from roll.rehearsal.hardware import Gpu, Hardware
-from roll.rehearsal.recipe import CONTEXT_BYTES, Rehearsal, rehearse_recipe
-from roll.rehearsal.report import to_json, verdict
 from roll.rehearsal.simulate import Task, fake_world, rehearse
-from roll.rehearsal.suggestions import suggest
 from roll.rehearsal.tracker import Kind, Tracker
 from roll.strategies.base import StateKind
 
@@ -105,7 +99,7 @@ def test_fsdp2_holds_a_quarter_of_float32_weights_gradients_and_moments(run: Any
 
 
 def test_flops_are_two_for_each_weight_and_token_and_three_times_that_with_a_backward_pass(run: Any) -> None:
-    tokens = PROMPT + RESPONSE
+    tokens = PROMPT + RESPONSE - 1  # the last one predicts nothing
     head = 2 * VOCABULARY * HIDDEN * RESPONSE
     # Half of scores and half of sums: queries see what is before them. The kernel's backward pass has five products.
     attention = LAYERS * 2 * 2 * HIDDEN * tokens * tokens // 2
@@ -126,59 +120,6 @@ def test_traffic_is_that_of_gathering_every_unit_for_each_pass(run: Any) -> None
     assert reduced == passes * 4 * WEIGHTS
     assert passes * 2 * (WEIGHTS + layers) <= gathered <= passes * 2 * 2 * WEIGHTS
     assert sum(c.num_bytes for c in run.works["send"].collectives) == 2 * WEIGHTS
-
-
-def test_recomputation_trades_activations_for_a_forward_pass(tmp_path: Path, run: Any) -> None:
-    task = task_of(tmp_path, forward_rows=0, sends=False)
-    args = replace(task.role.model_args, disable_gradient_checkpointing=False)
-    again = rehearse(replace(task, role=replace(task.role, model_args=args))).works["train"]
-    kept = run.works["train"]
-    assert again.peak[Kind.ACTIVATIONS] < kept.peak[Kind.ACTIVATIONS]
-    tokens = PROMPT + RESPONSE
-    layer = (2 * MATRICES * tokens) // LAYERS + 2 * HIDDEN * tokens * tokens
-    assert 0 < again.flops - kept.flops <= 2 * ROWS * LAYERS * layer
-
-
-def small_machine(gib: float) -> Hardware:
-    return Hardware(Gpu("small", int(gib * 2**30), 1e12, 1e12, 1e11, 1e10), "nvlink+ib400", 1e10, 1e9, 2)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Path]]:
-    """The tiny recipe, its model's sizes from a file."""
-    file = tmp_path_factory.mktemp("tiny") / "config.json"
-    file.write_text(json.dumps(CONFIG))
-    return load_config(None, "tiny/rlvr_config", None, (), check_files=False), {"": file}
-
-
-@pytest.fixture(scope="module")
-def rehearsed(tiny: tuple[Any, dict[str, Path]]) -> Rehearsal:
-    return rehearse_recipe(tiny[0], small_machine(16), tiny[1])
-
-
-def test_phases_of_a_step_and_who_is_on_the_devices(rehearsed: Rehearsal) -> None:
-    assert rehearsed.fits
-    names = [phase.name for phase in rehearsed.devices[0].phases]
-    assert names[:2] == ["weight update", "generation"] and names[-1] == "update of actor_train"
-    phases = {phase.name: phase.parts for use in rehearsed.devices for phase in use.phases}
-    train = phases["update of actor_train"]
-    assert train["actor_train", "optimizer states"] > 0 and train["actor_train", "gradients"] > 0
-    assert ("actor_train", "optimizer states") not in phases["weight update"]
-    content = json.loads(json.dumps(to_json(rehearsed)))
-    assert content["fits"] and content["phases"].keys() == set(names)
-
-
-def test_what_does_not_fit_is_refused_with_the_sum_and_changes_that_fit(tiny: Any, rehearsed: Rehearsal) -> None:
-    loaded, given = tiny
-    room = (CONTEXT_BYTES * 3 + rehearsed.peak - 3 * CONTEXT_BYTES - 2**20) / 2**30
-    known: dict[Any, Any] = {}
-    report = rehearse_recipe(loaded, small_machine(room), given, known=known)
-    assert not report.fits
-    (sentence,) = verdict(report)
-    assert "does not fit on devices" in sentence and "more than the" in sentence
-    for one in suggest(loaded, report, given, known=known):
-        changed = load_config(None, loaded.source, None, one.overrides, check_files=False)
-        assert rehearse_recipe(changed, small_machine(room), given, known=known).fits
 
 
 def test_a_model_that_is_not_known_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

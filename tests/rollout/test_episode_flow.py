@@ -176,6 +176,7 @@ def test_failed_environments_are_tried_again_and_counted(lakes: Any) -> None:
     one = lakes(Troubled, retries=1)
     with pytest.raises(RolloutExhausted, match=r"connection lost|no server"):
         one.collect(1)
+    assert one.flow.aside.num_samples >= 1, "failed at both attempts"
     Troubled.faults = 3
 
 

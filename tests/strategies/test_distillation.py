@@ -130,7 +130,7 @@ def expected(tied_model: Path, teacher_model: Path) -> dict[int, dict[str, torch
     return found
 
 
-@pytest.mark.default_rows("1-rank", "2-ranks-packed", "2-ranks-shared-prompts")
+@pytest.mark.default_rows("2-ranks-packed")
 @pytest.mark.parametrize(
     ("strategy", "world_size", "options"),
     [

@@ -27,6 +27,7 @@ from roll.protocol.metrics import Max, Mean, Metrics
 from roll.rollout.episode_batch import build_episode_batch
 from roll.rollout.episodes import EpisodeCodec, EpisodeFlow, EpisodeSettings, Player
 from roll.rollout.filters import build_filter
+from roll.rollout.mending import SetAside
 from roll.rollout.replay import ReplayBuffer
 from roll.rollout.scheduling import AsyncScheduler, collected
 from roll.tracking import SampleTable
@@ -91,9 +92,15 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         super().__init__(config, plan, clusters.actor_infer, SLICE_SECONDS, router="EnvAffinityRouter")
         self._config, self._plan, self._data = config, plan, data
         self._flow = EpisodeFlow(
-            self._engines, data.tasks.draw, data.players, _settings(plan.train, f"{config.seed}/"), 0
+            self._engines,
+            data.tasks.draw,
+            data.players,
+            _settings(plan.train, f"{config.seed}/"),
+            0,
+            SetAside(plan.log_dir),
         )
         self._counts_before = dict(self._flow.counts)
+        self._prompts_before = (0, 0)
 
     def collect(self, step: int) -> tuple[DataProto, Callable[[], SampleTable], Metrics]:
         groups, metrics = self._groups_of(step)
@@ -108,7 +115,7 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         sampled = float(batch.batch["response_mask"].sum())
         given = float(batch.batch["attention_mask"].sum()) - sampled
         metrics |= self._size_metrics(len(batch), sampled, given) | self._loss_metrics()
-        metrics |= episode_metrics(groups) | token_checks(batch, groups) | self._what_became()
+        metrics |= episode_metrics(groups) | token_checks(batch, groups) | self._what_became() | self._prefix_hits()
         templates = {tag: player.template for tag, player in self._data.players.items()}
         self.notes = partial(episode_notes, groups)
         return batch, partial(episode_table, groups, templates), metrics
@@ -139,7 +146,17 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         metrics: Metrics = {
             f"scheduler/episodes_{name}": Mean(now.get(name, 0) - before.get(name, 0)) for name in names
         }
+        aside = self._flow.aside.num_samples
+        if aside:
+            metrics["scheduler/set_aside_samples"] = Mean(aside)
         return metrics | {"env/process_deaths": Mean(deaths)}
+
+    def _prefix_hits(self) -> Metrics:
+        """Share of the prompts' tokens since the last step that engines had in a prefix cache, where they count it."""
+        asked = self._engines.prompt_tokens - self._prompts_before[0]
+        reused = self._engines.reused_tokens - self._prompts_before[1]
+        self._prompts_before = self._engines.prompt_tokens, self._engines.reused_tokens
+        return {"engine/prefix_hit": Mean(float(reused), asked)} if asked else {}
 
     def close(self) -> None:
         self.driver.run(self._close_agents())

@@ -104,7 +104,9 @@ def lm_eval_command(options: HarnessOptions, base_url: str, model: str, tokenize
 
 def inspect_command(options: HarnessOptions, base_url: str, model: str, tokenizer: str, output: Path) -> list[str]:
     """``inspect eval`` on the server, as a provider named ``roll``; its address comes with the environment."""
-    words = [sys.executable, "-m", "inspect_ai", "eval", *options.tasks, "--model", f"openai-api/roll/{model}"]
+    # It takes patterns that start from the working directory only; behind an @ stands the name of a task in the file.
+    tasks = [os.path.relpath(name) if Path(name.partition("@")[0]).is_file() else name for name in options.tasks]
+    words = [sys.executable, "-m", "inspect_ai", "eval", *tasks, "--model", f"openai-api/roll/{model}"]
     return [*words, "--log-format", "json", "--log-dir", str(output), "--display", "plain", *options.arguments]
 
 

@@ -77,6 +77,12 @@ class GenerationStrategy(ABC):
         engine that keeps no such record."""
         return []
 
+    @property
+    def prompt_counts(self) -> tuple[int, int]:
+        """Tokens of all prompts since the start, and those of them that came from a prefix cache; zeros from an engine
+        that does not count them."""
+        return 0, 0
+
     def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore:
         """Log-probs of a prompt's own tokens, and the ``top`` most probable at each position.
 

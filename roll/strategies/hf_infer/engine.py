@@ -123,7 +123,14 @@ class GenerationEngine:
         self._rows = RunningRows(max_num_seqs, max_model_len)
         self._cache = self._new_cache()
         self._prefixes = PrefixCache(prefix_cache_tokens)
+        self.num_prompt_tokens = 0
+        """Of all prompts so far, each counted when its first samples start."""
         self._sampler = Sampler(self._rows, decoder.vocab_size, decoder.device, decoder.masked_token_ids)
+
+    @property
+    def prompt_counts(self) -> tuple[int, int]:
+        """Tokens of all prompts so far, and those of them that the prefix cache had."""
+        return self.num_prompt_tokens, self._prefixes.num_reused
 
     @property
     def num_unfinished(self) -> int:
@@ -307,12 +314,14 @@ class GenerationEngine:
             room = self._cache.data.new_zeros(size)
         gather(room, found)
         self._prefixes.num_reused += sum(known for _, known in found)
+        self.num_prompt_tokens += sum(map(len, prompts))
         images = [group.request.vision for group in groups]
         more = () if all(vision is None for vision in images) else (images,)
         states = self._decoder.extend(room, [known for _, known in found], prompts, *more)
         return self._start_samples(groups, counts, states)
 
     def _prefill(self, prompts: Sequence[Sequence[int]], images: Images) -> PromptStates:
+        self.num_prompt_tokens += sum(map(len, prompts))
         if all(vision is None for vision in images):
             return self._decoder.prefill(prompts)
         return self._decoder.prefill(prompts, images)

@@ -116,6 +116,10 @@ class HfInferStrategy(GenerationStrategy):
     def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
         return self._running_engine().running(request_ids)
 
+    @property
+    def prompt_counts(self) -> tuple[int, int]:
+        return self._running_engine().prompt_counts
+
     @torch.no_grad()
     def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore:
         """By a pass of its own, without cache; logits of a few hundred positions are in memory at a time."""

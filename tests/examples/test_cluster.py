@@ -1,0 +1,211 @@
+"""examples/cluster: scripts run with stand-ins for the schedulers' commands, manifests against the published fields."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roll.config.loader import load_config
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "cluster"
+TWO_NODES = "examples/qwen2.5-7B-rlvr_fsdp2/rlvr_config_2nodes.yaml"
+
+RECORDER = """#!PYTHON -IS
+import json, os, sys
+with open(os.environ["RECORD"], "a") as file:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAY_AUTH_TOKEN", "RAY_ADDRESS")
+    file.write(json.dumps({"argv": sys.argv, "environ": {k: os.environ[k] for k in names if k in os.environ}}) + "\\n")
+if sys.argv[1:2] == ["doctor"]:
+    sys.exit(int(os.environ.get("DOCTOR", "0")))
+"""
+SRUN = """#!/usr/bin/env bash
+echo "$@" >> "$RECORD.srun"
+while [[ "$1" == --* ]]; do shift; done
+status=0
+for node in 0 1; do SLURM_NODEID=$node "$@" || status=$?; done
+exit $status
+"""
+SCONTROL = '#!/usr/bin/env bash\n[[ "$*" == "show hostnames gpu[07-08]" ]] && printf "gpu07\\ngpu08\\n"\n'
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path) -> dict[str, str]:
+    """The environment in which the commands of schedulers are stand-ins that write down what they were given."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in {"roll": RECORDER, "ray": RECORDER, "srun": SRUN, "scontrol": SCONTROL}.items():
+        (folder / name).write_text(text.replace("PYTHON", sys.executable))
+        (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(tmp_path / "record")}
+
+
+def call(words: list[str], environ: dict[str, str]) -> tuple[int, list[dict[str, Any]]]:
+    """Exit status, and the calls of ``roll`` and ``ray``."""
+    done = subprocess.run(words, env=environ, cwd=ROOT, capture_output=True, text=True, check=False)
+    record = Path(environ["RECORD"])
+    return done.returncode, [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+
+SLURM = {"SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2"}
+
+
+def test_slurm(stand_ins: dict[str, str]) -> None:
+    status, calls = call([str(FOLDER / "slurm.sh"), TWO_NODES, "exp_name=a b"], {**stand_ins, **SLURM})
+    assert status == 0
+    runs = [one for one in calls if one["argv"][1] == "run"]
+    assert [one["argv"][2:] for one in runs] == [[TWO_NODES, "resume_from_checkpoint=true", "exp_name=a b"]] * 2
+    assert [one["environ"]["RANK"] for one in runs] == ["0", "1"]
+    (token,) = {one["environ"].pop("RAY_AUTH_TOKEN") for one in runs}
+    assert re.fullmatch("[0-9a-f]{64}", token)
+    assert token not in Path(stand_ins["RECORD"] + ".srun").read_text(), "any user of the cluster can list commands"
+    for one in runs:
+        del one["environ"]["RANK"]
+        assert one["environ"] == {"WORLD_SIZE": "2", "MASTER_ADDR": "gpu07", "MASTER_PORT": "24711"}
+    assert [one["argv"][1] for one in calls] == ["doctor", "run"] * 2
+
+
+@pytest.mark.parametrize(("doctor", "runs"), [("1", 2), ("2", 0)])
+def test_slurm_runs_with_warnings_and_not_with_errors(stand_ins: dict[str, str], doctor: str, runs: int) -> None:
+    status, calls = call([str(FOLDER / "slurm.sh"), TWO_NODES], {**stand_ins, **SLURM, "DOCTOR": doctor})
+    assert (status == 0) == (runs > 0)
+    assert sum(one["argv"][1] == "run" for one in calls) == runs
+
+
+def test_ray_job(stand_ins: dict[str, str]) -> None:
+    assert call([str(FOLDER / "ray_job.sh"), "http://head:8265"], stand_ins)[0] == 2
+    status, (sent,) = call([str(FOLDER / "ray_job.sh"), "http://head:8265", "c.yaml", "max_steps=1"], stand_ins)
+    assert status == 0
+    words = "job submit --address http://head:8265 -- roll run c.yaml max_steps=1"
+    assert sent["argv"][1:] == words.split()
+
+
+def test_skypilot(stand_ins: dict[str, str], tmp_path: Path) -> None:
+    task = yaml.safe_load((FOLDER / "skypilot.yaml").read_text())
+    known = {"name", "num_nodes", "resources", "workdir", "envs", "secrets", "file_mounts", "setup", "run"}
+    assert set(task) <= known and set(task["resources"]) <= {"accelerators", "disk_size"}
+    plan = load_config(None, str(ROOT / task["envs"]["CONFIG"]), check_files=False).plan
+    assert task["num_nodes"] == plan.num_nodes
+    assert task["resources"]["accelerators"] == f"H100:{plan.num_devices_per_node}"
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    given = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5"}
+    environ = {**stand_ins, **given, **task["envs"], "RAY_AUTH_TOKEN": "t"}
+    done = subprocess.run(["bash", "-e", "-c", task["run"]], env=environ, cwd=tmp_path, check=False)
+    assert done.returncode == 0
+    run = [json.loads(line) for line in Path(stand_ins["RECORD"]).read_text().splitlines()][-1]
+    assert run["argv"][1:3] == ["run", TWO_NODES]
+    assert run["environ"] == {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.4", "RAY_AUTH_TOKEN": "t"}
+    subprocess.run(["bash", "-n", "-c", task["setup"]], check=True)
+
+
+def test_skypilot_reads_its_file() -> None:
+    sky = pytest.importorskip("sky", reason="needs the package skypilot")
+    task = sky.Task.from_yaml(str(FOLDER / "skypilot.yaml"))
+    assert task.num_nodes == 2
+
+
+CONTAINER = {
+    "type": "object",
+    "required": ["name", "image", "resources"],
+    "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string"},
+        "image": {"type": "string", "pattern": r"^[\w./-]+:[\w.-]+$"},
+        "resources": {"type": "object", "required": ["requests", "limits"]},
+        "volumeMounts": {"type": "array", "items": {"required": ["name", "mountPath"]}},
+    },
+}
+POD = {
+    "type": "object",
+    "required": ["spec"],
+    "additionalProperties": False,
+    "properties": {
+        "spec": {
+            "type": "object",
+            "required": ["containers"],
+            "additionalProperties": False,
+            "properties": {
+                "securityContext": {"type": "object", "required": ["runAsNonRoot"]},
+                "containers": {"type": "array", "minItems": 1, "items": CONTAINER},
+                "volumes": {"type": "array"},
+            },
+        }
+    },
+}
+GROUP = {"rayStartParams": {"type": "object", "additionalProperties": {"type": "string"}}, "template": POD}
+RAY_JOB = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "additionalProperties": False,
+    "properties": {
+        "apiVersion": {"const": "ray.io/v1"},
+        "kind": {"const": "RayJob"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "required": ["entrypoint", "rayClusterSpec"],
+            "additionalProperties": False,
+            "properties": {
+                "entrypoint": {"type": "string"},
+                "shutdownAfterJobFinishes": {"type": "boolean"},
+                "backoffLimit": {"type": "integer"},
+                "rayClusterSpec": {
+                    "type": "object",
+                    "required": ["headGroupSpec"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "rayVersion": {"type": "string"},
+                        "authOptions": {"type": "object", "properties": {"mode": {"enum": ["disabled", "token"]}}},
+                        "headGroupSpec": {
+                            "type": "object",
+                            "required": ["rayStartParams", "template"],
+                            "additionalProperties": False,
+                            "properties": GROUP,
+                        },
+                        "workerGroupSpecs": {
+                            "type": "array",
+                            "items": {
+                                "type": "object",
+                                "required": ["groupName", "replicas", "rayStartParams", "template"],
+                                "additionalProperties": False,
+                                "properties": {
+                                    **GROUP,
+                                    "groupName": {"type": "string"},
+                                    "replicas": {"type": "integer"},
+                                    "minReplicas": {"type": "integer"},
+                                    "maxReplicas": {"type": "integer"},
+                                },
+                            },
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+"""The fields that the manifest uses, as KubeRay's reference of ``ray.io/v1`` lists them; others are misspelt."""
+
+
+def test_kuberay() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    manifest = yaml.safe_load((FOLDER / "kuberay.yaml").read_text())
+    jsonschema.validate(manifest, RAY_JOB)
+    cluster = manifest["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert f"ray[default]>={cluster['rayVersion'].rpartition('.')[0]}" in (ROOT / "setup.py").read_text()
+    user = re.search(r"useradd .*--uid (\d+)", (ROOT / "Dockerfile").read_text())
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    for pod in (group["template"]["spec"] for group in groups):
+        assert user is not None and pod["securityContext"]["runAsUser"] == int(user[1])
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert {mount["name"] for one in pod["containers"] for mount in one["volumeMounts"]} == volumes
+    assert manifest["spec"]["entrypoint"].startswith("roll run /runs/")

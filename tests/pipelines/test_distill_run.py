@@ -1,0 +1,223 @@
+"""Distillation runs against a plain loop, in several layouts, from a cache and continued; on-policy distillation with
+one teacher and with several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from roll.config.reading.errors import ConfigError
+from roll.datasets import EpochOrder
+from roll.tracking import METRICS_NAME, read_metrics
+from tests.pipelines.conftest import Run
+from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, constant_rate, role, training_args, untimed
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+RATE, STEPS, ROWS, TOP, WEIGHT = 1e-3, 3, 8, 6, 0.6
+NUMBERS = ("student/loss", "student/nll", "student/kd_loss", "student/teacher_top_k_mass", "student/grad_norm")
+
+
+def sequence(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], int]:
+    """Token ids of a row, and how many of them are the prompt's."""
+    prompt = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True)["input_ids"]
+    answer = tokenizer(row["response"] + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
+    return prompt + answer, len(prompt)
+
+
+def plain_distillation(world: TinyWorld, steps: int = STEPS, on_prompt: bool = False) -> list[dict[str, float]]:
+    """One row and one token at a time: the forward KL over the teacher's tokens and the rest, of every distribution
+    that an answer's token was predicted from, its first and its end token's included."""
+    tokenizer = AutoTokenizer.from_pretrained(world.model)
+    student = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32)
+    teacher = AutoModelForCausalLM.from_pretrained(world.teacher, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=RATE, weight_decay=0.0)
+    rows = [json.loads(line) for line in world.demonstrations.read_text().splitlines()]
+    order = EpochOrder(64, 7, "distill", True).of_epoch(0)
+    found = []
+    for step in range(steps):
+        nll, kd, mass = [], [], []
+        for index in order[step * ROWS : (step + 1) * ROWS]:
+            ids, start = sequence(tokenizer, rows[index])
+            tokens = torch.tensor([ids])
+            q = student(input_ids=tokens).logits[0].float().log_softmax(-1)
+            with torch.no_grad():
+                p = teacher(input_ids=tokens).logits[0].float().log_softmax(-1)
+            for place in range(1 if on_prompt else start, len(ids)):
+                nll.append(-q[place - 1, ids[place]])
+                top = p[place - 1].topk(TOP)
+                own = q[place - 1][top.indices]
+                rest_p, rest_q = 1 - top.values.exp().sum(), 1 - own.exp().sum()
+                kd.append((top.values.exp() * (top.values - own)).sum() + rest_p * (rest_p / rest_q).log())
+                mass.append(top.values.exp().sum())
+        means = [torch.stack(values).mean() for values in (nll, kd, mass)]
+        loss = (1 - WEIGHT) * means[0] + WEIGHT * means[1]
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        found.append(dict(zip(NUMBERS, map(float, (loss, *means, norm)), strict=True)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def wanted(world: TinyWorld) -> list[dict[str, float]]:
+    return plain_distillation(world)
+
+
+@pytest.fixture(scope="module")
+def whole(run: Run, world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[FinishedRun, Path]:
+    """A run that fills a cache, with validations and a checkpoint."""
+    cache = tmp_path_factory.mktemp("cache")
+    changes = {"teacher_cache": str(cache), "save_steps": 2, "eval_steps": 2, "student.infer_batch_size": 6}
+    changes["validation"] = {"data_args": {"file_name": str(world.validation_answers)}}
+    return run(changes, pipeline="distill"), cache
+
+
+def assert_same(run: FinishedRun, wanted: list[dict[str, float]], rel: float = 2e-4) -> None:
+    for row, numbers in zip(run.steps, wanted, strict=True):
+        for name in NUMBERS:
+            assert row[name] == pytest.approx(numbers[name], rel=rel, abs=2e-6), (row["step"], name)
+
+
+def test_the_first_answer_token_and_the_end_token_are_distilled(
+    whole: tuple[FinishedRun, Path], wanted: list[dict[str, float]]
+) -> None:
+    """ROLL's divergence is one position late: it masks the distribution that predicts token t + 1 by the label of t.
+    And its teacher's vocabulary ends before the tokens that were added, such as the one that ends a turn."""
+    assert_same(whole[0], wanted)
+    assert wanted[2]["student/loss"] < wanted[0]["student/loss"], "three steps must change something"
+
+
+def test_validation_runs_and_counts_every_row(whole: tuple[FinishedRun, Path], world: TinyWorld) -> None:
+    """ROLL's stops the run at its first validation. 8 rows, 6 at a time: the last ones are not left out."""
+    rows = [row for row in read_metrics(whole[0].logs / METRICS_NAME) if "val/kd_loss" in row]
+    assert [row["step"] for row in rows] == [2, 3]
+    tokenizer = AutoTokenizer.from_pretrained(world.model)
+    model = AutoModelForCausalLM.from_pretrained(whole[0].output / "model", dtype=torch.float32)
+    total, count = 0.0, 0
+    for line in world.validation_answers.read_text().splitlines():
+        ids, start = sequence(tokenizer, json.loads(line))
+        with torch.no_grad():
+            table = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        total -= float(table.gather(1, torch.tensor(ids[1:])[:, None])[start - 1 :].sum())
+        count += len(ids) - start
+    assert rows[1]["val/nll"] == pytest.approx(total / count, rel=1e-4)
+
+
+def test_a_cache_serves_a_student_without_a_teacher(
+    run: Run, whole: tuple[FinishedRun, Path], wanted: list[dict[str, float]]
+) -> None:
+    changes: dict[str, Any] = {"teacher_cache": str(whole[1]), "teacher": None}
+    again = run(changes, pipeline="distill")
+    assert_same(again, wanted)
+    assert [row["student/cached_rows"] for row in again.steps] == [1.0, 1.0, 1.0]
+    with pytest.raises(ConfigError, match="was made with logits_topk 6, not 4"):
+        run(changes | {"logits_topk": 4}, pipeline="distill")
+    with pytest.raises(ValueError, match="lacks"):
+        run(changes | {"seed": 8, "distill_on_prompt": True}, pipeline="distill")
+
+
+def test_it_goes_on_where_it_was(run: Run, whole: tuple[FinishedRun, Path]) -> None:
+    """ROLL's workers join ``resume_from_checkpoint: true`` with a path, and its teacher looks for a checkpoint of
+    itself. The teacher is a step ahead when the checkpoint is written: those rows are drawn again."""
+    checkpoint = whole[0].output / "checkpoints" / "checkpoint-2"
+    resumed = run({"resume_from_checkpoint": str(checkpoint)}, pipeline="distill")
+    assert [row["step"] for row in resumed.steps] == [2]
+    same = {name: value for name, value in untimed(resumed.steps[0]).items() if name.startswith("student/")}
+    for name, value in same.items():
+        assert whole[0].steps[2][name] == pytest.approx(value, rel=1e-6), name
+
+
+def layout(strategy: str, config: dict[str, Any], micro: int, accumulation: int, **more: Any) -> dict[str, Any]:
+    teacher = strategy.replace("_train", "_infer")
+    return {
+        "student.device_mapping": [0, 1],
+        "student.training_args": constant_rate(training_args(micro, accumulation, RATE)),
+        "student.strategy_args": {"strategy_name": strategy, "strategy_config": config},
+        "teacher": role(teacher, [0, 1], infer_batch_size=3, **more)
+        | {"strategy_args": {"strategy_name": teacher, "strategy_config": config if "megatron" in strategy else {}}},
+        **{f"student.{key}": value for key, value in more.items()},
+    }
+
+
+LAYOUTS = {
+    "packed, ZeRO-2": layout(
+        *("deepspeed_train", {"zero_optimization": {"stage": 2}}, 2, 2),
+        use_sequence_packing=True,
+        sequence_packing_args={"algorithm": "load_balance"},
+    ),
+    "Megatron, two tensor ranks": layout("megatron_train", {"tensor_model_parallel_size": 2}, 2, 4),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_gives_the_same_numbers(run: Run, wanted: list[dict[str, float]], name: str) -> None:
+    """ROLL cuts the teacher's vocabulary without tensor parallelism and not with it: two layouts, two losses."""
+    assert_same(run(LAYOUTS[name], pipeline="distill"), wanted)
+
+
+def test_the_prompt_as_well(run: Run, world: TinyWorld) -> None:
+    done = run({"distill_on_prompt": True, "max_steps": 1, "teacher_log_probs_dtype": "fp16"}, pipeline="distill")
+    assert_same(done, plain_distillation(world, 1, on_prompt=True), rel=2e-3)
+
+
+def teacher(world: TinyWorld, folder: Path | None = None, **keys: Any) -> dict[str, Any]:
+    section = role("fsdp2_infer", [0], infer_batch_size=8, **keys)
+    return section | {"model_args": section["model_args"] | {"model_name_or_path": str(folder or world.teacher)}}
+
+
+def opd(**changes: Any) -> dict[str, Any]:
+    return {"pipeline": "opd", "is_pure_opd": True, "max_steps": 2, **changes}
+
+
+@pytest.mark.parametrize("form", ["advantage", "topk", "full_vocabulary"])
+def test_a_teacher_that_is_the_student_has_nothing_to_teach(run: Run, world: TinyWorld, form: str) -> None:
+    """The log-ratio compares two log-probs of one kind: with the engine's on one side it would not be 0."""
+    done = run(opd(opd_form=form, opd_topk=4, teacher=teacher(world, world.model)))
+    assert done.steps[0]["opd/teacher/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert done.steps[0]["actor/grad_norm"] < 1e-4
+
+
+def test_forms_agree_on_the_divergence_from_a_teacher(run: Run, world: TinyWorld) -> None:
+    """The sampled estimate and the whole distributions; the k tokens with the rest as one bucket are below."""
+    forms = ("advantage", "full_vocabulary", "topk")
+    changes = {"rollout_batch_size": 16, "actor_train.training_args": training_args(16, 4, 1e-2)}
+    done = {form: run(opd(opd_form=form, opd_topk=32, teacher=teacher(world), **changes)) for form in forms}
+    sampled, exact, top = (done[form].steps[0]["opd/teacher/kl"] for form in forms)
+    assert sampled == pytest.approx(exact, rel=0.15)
+    assert 0.5 * exact < top <= exact + 1e-6
+    for form in ("full_vocabulary", "topk"):
+        assert done[form].steps[1]["opd/teacher/kl"] < done[form].steps[0]["opd/teacher/kl"]
+        assert 0 < done[form].steps[0]["opd/teacher/teacher_top_k_mass"] <= 1 + 1e-6
+
+
+def test_teachers_by_tag_in_addition_to_rewards(run: Run, world: TinyWorld) -> None:
+    """Two teachers, the second for some rows only and with its own weight: each has metrics, and rewards still
+    count."""
+    both = {"all": teacher(world), "odd_ones": teacher(world, world.model, tag_included=["odd"], opd_kl_coef=0.5)}
+    mixed = run({"use_opd": True, "opd_kl_coef": 0.1, "teacher": both}).steps
+    assert mixed[0]["opd/all/kl"] > 0.01 and mixed[0]["opd/odd_ones/kl"] == pytest.approx(0, abs=1e-6)
+    assert mixed[0]["opd/kl"] == pytest.approx(0.1 * mixed[0]["opd/all/kl"], rel=1e-4)
+    plain = run({"max_steps": 1, "enable_old_logprobs_recompute": True}).steps[0]
+    assert plain["critic/score/mean"] == mixed[0]["critic/score/mean"]
+    assert plain["actor/grad_norm"] != pytest.approx(mixed[0]["actor/grad_norm"], rel=1e-3)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_before_anything_starts(world: TinyWorld, tmp_path: Path) -> None:
+    from roll.preflight import check_parts
+    from tests.pipelines.tiny_runs import distill_settings, load_changed
+
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in world.teacher.iterdir():
+        renamed = file.read_bytes().replace(b'"content": "', b'"content": "x', 1)
+        (other / file.name).write_bytes(renamed if file.suffix == ".json" else file.read_bytes())
+    loaded = load_changed(distill_settings(world, tmp_path / "out"), {"teacher_pretrain": str(other)})
+    with pytest.raises(ConfigError, match="has another vocabulary"):
+        check_parts(loaded)

@@ -1,0 +1,102 @@
+"""What runs of every pipeline leave for reports: samples, phases, calls, and the report itself, however they end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.report.run_files import REPORT_NAME, Run, read_run
+from tests.pipelines.conftest import Run as Start
+from tests.pipelines.tiny_runs import FinishedRun, untimed
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+
+def text_of(block: dict[str, Any], sample: dict[str, Any]) -> str:
+    return "".join(block["pieces"][place] for place in sample["t"])
+
+
+@pytest.fixture(scope="module")
+def rlvr(run: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[FinishedRun, Run]:
+    folder = tmp_path_factory.mktemp("dumped")
+    keys = {"rollout_dump_dir": str(folder / "rollouts"), "memory_steps": 1, "sample_log.mismatch_steps": 2}
+    done = run(keys)
+    return done, read_run(done.output)
+
+
+def test_samples_are_those_of_the_run(rlvr: tuple[FinishedRun, Run]) -> None:
+    done, read = rlvr
+    blocks = list(read.blocks())
+    assert [(block["step"], block["kind"]) for block in blocks] == [(0, "train"), (1, "train")]
+    dump = Path(read.config["rollout_dump_dir"])
+    for block in blocks:
+        rows = [json.loads(line) for line in (dump / f"train-{block['step']:06d}.jsonl").read_text().splitlines()]
+        assert len(rows) == len(block["samples"]) == 16
+        for row, sample in zip(rows, block["samples"], strict=True):
+            assert block["prompts"][sample["p"]]["text"] == row["prompt"]
+            assert sample["s"] == pytest.approx(row["score"], rel=1e-5)
+            assert (sample["f"], sample["n"]) == (row["finish_reason"], row["response_tokens"])
+            assert row["response"] in text_of(block, sample)
+            assert sample["w"] == block["step"]
+        # Step 0 had a pass of its own: float32 on both sides, a hundred-thousandth is the record's unit.
+        assert all(("q" in sample) == (block["step"] == 0) for sample in block["samples"])
+        assert all(abs(difference) <= 2 for sample in block["samples"] for difference in sample.get("q", ()))
+        scores = [sample["s"] for sample in block["samples"]]
+        assert sum(scores) / 16 == pytest.approx(done.values("critic/score/mean")[block["step"]], rel=1e-5)
+
+
+def test_phases_and_calls(rlvr: tuple[FinishedRun, Run]) -> None:
+    done, read = rlvr
+    rows = {row["step"]: row for row in read.timeline}
+    for row in done.steps:
+        timed = {name: end - begin for name, begin, end in rows[row["step"]]["phases"]}
+        assert timed["step_train"] == pytest.approx(row["time/step_train"], abs=0.01)
+    calls = {(one.role, one.rank): {name for name, _, _ in one.spans} for one in read.calls}
+    assert "update" in calls["actor_train", 0]
+    assert "advance" in calls["actor_infer", 0]
+    begin, end = rows[0]["begin"], rows[1]["end"]
+    train = next(one for one in read.calls if one.role == "actor_train")
+    assert any(begin < first < last < end for name, first, last in train.spans if name == "update")
+    assert read.about["outcome"] == "finished"
+    assert (done.output / REPORT_NAME).stat().st_size > 10_000
+
+
+def test_the_record_changes_no_metric(run: Start, rlvr: tuple[FinishedRun, Run]) -> None:
+    without = run({"sample_log.enabled": False, "report_at_end": False, "memory_steps": 1})
+    assert not (without.output / REPORT_NAME).exists()
+    assert [untimed(row) for row in without.steps] == [untimed(row) for row in rlvr[0].steps]  # the pass changes none
+
+
+def test_a_run_that_fails_has_its_report(run: Start, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="no sample could be scored"):
+        run({"rewards.digits.worker_cls": "benchmarks.pathologies.parts.always_fails"}, output=tmp_path)
+    read = read_run(tmp_path)
+    assert "no sample could be scored" in read.about["outcome"]
+    assert (tmp_path / REPORT_NAME).is_file()
+
+
+def test_episodes(run: Start) -> None:
+    read = read_run(run({}, "agentic").output)
+    (block,) = list(read.blocks())
+    several = [sample for sample in block["samples"] if len(sample.get("u", ())) > 1]
+    assert several, "a game of several turns"
+    for sample in several:
+        given = sum(end - begin for begin, end in sample["c"])
+        turns = sum(end - begin for begin, end, _ in sample["u"])
+        assert turns == sample["n"] == len(sample["t"]) - given
+        assert "You said" in text_of(block, sample)
+        assert sum(reward for _, _, reward in sample["u"]) == pytest.approx(sample["s"], abs=1e-4)
+    assert {sample["o"] for sample in block["samples"]} <= {"terminated", "turn_limit", "truncated"}
+
+
+def test_demonstrations_and_pairs(run: Start) -> None:
+    sft = read_run(run({"max_steps": 3}, "sft").output)
+    assert [(block["step"], len(block["samples"])) for block in sft.blocks()] == [(0, 8), (1, 8), (2, 8)]
+    dpo = read_run(run({"max_steps": 2}, "dpo").output)
+    for block in dpo.blocks():
+        assert [sample["k"] for sample in block["samples"]] == ["chosen", "rejected"] * 8
+        assert all(len(sample["h"]) == len(sample["t"]) for sample in block["samples"])
+    assert (dpo.folder / REPORT_NAME).is_file()

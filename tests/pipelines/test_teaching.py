@@ -1,0 +1,115 @@
+"""What teachers do to advantages, on a batch by hand; and the exact expectations behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from roll.algorithms.kl import KLOptions, kl_estimate
+from roll.config.roles import ReferenceWorkerConfig
+from roll.pipelines.rlvr.config import RLVRConfig
+from roll.pipelines.rlvr.opd import OPDConfig
+from roll.pipelines.rlvr.phases import AdvantageComputer
+from roll.pipelines.rlvr.teaching import add_teacher_divergence, routed
+from roll.protocol import DataProto
+from roll.protocol.metrics import to_floats
+from tests.pipelines.test_scoring import scored_batch
+
+TEACHERS = {"teacher": ReferenceWorkerConfig()}
+
+
+class Teacher:
+    """A cluster of one worker that gives the same log-prob to every token, and keeps what it was asked."""
+
+    dp_size = 1
+
+    def __init__(self, log_prob: float) -> None:
+        self.log_prob = log_prob
+        self.asked: list[tuple[int, float]] = []
+
+    def call(self, method: Any, batch: DataProto, temperature: float) -> Teacher:
+        self.asked.append((len(batch), temperature))
+        self.answer = DataProto.from_dict({"log_probs": batch.batch["response_mask"] * self.log_prob})
+        return self
+
+    def result(self) -> DataProto:
+        return self.answer
+
+
+def scored(config: RLVRConfig, teachers: dict[str, Any]) -> tuple[DataProto, dict[str, float]]:
+    batch = scored_batch(False)
+    metrics = add_teacher_divergence(batch, teachers, config, 0.7, lambda teacher: None)
+    return batch, to_floats(metrics | AdvantageComputer(config, (None, None), 3)(batch))
+
+
+def test_alone_the_advantage_is_minus_the_log_ratio_whatever_the_rewards() -> None:
+    """With opd_gamma 0 each token answers for itself; above, for the later ones as well."""
+    teacher: Any = Teacher(-1.0)
+    batch, metrics = scored(OPDConfig(teacher=TEACHERS, opd_kl_coef=2.0), {"teacher": teacher})
+    mask, ratio = batch.batch["response_mask"], (batch.batch["old_log_probs"] + 1.0) * batch.batch["response_mask"]
+    torch.testing.assert_close(batch.batch["advantages"], -2.0 * ratio)
+    assert metrics["opd/teacher/kl"] == pytest.approx(float(ratio.sum() / mask.sum()))
+    assert teacher.asked == [(7, 0.7)], "at the temperature of sampling"
+    assert batch.batch["scores"].unique().numel() > 1, "rewards are there, and measured"
+
+    later, _ = scored(OPDConfig(teacher=TEACHERS, opd_gamma=0.5), {"teacher": teacher})
+    wanted = torch.zeros_like(ratio)
+    for t in reversed(range(ratio.shape[1])):
+        wanted[:, t] = -ratio[:, t] + (0.5 * wanted[:, t + 1] if t + 1 < ratio.shape[1] else 0.0)
+    torch.testing.assert_close(later.batch["advantages"], wanted * mask)
+
+
+def test_in_addition_to_rewards_it_comes_before_whitening_and_clipping() -> None:
+    settings: dict[str, Any] = {"adv_estimator": "grpo", "use_opd": True, "teacher": TEACHERS, "opd_kl_coef": 0.1}
+    teachers: Any = {"teacher": Teacher(-1.0)}
+    plain = scored_batch(False)
+    AdvantageComputer(RLVRConfig(adv_estimator="grpo"), (None, None), 3)(plain)
+    mixed, _ = scored(RLVRConfig(**settings), teachers)
+    difference = plain.batch["advantages"] - mixed.batch["advantages"]
+    torch.testing.assert_close(difference, mixed.batch["teacher_kl"])
+    clipped, _ = scored(RLVRConfig(**settings, advantage_clip=0.05), teachers)
+    assert float(clipped.batch["advantages"].abs().max()) == pytest.approx(0.05)
+
+
+def test_rows_go_to_teachers_by_tag_and_several_add_up() -> None:
+    batch = scored_batch(False)
+    batch.non_tensor_batch["tag"][:3] = "a"
+    assert routed(batch, ["a"]).tolist() == [True] * 3 + [False] * 4 and routed(batch, None).all()
+    sections = {"all": ReferenceWorkerConfig(), "some": ReferenceWorkerConfig(tag_included=["a"], opd_kl_coef=0.5)}
+    teachers: Any = {"all": Teacher(-1.0), "some": Teacher(-2.0)}
+    config = OPDConfig(teacher=sections)
+    entered: list[Any] = []
+    add_teacher_divergence(batch, teachers, config, 1.0, entered.append)
+    assert entered == list(teachers.values())
+    mask, own = batch.batch["response_mask"], batch.batch["old_log_probs"]
+    wanted = (own + 1.0) * mask
+    wanted[:3] += 0.5 * ((own + 2.0) * mask)[:3]
+    torch.testing.assert_close(batch.batch["teacher_kl"], wanted)
+    assert teachers["some"].asked == [(3, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "wanted"),
+    [("k1", "nothing"), ("k2", "reverse KL"), ("k3", "forward KL"), ("advantage", "reverse KL")],
+)
+def test_expected_gradients_of_the_sampled_forms(estimator: str, wanted: str) -> None:
+    """Over all tokens that the student might sample: k1 differentiated teaches nothing, k3 the forward KL; minus k1 as
+    an advantage teaches the reverse KL."""
+    random = torch.Generator().manual_seed(0)
+    student = torch.randn(12, generator=random, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(12, generator=random, dtype=torch.float64).log_softmax(-1)
+    log_probs = student.log_softmax(-1)
+    probs = log_probs.detach().exp()
+    if estimator == "advantage":
+        expected = (probs * (log_probs.detach() - teacher) * log_probs).sum()
+    else:
+        expected = (probs * kl_estimate(log_probs[None], teacher[None], KLOptions(estimator=estimator))[0]).sum()
+    exact = {
+        "nothing": 0.0 * log_probs.sum(),
+        "reverse KL": (log_probs.exp() * (log_probs - teacher)).sum(),
+        "forward KL": (teacher.exp() * (teacher - log_probs)).sum(),
+    }
+    found, target = (torch.autograd.grad(value, student, retain_graph=True)[0] for value in (expected, exact[wanted]))
+    torch.testing.assert_close(found, target, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,132 @@
+"""What the record keeps of a batch, against a batch written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from roll.config.run import SampleLogConfig
+from roll.datasets.preferences import PreferenceRow
+from roll.datasets.types import SftRow
+from roll.pipelines.sample_records import SampleRecorder
+from roll.protocol import DataProto
+from roll.rollout.batch import object_column
+from roll.tracking.sample_log import SampleLog, decoded, read_payloads
+
+
+class Letters:
+    """Token 0 is padding, 1 is ``a`` and so on."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(96 + token) for token in ids)
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return chr(96 + token)
+
+
+def batch() -> DataProto:
+    """Two rows of a group, the second with two turns around a given token, and one row of another group."""
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0], [0, 1, 1, 0, 1, 0], [0, 1, 0, 0, 0, 0]]).bool()
+    attention = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0]]).bool()
+    log_probs = torch.where(mask, torch.tensor([-0.5, -1.0, -0.25, -2.0, -0.125, -9.0]), 0.0)
+    advantages = torch.where(mask, torch.tensor([[1.0], [0.0], [-0.5]]), 0.0)
+    advantages[1] = torch.tensor([0.0, 0.5, 0.5, 0.0, 2.0, 0.0])
+    tensors = {
+        "input_ids": torch.tensor([[1, 2, 3, 4, 5, 0], [1, 6, 7, 8, 9, 0], [2, 3, 0, 0, 0, 0]]),
+        "attention_mask": attention,
+        "response_mask": mask,
+        "rollout_log_probs": log_probs,
+        "old_log_probs": torch.where(mask, log_probs + 0.001, 0.0),
+        "advantages": advantages,
+        "weight_versions": torch.tensor(
+            [[0, 0, 3, 3, 3, 0], [0, 2, 2, 0, 3, 0], [0, 0, 0, 0, 0, 0]], dtype=torch.int32
+        ),
+        "turn_ids": torch.tensor([[-1, -1, 0, 0, 0, -1], [-1, 0, 0, -1, 1, -1], [-1, 0, -1, -1, -1, -1]]),
+        "turn_rewards": torch.tensor([[0, 0, 0, 0, 1.0, 0], [0, 0, 0.5, 0, 0.25, 0], [0, 0, 0, 0, 0, 0]]),
+        "scores": torch.tensor([1.0, 0.75, float("nan")]),
+        "response_level_rewards": torch.tensor([0.5, -0.5, 0.0]),
+        "group_ids": torch.tensor([0, 0, 1]),
+        "episode_ids": torch.tensor([0, 1, 2]),
+    }
+    words: dict[str, list[Any]] = {
+        "prompt_id": ["p0", "p0", "p1"],
+        "domain": ["d"] * 3,
+        "tag": ["t"] * 3,
+        "finish_reason": ["stop", "length", "stop"],
+    }
+    return DataProto.from_dict(tensors, non_tensors={name: object_column(words[name]) for name in words})
+
+
+def recorded(tmp_path: Path, write: Any, **settings: int) -> list[dict[str, Any]]:
+    log = SampleLog(tmp_path / "samples.blocks", 1 << 30)
+    recorder = SampleRecorder(log, SampleLogConfig(**settings))
+    write(recorder)
+    recorder.close()
+    return [decoded(payload) for _, payload in read_payloads(tmp_path / "samples.blocks")]
+
+
+def test_rows_of_a_training_batch(tmp_path: Path) -> None:
+    notes = [{"prompt": {"text": "ab"}, "m": {"part": 0.5}}, {"prompt": {"text": "ax"}}, {"e": "broken", "o": "failed"}]
+    (block,) = recorded(
+        tmp_path, lambda recorder: recorder.policy(4, batch(), lambda: notes, Letters(), batch().batch["old_log_probs"])
+    )
+    first, second, third = block["samples"]
+    assert [block["pieces"][place] for place in first["t"]] == ["c", "d", "e"]
+    assert first["l"] == [-250, -2000, -125]
+    assert first["q"] == [100, 100, 100]
+    assert (first["a"], first["w"], first["s"], first["r"], first["m"]) == (1.0, 3, 1.0, 0.5, {"part": 0.5})
+    assert "c" not in first
+    assert [block["pieces"][place] for place in second["t"]] == ["f", "g", "h", "i"]
+    assert (second["c"], second["u"]) == ([[2, 3]], [[0, 2, 0.5], [3, 4, 0.25]])
+    assert (second["a"], second["w"]) == ([0.5, 0.5, 0.0, 2.0], [[2, 2], [3, 1]])
+    assert (second["q"][2], second["f"], second["n"]) == (0, "length", 3)
+    assert "s" not in third
+    assert (third["e"], third["o"], third["g"]) == ("broken", "failed", "1")
+    prompts = [block["prompts"][sample["p"]] for sample in block["samples"]]
+    assert [prompt["text"] for prompt in prompts] == ["ab", "ax", "b"]
+    assert "decoded" not in prompts[0]
+    assert prompts[1]["decoded"] == "a", "the ids of the second prompt say another text than its own"
+
+
+@pytest.mark.parametrize(("most", "groups"), [(3, ["0", "0", "1"]), (2, ["0", "0"]), (1, ["0"])])
+def test_whole_groups_up_to_the_limit(tmp_path: Path, most: int, groups: list[str]) -> None:
+    (block,) = recorded(
+        tmp_path, lambda r: r.policy(0, batch(), list, Letters(), None), max_samples_per_step=most, max_tokens=2
+    )
+    assert [sample["g"] for sample in block["samples"]] == groups
+    first = block["samples"][0]
+    assert (len(first["t"]), len(first["l"]), first["cut"]) == (2, 2, 1)
+    assert "q" not in first
+
+
+def test_demonstrations_and_pairs(tmp_path: Path) -> None:
+    pair = PreferenceRow("r", "t", [1, 2], [3, 4], [5], 0.5)
+    columns = {
+        "response_mask": torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0]]).bool(),
+        "ref_log_probs": torch.tensor([[0, 0, -1.0, -2.0], [0, 0, -3.0, 0]]),
+    }
+
+    def write(recorder: SampleRecorder) -> None:
+        tokenizer: Any = Letters()
+        recorder.demonstrations(0, [SftRow("s", "t", [1, 2, 3], 1)], tokenizer)
+        recorder.pairs(1, [pair], DataProto.from_dict(columns), tokenizer)
+        recorder.texts(
+            "validation", 2, [{"prompt_id": "v", "prompt": "q", "response": "r", "score": np.float32(1)}], "set"
+        )
+
+    sft, dpo, validation = recorded(tmp_path, write)
+    assert (sft["prompts"][0]["text"], [sft["pieces"][t] for t in sft["samples"][0]["t"]]) == ("a", ["b", "c"])
+    assert [(s["k"], s["h"], s["m"]) for s in dpo["samples"]] == [
+        ("chosen", [-1000, -2000], {"margin": 0.5}),
+        ("rejected", [-3000], {"margin": 0.5}),
+    ]
+    assert dpo["samples"][0]["p"] == dpo["samples"][1]["p"] == 0
+    assert (validation["kind"], validation["samples"][0]["x"], validation["prompts"][0]["domain"]) == (
+        "validation",
+        "r",
+        "set",
+    )
