@@ -45,6 +45,7 @@ from roll.distributed.ray_node import (
     set_current,
     start_node,
 )
+from roll.distributed.restarts import DONE, supervised
 from roll.distributed.signals import ENDING, ending
 from roll.platforms import current_platform
 
@@ -249,12 +250,18 @@ def _connected(address: str, node_ip: str | None, passed_on: Mapping[str, str] |
 
 
 def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_timeout: float) -> NoReturn:
-    """Be a node of somebody else's run until its head is gone."""
+    """Be a node of somebody else's run until its head is gone. Served again (``max_restarts``), it waits for as long as
+    the head may take to come back; when it does not, the run was done."""
     assert options.gcs_address is not None
+    rejoin = supervised.rejoin_seconds
+    join_timeout = rejoin or join_timeout
     host, _, text = options.gcs_address.rpartition(":")
     port = int(text)
     give_up = time.monotonic() + join_timeout
     while (error := connection_error(host, port)) is not None:
+        if time.monotonic() > give_up and rejoin:
+            supervised.tell(end=DONE)
+            raise SystemExit(0)
         if time.monotonic() > give_up:
             raise NodeError(
                 f"no Ray head at {options.gcs_address} after {join_timeout:g} s ({error}): is the command running with "
