@@ -127,6 +127,7 @@ class RunContext:
                     self.plan.num_nodes,
                     self._profiling().environment() | self.config.system_envs,
                     log_dir / "workers",
+                    rejoins=self.config.max_restarts,
                 )
             )
             self._guard = runtime.guard
