@@ -76,7 +76,7 @@ def recording(groups: int, size: int, response: int) -> tuple[float, float, int]
         waits, times = [], []
         for step in range(REPEATS):
             begin, cpu = time.perf_counter(), time.process_time()
-            recorder.policy(step, batch, list, tokenizer, True)
+            recorder.policy(step, batch, list, tokenizer, batch.batch["old_log_probs"])
             waits.append(time.perf_counter() - begin)
             recorder.flush()
             times.append(time.process_time() - cpu)
@@ -131,7 +131,6 @@ def picture(run: Path) -> None:
         opened(session, file)
         session.find_element("id", "tab-samples").click()
         time.sleep(0.5)
-        session.find_element("css selector", "#f-kind option[value='train']").click()
         head = session.find_elements("css selector", ".row.head span")
         next(column for column in head if column.text == "advantage").click()
         time.sleep(0.5)

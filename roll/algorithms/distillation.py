@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import log
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,6 +114,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor, DivergenceConfig, bool], Tensor
 def comparison_metrics(outputs: dict[str, Tensor], mask: Tensor, prefix: str) -> Metrics:
     """Means over the tokens in ``mask`` of what the head reports of a comparison: the masses of the compared tokens on
     both sides, and how often both sides have the same most probable token."""
-    tokens = mask.sum()
+    tokens: Any = mask.sum()
     names = {"teacher_mass": "teacher_top_k_mass", "student_mass": "student_top_k_mass", "agreement": "agreement@1"}
-    return {prefix + shown: Mean((outputs[name] * mask).sum().detach(), tokens) for name, shown in names.items()}
+    sums: dict[str, Any] = {shown: (outputs[name] * mask).sum().detach() for name, shown in names.items()}
+    return {prefix + name: Mean(total, tokens) for name, total in sums.items()}

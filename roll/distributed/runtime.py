@@ -45,6 +45,7 @@ from roll.distributed.ray_node import (
     set_current,
     start_node,
 )
+from roll.distributed.restarts import DONE, supervised
 from roll.distributed.signals import ENDING, ending
 from roll.platforms import current_platform
 
@@ -104,7 +105,6 @@ def ray_runtime(
     log_dir: Path | None = None,
     object_store_bytes: int | None = None,
     join_timeout: float = _JOIN_SECONDS,
-    rejoins: int = 0,
 ) -> Iterator[RayRuntime]:
     """Ray, for the length of a ``with`` block.
 
@@ -125,7 +125,6 @@ def ray_runtime(
         log_dir: Folder for one log file a worker; None: ``ROLL_LOG_DIR``, else they go with Ray's own logs.
         object_store_bytes: Size of the object store; None: by the host's memory.
         join_timeout: Seconds that nodes wait for each other.
-        rejoins: Heads that a further node serves after the first, where a failed run is started again.
 
     Raises:
         ConfigError: environment variables that make no sense; several nodes without a secret between them.
@@ -147,20 +146,21 @@ def ray_runtime(
             return
         options = _node_options(nodes, num_devices_per_node, object_store_bytes)
         if nodes.rank > 0:
-            _serve(options, inherited, mark, join_timeout, rejoins)
+            _serve(options, inherited, mark, join_timeout)
         # Workers on this node inherit the environment; those of other nodes get it from Ray.
         passed_on = inherited if nodes.world_size > 1 else None
         with session_dir() as folder, _guarded(mark, folder) as guard, _own_node(options, inherited, folder) as node:
             guard.tell({"daemons": daemon_pids(node)})
             with _watched(node, folder, guard), _connected(node.address, options.address, passed_on):
                 _wait_for_nodes(node.address, options.address, nodes.world_size, num_nodes, join_timeout)
-                with _dismissing_nodes(node.address, nodes.world_size > 1 and rejoins > 0):
+                with _dismissing_nodes(node.address, nodes.world_size > 1 and supervised.is_attached):
                     yield RayRuntime(node.address, owned=True, log_dir=log_dir, mark=mark, guard=guard)
 
 
 @contextlib.contextmanager
 def _dismissing_nodes(address: str, do: bool) -> Iterator[None]:
-    """At the end of the block, unless that fails, tell further nodes that the run is over, for they would wait."""
+    """At the end of the block, unless that fails, tell further nodes that the run is over: they would wait for the next
+    head of a run that is started again."""
     try:
         yield
     except Exception:
@@ -267,66 +267,44 @@ def _connected(address: str, node_ip: str | None, passed_on: Mapping[str, str] |
                 atexit.unregister(ray.shutdown)  # as this process ends; both would look for Ray for a minute
 
 
-def _serve(
-    options: NodeOptions, inherited: Mapping[str, str], mark: str, join_timeout: float, rejoins: int
-) -> NoReturn:
-    """Be a node of somebody else's run until its head is gone, and of as many heads as may follow it after failures."""
-    while True:
-        board = _find_head(options, join_timeout)
-        with session_dir() as folder, _guarded(mark, folder), _own_node(options, inherited, folder) as node:
-            logger.info("node %d serves the run of %s", options.rank, options.gcs_address)
-            is_over = _serve_head(options, node, board, may_follow=rejoins > 0)
-        if is_over or rejoins == 0:
-            raise SystemExit(0)
-        rejoins -= 1
-        logger.info("the head at %s is gone before the run is over: waiting for the next one", options.gcs_address)
-
-
-def _find_head(options: NodeOptions, join_timeout: float) -> Board:
-    """Wait for the head, and see that it is what this node is.
-
-    Raises:
-        NodeError: there is none, or it is not.
-    """
+def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_timeout: float) -> NoReturn:
+    """Be a node of somebody else's run until its head is gone. Served again (``max_restarts``), it waits for as long as
+    the head may take to come back; when it does not, the run was done."""
+    assert options.gcs_address is not None
+    rejoin = supervised.rejoin_seconds
+    join_timeout = rejoin or join_timeout
+    host, _, text = options.gcs_address.rpartition(":")
+    port = int(text)
     give_up = time.monotonic() + join_timeout
-    while (error := connection_error(*_head_of(options))) is not None:
+    while (error := connection_error(host, port)) is not None:
+        if time.monotonic() > give_up and rejoin:
+            supervised.tell(end=DONE)
+            raise SystemExit(0)
         if time.monotonic() > give_up:
             raise NodeError(
                 f"no Ray head at {options.gcs_address} after {join_timeout:g} s ({error}): is the command running with "
                 "RANK=0 on that host, with the same MASTER_ADDR and MASTER_PORT?"
             )
         time.sleep(_HEAD_POLL_SECONDS)
-    return _answer_roll_call(options, give_up)
-
-
-def _serve_head(options: NodeOptions, node: Node, board: Board, may_follow: bool) -> bool:
-    """Be a node until the head is gone; whether it had said that the run is over.
-
-    Raises:
-        NodeError: the network to it is lost, or it has given this node up.
-    """
-    misses, error = 0, None
-    while misses < _HEAD_MISSES:
-        time.sleep(_HEAD_POLL_SECONDS)
-        error = connection_error(*_head_of(options))
-        misses = 0 if error is None else misses + 1
-        if error is None and may_follow and board.has(_OVER):
-            return True
-        if node.dead_processes():
-            if may_follow:
-                return False
-            raise NodeError(
-                f"Ray's processes on node {options.rank} ended while the head still runs: node 0 may have given this "
-                "node up after it could not reach it for a while"
-            )
+    board = _answer_roll_call(options, give_up)
+    with session_dir() as folder, _guarded(mark, folder), _own_node(options, inherited, folder) as node:
+        logger.info("node %d serves the run of %s", options.rank, options.gcs_address)
+        misses = 0
+        while misses < _HEAD_MISSES:
+            time.sleep(_HEAD_POLL_SECONDS)
+            error = connection_error(host, port)
+            misses = 0 if error is None else misses + 1
+            if error is None and supervised.is_attached and board.has(_OVER):
+                supervised.tell(end=DONE)
+                raise SystemExit(0)
+            if node.dead_processes():
+                raise NodeError(
+                    f"Ray's processes on node {options.rank} ended while the head still runs: node 0 may have given "
+                    "this node up after it could not reach it for a while"
+                )
     if not isinstance(error, ConnectionRefusedError):  # the head's host would refuse, if it could be reached
         raise NodeError(f"node {options.rank} has lost the network to the head at {options.gcs_address}: {error}")
-    return False
-
-
-def _head_of(options: NodeOptions) -> tuple[str, int]:
-    host, _, port = str(options.gcs_address).rpartition(":")
-    return host, int(port)
+    raise SystemExit(0)
 
 
 def _answer_roll_call(options: NodeOptions, give_up: float) -> Board:

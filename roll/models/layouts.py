@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 class _OnDevice:
     def to(self, device: torch.device) -> Self:
         """A copy on ``device``; itself where it is there already."""
-        moved = {}
+        moved: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, torch.Tensor | _OnDevice):
@@ -144,7 +144,7 @@ class TeacherTargets(_OnDevice):
     divergence: Callable[[Tensor, Tensor, bool], Tensor]
     """From log-probs (n, C) of the model and of the teacher to (n,); true where the last bucket is the tail."""
 
-    def at(self, own: Tensor) -> TeacherTargets:
+    def at(self, own: Tensor | slice) -> TeacherTargets:
         """Those of some tokens: bool (N,) or indices, or a slice."""
         return replace(self, ids=self.ids[own], log_probs=self.log_probs[own], tail=self.tail[own])
 

@@ -17,7 +17,8 @@ from roll.config.loader import LoadedConfig
 from roll.config.model_files import model_number
 from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import REWARD_MODEL
-from roll.distributed import ResourceManager
+from roll.distributed import Cluster, ResourceManager
+from roll.models.layouts import TopTokens
 from roll.pipelines.batches import RecordedBatch, is_left_out
 from roll.pipelines.engine_rollout import EngineRollout
 from roll.pipelines.files import export_model
@@ -31,6 +32,7 @@ from roll.pipelines.rlvr.phases import (
     add_old_log_probs,
     add_reference_log_probs,
     add_values,
+    trainer_log_probs,
     update_actor,
     update_critic,
 )
@@ -202,21 +204,30 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
     def hear_teachers(self, batch: DataProto) -> None:
         """What teachers say of the samples, as ``opd_form`` has it."""
         teachers = self.clusters.teachers
-        self.residency.bring({cluster.name: WEIGHTS for cluster in teachers.values()})
+
+        def enter(cluster: Cluster) -> None:
+            self.residency.bring({cluster.name: WEIGHTS})
+
         if taught_by_advantage(self.config):
-            self.context.record(add_teacher_divergence(batch, teachers, self.config, self.temperature))
+            self.context.record(add_teacher_divergence(batch, teachers, self.config, self.temperature, enter))
             return
         paths = [
             self.plan.roles[cluster.name].model_path for cluster in (self.clusters.actor_train, *teachers.values())
         ]
         limit = min(model_number(path, "vocab_size") or 2**31 - 1 for path in paths)
         count = opd_divergence(self.config).logits_topk
-        add_teacher_targets(batch, teachers, self.config, self.temperature, count, limit)
+        add_teacher_targets(batch, teachers, self.config, self.temperature, TopTokens(count, limit), enter)
 
     def record_samples(self, batch: DataProto, step: int) -> None:
         """Keep samples for reports; before the models learn, so that those of a step that fails are there too."""
         notes = list if self.recorded.replays else self.rollout.notes
-        self.context.samples.policy(step, batch, notes, self.tokenizer, self.plan.needs_old_log_probs)
+        known = batch.batch["old_log_probs"] if self.plan.needs_old_log_probs else None
+        every = self.config.sample_log.mismatch_steps
+        if known is None and every and step % every == 0 and not self.recorded.replays:
+            with self.context.phase("sample_log"):
+                self.residency.bring({"actor_train": WEIGHTS})
+                known = trainer_log_probs(batch, self.clusters.actor_train, self.temperature)
+        self.context.samples.policy(step, batch, notes, self.tokenizer, known)
 
     def learn(self, batch: DataProto, step: int) -> None:
         """All optimizer steps of actor and critic on this batch."""

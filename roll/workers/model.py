@@ -38,6 +38,7 @@ def columns_of(batch: DataProto) -> TensorBatch:
     return batch.batch if images is None else {**batch.batch, IMAGES: images}
 
 
+LEAST_LOG_PROB = -6e4
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -106,7 +107,8 @@ class ModelWorker(Worker):
             dtype: of the log-probs; the tail's is float32.
         """
         columns = self.strategy.forward_top_tokens(columns_of(batch), TopTokens(count, limit), temperature)
-        columns["top_log_probs"] = columns["top_log_probs"].to(DTYPES[dtype])
+        # Probability 0 either way, and finite in float16: 0 times minus infinity is no number.
+        columns["top_log_probs"] = columns["top_log_probs"].clamp(min=LEAST_LOG_PROB).to(DTYPES[dtype])
         return DataProto.from_dict(columns)
 
     @register(Dispatch.ONE_TO_ALL)

@@ -45,6 +45,7 @@ from roll.strategies.base import (
     WeightSelection,
     teacher_columns,
 )
+from roll.strategies.training.micro_batches import merged_floats
 from roll.weight_sync.messages import LostEngines, SyncOptions, SyncReport, WeightSyncError
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelSettings, ModelWorker, columns_of
@@ -295,7 +296,9 @@ def teacher_metrics(outputs: TensorBatch, batch: TensorBatch, teachers: tuple[st
     of_teacher = {name.removeprefix(f"{TEACHER}/"): values for name, values in outputs.items()}
     for number, name in enumerate(teachers):
         mask = batch["response_mask"] & (batch[TEACHER_INDEX] == number)[:, None]
-        metrics[f"opd/{name}/kl"] = Mean((of_teacher["divergence"] * mask).sum().detach(), mask.sum())
+        total: Any = (of_teacher["divergence"] * mask).sum().detach()
+        tokens: Any = mask.sum()
+        metrics[f"opd/{name}/kl"] = Mean(total, tokens)
         metrics |= comparison_metrics(of_teacher, mask, f"opd/{name}/")
     return metrics
 
@@ -547,7 +550,7 @@ class DistillWorker(TrainingWorker):
         """Collective. The terms of the loss, without gradient."""
         outputs = self.strategy.forward(columns_of(batch), [Output.LOG_PROBS], 1.0, self.comparisons())
         _, metrics = distillation_loss(outputs, batch.batch, self.settings.weight, LossDenominators(1.0, 1.0), "val/")
-        return {name: replace(metric, total=float(metric.total)) for name, metric in metrics.items()}
+        return merged_floats([metrics])
 
     def comparisons(self) -> list[Comparison]:
         options = self.settings.loss
@@ -570,6 +573,7 @@ def distillation_loss(
     kd = (outputs[f"{TEACHER}/divergence"] * mask).sum()
     total, tokens = (1.0 - weight) * nll + weight * kd, mask.sum()
     sums = {"loss": total, "nll": nll, "kd_loss": kd}
-    metrics: Metrics = {prefix + name: Mean(value.detach(), tokens) for name, value in sums.items()}
+    means: Any = {prefix + name: (value.detach(), tokens) for name, value in sums.items()}
+    metrics: Metrics = {name: Mean(*mean) for name, mean in means.items()}
     of_teacher = {name.removeprefix(f"{TEACHER}/"): value for name, value in outputs.items()}
     return total / max(denominators.tokens, 1.0), metrics | comparison_metrics(of_teacher, mask, prefix)

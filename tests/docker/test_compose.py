@@ -27,8 +27,6 @@ def test_compose_starts_two_nodes_that_share_a_secret() -> None:
     assert compose["networks"] == {"run": {"internal": True}}
     mounted = {volume.partition(":")[0] for each in nodes.values() for volume in each["volumes"]}
     assert set(compose["volumes"]) == mounted
-        volume.partition(":")[0] for each in nodes.values() for volume in each["volumes"]
-    }
 
 
 def test_the_image_has_a_user_of_its_own_and_pinned_packages() -> None:

@@ -40,7 +40,7 @@ class Teacher:
 
 def scored(config: RLVRConfig, teachers: dict[str, Any]) -> tuple[DataProto, dict[str, float]]:
     batch = scored_batch(False)
-    metrics = add_teacher_divergence(batch, teachers, config, 0.7)
+    metrics = add_teacher_divergence(batch, teachers, config, 0.7, lambda teacher: None)
     return batch, to_floats(metrics | AdvantageComputer(config, (None, None), 3)(batch))
 
 
@@ -80,7 +80,9 @@ def test_rows_go_to_teachers_by_tag_and_several_add_up() -> None:
     sections = {"all": ReferenceWorkerConfig(), "some": ReferenceWorkerConfig(tag_included=["a"], opd_kl_coef=0.5)}
     teachers: Any = {"all": Teacher(-1.0), "some": Teacher(-2.0)}
     config = OPDConfig(teacher=sections)
-    add_teacher_divergence(batch, teachers, config, 1.0)
+    entered: list[Any] = []
+    add_teacher_divergence(batch, teachers, config, 1.0, entered.append)
+    assert entered == list(teachers.values())
     mask, own = batch.batch["response_mask"], batch.batch["old_log_probs"]
     wanted = (own + 1.0) * mask
     wanted[:3] += 0.5 * ((own + 2.0) * mask)[:3]

@@ -31,10 +31,11 @@ RowTargets = dict[str, torch.Tensor]
 """Of one row: ``log_probs`` (n, k), ``ids`` int32 (n, k), ``tail`` float32 (n,)."""
 
 
-def row_key(input_ids: np.ndarray, counted: np.ndarray) -> bytes:
-    """A name for a row: its ids (n,), and which of them count (bool (n,))."""
+def row_key(input_ids: np.ndarray, counted: np.ndarray, images: Sequence[str] = ()) -> bytes:
+    """A name for a row: its ids (n,), which of them count (bool (n,)), and the names of its images."""
     digest = hashlib.blake2b(input_ids.astype(np.int64).tobytes(), digest_size=16)
     digest.update(np.packbits(counted).tobytes())
+    digest.update(" ".join(images).encode())
     return digest.digest()
 
 

@@ -71,8 +71,8 @@ class Distill(PipelineDefinition):
         roles = loaded.plan.roles
         if "teacher" in roles:
             key, _ = self.model(loaded.config, "teacher", roles["teacher"].section)
-            paths = [str(roles[name].model_path) for name in ("student", "teacher")]
-            check_vocabularies(*paths, key, loaded.source)
+            student, teacher = (str(roles[name].model_path) for name in ("student", "teacher"))
+            check_vocabularies(student, teacher, key, loaded.source)
 
     def facts(self, plan: DistillPlan) -> list[tuple[str, str]]:
         ahead = "computes the next step's rows while the student learns" if plan.teacher_runs_ahead else "takes turns"

@@ -20,6 +20,7 @@ from roll.datasets import EpochOrder, SftDataset, ShuffledEpochs
 from roll.datasets.images import VisionModel
 from roll.datasets.types import SftRow
 from roll.distributed import Cluster, PendingCall, ResourceManager
+from roll.pipelines.batches import is_left_out
 from roll.pipelines.distill.cache import RowTargets, TeacherCache, row_key
 from roll.pipelines.distill.config import DistillConfig, DistillPlan
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
@@ -155,7 +156,8 @@ class DistillPipeline:
                 self.ahead.append(self.ask_next())
         with self.context.phase("step_train"):
             self.residency.bring({"student": TRAINING})
-            self.context.record(self.student.call(DistillWorker.update, batch).result())
+            if not is_left_out(step):
+                self.context.record(self.student.call(DistillWorker.update, batch).result())
         self.ahead.popleft()
         self.context.record(self.residency.metrics())
         self.context.end_step(step)
@@ -176,7 +178,9 @@ class DistillPipeline:
         unknown = list(range(len(rows)))
         if self.cache is not None:
             counted = mask.numpy()
-            keys = [row_key(np.asarray(row.input_ids), counted[i, : len(row.input_ids)]) for i, row in enumerate(rows)]
+            for row, own in zip(rows, counted, strict=True):
+                images = row.vision.image_keys if row.vision is not None else ()
+                keys.append(row_key(np.asarray(row.input_ids), own[: len(row.input_ids)], images))
             unknown = [index for index, key in enumerate(keys) if key not in self.cache]
         return Asked(batch, keys, unknown, self.teacher_call(batch, unknown), state)
 

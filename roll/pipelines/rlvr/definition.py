@@ -40,7 +40,7 @@ from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.config.strategies.base import own_weights
 from roll.config.vocabularies import check_vocabularies
 from roll.config.weight_sync import WeightSyncConfig
-from roll.pipelines.policy import is_taught, needs_critic, needs_reference, pg_variant
+from roll.pipelines.policy import is_taught, needs_critic, needs_reference, pg_variant, taught_by_advantage
 from roll.pipelines.policy_preflight import check_transport
 from roll.pipelines.rlvr.checks import check_rlvr
 from roll.pipelines.rlvr.config import RLVRConfig, ValidationConfig, ValidationSetConfig
@@ -60,7 +60,7 @@ class RLVR(PipelineDefinition):
     """Reinforcement learning from verifiable rewards."""
 
     name = "rlvr"
-    config_class = RLVRConfig
+    config_class: ClassVar[type] = RLVRConfig
     roles: ClassVar[tuple[Role, ...]] = (
         Role("actor_train", TRAINS),
         Role("actor_infer", GENERATES),
@@ -83,7 +83,7 @@ class RLVR(PipelineDefinition):
         Panel("Entropy", ("actor/entropy", "critic/entropy/mean"), first_only=True, smooth=True),
     )
     compares_log_probs = True
-    section_aliases: ClassVar = {"student_train": "actor_train", "student_infer": "actor_infer"}
+    section_aliases: ClassVar[Mapping[str, str]] = {"student_train": "actor_train", "student_infer": "actor_infer"}
     reference: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
         ("RLVR: batches, lengths, roles (top level)", RLVRConfig, (PolicyRunConfig, OlderRLVRKeys)),
         ("RLVR and agentic: roles, engines, asynchronous rollout (top level)", PolicyRunConfig, (RunConfig, PPOConfig)),
@@ -159,7 +159,7 @@ class RLVR(PipelineDefinition):
         return {
             "pg_variant": pg_variant(config),
             "critic": needs_critic(config) and config.critic is not None,
-            "reference": needs_reference(config),
+            "reference": needs_reference(config) or taught_by_advantage(config),
             "teacher": config.teacher if is_taught(config) else {},
         }
 

@@ -12,7 +12,7 @@ has no sampling noise and leaves out what a token does to later states.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ import torch
 from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, PendingCall
+from roll.models.layouts import TopTokens
 from roll.pipelines.rlvr.phases import computed
 from roll.pipelines.rlvr.teachers import coefficients
 from roll.protocol import DataProto
@@ -36,10 +37,21 @@ def routed(batch: DataProto, tags: Sequence[str] | None) -> np.ndarray:
 
 
 def add_teacher_divergence(
-    batch: DataProto, teachers: Mapping[str, Cluster], config: PolicyRunConfig, temperature: float
+    batch: DataProto,
+    teachers: Mapping[str, Cluster],
+    config: PolicyRunConfig,
+    temperature: float,
+    enter: Callable[[Cluster], None],
 ) -> Metrics:
     """``teacher_kl`` float32 (B, L): the weighted sum over teachers of each sampled token's divergence, 0 outside the
-    response mask; from ``old_log_probs``. Returns the metrics of each teacher."""
+    response mask; from ``old_log_probs``.
+
+    Args:
+        enter: brings a teacher onto its devices, which several may share.
+
+    Returns:
+        The metrics of each teacher.
+    """
     tensors, weights = batch.batch, coefficients(config)
     total, metrics = torch.zeros_like(tensors["old_log_probs"]), Metrics()
     for name, cluster in teachers.items():
@@ -50,6 +62,7 @@ def add_teacher_divergence(
         def compute(some: DataProto, cluster: Cluster = cluster) -> PendingCall[DataProto]:
             return cluster.call(ModelWorker.compute_log_probs, some, temperature=temperature)
 
+        enter(cluster)
         part = batch if rows.all() else batch[rows]
         of_teacher = computed(part, cluster, compute)["log_probs"]
         mask, own = part.batch["response_mask"], part.batch["old_log_probs"]
@@ -68,8 +81,8 @@ def add_teacher_targets(
     teachers: Mapping[str, Cluster],
     config: PolicyRunConfig,
     temperature: float,
-    count: int,
-    limit: int,
+    wanted: TopTokens,
+    enter: Callable[[Cluster], None],
 ) -> None:
     """The columns of the teacher of each row (:func:`~roll.strategies.base.teacher_columns`), its number
     ``TEACHER_INDEX`` int64 (B,), -1 for none, and its weight ``TEACHER_WEIGHTS`` float32 (B,)."""
@@ -82,8 +95,10 @@ def add_teacher_targets(
             continue
 
         def compute(some: DataProto, cluster: Cluster = cluster) -> PendingCall[DataProto]:
-            return cluster.call(ModelWorker.compute_top_tokens, some, count=count, limit=limit, temperature=temperature)
+            compute_top_tokens, count, limit = ModelWorker.compute_top_tokens, wanted.count, wanted.limit
+            return cluster.call(compute_top_tokens, some, count=count, limit=limit, temperature=temperature)
 
+        enter(cluster)
         part = batch if rows.all() else batch[rows]
         found, own = computed(part, cluster, compute), torch.from_numpy(rows)
         for column, source in zip(teacher_columns(TEACHER), TEACHER_COLUMNS, strict=True):
