@@ -12,10 +12,12 @@ import torch
 from roll.config.run import SampleLogConfig
 from roll.datasets.preferences import PreferenceRow
 from roll.datasets.types import SftRow
-from roll.pipelines.sample_records import SampleRecorder
+from roll.pipelines.sample_records import SampleRecorder, episode_notes
 from roll.protocol import DataProto
 from roll.rollout.batch import object_column
+from roll.rollout.episode_batch import build_episode_batch
 from roll.tracking.sample_log import SampleLog, decoded, read_payloads
+from tests.rollout.episodes import random_groups
 
 
 class Letters:
@@ -130,3 +132,28 @@ def test_demonstrations_and_pairs(tmp_path: Path) -> None:
         "r",
         "set",
     )
+
+
+def test_rows_of_episodes(tmp_path: Path) -> None:
+    """Every sampled token of every call once, in its turn, with the note of its own episode."""
+    groups = random_groups(np.random.default_rng(0), groups=3, episodes=4)
+    made = build_episode_batch(groups, "trajectory", 0)
+    made.batch["advantages"] = made.batch["response_mask"].float()
+    episodes = [episode for group in groups for episode in group.episodes]
+    for number, episode in enumerate(episodes):
+        episode.metrics["number"] = number
+    (block,) = recorded(
+        tmp_path,
+        lambda r: r.policy(0, made, lambda: episode_notes(groups), Letters(), None),
+        max_samples_per_step=10**6,
+    )
+    found: dict[int, list[str]] = {}
+    for sample, own in zip(block["samples"], made.batch["episode_ids"].tolist(), strict=True):
+        assert sample["m"] == {"number": own}
+        assert sample["o"] == episodes[own].outcome
+        for begin, end, _ in sample.get("u", ()):
+            pieces = "".join(block["pieces"][place] for place in sample["t"][begin:end])
+            found.setdefault(own, []).append(pieces)
+    for number, episode in enumerate(episodes):
+        said = ["".join(chr(96 + token) for token in call.response_ids) for call in episode.calls if call.response_ids]
+        assert sorted("".join(found.get(number, []))) == sorted("".join(said))
