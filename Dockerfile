@@ -34,6 +34,7 @@ COPY --from=packages /opt/venv /opt/venv
 COPY --chown=roll:roll . .
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     pip install --quiet --no-cache-dir --no-deps -e . \
-    && chown roll:roll .
+    && mkdir -p output examples/tiny/artifacts \
+    && chown roll:roll . output examples/tiny/artifacts
 USER roll
 CMD ["python", "examples/start_rlvr_pipeline.py"]

@@ -60,8 +60,8 @@ STEPS = 2
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Variables that make glibc return what is freed; read when a process starts."""
 MIB = 2**20
-CHOSEN = ("fsdp2", "fsdp", "deepspeed ZeRO-0", "deepspeed ZeRO-1", "deepspeed ZeRO-2", "deepspeed ZeRO-3")
-CHOSEN = (*CHOSEN, "megatron DP", "megatron TP2", "megatron PP2")
+CHOSEN = ["fsdp2", "fsdp", *(f"deepspeed ZeRO-{stage}" for stage in range(4))]
+CHOSEN += ["megatron DP", "megatron TP2", "megatron PP2"]
 
 
 @dataclass(frozen=True)

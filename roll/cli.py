@@ -73,6 +73,8 @@ TOOLS = {
     "replay": Tool("roll.replay", "take the step of a recorded batch again and compare its metrics"),
     "report": Tool("roll.report.command", "write one HTML file of runs: curves, timeline, samples, diagnosis", True),
     "diagnose": Tool("roll.report.command", "name what is wrong with a run, with evidence and remedy", True),
+    "top": Tool("roll.report.command", "show a run in the terminal while it goes on", True),
+    "trace": Tool("roll.report.command", "write a run's phases and worker calls for Perfetto or OpenTelemetry", True),
     "translate": Tool(
         "roll.translation.command", "turn a launch of verl, SkyRL, TRL or OpenRLHF into this project's keys"
     ),

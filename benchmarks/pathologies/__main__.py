@@ -2,6 +2,7 @@
 
     python -m benchmarks.pathologies [NAME ...] [--output DIR]   # run them (all without names), print the table
     python -m benchmarks.pathologies --write                     # and put table and records into the repository
+    python -m benchmarks.pathologies --seed 11                   # runs that no threshold was chosen with
 
 Needs a clone (runs share a Ray of the test suite) and what ``examples/tiny/warm_start.py`` makes.
 """
@@ -9,9 +10,11 @@ Needs a clone (runs share a Ray of the test suite) and what ``examples/tiny/warm
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
@@ -56,12 +59,12 @@ def shared_ray() -> Iterator[None]:
         server.communicate(timeout=60)
 
 
-def run_case(case: Case, output: Path) -> list[Finding]:
+def run_case(case: Case, output: Path, seed: int | None) -> list[Finding]:
     """Run it, whatever comes of it, and diagnose what it has left."""
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     try:
-        loaded = load_config(None, ROOT / "examples" / case.config, None, case.overrides(output))
+        loaded = load_config(None, ROOT / "examples" / case.config, None, case.overrides(output, seed))
         loaded.pipeline.run(loaded)
     except Exception:
         logger.error("%s ended early:\n%s", case.name, traceback.format_exc())
@@ -92,19 +95,18 @@ def table(results: Sequence[tuple[Case, list[Finding]]]) -> str:
 
 
 def keep_record(name: str, output: Path) -> None:
-    """What a test diagnoses again, as an archive."""
+    """What a test diagnoses again, as an archive that says nothing of where it was made."""
     RECORDS.mkdir(parents=True, exist_ok=True)
     files = [output / part for part in RECORDED] + sorted(output.glob(CALLS))
     with tarfile.open(RECORDS / f"{name}.tar.xz", "w:xz") as archive:
-        for file in files:
-            if file.is_file():
-                archive.add(file, file.relative_to(output), filter=_nobodys)
-
-
-def _nobodys(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    entry.uid = entry.gid = entry.mtime = 0
-    entry.uname = entry.gname = ""
-    return entry
+        for file in filter(Path.is_file, files):
+            data = file.read_bytes()
+            if file.suffix != ".blocks":
+                for own, other in ((str(output), "output"), (f"{ROOT}/", ""), (socket.gethostname(), "host")):
+                    data = data.replace(own.encode(), other.encode())
+            entry = tarfile.TarInfo(str(file.relative_to(output)))
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
 
 
 def main() -> None:
@@ -112,6 +114,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--output", type=Path, default=ROOT / "output/pathologies")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--seed", type=int, help="of all runs, in place of each one's own: rules not fitted to them")
     parser.add_argument("--again", action="store_true", help="diagnose the runs that are there already")
     arguments = parser.parse_args()
     cases = [case for case in (*PATHOLOGIES, *HEALTHY) if not arguments.names or case.name in arguments.names]
@@ -121,7 +124,7 @@ def main() -> None:
     else:
         with shared_ray():
             for case in cases:
-                found = run_case(case, arguments.output / case.name)
+                found = run_case(case, arguments.output / case.name, arguments.seed)
                 results.append((case, found))
                 named = ", ".join(finding.cause for finding in found) or "nothing"
                 sys.stdout.write(f"{case.name}: {named} (expected {case.cause or 'nothing'})\n")

@@ -42,15 +42,18 @@ class Case:
     config: str = "tiny/rlvr_config.yaml"
     steps: int = 8
 
-    def overrides(self, output: Path) -> list[str]:
-        """Everything on top of the recipe."""
+    def overrides(self, output: Path, seed: int | None = None) -> list[str]:
+        """Everything on top of the recipe; ``seed``: another than the case's own."""
         recipe = {"tiny/sft_config.yaml": SFT, "tiny_dpo/dpo_config.yaml": DPO}.get(self.config, RLVR)
         made = list(self.prepare(output / "input")) if self.prepare is not None else []
         common = [f"max_steps={self.steps}", f"output_dir={output}", f"logging_dir={output}/logs", *COMMON]
-        return [*common, *recipe, *made, *self.keys]
+        return [*common, *recipe, *made, *self.keys, *([] if seed is None else [f"seed={seed}"])]
 
 
-COMMON = ("track_with=[jsonl]", "save_steps=0", "eval_steps=0", "memory_steps=1", "logging_steps=1", "rpc_timeout=120")
+COMMON = (
+    *("track_with=[jsonl]", "save_steps=0", "eval_steps=0", "memory_steps=1", "logging_steps=1", "rpc_timeout=120"),
+    "sample_log.max_samples_per_step=32",
+)
 RLVR = (
     f"pretrain={MODEL}",
     "rollout_batch_size=8",

@@ -142,15 +142,18 @@ def preference_problems(config: PreferenceLossConfig) -> list[tuple[str, Any, st
             rule = f"{other[0]} is defined by the reverse KL: use a loss of score differences such as sigmoid"
             found.append(("f_divergence_type", config.f_divergence_type, rule))
     if is_unpaired(config):
-        alone = {
-            "loss_type": len(rows) > 1 and "{} is a loss of single responses and stands alone",
-            "use_weighting": config.use_weighting and "weighs pairs, of which {} has none: leave it out",
-            "rpo_alpha": config.rpo_alpha and "is a term of pairs, of which {} has none: leave it out",
-            "ld_alpha": config.ld_alpha is not None and "compares the lengths of pairs, and {} has none: leave it out",
-        }
-        for key, rule in alone.items():
-            if rule:
-                found.append((key, getattr(config, key), rule.format(loss_names(config)[0])))
+        name = loss_names(config)[0]
+        alone = (
+            (len(rows) > 1, "loss_type", f"{name} is a loss of single responses and stands alone"),
+            (config.use_weighting, "use_weighting", f"weighs pairs, of which {name} has none: leave it out"),
+            (config.rpo_alpha > 0, "rpo_alpha", f"is a term of pairs, of which {name} has none: leave it out"),
+            (
+                config.ld_alpha is not None,
+                "ld_alpha",
+                f"weighs tokens by a pair, and {name} has none: leave it out",
+            ),
+        )
+        found += [(key, getattr(config, key), rule) for broken, key, rule in alone if broken]
     if config.use_weighting and couples_pairs(config):
         rule = "weighs pairs one by one, and aot compares sorted ones: leave it out, or use sigmoid"
         found.append(("use_weighting", True, rule))

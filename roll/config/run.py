@@ -58,6 +58,9 @@ class SampleLogConfig:
     """Tokens of a sample that are kept, from its first prompt's end on."""
     max_megabytes: int = setting(1024, ge=1, read_if={"enabled": (True,)})
     """MiB of the record, compressed; later samples are not kept."""
+    mismatch_steps: int = setting(0, ge=0, read_if={"enabled": (True,)})
+    """Steps between those whose tokens get the trainer's log-probs, by a forward pass of its own where no other pass
+    computes them before the update; 0: none. For policies (``rlvr``, ``agentic``)."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class RunConfig:
     profiler_calls: list[int] = field(default_factory=lambda: [1])
     """Calls of each worker's methods that are recorded, from 0. Most methods are called once a step."""
     otlp_output_dir: str | None = None
-    """Folder of OpenTelemetry traces."""
+    """Folder that gets the run's steps, phases and worker calls as OpenTelemetry traces at its end; null: none."""
     rollout_mock: RolloutMockConfig = field(default_factory=RolloutMockConfig)
     """Write rollouts to disk, or train on written ones."""
     transfer_backend: TransferBackendConfig = field(default_factory=TransferBackendConfig)

@@ -304,7 +304,7 @@ class JudgedMaker(RowMaker):
 
     def _scores(self, source: SourceRow, count: int) -> list[float]:
         name = self._names.scores
-        value = source.row.get(name)
+        value: Any = source.row.get(name)
         if value is None and self._judgement == "ranking":
             return [float(count - place) for place in range(count)]
         values = value if isinstance(value, list) else [value]

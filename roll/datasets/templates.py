@@ -247,7 +247,7 @@ class Renderer:
 def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], response: str) -> str:
     """A finished conversation by the tokenizer's own template, as a reward model is trained on it and scores it; its
     special tokens are in the text."""
-    conversation = [*messages, {"role": "assistant", "content": response}]
+    conversation: list[Any] = [*messages, {"role": "assistant", "content": response}]
     return str(tokenizer.apply_chat_template(conversation, tokenize=False))
 
 

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 SOCKET_ENV = "ROLL_SUPERVISOR"
 LEFT_OUT_ENV = "ROLL_LEFT_OUT_STEPS"
+REJOIN_ENV = "ROLL_REJOIN_SECONDS"
 RECORD_NAME = "restarts.jsonl"
 """In the folder of logs: a line for every end, restart and recovery."""
 
@@ -45,6 +46,8 @@ FAILED, INTERRUPTED, DONE, WRONG, REWIND = "failed", "interrupted", "done", "wro
 """Reasons of an end: a fault that a restart may mend, a signal, the last step, a mistake that stays one, a batch that
 gave a number that is not finite."""
 _CLEANUP_SECONDS = 5.0
+_START_SECONDS = 120.0
+"""For the head to end what is left of a run, and to start anew."""
 
 
 class Supervised:
@@ -54,6 +57,8 @@ class Supervised:
         self._socket: socket.socket | None = None
         self.left_out: frozenset[int] = frozenset()
         """Steps whose batches no model learns from."""
+        self.rejoin_seconds = 0.0
+        """For which a further node waits for the head to come back; 0: it serves for the first time."""
 
     @property
     def is_attached(self) -> bool:
@@ -62,6 +67,7 @@ class Supervised:
     def attach(self) -> None:
         """Take over what the supervisor has left in the environment, so that no worker inherits it."""
         number, steps = os.environ.pop(SOCKET_ENV, None), os.environ.pop(LEFT_OUT_ENV, "")
+        self.rejoin_seconds = float(os.environ.pop(REJOIN_ENV, 0.0))
         if number is None or self._socket is not None:
             return
         self._socket = socket.socket(fileno=int(number))
@@ -166,6 +172,7 @@ class Supervisor:
         self._in_a_row = 0
         """Restarts from the present checkpoint."""
         self._rewinds = 0
+        self._rejoin = 0.0
         self._previous: tuple[int | None, str | None] | None = None
         """Where the last attempt died: its step, and its newest checkpoint."""
         self._died: float | None = None
@@ -179,12 +186,16 @@ class Supervisor:
         with self._signals():
             while True:
                 attempt = self._attempt(checkpoint)
-                if attempt.end == DONE:  # whatever became of the process afterwards
-                    return 0
+                if attempt.end == DONE:  # whatever killed the process afterwards
+                    return max(0, attempt.status)
                 if self._signal is not None or attempt.end in (INTERRUPTED, WRONG):
                     return attempt.exit_status
-                if not attempt.end and attempt.status == 0:  # a further node of the run
-                    return 0
+                if not attempt.end and attempt.status == 0:  # a further node, whose head is gone: for good, or not
+                    if self._restarts >= self._policy.max_restarts:
+                        return 0
+                    self._restarts += 1
+                    self._rejoin = _START_SECONDS + min(MOST_WAIT, self._policy.backoff * 2**self._restarts)
+                    continue
                 self._died = time.monotonic()
                 checkpoint = self._newest(attempt)
                 refusal = self._refusal(attempt, checkpoint)
@@ -203,6 +214,8 @@ class Supervisor:
         environment = {**os.environ, SOCKET_ENV: str(theirs.fileno())}
         if self._left_out:
             environment[LEFT_OUT_ENV] = ",".join(map(str, sorted(self._left_out)))
+        if self._rejoin:
+            environment[REJOIN_ENV] = str(self._rejoin)
         with ours:
             with theirs:
                 self._child = subprocess.Popen(self._command(checkpoint), env=environment, pass_fds=[theirs.fileno()])

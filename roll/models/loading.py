@@ -183,26 +183,76 @@ class MetaModel:
             if name in computed:
                 buffer.copy_(computed[name])
         for name, part in _stored_tensors(self.language_model).items():
-            tensor = whole(part)
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if name in self.new_head:
-                local.copy_(new_head(self.head, tensor, self.seed)[_own_rows(tensor)])
-            elif local.numel():
-                self._read_rows(name, tensor, local)
+            self.fill(name, whole(part))
+
+    @torch.no_grad()
+    def fill(self, name: str, tensor: Tensor) -> None:
+        """Read a stored tensor (of a sharded one this rank's rows) into its place."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if name in self.new_head:
+            local.copy_(new_head(self.head, tensor, self.seed)[_own_rows(tensor)])
+        elif local.numel():
+            self._read_rows(name, tensor, local)
+
+    def elements(self, name: str, shape: torch.Size, begin: int, end: int) -> Tensor:
+        """float32 (end - begin,): elements of a flattened tensor of this whole shape; few others are read."""
+        width = shape[1:].numel()
+        first, last = begin // width, -(-end // width)
+        if name in self.new_head:
+            rows = new_head(self.head, torch.empty(shape), self.seed)[first:last]
+        else:
+            rows = torch.empty(last - first, *shape[1:])
+            self._read_run(name, rows, slice(first, last), shape)
+        return rows.flatten()[begin - first * width : end - first * width]
 
     def _read_rows(self, name: str, tensor: Tensor, local: Tensor) -> None:
         """This rank's rows of a tensor: of fused experts, from the matrices of those that it holds."""
-        own, parts = _own_rows(tensor), self.layout.parts(name)
+        self._read_run(name, local, _own_rows(tensor), tensor.shape)
+
+    def _read_run(self, name: str, local: Tensor, own: slice, shape: torch.Size) -> None:
+        """The rows ``own`` of a tensor of this whole shape."""
+        parts = self.layout.parts(name)
         if len(parts) == 1:
             local.copy_(self.files.read_rows(parts[0].name, own))
             return
         flat = local.view(-1, local.shape[-1])
-        begin = (own.start or 0) * tensor.shape[1]
+        begin = (own.start or 0) * shape[1]
         for part in parts:
             low, high = max(begin, part.begin), min(begin + len(flat), part.end)
             if low < high:
                 rows = slice(low - part.begin, high - part.begin)
                 flat[low - begin : high - begin] = self.files.read_rows(part.name, rows)
+
+
+class ModuleReader:
+    """Gives the modules of a model on ``meta`` their tensors one module at a time, for backends that shard each as soon
+    as it is there, so that a rank never holds the whole model. A tied parameter stays one."""
+
+    def __init__(self, meta: MetaModel, device: torch.device) -> None:
+        self._meta, self._device = meta, device
+        self._paths = {id(module): name for name, module in meta.language_model.named_modules()}
+        # By identity; the parameters on meta are kept, so that no other object takes theirs.
+        self._on_meta = dict(meta.language_model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self._on_meta.items()}
+        self._made: dict[int, nn.Parameter] = {}
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module) -> None:
+        """Read the parameters and buffers that ``module`` has itself, whole."""
+        path = self._paths.get(id(module))
+        for name, parameter in [] if path is None else list(module.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                continue
+            if id(parameter) not in self._made:
+                tensor = torch.empty_like(parameter, device=self._device)
+                self._meta.fill(self._names[id(parameter)], tensor)
+                self._made[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+            setattr(module, name, self._made[id(parameter)])
+        for name, buffer in [] if path is None else list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                tensor = torch.empty_like(buffer, device=self._device)
+                self._meta.fill(f"{path}.{name}" if path else name, tensor)
+                setattr(module, name, tensor)
 
 
 def build_on_meta(

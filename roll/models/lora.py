@@ -221,7 +221,7 @@ def _new_config(peft: Any, model: PreTrainedModel, args: ModelArguments) -> Any:
         whole.append(_VALUE_HEAD)
     _check_whole_modules(model, whole, "model_args.additional_target")
     return peft.LoraConfig(
-        task_type="TOKEN_CLS" if _is_value_model(model) else "CAUSAL_LM",
+        task_type=_task_type(model),
         target_modules=_target_modules(model, args.lora_target, whole, "model_args.lora_target"),
         r=args.lora_rank,
         lora_alpha=args.lora_alpha or 2 * args.lora_rank,
@@ -251,6 +251,13 @@ def _loaded_config(peft: Any, model: PreTrainedModel, args: ModelArguments) -> A
     config.inference_mode = False
     config.lora_dropout = args.lora_dropout
     return config
+
+
+def _task_type(model: PreTrainedModel) -> str:
+    """Of peft: which class of its own loads the adapter again."""
+    if not _is_value_model(model):
+        return "CAUSAL_LM"
+    return "SEQ_CLS" if type(model).__name__.endswith("ForSequenceClassification") else "TOKEN_CLS"
 
 
 def _is_value_model(model: PreTrainedModel) -> bool:

@@ -111,10 +111,24 @@ class PendingCheckpoint:
         try:
             for call in self._ask(wait=True):
                 call.result()
-        except BaseException:
+        except BaseException as error:
+            if is_disk_full(error):
+                self.settle()
             self.discard()
             raise
         self._stack.close()
+
+    def settle(self) -> None:
+        """Wait until every rank has stopped to write, whatever came of it: one of them found no room."""
+        from roll.workers.training import TrainingWorker
+
+        self._asked = []
+        for cluster in self._writers:
+            for rank in range(cluster.world_size):
+                try:
+                    cluster.submit(rank, TrainingWorker.checkpoint_saved, True).result()
+                except WorkerFailed as error:
+                    logger.info("%s", error)
 
     def discard(self) -> None:
         """Remove the folder. To be called where an exception is handled, when all writers have ended."""

@@ -19,8 +19,9 @@ from roll.config.pipelines import ReadableSet
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, LoadCounts, PromptDataset, PromptRow, SftDataset, SftRow
 from roll.datasets.columns import Columns
+from roll.datasets.preferences import PreferenceDataset, PreferenceRow
+from roll.datasets.rankings import JudgedDataset, JudgedRow
 from roll.datasets.reading import SourceRow
-from roll.datasets.sft import DOMAIN
 from roll.pipelines.files import load_tokenizer
 
 if TYPE_CHECKING:
@@ -77,7 +78,11 @@ def sets_of(loaded: LoadedConfig[Any], only: str | None) -> list[ReadableSet]:
     return [one for name, one in sets.items() if only in (None, name)]
 
 
-def rows_shown(dataset: PromptDataset | SftDataset, num_rows: int, row_id: str | None) -> Iterator[PromptRow | SftRow]:
+AnyDataset = PromptDataset | SftDataset | PreferenceDataset | JudgedDataset
+AnyRow = PromptRow | SftRow | PreferenceRow | JudgedRow
+
+
+def rows_shown(dataset: AnyDataset, num_rows: int, row_id: str | None) -> Iterator[AnyRow]:
     if row_id is not None:
         yield from (dataset[i] for i, name in enumerate(dataset.ids) if name == row_id)
     elif isinstance(dataset, PromptDataset):
@@ -87,10 +92,11 @@ def rows_shown(dataset: PromptDataset | SftDataset, num_rows: int, row_id: str |
         yield from dataset[:num_rows]
 
 
-def lengths_by_domain(dataset: PromptDataset | SftDataset) -> Mapping[str, np.ndarray]:
+def lengths_by_domain(dataset: AnyDataset) -> Mapping[str, np.ndarray]:
     if isinstance(dataset, PromptDataset):
         return {domain: rows.lengths for domain, rows in dataset.by_domain().items()}
-    return {DOMAIN: dataset.lengths}
+    (domain,) = dataset.counts.kept
+    return {domain: dataset.lengths}
 
 
 def counts_table(counts: LoadCounts) -> Table:
@@ -117,10 +123,17 @@ def histogram(domain: str, lengths: np.ndarray, limit: int) -> Text:
     return text
 
 
-def header(row: PromptRow | SftRow) -> Text:
+def header(row: AnyRow) -> Text:
     if isinstance(row, PromptRow):
         parts = [row.prompt_id, f"domain {row.domain}", f"tag {row.tag}", f"{len(row.token_ids)} tokens"]
         parts.append(f"ground truth {str(row.ground_truth)[:80]!r}")
+    elif isinstance(row, PreferenceRow | JudgedRow):
+        lengths = " | ".join(str(len(response)) for response in row.responses)
+        parts = [row.row_id, f"{len(row.prompt_ids)} + {lengths} tokens"]
+        if isinstance(row, JudgedRow):
+            parts.append(f"scores {' | '.join(f'{score:g}' for score in row.scores)}")
+        if row.margin is not None:
+            parts.append(f"margin {row.margin:g}")
     else:
         learned = sum(row.response_mask)
         parts = [row.row_id, f"{len(row.input_ids) - learned} + {learned} tokens"]
@@ -134,7 +147,8 @@ def legend() -> Text:
 class Painter:
     """Colours a row's tokens, decoded: special tokens, what the data says, what the template adds, the response.
 
-    Of demonstrations the row as read is not kept, so their prompts cannot be separated from the template.
+    Of demonstrations and preferences the row as read is not kept, so their prompts cannot be separated from the
+    template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -142,9 +156,12 @@ class Painter:
         self._special = {int(number) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special |= set(tokenizer.all_special_ids)
 
-    def __call__(self, row: PromptRow | SftRow, data_args: DataArguments) -> Text:
+    def __call__(self, row: AnyRow, data_args: DataArguments) -> Text:
         if isinstance(row, PromptRow):
             return self.paint(row.token_ids, contents_of(row, data_args), "template")
+        if isinstance(row, PreferenceRow | JudgedRow):
+            sides = [(row.prompt_ids, "content"), *((response, "response") for response in row.responses)]
+            return Text("\n").join(self.paint(ids, (), style) for ids, style in sides)
         edges = [0, *(row.spans or (row.prompt_length, len(row.input_ids))), len(row.input_ids)]
         parts = [
             self.paint(row.input_ids[begin:end], (), style)

@@ -32,6 +32,7 @@ from roll.pipelines.rlvr.phases import (
     add_old_log_probs,
     add_reference_log_probs,
     add_values,
+    trainer_log_probs,
     update_actor,
     update_critic,
 )
@@ -220,7 +221,13 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
     def record_samples(self, batch: DataProto, step: int) -> None:
         """Keep samples for reports; before the models learn, so that those of a step that fails are there too."""
         notes = list if self.recorded.replays else self.rollout.notes
-        self.context.samples.policy(step, batch, notes, self.tokenizer, self.plan.needs_old_log_probs)
+        known = batch.batch["old_log_probs"] if self.plan.needs_old_log_probs else None
+        every = self.config.sample_log.mismatch_steps
+        if known is None and every and step % every == 0 and not self.recorded.replays:
+            with self.context.phase("sample_log"):
+                self.residency.bring({"actor_train": WEIGHTS})
+                known = trainer_log_probs(batch, self.clusters.actor_train, self.temperature)
+        self.context.samples.policy(step, batch, notes, self.tokenizer, known)
 
     def learn(self, batch: DataProto, step: int) -> None:
         """All optimizer steps of actor and critic on this batch."""

@@ -40,6 +40,7 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
 from roll.report.at_end import ending_command, write_report
 from roll.report.run_files import REPORT_NAME, RunFiles
+from roll.report.traces import write_traces
 from roll.tracking import (
     ENDING_LOGGER,
     LOG_NAME,
@@ -203,6 +204,8 @@ class RunContext:
     def _write_report(self) -> None:
         if self.config.report_at_end:
             write_report(self.plan.output_dir)
+        if self.config.otlp_output_dir is not None:
+            write_traces(self.plan.output_dir, Path(self.config.otlp_output_dir))
 
     def _account(self) -> str:
         """The progress of the run, and how to go on."""
@@ -498,6 +501,8 @@ class RunContext:
                 yield pending.path
                 save_state(pending.path / STATE_FOLDER, dict(state) | {"validations": self._validation_state()})
             except BaseException as error:
+                if is_disk_full(error):
+                    pending.settle()
                 pending.discard()
                 self._go_on_without(pending, error)
                 return
@@ -512,6 +517,7 @@ class RunContext:
             assert pending is not None
             if is_disk_full(error):
                 self._pending = None
+                pending.settle()
                 pending.discard()
             self._go_on_without(pending, error)
             return

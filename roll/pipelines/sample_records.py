@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from roll.config.run import SampleLogConfig
 from roll.datasets.preferences import PreferenceRow
+from roll.datasets.rankings import JudgedRow
 from roll.datasets.types import SftRow
 from roll.protocol import DataProto
 from roll.rollout.groups import SampleGroup
@@ -19,6 +20,7 @@ from roll.tracking import SampleTable
 from roll.tracking.sample_log import SampleLog
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from roll.agents.episode import EpisodeGroup
@@ -86,12 +88,12 @@ class SampleRecorder:
         batch: DataProto,
         notes: Callable[[], Notes],
         tokenizer: PreTrainedTokenizerBase,
-        has_trainer_log_probs: bool,
+        trainer_log_probs: Tensor | None,
     ) -> None:
         """The samples of a training step, when they have advantages.
 
         Args:
-            has_trainer_log_probs: ``old_log_probs`` are the trainer's, not the engine's own.
+            trainer_log_probs: float32 (B, L), before the update; None: no pass has computed them.
         """
         if self._log is None:
             return
@@ -99,8 +101,8 @@ class SampleRecorder:
         block = _Block(step, "train", self._settings.max_tokens, self._piece)
         rows = self._chosen(batch.batch["group_ids"].numpy())
         columns = {name: batch.batch[name][rows].numpy() for name in _COLUMNS if name in batch.batch}
-        if not has_trainer_log_probs:
-            columns.pop("old_log_probs", None)
+        if trainer_log_probs is not None:
+            columns["trainer_log_probs"] = trainer_log_probs[rows].numpy()
         taken = _Rows(columns, self._settings.max_tokens)
         objects = {name: batch.non_tensor_batch.get(name) for name in _OBJECTS}
         about = notes()
@@ -113,7 +115,7 @@ class SampleRecorder:
             if "text" not in prompt:
                 prompt["text"] = self._text(prompt_ids)
             elif "images" not in prompt:
-                prompt["decoded"] = block.read_back(words["prompt_id"], prompt["text"], prompt_ids, self._text)
+                prompt["decoded"] = block.read_back(str(words["prompt_id"]), prompt["text"], prompt_ids, self._text)
             sample = {"e": note.get("e"), "o": note.get("o"), "f": words["finish_reason"], "role": words["role"]}
             sample["m"] = {name: _number(value) for name, value in note.get("m", {}).items()}
             block.add(prompt, sample | taken.sample(place), taken.response_ids(place))
@@ -181,28 +183,33 @@ class SampleRecorder:
     def pairs(
         self,
         step: int,
-        rows: Sequence[PreferenceRow],
+        rows: Sequence[PreferenceRow | JudgedRow],
         batch: DataProto,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        """Chosen and rejected responses of a step, a group each.
+        """The responses of a step, a group for each prompt: chosen and rejected, or with their scores.
 
         Args:
-            batch: two rows a pair, in the order of ``rows``; ``ref_log_probs`` where there is a reference.
+            batch: a row for each response, in the order of ``rows``; ``ref_log_probs`` where there is a reference.
         """
         if self._log is None:
             return
         self._tokenizer = tokenizer
         block = _Block(step, "train", self._settings.max_tokens, self._piece)
         reference, mask = batch.batch.get("ref_log_probs"), batch.batch["response_mask"]
-        for number, row in enumerate(rows[: max(1, self._settings.max_samples_per_step // 2)]):
+        place = -1
+        for row in rows[: max(1, self._settings.max_samples_per_step // 2)]:
             prompt = {"id": row.row_id, "text": self._text(row.prompt_ids), "tag": row.tag}
-            for side, (kind, ids) in enumerate((("chosen", row.chosen_ids), ("rejected", row.rejected_ids))):
+            kinds = ["chosen", "rejected"]
+            if isinstance(row, JudgedRow):
+                kinds = [f"score {score:g}" for score in row.scores[: len(row.responses)]]
+            for kind, ids in zip(kinds, row.responses, strict=True):
+                place += 1
                 sample: dict[str, Any] = {"g": row.row_id, "k": kind, "n": len(ids)}
                 if row.margin is not None:
                     sample["m"] = {"margin": row.margin}
                 if reference is not None:
-                    log_probs = reference[2 * number + side][mask[2 * number + side]].numpy()
+                    log_probs = reference[place][mask[place]].numpy()
                     sample["h"] = _scaled(log_probs[: self._settings.max_tokens], LOG_PROB_SCALE)
                 block.add(prompt, sample, ids)
         self._log.append(block.finished())
@@ -229,7 +236,6 @@ _COLUMNS = (
     "attention_mask",
     "response_mask",
     "rollout_log_probs",
-    "old_log_probs",
     "advantages",
     "weight_versions",
     "scores",
@@ -312,8 +318,8 @@ class _Rows:
         self.episodes: list[int] | None = columns["episode_ids"].tolist() if "episode_ids" in columns else None
         self._log_probs = _scaled(columns["rollout_log_probs"], LOG_PROB_SCALE)
         self._mismatch: list[list[int]] | None = None
-        if "old_log_probs" in columns:
-            difference = np.where(mask, columns["old_log_probs"] - columns["rollout_log_probs"], 0.0)
+        if "trainer_log_probs" in columns:
+            difference = np.where(mask, columns["trainer_log_probs"] - columns["rollout_log_probs"], 0.0)
             self._mismatch = _scaled(difference, MISMATCH_SCALE)
         versions = columns["weight_versions"]
         high = np.where(mask, versions, -1).max(-1, initial=-1)

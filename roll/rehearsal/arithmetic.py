@@ -79,7 +79,9 @@ def with_deepspeed(role: RolePlan, options: DeepSpeedStrategyConfig, shape: Mode
             passes = {"train": 2, "forward": 1}.get(name, 0) * work.micro_batches
             work.collectives[Collective("all_gather", group, int(whole))] += passes
         if name == "train":
-            work.peak[Kind.GRADIENTS] = int(accumulated / (ranks if stage >= 2 else 1))
+            if stage or compute < 4:
+                # ZeRO-0 in float32 is torch's optimizer on the model's own gradients, as executed.
+                work.peak[Kind.GRADIENTS] = int(accumulated / (ranks if stage >= 2 else 1))
             work.peak[Kind.COMMUNICATION] = int(bucket * overlap) if stage else 0
             if plan.offload_optimizer != "none":
                 work.peak[Kind.GRADIENTS] = 0

@@ -375,7 +375,7 @@ def _residents(
     for name, cluster in clusters.items():
         if residency.moves(name):
             residency.admit(cluster, cluster.states)  # type: ignore[arg-type]
-    found = []
+    found: list[dict[str, set[StateKind]]] = []
     for _ in range(2):
         found = []
         for phase in phases:

@@ -554,10 +554,10 @@ def _slow_processor(facts: Facts) -> Finding | None:
         own = median(row[place] for row in steps)
         others = median(median(value for other, value in enumerate(row) if other != place) for row in steps)
         if times >= 0.8 * len(steps) and own > 2 * others and own - others > 0.2 * _step_seconds(facts):
-            rank = list(ranks)[place]
+            late = list(ranks)[place]
             return Finding(
                 "straggler",
-                f"Rank {rank} of {role} is slower than the others, which wait for it",
+                f"Rank {late} of {role} is slower than the others, which wait for it",
                 (
                     f"processor time in {phase}: {own:.2f} s, the other ranks {others:.2f} s (medians)",
                     f"it is the slowest in {times} of {len(steps)} steps that were measured",

@@ -14,6 +14,7 @@ from roll.config.loader import LoadedConfig, load_config
 from roll.config.pipelines import MISSING
 from roll.config.reading.compose import compose_file
 from roll.config.reading.errors import ConfigError, Problems
+from roll.evaluate import load_evaluation
 from roll.pipelines.agentic.checks_entries import ELSEWHERE
 from roll.preflight import check_parts
 
@@ -94,3 +95,16 @@ def test_as_many_load_as_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> Non
         "yet, and all are refused by that name"
     )
     assert sentence in " ".join(readme.split()), sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "roles"),
+    [
+        ("qwen2.5-7B-rlvr_megatron/rlvr_rollout_mock_dump.yaml", ["actor_infer", "rewards.math_rule"]),
+        ("qwen2.5-0.5B-agentic/agentic_rollout_sokoban.yaml", ["actor_infer"]),
+    ],
+)
+def test_rollout_files_are_evaluations(name: str, roles: list[str]) -> None:
+    loaded = load_evaluation(str(ROOT / name), None, [], {}, check_files=False)
+    assert list(loaded.plan.roles) == roles
+    check_parts(loaded)

@@ -22,7 +22,8 @@ supervised.attach()
 folder, checkpoint = sys.argv[1:]
 number = len(os.listdir(folder))
 acts = json.loads(os.environ["ACTS"])[number]
-print(json.dumps([checkpoint, sorted(supervised.left_out)]), file=open(f"{folder}/{number}", "w"))
+facts = [checkpoint, sorted(supervised.left_out), supervised.rejoin_seconds]
+print(json.dumps(facts), file=open(f"{folder}/{number}", "w"))
 for name, value in acts:
     if name == "die":
         os.kill(os.getpid(), value)
@@ -55,7 +56,7 @@ class Stage:
 
     @property
     def began_with(self) -> list[Any]:
-        """Checkpoint and steps left out of each start."""
+        """Of each start: the checkpoint, steps left out, seconds that a further node waits for its head."""
         return [json.loads((self.starts / str(n)).read_text()) for n in range(len(os.listdir(self.starts)))]
 
     @property
@@ -80,7 +81,7 @@ DONE = [("reached", 9), ("end", "done")]
 def test_a_run_goes_on_from_its_newest_whole_checkpoint(stage: Stage) -> None:
     killed = [("reached", 5), ("checkpoint", ["c4"]), ("reached", 8), ("die", signal.SIGKILL)]
     assert stage.run([*failed(5, "c2", "c4", "torn"), ("exit", 1)], killed, DONE) == 0
-    assert stage.began_with == [["None", []], ["c4", []], ["c4", []]]
+    assert [start[:2] for start in stage.began_with] == [["None", []], ["c4", []], ["c4", []]]
     assert stage.events == ["ended", "restarted", "recovered", "ended", "restarted"]
     assert stage.said == [
         "restart 1 of 3 in 0 s, from c4: actor_train rank 1 died",
@@ -109,20 +110,25 @@ def test_restarts_are_counted(stage: Stage) -> None:
         ([("end", "wrong"), ("exit", 1)], 1),
         ([("end", "interrupted"), ("exit", 143)], 143),
         ([("end", "done"), ("die", signal.SIGKILL)], 0),
-        ([("exit", 0)], 0),
     ],
-    ids=["a mistake", "a signal", "done, then killed", "another node"],
+    ids=["a mistake", "a signal", "done, then killed"],
 )
 def test_what_ends_for_good(stage: Stage, acts: list[tuple[str, Any]], status: int) -> None:
     assert stage.run(acts, DONE) == status
     assert len(stage.began_with) == 1
 
 
+def test_a_further_node_serves_again_until_the_head_does_not_come_back(stage: Stage) -> None:
+    assert stage.run([("exit", 0)], [("exit", 0)], [("end", "done"), ("exit", 0)], DONE) == 0
+    assert len(stage.began_with) == 3
+    assert [rejoin >= 120 for _, _, rejoin in stage.began_with] == [False, True, True]
+
+
 def test_a_rewound_run_leaves_the_batch_out(stage: Stage) -> None:
     """It costs no restart, and is refused when it never gets further."""
     rewound = [[("checkpoint", ["c4"]), ("reached", 5 + n), ("end", "rewind"), ("exit", 1)] for n in range(9)]
     assert stage.run(*rewound[:2], DONE, max_restarts=0) == 0
-    assert stage.began_with == [["None", []], ["c4", [5]], ["c4", [5, 6]]]
+    assert [start[:2] for start in stage.began_with] == [["None", []], ["c4", [5]], ["c4", [5, 6]]]
 
 
 def test_a_run_that_is_rewound_again_and_again_ends(stage: Stage) -> None:

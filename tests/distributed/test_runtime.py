@@ -206,6 +206,61 @@ def test_existing_ray_is_used_and_left_running(runtime, tmp_path):
     socket.create_connection((host, int(port)), timeout=2).close()
 
 
+SIDE_BY_SIDE_SCRIPT = """
+import json, pathlib, sys, time
+from roll.config.roles import WorkerConfig
+from roll.distributed import Cluster, ResourceManager, ray_runtime
+from tests.distributed.workers import CollectiveWorker
+own, other = map(pathlib.Path, sys.argv[1:])
+with ray_runtime(2):
+    resources = ResourceManager(2)
+    cluster = Cluster("role", CollectiveWorker, resources, WorkerConfig(device_mapping=[0, 1]))
+    cluster.call_all(CollectiveWorker.initialize).result()
+    own.touch()
+    while not other.exists():
+        time.sleep(0.05)
+    pids = [address.pid for address in cluster.addresses]
+    print(json.dumps({"sum": cluster.call_all(CollectiveWorker.rank_sum).result(), "pids": pids}))
+    try:
+        ResourceManager(2, timeout=1)
+    except ValueError as error:
+        print(error)
+    own.with_suffix(".done").touch()
+    while not other.with_suffix(".done").exists():
+        time.sleep(0.05)
+    cluster.shutdown()
+    resources.close()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+def test_two_runs_on_one_cluster_do_not_meet(runtime, tmp_path):
+    """Four devices, two runs of two each, with the same role and device ids; a third would have nothing."""
+    auth = {k: v for k, v in os.environ.items() if k.startswith("RAY_AUTH")}
+    files = [str(tmp_path / "one"), str(tmp_path / "two")]
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", SIDE_BY_SIDE_SCRIPT, own, other],
+            env=_environment(RAY_ADDRESS=runtime.address, **auth),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for own, other in (files, files[::-1])
+    ]
+    seen = []
+    for run in runs:
+        output, errors = run.communicate(timeout=120)
+        assert run.returncode == 0, errors
+        told, refused = output.splitlines()
+        seen.append(json.loads(told))
+        assert "Another run may hold them" in refused
+    assert [one["sum"] for one in seen] == [[3.0, 3.0]] * 2
+    assert len({pid for one in seen for pid in one["pids"]}) == 4
+
+
 def test_environment_of_nodes():
     assert NodeEnvironment.from_environ({}) == NodeEnvironment()
     several = NodeEnvironment.from_environ(

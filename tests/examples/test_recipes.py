@@ -19,7 +19,9 @@ from roll.config.loader import load_config
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(
-    file.relative_to(ROOT) for file in (ROOT / "examples").rglob("*.yaml") if "artifacts" not in file.parts
+    file.relative_to(ROOT)
+    for file in (ROOT / "examples").rglob("*.yaml")
+    if not {"artifacts", "cluster"} & set(file.parts)  # made by runs; manifests of schedulers
 )
 PRESETS = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
 SCRIPTS = sorted(file.relative_to(ROOT) for file in (ROOT / "examples").rglob("*.sh"))

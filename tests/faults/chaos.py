@@ -213,7 +213,9 @@ def chaos(
         if done >= kills:
             break
         kind, victim = ("synchronous", "asynchronous")[number % 2], dice.choice(victims)
-        moments = [dice.choice(MOMENTS) if victim == "tree" else "any" for _ in range(min(per_chain, kills - done))]
+        # A run that goes on by itself refuses to after two deaths in one place, and eight steps are few places.
+        number_of = min(per_chain if victim == "tree" else 1, kills - done)
+        moments = [dice.choice(MOMENTS) if victim == "tree" else "any" for _ in range(number_of)]
         chain = Chain(kind, victim, moments, world, folder / f"chain-{number}", dice)
         rows = chain.run()
         problems = chain.problems(FinishedRun(undisturbed.output))

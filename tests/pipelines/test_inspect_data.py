@@ -17,7 +17,15 @@ from roll.config.roles import DataArguments
 from roll.datasets import DataError, PromptRow
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.inspect_data import STYLES, Painter, inspect_data
-from tests.pipelines.tiny_runs import TinyWorld, grpo_changes, load_changed, rlvr_settings, sft_settings
+from tests.pipelines.tiny_runs import (
+    TinyWorld,
+    dpo_settings,
+    grpo_changes,
+    load_changed,
+    rlvr_settings,
+    rm_settings,
+    sft_settings,
+)
 
 
 def shown(loaded: Any, only: str | None = None, row_id: str | None = None, rows: int = 1) -> str:
@@ -105,3 +113,11 @@ def test_rows_that_cannot_be_scored_or_are_answered_already(
     file.write_text("".join(json.dumps({**row, "ground_truth": None}) + "\n" for row in rows))
     with pytest.raises(DataError, match=r"rewards\.digits: exact_match needs a ground_truth, and none of its 64 rows"):
         shown(load_changed(rlvr_settings(world, tmp_path), changes), "train")
+
+
+@pytest.mark.parametrize("settings", [dpo_settings, rm_settings])
+def test_preferences_are_shown_with_all_their_responses(world: TinyWorld, tmp_path: Path, settings: Any) -> None:
+    text = shown(load_changed(settings(world, tmp_path), {}), only="train", row_id="pair-3")
+    pair = json.loads(world.preferences.read_text().splitlines()[3])
+    assert all(pair[side] in text.replace("<|im_end|>", "") or side == "chosen" for side in ("chosen", "rejected"))
+    assert pair["chosen"].splitlines()[-1] in text and "64 kept" in text

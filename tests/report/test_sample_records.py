@@ -71,7 +71,9 @@ def recorded(tmp_path: Path, write: Any, **settings: int) -> list[dict[str, Any]
 
 def test_rows_of_a_training_batch(tmp_path: Path) -> None:
     notes = [{"prompt": {"text": "ab"}, "m": {"part": 0.5}}, {"prompt": {"text": "ax"}}, {"e": "broken", "o": "failed"}]
-    (block,) = recorded(tmp_path, lambda recorder: recorder.policy(4, batch(), lambda: notes, Letters(), True))
+    (block,) = recorded(
+        tmp_path, lambda recorder: recorder.policy(4, batch(), lambda: notes, Letters(), batch().batch["old_log_probs"])
+    )
     first, second, third = block["samples"]
     assert [block["pieces"][place] for place in first["t"]] == ["c", "d", "e"]
     assert first["l"] == [-250, -2000, -125]
@@ -93,7 +95,7 @@ def test_rows_of_a_training_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("most", "groups"), [(3, ["0", "0", "1"]), (2, ["0", "0"]), (1, ["0"])])
 def test_whole_groups_up_to_the_limit(tmp_path: Path, most: int, groups: list[str]) -> None:
     (block,) = recorded(
-        tmp_path, lambda r: r.policy(0, batch(), list, Letters(), False), max_samples_per_step=most, max_tokens=2
+        tmp_path, lambda r: r.policy(0, batch(), list, Letters(), None), max_samples_per_step=most, max_tokens=2
     )
     assert [sample["g"] for sample in block["samples"]] == groups
     first = block["samples"][0]

@@ -20,6 +20,7 @@ from roll.datasets import EpochOrder, SftDataset, ShuffledEpochs
 from roll.datasets.images import VisionModel
 from roll.datasets.types import SftRow
 from roll.distributed import Cluster, PendingCall, ResourceManager
+from roll.pipelines.batches import is_left_out
 from roll.pipelines.distill.cache import RowTargets, TeacherCache, row_key
 from roll.pipelines.distill.config import DistillConfig, DistillPlan
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
@@ -155,7 +156,8 @@ class DistillPipeline:
                 self.ahead.append(self.ask_next())
         with self.context.phase("step_train"):
             self.residency.bring({"student": TRAINING})
-            self.context.record(self.student.call(DistillWorker.update, batch).result())
+            if not is_left_out(step):
+                self.context.record(self.student.call(DistillWorker.update, batch).result())
         self.ahead.popleft()
         self.context.record(self.residency.metrics())
         self.context.end_step(step)

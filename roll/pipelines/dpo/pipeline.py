@@ -112,7 +112,7 @@ class DPOPipeline:
         if self.plan.val_data_args is not None:
             self.held_out = read_pairs(config, self.plan.val_data_args, tokenizer)
         order = EpochOrder.of(self.plan.data_args, len(training), config.seed, "preferences", training.difficulties)
-        self.pairs = ShuffledEpochs(training, config.seed, "preferences", order=order)
+        self.pairs: ShuffledEpochs[Any] = ShuffledEpochs(training, config.seed, "preferences", order=order)
         epochs = config.actor_train.training_args.num_train_epochs
         self.num_steps = config.max_steps or ceil(len(training) * epochs / self.plan.global_batch_size)
         self.context.record({"data/dropped_pairs": Mean(sum(training.counts.too_long.values()) + training.counts.bad)})
@@ -120,7 +120,7 @@ class DPOPipeline:
     def train_one_step(self, step: int) -> None:
         """One optimizer step on the next pairs. Until the model learns, a signal may end it; the step is done again
         when the run goes on."""
-        drawn = self.pairs.next_batch(self.plan.global_batch_size)
+        drawn: list[Row] = self.pairs.next_batch(self.plan.global_batch_size)
         lengths = [sum(map(len, row.sides)) for row in drawn]
         order = balanced_order(lengths, self.actor_train.dp_size)
         rows = [drawn[index] for index in order.tolist()]
@@ -241,7 +241,7 @@ class DPOPipeline:
             parts: list[Metrics] = []
             if needs_mismatched(self.config):
                 others = mismatched(self.held_out, self.config.sequence_length)
-                ratios = ({"kl": self.mean_ratio(others[begin : begin + size])} for begin in begins)
+                ratios: list[Metrics] = [{"kl": self.mean_ratio(others[begin : begin + size])} for begin in begins]
                 kl = torch.tensor(max(0.0, merge_metrics(ratios)["kl"].value()))
             for begin in begins:
                 rows = self.held_out[begin : begin + size]

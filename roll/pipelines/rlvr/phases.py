@@ -80,6 +80,16 @@ def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more
         batch.batch[name if name == ROUTES else f"old_{name}"] = outputs[name]
 
 
+def trainer_log_probs(batch: DataProto, actor: Cluster, temperature: float) -> torch.Tensor:
+    """float32 (B, L): the log-probs of the trainer before any update, for the record of samples; nothing of the batch
+    is changed."""
+
+    def compute(rows: DataProto) -> PendingCall[DataProto]:
+        return actor.call(ModelWorker.compute_log_probs, rows, temperature=temperature)
+
+    return computed(batch, actor, compute, replays=True)["log_probs"]
+
+
 def add_values(batch: DataProto, critic: Cluster) -> None:
     """``values`` float32 (B, L), also where ``bootstrap_mask`` asks for one behind a response."""
     asked = batch

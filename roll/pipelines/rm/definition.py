@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
     from roll.config.roles import DataArguments
     from roll.datasets.rankings import JudgedDataset
+    from roll.pipelines.batches import RecordedBatch
 
 
 class RewardModel(PipelineDefinition):
@@ -51,6 +52,11 @@ class RewardModel(PipelineDefinition):
         from roll.pipelines.rm.pipeline import RMPipeline
 
         RMPipeline(loaded).run()
+
+    def replay(self, loaded: LoadedConfig[RMConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        from roll.pipelines.rm.pipeline import RMPipeline
+
+        return RMPipeline(loaded).replay(recorded)
 
     def longest_row(self, config: RMConfig) -> int:
         """Of a pair: all responses to a prompt are computed in one micro-batch. Longer rankings need a larger budget,

@@ -23,6 +23,7 @@ from roll.datasets.rankings import JudgedColumns, JudgedDataset, JudgedRow
 from roll.distributed import Cluster, ResourceManager
 from roll.models.partitions import balance_partitions, workload
 from roll.models.scoring import scoring_batch
+from roll.pipelines.batches import RecordedBatch, is_left_out
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
 from roll.pipelines.rm.config import RMConfig, RMPlan
 from roll.pipelines.run_context import RunContext
@@ -101,9 +102,25 @@ class RMPipeline:
         """One optimizer step on the next rows."""
         rows = self.rows.next_batch(self.plan.global_batch_size)
         batch = judged_batch(rows, self.reward_train.dp_size)
+        if step % self.config.logging_steps == 0:
+            self.context.samples.pairs(step, rows, batch, self.tokenizer)
+        self.context.hold_batch(step, batch)
+        if not is_left_out(step):
+            self.update(batch)
+        self.context.end_step(step)
+
+    def update(self, batch: DataProto) -> None:
+        """One optimizer step."""
         with self.context.phase("step_train"):
             self.context.record(self.reward_train.call(RewardTrainWorker.update, batch).result())
-        self.context.end_step(step)
+
+    def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        """Take the step of a recorded batch again; the steps that the model had done before, and the metrics."""
+        with self.context.running() as resources:
+            steps = self.start(resources)
+            self.context.recorded()
+            self.update(recorded.batch)
+            return steps, self.context.recorded()
 
     def pause(self, steps_done: int) -> None:
         """Evaluate and save where that is due after ``steps_done`` steps."""
@@ -203,7 +220,8 @@ def judged_batch(rows: Sequence[JudgedRow], dp_size: int) -> DataProto:
         costs = [float(workload([len(side) for side in row.sides]).sum()) for row in rows]
         shares = balance_partitions(costs, dp_size, equal_counts=len(rows) % dp_size == 0)
     widest = max(sum(len(rows[index].responses) for index in share) for share in shares)
-    sequences, shared, units, places, targets, margins = [], [], [], [], [], []
+    sequences, places, targets = list[list[int]](), list[list[int]](), list[list[float]]()
+    shared, units, margins = list[int](), list[int](), list[float | None]()
     for share in shares:
         filled = len(sequences) + widest
         for index in share:

@@ -19,12 +19,18 @@ from torch import Tensor
 
 from roll.checkpoint.contents import ModelContents
 from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece
+from roll.models.loading import MetaModel
 from roll.strategies.training.checkpoint import resumed, save_training
 from roll.strategies.training.gather import Pieces, gather_to_rank0
 
 
 def is_partitioned(tensor: Tensor) -> bool:
     return hasattr(tensor, "ds_tensor")
+
+
+def full_shape(tensor: Any) -> torch.Size:
+    """Of the whole tensor, partitioned or not."""
+    return torch.Size(tensor.ds_shape) if is_partitioned(tensor) else tensor.shape
 
 
 def full_size(tensor: Any) -> int:
@@ -140,6 +146,17 @@ class MasterStates:
             self.get(run, None).copy_(weight[run.start : run.start + run.length])
 
     @torch.no_grad()
+    def set_master(self, run: Run, values: Tensor) -> None:
+        """Give the float32 master alone the ``values`` of the run."""
+        if self._stage == 3:
+            from deepspeed.utils import safe_set_local_fp32_param
+
+            partition = run.parameter.ds_tensor
+            safe_set_local_fp32_param(run.parameter, _fitted(values, partition).to(partition.device))
+        else:
+            self.get(run, None).copy_(values)
+
+    @torch.no_grad()
     def set_moment(self, run: Run, moment: str, values: Tensor) -> None:
         """Give AdamW the ``values`` (float32, of the run) of a moment; :meth:`make_moments` comes first."""
         if self._stage == 3:
@@ -221,6 +238,19 @@ def gather_partitions(parameters: list[Any], dtype: torch.dtype, device: torch.d
     group = dist.group.WORLD
     assert group is not None
     return gather_to_rank0(parts, pieces, group, dtype, device)
+
+
+@torch.no_grad()
+def read_masters(engine: Any, meta: MetaModel) -> None:
+    """Read this rank's part of the float32 weights, in place of those that DeepSpeed made of rounded ones."""
+    masters = MasterStates(engine)
+    if engine.zero_optimization_stage() == 0:
+        # It also made a step of zeros to create the moments; AdamW would count it.
+        engine.basic_optimizer.state.clear()
+    for run in masters.runs():
+        if run.length:
+            values = meta.elements(run.name, full_shape(run.parameter), run.start, run.start + run.length)
+            masters.set_master(run, values)
 
 
 def save_states(path: Path, engine: Any, contents: ModelContents, state: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,15 +17,19 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.deepspeed import ZeroPlan, numbers, plan_zero, switch
 from roll.config.strategies.registry import DeepSpeedStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES, enable_gradient_checkpointing
+from roll.models.experts import sparse_layers
 from roll.models.layouts import TokenLayout
+from roll.models.loading import MetaModel, ModuleReader, build_on_meta
 from roll.models.log_probs import run_head_when_called
 from roll.platforms import Platform
 from roll.strategies.base import ModelHead, StateKind
 from roll.strategies.deepspeed.states import (
+    full_shape,
     full_size,
     gather_partitions,
     is_partitioned,
     load_states,
+    read_masters,
     save_states,
     set_master_weights,
 )
@@ -33,9 +37,13 @@ from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.optimizer import (
     INITIAL_SCALE,
     TrainingProgress,
-    build_adamw,
+    adamw,
+    decay_groups,
     state_tensors,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +53,8 @@ class DeepSpeedStrategy(DataParallelStrategy):
 
     ZeRO-3 shards parameters, also of forward-only roles; any other stage leaves the whole model on each rank.
     """
+
+    _meta: MetaModel | None = None
 
     def __init__(
         self,
@@ -77,23 +87,28 @@ class DeepSpeedStrategy(DataParallelStrategy):
             self.plan = self._plan(trains=False)
             self._load_for_forward_passes()
             return
+        options = {
+            "fp32_accumulation": switch(self.config, "fp32_grad_accumulation", self.environ),
+            "max_grad_norm": self.max_grad_norm,
+        }
         self._load_model(torch.float32)
+        meta = self._read_model(**options)
         enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
         self.progress = TrainingProgress(self.role.training_args, num_training_steps, self.compute_dtype)
         parameters = {name: p.data for name, p in self.model.named_parameters() if p.requires_grad}
-        self.engine = self._start_engine(
-            build_adamw(self.model, self.role.training_args),
-            fp32_accumulation=switch(self.config, "fp32_grad_accumulation", self.environ),
-            max_grad_norm=self.max_grad_norm,
-        )
+        self.engine = self._start_engine(adamw(self._decay_groups(), self.role.training_args), **options)
         if self.compute_dtype is not torch.float32:
-            self._restore_master_weights(parameters)
+            if meta is None:
+                self._restore_master_weights(parameters)
+            else:
+                read_masters(self.engine, meta)
         self._watch_balance()
         self.model.train()
 
     def _load_for_forward_passes(self) -> None:
         """An engine where parameters are to be partitioned; a plain module on the device otherwise."""
         self._load_model(self.compute_dtype)
+        self._read_model()
         self.model.requires_grad_(False)
         self.model.eval()
         if self.plan.stage == 3:
@@ -101,12 +116,55 @@ class DeepSpeedStrategy(DataParallelStrategy):
         else:
             self.model.to(self.device)
 
-    def _start_engine(self, optimizer: torch.optim.Optimizer | None, **options: Any) -> Any:
+    def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
+        """Without weights where they can be read later, in the compute type; float32 ones are read apart."""
+        self._meta = build_on_meta(self.role.model_args, self.head.value, self.compute_dtype, self.seed)
+        if self._meta is None:
+            return super()._build_language_model(storage_dtype)
+        self.sparse_layers = sparse_layers(self._meta.language_model)
+        return self._meta.language_model
+
+    def _read_model(self, **options: Any) -> MetaModel | None:
+        """Collective. Read the weights of a model without any: under ZeRO-3 module by module, each partitioned before
+        the next one is read. What they were read from; None where the model was loaded whole."""
+        meta, self._meta = self._meta, None
+        if meta is None:
+            return None
+        if self.plan.stage < 3:
+            meta.read(self.model, self.device)
+            return meta
+        deepspeed = self._joined_deepspeed()
+        reader = ModuleReader(meta, self.device)
+        partitioned: Any = None
+        for module in meta.language_model.modules():
+            reader(module)
+            whole = [one for one in module.parameters(recurse=False) if not is_partitioned(one)]
+            if partitioned is not None:
+                partitioned.convert_to_zero_parameters(param_list=whole)
+            elif whole:
+                holder = torch.nn.ParameterList(whole)
+                offload = self.plan.offload_param
+                deepspeed.zero.Init(
+                    module=holder,
+                    config_dict_or_path=self._options(**options),
+                    dtype=self.compute_dtype,
+                    remote_device=None if offload == "none" else offload,
+                    pin_memory=self.platform.pin_memory and offload != "none",
+                )
+                partitioned = whole[0]
+        return meta
+
+    def _decay_groups(self) -> list[dict[str, Any]]:
+        # What ZeRO-3 has partitioned is flat.
+        return decay_groups(self.model, self.role.training_args.weight_decay, lambda one: len(full_shape(one)))
+
+    def _joined_deepspeed(self) -> Any:
         deepspeed = import_deepspeed(self.platform)
         join_process_group(deepspeed, self.platform)
-        if self.plan.stage == 3:
-            self._use_units(deepspeed)
-        config = engine_options(
+        return deepspeed
+
+    def _options(self, **options: Any) -> dict[str, Any]:
+        return engine_options(
             self.config,
             self.plan,
             dtype=self.role.model_args.dtype,
@@ -114,7 +172,12 @@ class DeepSpeedStrategy(DataParallelStrategy):
             micro_batch_rows=self.role.training_args.per_device_train_batch_size,
             **options,
         )
-        engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
+
+    def _start_engine(self, optimizer: torch.optim.Optimizer | None, **options: Any) -> Any:
+        deepspeed = self._joined_deepspeed()
+        if self.plan.stage == 3:
+            self._use_units(deepspeed)
+        engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self._options(**options))
         return engine
 
     def _use_units(self, deepspeed: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,8 +26,9 @@ from roll.config.roles import ModelArguments
 from roll.config.strategies.fsdp import FSDP1_OFFLOAD
 from roll.config.strategies.registry import Fsdp1StrategyConfig
 from roll.models.build import DTYPES
-from roll.models.experts import SparseLayer
+from roll.models.experts import SparseLayer, sparse_layers
 from roll.models.layouts import TokenLayout
+from roll.models.loading import MetaModel, ModuleReader, build_on_meta
 from roll.models.log_probs import ResponseModel, output_matrices, run_head_when_called
 from roll.models.vision import vision_modules
 from roll.platforms import current_platform
@@ -35,12 +36,16 @@ from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, compute_dt
 from roll.strategies.training.gather import Pieces, exchange_sizes
 from roll.strategies.training.optimizer import decay_groups
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class FsdpStrategy(ShardedStrategy):
     """Shards made by ``FullyShardedDataParallel``."""
 
     config: Fsdp1StrategyConfig
     mixes_types = False
+    _meta: MetaModel | None = None
 
     def initialize(self, num_training_steps: int = 0) -> None:
         """Collective. See :meth:`ShardedStrategy.initialize`.
@@ -58,13 +63,22 @@ class FsdpStrategy(ShardedStrategy):
         shapes = {name: tensor.shape for name, tensor in self._named_tensors()}
         self._names = list(shapes)
         self.mesh = build_mesh(self.device.type, self.world_size, self.config.fsdp_size)
-        self.root = wrap_model(self.model, self.mesh, self.role.model_args, self.config, self.sparse_layers)
+        self.root = wrap_model(self.model, self.mesh, self.role.model_args, self.config, self.sparse_layers, self._meta)
+        self._meta = None
         self._pieces: dict[torch.Tensor, Pieces] = {}
         if self.root is not None:
             parameters = {clean_name(name): value for name, value in self.model.language_model.named_parameters()}
             held = [(value, shapes[name]) for name, value in parameters.items()]
             pieces = exchange_sizes(held, self.mesh.get_group("fsdp"), self.device)
             self._pieces = dict(zip(parameters.values(), pieces, strict=True))
+
+    def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
+        """Without weights where they can be read unit by unit later."""
+        self._meta = build_on_meta(self.role.model_args, self.head.value, storage_dtype, self.seed)
+        if self._meta is None:
+            return super()._build_language_model(storage_dtype)
+        self.sparse_layers = sparse_layers(self._meta.language_model)
+        return self._meta.language_model
 
     def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         return (self.root or self.model)(layout, outputs, temperature)
@@ -127,7 +141,8 @@ def wrap_model(
     mesh: DeviceMesh,
     args: ModelArguments,
     config: Fsdp1StrategyConfig,
-    sparse_layers: Sequence[SparseLayer] = (),
+    layers: Sequence[SparseLayer] = (),
+    meta: MetaModel | None = None,
 ) -> FullyShardedDataParallel | None:
     """Wrap ``model`` and its units over ``mesh``; gradients become means over all ranks.
 
@@ -136,6 +151,9 @@ def wrap_model(
     | ``(1,)``         | ``NO_SHARD``                    | ``NO_SHARD``         |
     | ``(fsdp,)``      | ``FULL_SHARD``                  | ``SHARD_GRAD_OP``    |
     | ``(ddp, fsdp)``  | ``HYBRID_SHARD``                | ``_HYBRID_SHARD_ZERO2`` |
+
+    Args:
+        meta: of a model without weights: each unit's are read when it is wrapped.
 
     Returns:
         The root, or None for one rank in float32 without offload: nothing is sharded, cast or moved there.
@@ -148,9 +166,12 @@ def wrap_model(
     offload = config.offload_policy and device.type != "cpu"
     dtype = compute_dtype(args, config)
     if mesh.size() == 1 and dtype is torch.float32 and not offload:
-        model.to(device)
+        if meta is None:
+            model.to(device)
+        else:
+            meta.read(model, device)
         return None
-    units = {id(unit) for unit in wrapped_units(model, config.wrap_policy, sparse_layers)}
+    units = {id(unit) for unit in wrapped_units(model, config.wrap_policy, layers)}
     tower = vision_modules(model.language_model)
     precision = MixedPrecision(
         # Token ids and positions are all that goes in, so there is nothing to cast; an image is cast where it is cut.
@@ -186,6 +207,7 @@ def wrap_model(
             mixed_precision=precision,
             device_id=device,
             use_orig_params=True,
+            param_init_fn=None if meta is None else ModuleReader(meta, device),
         )
     if config.wrap_policy.wrap_lm_output:
         _gather_head_when_used(model, head)

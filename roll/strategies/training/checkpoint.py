@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -62,12 +63,24 @@ def describe_model(
 
 
 def save_trainer_state(path: Path, contents: ModelContents, state: dict[str, Any]) -> None:
-    """Collective. Write ``state`` (JSON values) with the number of ranks, ``contents``, and this rank's RNG states."""
-    save_state(_rng_folder(path), capture_rng_state())
-    if dist.get_rank() == 0:
-        whole = {**state, "format": FORMAT, "world_size": dist.get_world_size(), "model": contents.as_json()}
-        (path / STATE_NAME).write_text(json.dumps(whole), encoding="utf-8")
-    dist.barrier()
+    """Collective. Write ``state`` (JSON values) with the number of ranks, ``contents``, and this rank's RNG states.
+
+    Raises:
+        OSError: a rank could not write its part (its disk is full, say); on all ranks, so that none waits for another.
+    """
+    failure = ""
+    try:
+        save_state(_rng_folder(path), capture_rng_state())
+        if dist.get_rank() == 0:
+            whole = {**state, "format": FORMAT, "world_size": dist.get_world_size(), "model": contents.as_json()}
+            (path / STATE_NAME).write_text(json.dumps(whole), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        failure = str(error)
+    failures: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    first = next((rank for rank, text in enumerate(failures) if text), None)
+    if first is not None:
+        raise OSError(f"rank {first} could not write its part of {path}: {failures[first]}")
 
 
 def load_trainer_state(path: Path, contents: ModelContents) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""Keys of the rm pipeline, and of a run whose reward is one of its models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.pipelines.dpo.config import DPOConfig
+from roll.pipelines.rm.config import RMConfig, RMPlan
+from tests.config.good import changed, load, mistakes
+
+GOOD_RM: dict[str, Any] = {
+    "pretrain": "owner/model",
+    "max_steps": 10,
+    "reward_train": {
+        "device_mapping": [0, 1],
+        "model_args": {"model_type": "auto_sequence_classification"},
+        "training_args": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        "data_args": {"file_name": "train.jsonl"},
+        "strategy_args": {"strategy_name": "fsdp2_train", "strategy_config": {}},
+    },
+}
+
+
+def test_a_section_reward_train_makes_it_an_rm_run(tmp_path: Path) -> None:
+    loaded = load(tmp_path, GOOD_RM)
+    assert loaded.pipeline.name == "rm" and isinstance(loaded.config, RMConfig)
+    assert isinstance(loaded.plan, RMPlan) and loaded.plan.global_batch_size == 16
+    assert load(tmp_path, GOOD_RM | {"loss_type": "ordinal"}).pipeline.name == "rm", "loss_type is DPO's key as well"
+
+
+MISTAKES: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"reward_train.strategy_args": {"strategy_name": "megatron_train"}},
+        "reward_train.strategy_args.strategy_name",
+        "a critic's head",
+    ),
+    ({"reward_train.model_args.model_type": "trl"}, "reward_train.model_args.model_type", "must be auto_sequence"),
+    ({"loss_type": "process"}, "score_input", "behind their own tokens"),
+    ({"margin_key": "margin", "margin_from_scores": True}, "margin_key", "leave one out"),
+    ({"rejected_key": "chosen"}, "rejected_key", "the chosen responses too"),
+]
+
+
+@pytest.mark.parametrize(("changes", "key", "rule"), MISTAKES)
+def test_mistakes(tmp_path: Path, changes: dict[str, Any], key: str, rule: str) -> None:
+    (problem,) = mistakes(tmp_path, changed(changes, GOOD_RM))
+    assert problem.key == key and rule in problem.rule
+
+
+@pytest.mark.parametrize("asked", ["chat", "tokens"])
+def test_a_run_asks_about_the_tokens_that_were_trained(tmp_path: Path, asked: str) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_labels": 1, "score_input": "tokens"}))
+    scorer = {
+        "device_mapping": [0, 1],
+        "strategy_args": {"strategy_name": "hf_infer"},
+        "model_args": {"model_name_or_path": str(model), "model_type": "auto_sequence_classification"},
+    }
+    reward = {"worker_cls": "reward_model", "reward_kwargs": {"input": asked}}
+    data = changed({"reward_model": scorer, "rewards": {"preference": reward}})
+    if asked == "tokens":
+        assert "reward_model" in load(tmp_path, data).plan.roles
+        return
+    (problem,) = mistakes(tmp_path, data)
+    assert problem.key == "rewards.preference.reward_kwargs.input" and "must be tokens" in problem.rule
+
+
+def test_kto_reads_single_responses(tmp_path: Path) -> None:
+    role = GOOD_RM["reward_train"] | {"model_args": {}}
+    data = {"pretrain": "owner/model", "max_steps": 10, "loss_type": "kto", "actor_train": role}
+    data["reference"] = {"device_mapping": [0, 1], "strategy_args": {"strategy_name": "fsdp2_infer"}}
+    loaded = load(tmp_path, data)
+    assert isinstance(loaded.config, DPOConfig) and loaded.plan.needs_reference
+    (problem,) = mistakes(tmp_path, data | {"loss_type": ["kto", "sft"]})
+    assert problem.key == "loss_type" and "stands alone" in problem.rule
