@@ -90,7 +90,8 @@ def main() -> None:
             peaks, sizes = zip(*(results.get(timeout=300) for _ in processes), strict=True)
             for process in processes:
                 process.join()
-            row = f"| {contender.name} | {args.ranks} | {args.dtype} | {max(peaks) / 2**20:.0f} | {max(sizes) / 2**20:.0f} |"
+            peak, after = max(peaks) / 2**20, max(sizes) / 2**20
+            row = f"| {contender.name} | {args.ranks} | {args.dtype} | {peak:.0f} | {after:.0f} |"
             print(row, flush=True)
 
 

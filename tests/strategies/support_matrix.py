@@ -226,9 +226,9 @@ MEMORY = (
     Feature(
         "each rank reads its own part of the model's files",
         Yes("strategies/test_fsdp2_loading.py::test_shards_equal_those_of_a_model_loaded_whole"),
-        Other("no: whole, then sharded"),
-        Other("no: whole, then sharded"),
-        Other("tensor by tensor"),
+        Yes("strategies/test_fsdp2_loading.py::test_no_rank_loads_a_whole_model", "unit by unit"),
+        Yes("strategies/test_fsdp2_loading.py::test_no_rank_loads_a_whole_model", "ZeRO-3, module by module"),
+        Yes("strategies/test_fsdp2_loading.py::test_no_rank_loads_a_whole_model"),
     ),
     Feature(
         "MLP layers in tiles (`apply_tiled_mlp`)", fsdp2("2-ranks-tiled-mlp"), Other("no"), Other("no"), Other("no")

@@ -1,4 +1,4 @@
-"""Each rank of FSDP2 reads the rows that it holds, and no others."""
+"""Each rank of FSDP2 reads the rows that it holds, and no others; no rank of another backend holds the whole model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import torch
 from roll.config.roles import WorkerConfig
 from roll.models.build import build_model
 from roll.models.loading import TensorFiles
+from roll.strategies.factory import create_strategy
 from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
 from roll.strategies.training.optimizer import local_tensor
 from tests.strategies.moe_models import write_moe
-from tests.strategies.samples import make_role
+from tests.strategies.samples import make_role, plain_model
+from tests.strategies.sharded_cases import weights_of
 
 RunRanks = Callable[..., list[Any]]
 
@@ -86,3 +88,46 @@ def test_shards_equal_those_of_a_model_loaded_whole(
         # Rows are whole: a rank may hold one more of each tensor than its share.
         assert 0 < result["rows_read"] <= result["rows"] / shards + result["tensors"]
         assert result["meta"] == []
+
+
+def load_by_parts(role: WorkerConfig) -> dict[str, Any]:
+    """The weights of a model that is never loaded whole, and the share of the files' elements that was read."""
+    read = []
+
+    class Counting(TensorFiles):
+        def read_region(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
+            tensor = super().read_region(name, rows, columns)
+            read.append(tensor.numel())
+            return tensor
+
+    refused = mock.patch("roll.strategies.training.data_parallel.build_model", side_effect=AssertionError("whole"))
+    names = [f"roll.{module}.TensorFiles" for module in ("models.loading", "strategies.megatron.strategy")]
+    with refused, mock.patch(names[0], Counting), mock.patch(names[1], Counting):
+        strategy = create_strategy(role)
+        strategy.initialize(num_training_steps=1)
+    shapes = TensorFiles(str(role.model_args.model_name_or_path)).shapes()
+    elements = sum(torch.Size(shape).numel() for shape in shapes.values())
+    return {"weights": weights_of(strategy), "share": sum(read) / elements}
+
+
+@pytest.mark.default_rows("zero3-*")
+@pytest.mark.parametrize(
+    ("strategy", "config", "dtype", "share"),
+    [
+        pytest.param("fsdp_train", {}, "bf16", 1.0, id="fsdp-bf16"),
+        pytest.param("deepspeed_train", {"zero_stage": 3}, "bf16", 1.6, id="zero3-bf16"),  # and this rank's float32
+        pytest.param("deepspeed_train", {"zero_stage": 1}, "bf16", 1.6, id="zero1-bf16"),
+        pytest.param("megatron_train", {"tensor_model_parallel_size": 2}, "fp32", 0.52, id="tp2-fp32"),
+        pytest.param("megatron_train", {"pipeline_model_parallel_size": 2}, "fp32", 0.52, id="pp2-fp32"),
+    ],
+)
+def test_no_rank_loads_a_whole_model(
+    run_ranks: RunRanks, untied_model: Path, strategy: str, config: dict[str, Any], dtype: str, share: float
+) -> None:
+    pytest.importorskip({"deepspeed_train": "deepspeed", "megatron_train": "megatron.core"}.get(strategy, "torch"))
+    results = run_ranks(2, load_by_parts, make_role(untied_model, strategy, config=config, dtype=dtype))
+    wanted = plain_model(untied_model).state_dict()
+    assert results[0]["weights"].keys() == wanted.keys()
+    for name, tensor in results[0]["weights"].items():
+        assert torch.equal(tensor, wanted[name].to(tensor.dtype)), name
+    assert max(result["share"] for result in results) <= share
