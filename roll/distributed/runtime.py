@@ -79,6 +79,7 @@ DRIVER_SETTINGS = {
 _JOIN_SECONDS = 600.0
 _HEAD_POLL_SECONDS = 1.0
 _HEAD_MISSES = 3
+_OVER = "over"
 _POLL_SECONDS = 0.1
 
 
@@ -152,7 +153,24 @@ def ray_runtime(
             guard.tell({"daemons": daemon_pids(node)})
             with _watched(node, folder, guard), _connected(node.address, options.address, passed_on):
                 _wait_for_nodes(node.address, options.address, nodes.world_size, num_nodes, join_timeout)
-                yield RayRuntime(node.address, owned=True, log_dir=log_dir, mark=mark, guard=guard)
+                with _dismissing_nodes(node.address, nodes.world_size > 1 and supervised.is_attached):
+                    yield RayRuntime(node.address, owned=True, log_dir=log_dir, mark=mark, guard=guard)
+
+
+@contextlib.contextmanager
+def _dismissing_nodes(address: str, do: bool) -> Iterator[None]:
+    """At the end of the block, unless that fails, tell further nodes that the run is over: they would wait for the next
+    head of a run that is started again."""
+    try:
+        yield
+    except Exception:
+        do = False
+        raise
+    finally:
+        if do and ray_lost() is None:
+            with ending.holding(then_raise=False):
+                Board(address).put(_OVER, b"1")
+                time.sleep(2 * _HEAD_POLL_SECONDS)
 
 
 def _node_options(nodes: NodeEnvironment, num_devices: int, object_store_bytes: int | None) -> NodeOptions:
@@ -268,7 +286,7 @@ def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_t
                 "RANK=0 on that host, with the same MASTER_ADDR and MASTER_PORT?"
             )
         time.sleep(_HEAD_POLL_SECONDS)
-    _answer_roll_call(options, give_up)
+    board = _answer_roll_call(options, give_up)
     with session_dir() as folder, _guarded(mark, folder), _own_node(options, inherited, folder) as node:
         logger.info("node %d serves the run of %s", options.rank, options.gcs_address)
         misses = 0
@@ -276,6 +294,9 @@ def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_t
             time.sleep(_HEAD_POLL_SECONDS)
             error = connection_error(host, port)
             misses = 0 if error is None else misses + 1
+            if error is None and supervised.is_attached and board.has(_OVER):
+                supervised.tell(end=DONE)
+                raise SystemExit(0)
             if node.dead_processes():
                 raise NodeError(
                     f"Ray's processes on node {options.rank} ended while the head still runs: node 0 may have given "
@@ -286,8 +307,8 @@ def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_t
     raise SystemExit(0)
 
 
-def _answer_roll_call(options: NodeOptions, give_up: float) -> None:
-    """Say what this node is made of, and see that it is what the head is made of.
+def _answer_roll_call(options: NodeOptions, give_up: float) -> Board:
+    """Say what this node is made of, and see that it is what the head is made of; the head's board.
 
     Raises:
         NodeError: it is not, or the head does not say.
@@ -300,6 +321,7 @@ def _answer_roll_call(options: NodeOptions, give_up: float) -> None:
             raise NodeError(f"the head at {options.gcs_address} does not say what it is: does it run this package?")
         time.sleep(_POLL_SECONDS)
     check_same_versions(NodeCard.from_bytes(head), [card])
+    return board
 
 
 def _wait_for_nodes(gcs_address: str, address: str, world_size: int, num_nodes: int, join_timeout: float) -> None:

@@ -3,7 +3,9 @@ compute what one host computes, and a host that is cut off, slow or dead is name
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -149,6 +151,37 @@ def test_a_dead_engine_host_is_survived_and_a_cut_off_trainer_is_named(
     assert re.search(rf"{name} .* its node is lost", errors), errors
     status, errors = there.finish(1)
     assert status == 1 and f"has lost the network to the head at {three_hosts[0].address}" in errors, errors
+
+
+def test_a_failed_run_is_started_again_with_its_nodes(
+    three_hosts: list[Host], world: TinyWorld, tmp_path: Path
+) -> None:
+    """A trainer on the further host is killed: the further node stays for the next head, and leaves at the end."""
+    changes = {
+        "max_steps": 6,
+        "save_steps": 2,
+        "max_restarts": 1,
+        "restart_backoff": 1,
+        "actor_infer.device_mapping": [0],
+        "rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share",
+    }
+    there = HostsRun(three_hosts[:2], spread(world, tmp_path, changes), tmp_path)
+    there.wait_for(lambda: (tmp_path / "checkpoints" / "checkpoint-2").is_dir())
+    log = (tmp_path / "logs" / "workers" / "actor_train-1.log").resolve()
+    (rank_1,) = [pid for pid in three_hosts[1].pids() if reads(f"/proc/{pid}/fd/1") == str(log)]
+    os.kill(rank_1, signal.SIGKILL)
+    status, errors = there.finish(seconds=200)
+    assert status == 0, errors
+    assert re.search(r"restart 1 of 1 .*actor_train rank 1", errors), errors
+    assert [row["system/global_step"] for row in there.finished.steps][-1] == 5
+    assert there.finish(1)[0] == 0
+
+
+def reads(link: str) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
 
 
 def test_a_slow_host_is_named(three_hosts: list[Host], world: TinyWorld, tmp_path: Path) -> None:
