@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll.config.lora import uses_lora
+from roll.config.model_files import model_config
 from roll.config.plan.plan import Plan, RolePlan
 from roll.config.strategies.base import model_size
 from roll.config.strategies.fsdp import ShardedStrategyConfig
@@ -21,7 +22,7 @@ from roll.config.strategies.registry import (
     trains,
     typed_strategy_config,
 )
-from roll.rehearsal.models import find_config
+from roll.rehearsal.models import known_config
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 GIB = 2**30
@@ -237,7 +238,8 @@ def micro_batch_tokens(plan: Plan, role: RolePlan) -> int:
 def quick_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """Role and sentence on its memory, by arithmetic alone, of every role whose model's sizes are known here."""
     for name, role in plan.roles.items():
-        config = find_config(role.model_path) if role.strategy_name is not None else None
+        path = role.model_path if role.strategy_name is not None else None
+        config = model_config(path) or known_config(path or "")
         shape = model_shape(config) if config is not None else None
         if shape is None:
             continue
