@@ -94,6 +94,7 @@ EXTRAS = {
     "test": [
         "anthropic==2.12.0",
         "deepspeed==0.19.8",
+        "gguf>=0.19",
         "hypothesis>=6.100",
         "jsonschema>=4.20",
         "langdetect>=1.0.9",
@@ -108,6 +109,7 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.8",
         "ruff==0.17.5",
+        "selenium>=4.40",
         "smolagents==1.26.0",
         # Its copies of published chat templates; nothing of it is imported.
         "trl==1.16.0",

@@ -49,7 +49,8 @@ def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError([Problem("--tasks", None, "is needed with --harness", example, has_value=False)])
     if arguments.include and not Path(arguments.include).is_dir():
         raise ConfigError([Problem("--include", arguments.include, "no such folder of task files")])
-    loaded = ready(partial(load_evaluation, arguments.config, None, overrides, keys_of(arguments)))
+    keys = keys_of(arguments) | {"resume": False}  # it keeps no samples that could be taken up
+    loaded = ready(partial(load_evaluation, arguments.config, None, overrides, keys))
     if loaded.pipeline.name != EVALUATE:
         raise ConfigError([Problem("--harness", arguments.harness, "asks prompts: the file must be an RLVR file")])
     options = HarnessOptions(

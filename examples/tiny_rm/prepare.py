@@ -2,9 +2,10 @@
 
     python examples/tiny_rm/prepare.py [--seed 0]
 
-A row is a word problem with four worked solutions of the kind that the warm start writes, each with what the tiny task's
-verifier says of its final number: 1 or 0. ``few.jsonl`` holds the first 250 rows of ``train.jsonl``, for a reward model
-that has seen too little. ``prompts_val.jsonl`` is the tiny example's validation set under the tag ``verified``.
+A row of ``train.jsonl`` is a word problem with four worked solutions of the kind that the warm start writes, each with
+what the tiny task's verifier says of its final number: 1 or 0. A row of ``steps.jsonl`` is one such solution line by
+line, each with whether its result is right. ``prompts_val.jsonl`` is the tiny example's validation set under the tag
+``verified``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ import word_problems  # noqa: E402
 from warm_start import make_warm_start  # noqa: E402
 
 SETS = {"train": (tiny.TRAIN_PROBLEMS, tiny.TRAIN_SEED, False), "val": (tiny.VALIDATION_PROBLEMS, 999, True)}
-RESPONSES, SLIP_PROBABILITY, FEW = 4, tiny.SLIP_PROBABILITY, 250
+RESPONSES, SLIP_PROBABILITY = 4, tiny.SLIP_PROBABILITY
+STEP_SEED = 5
 
 
 def is_right(problem: word_problems.WordProblem, text: str) -> bool:
@@ -45,6 +48,17 @@ def judged(count: int, seed: int, *, validation: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def judged_steps(count: int, seed: int, *, validation: bool) -> Iterator[dict[str, Any]]:
+    """A solution to each of ``count`` problems, its lines labelled; what follows from a wrong number is wrong."""
+    rng = random.Random(STEP_SEED)
+    for index, problem in enumerate(word_problems.draw_problems(count, seed, validation=validation)):
+        lines = word_problems.demonstration(problem, rng, SLIP_PROBABILITY).split("\n")
+        written = [line.rpartition("=")[2].removeprefix("#### ") for line in lines]
+        wanted = [*problem.results, problem.answer]
+        labels = [int(number == str(result)) for number, result in zip(written, wanted, strict=True)]
+        yield {"id": f"steps-{index}", "prompt": problem.question, "completions": lines, "labels": labels}
+
+
 def prepare(seed: int, output: Path = FOLDER / "artifacts") -> None:
     """Write the sets, and make the warm start of ``seed`` if it is not there."""
     make_warm_start(seed)
@@ -52,8 +66,8 @@ def prepare(seed: int, output: Path = FOLDER / "artifacts") -> None:
     for name, (count, drawn_with, validation) in SETS.items():
         rows = judged(count, drawn_with, validation=validation)
         tiny.write_jsonl(output / f"{name}.jsonl", rows)
-        if name == "train":
-            tiny.write_jsonl(output / "few.jsonl", rows[:FEW])
+        suffix = "" if name == "train" else f"_{name}"
+        tiny.write_jsonl(output / f"steps{suffix}.jsonl", judged_steps(count, drawn_with, validation=validation))
     prompts = map(json.loads, tiny.Artifacts(tiny.DEFAULT_OUTPUT).validation_file.open(encoding="utf-8"))
     tiny.write_jsonl(output / "prompts_val.jsonl", (row | {"tag": "verified"} for row in prompts))
 

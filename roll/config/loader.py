@@ -119,7 +119,7 @@ def _load(
         return None
     cls = pipeline.config_class
     data = with_own_names(data, pipeline, problems)
-    values = SchemaReader(problems, root=cls).read(cls, pipeline.arranged(data), "")
+    values = SchemaReader(problems, root=cls).read(cls, data, "")
     refuse_unavailable(data, problems)
     config: RunConfig = build(cls, values)
     checks = Checks(problems, lambda key: _is_written(data, key), check_files, pipeline, source.is_own)
@@ -138,7 +138,7 @@ def with_own_names(data: Mapping[str, Any], pipeline: PipelineDefinition, proble
     written = {own: name for name, own in aliases.items()}
 
     def as_written(key: str) -> str:
-        first, dot, rest = pipeline.key_as_written(key).partition(".")
+        first, dot, rest = key.partition(".")
         return f"{written.get(first, first)}{dot}{rest}"
 
     problems.rename = as_written

@@ -178,14 +178,6 @@ class PipelineDefinition(ABC):
         """
         raise ConfigError([Problem("pipeline", self.name, "records no batches that could be replayed")])
 
-    def arranged(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The tree of a file in the form of ``config_class``."""
-        return data
-
-    def key_as_written(self, key: str) -> str:
-        """A key of ``config_class`` as the file may have it, for messages; the inverse of :meth:`arranged`."""
-        return key
-
     # Roles
 
     def models(self, config: Any) -> dict[str, WorkerConfig]:

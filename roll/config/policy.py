@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from roll.config.algorithm import PPOConfig
 from roll.config.distillation import KD_OBJECTIVES, parse_opd_form
-from roll.config.reading.fields import setting
+from roll.config.reading.fields import rules, setting
 from roll.config.roles import GenerationWorkerConfig, ReferenceWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.weight_sync import WeightSyncConfig
@@ -58,7 +58,7 @@ class PolicyRunConfig(PPOConfig, RunConfig):
     partial_rollout: bool = setting(True, read_if={"async_generation_ratio": ()})
     """Asynchronous rollout: weights are updated while samples are in flight, which go on with the new ones. false:
     every update waits until the samples in flight are finished."""
-    teacher: dict[str, ReferenceWorkerConfig] = field(default_factory=dict)
+    teacher: dict[str, ReferenceWorkerConfig] = field(default_factory=dict, metadata=rules(or_one=True))
     """On-policy distillation: a teacher's section, or several by name. ``tag_included`` routes rows to each (empty:
     all); a row may have several teachers, whose terms add up."""
     is_pure_opd: bool = False

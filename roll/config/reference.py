@@ -263,6 +263,8 @@ def _value_schema(item: Field[Any], hint: Any, definitions: dict[str, Any]) -> d
     if rules.parse is not None or hint is Any:
         return {}
     options = list(_type_schemas(hint, definitions))
+    if rules.or_one:
+        options += _type_schemas(mapped_section(hint), definitions)
     if rules.choices is not None and not rules.dotted_path and not rules.endings:
         names = [*rules.choices, *(choice.upper() for choice in rules.choices if choice.upper() != choice)]
         options = [{"enum": names} if option.get("type") == "string" else option for option in options]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -55,7 +55,7 @@ def data_files(file_names: str | Sequence[str], dataset_dir: str | None = None) 
     return [path for name in names for path in expand(name, dataset_dir)]
 
 
-def stream_rows(paths: Iterable[Path], bad_rows: BadRows | None = None) -> Iterator[SourceRow]:
+def stream_rows(paths: Iterable[Path], bad_rows: BadRows | None = None) -> Generator[SourceRow, None, None]:
     """The rows of all files in order.
 
     Args:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -61,6 +61,7 @@ class StreamedEpochs(Generic[T]):
         self._epoch, self._window, self._taken = 0, -1, 0
         """Place of the next row; window -1: none is open."""
         self._sources: Iterator[SourceRow] | None = None
+        self._stream: Generator[SourceRow, None, None] | None = None
         self._rows: deque[StoredRow] = deque()
         self._kept = 0
         """Rows that this epoch has made."""
@@ -99,7 +100,9 @@ class StreamedEpochs(Generic[T]):
         self._sources, self._epoch, self._window = None, self._epoch + 1, -1
 
     def _read(self) -> Iterator[SourceRow]:
-        sources = self._selection(stream_rows(self._paths, self._bad))
+        self.close()
+        self._stream = stream_rows(self._paths, self._bad)
+        sources = self._selection(self._stream)
         first = next(sources, None)
         if first is None:
             return iter(())
@@ -120,6 +123,11 @@ class StreamedEpochs(Generic[T]):
             return row
         path: Path = self._paths[row.file]
         return replace(row, id=f"{path.name}:{row.number}")
+
+    def close(self) -> None:
+        """Close the file that is being read."""
+        if self._stream is not None:
+            self._stream.close()
 
     def counts(self) -> dict[str, int]:
         """Rows left out so far, by reason."""

@@ -186,8 +186,8 @@ class Supervisor:
         with self._signals():
             while True:
                 attempt = self._attempt(checkpoint)
-                if attempt.end == DONE:  # whatever became of the process afterwards
-                    return 0
+                if attempt.end == DONE:  # whatever killed the process afterwards
+                    return max(0, attempt.status)
                 if self._signal is not None or attempt.end in (INTERRUPTED, WRONG):
                     return attempt.exit_status
                 if not attempt.end and attempt.status == 0:  # a further node, whose head is gone: for good, or not

@@ -115,7 +115,7 @@ class SampleRecorder:
             if "text" not in prompt:
                 prompt["text"] = self._text(prompt_ids)
             elif "images" not in prompt:
-                prompt["decoded"] = block.read_back(words["prompt_id"], prompt["text"], prompt_ids, self._text)
+                prompt["decoded"] = block.read_back(str(words["prompt_id"]), prompt["text"], prompt_ids, self._text)
             sample = {"e": note.get("e"), "o": note.get("o"), "f": words["finish_reason"], "role": words["role"]}
             sample["m"] = {name: _number(value) for name, value in note.get("m", {}).items()}
             block.add(prompt, sample | taken.sample(place), taken.response_ids(place))

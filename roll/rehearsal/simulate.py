@@ -296,9 +296,18 @@ def rehearse(task: Task, execute_sharded: bool = True) -> RoleRun:
                 works["forward"] = _forward(strategy, task)
             if task.updates:
                 works["train"] = _train(strategy, task)
+        on_host = execute_sharded and strategy.config.offload_policy and not task.on_cpu
         del strategy
     gc.collect()
-    return RoleRun(states, works)
+    return _with_states_on_host(states, works) if on_host else RoleRun(states, works)
+
+
+def _with_states_on_host(states: dict[StateKind, int], works: dict[str, Work]) -> RoleRun:
+    """Under ``offload_policy`` shards of parameters, gradients and moments stay in host memory."""
+    gradients = max(work.peak.get(Kind.GRADIENTS, 0) for work in works.values())
+    for work in works.values():
+        work.peak |= dict.fromkeys((Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER), 0)
+    return RoleRun(dict.fromkeys(states, 0), works, host=sum(states.values()) + gradients)
 
 
 def _make_optimizer_states(strategy: Any, tracker: Tracker) -> None:

@@ -112,8 +112,9 @@ def candidates(loaded: Any, report: Rehearsal) -> Iterator[tuple[str, ...]]:
                     yield (f"++{path}.{key}={share:g}",)
     if loaded.config.is_offload_states is False and use.unmoved_peak.total > use.peak.total:
         yield ("++is_offload_states=true",)
+    holders = {owner for (owner, kind), number in use.peak.parts.items() if kind != "context" and number}
     for name in use.roles:
-        if name in report.runs:
+        if name in report.runs and name in holders:
             yield from _of_role(plan, name)
 
 

@@ -33,7 +33,7 @@ class ResponseBody:
     def choices(self) -> Iterator[Choice]:
         """Prompt by prompt; the index counts on."""
         index = 0
-        echoed = self.echoed or [None] * len(self.prompts)
+        echoed: Sequence[PromptScore | None] = self.echoed or [None] * len(self.prompts)
         for prompt, group, score in zip(self.prompts, self.groups, echoed, strict=True):
             token_ids, log_probs = group.split(group.token_ids), group.split(group.log_probs)
             for sample in range(len(group.lengths)):

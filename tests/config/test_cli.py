@@ -131,19 +131,20 @@ def test_run_hands_the_loaded_configuration_to_the_pipeline(monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("good")
-def test_a_checkpoint_of_another_backend_is_refused_before_anything_starts(
+def test_a_checkpoint_of_an_unknown_backend_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delattr(RLVR, "run")
     for file in ("train.jsonl", "val.jsonl"):
         Path(file).touch()
-    write_checkpoint(Path("out/checkpoints"), {"actor_train": ModelContents("megatron_train", {"lm_head.weight": [4]})})
+    unknown = ModelContents("of_another_version", {"lm_head.weight": [4]})
+    write_checkpoint(Path("out/checkpoints"), {"actor_train": unknown})
     words = ["good.yaml", "output_dir=out", "resume_from_checkpoint=true"]
     for command in ("run", "check"):
         assert cli.main([command, *words]) == 2
         error = capsys.readouterr().err
         assert "good.yaml: actor_train.strategy_args.strategy_name = 'fsdp2_train'" in error
-        assert "was written by megatron_train" in error and "start a new run" in error
+        assert "was written by of_another_version" in error and "start a new run" in error
     with pytest.raises(SystemExit) as refused:
         cli.launch("rlvr", "nowhere", "nothing", ["--config_path", ".", "--config_name", "good", *words[1:]])
     assert refused.value.code == 2

@@ -59,10 +59,11 @@ def test_a_definition_agrees_with_its_configuration(pipeline: object) -> None:
 
 
 def test_registry() -> None:
-    assert {"agentic", "dpo", "rlvr", "rm", "sft"} <= set(NAMES) and not set(NAMES) & set(MISSING)
+    names = ("agentic", "agentic_rollout", "distill", "dpo", "evaluate", "opd", "rlvr", "rm", "sft")
+    assert names == NAMES and not set(NAMES) & set(MISSING)
     assert [one.name for one in definitions()] == list(NAMES)
     for entry, pipeline in ((entry, one) for entry in PIPELINES for one in definitions() if one.name == entry.name):
-        assert set(entry.start_keys) <= set(known_keys(pipeline.config_class))
+        assert set(entry.start_keys) <= {*known_keys(pipeline.config_class), *pipeline.section_aliases}
 
 
 def test_definitions_are_light() -> None:

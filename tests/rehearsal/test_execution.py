@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def test_a_tracker_counts_what_is_alive_and_what_was_at_the_peak() -> None:
     assert not any(tracker.live.values())
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 def test_collectives_are_counted_with_their_ranks_and_bytes() -> None:
     tracker = Tracker(granularity=512)
     with fake_world(4):
@@ -120,6 +122,15 @@ def test_traffic_is_that_of_gathering_every_unit_for_each_pass(run: Any) -> None
     assert reduced == passes * 4 * WEIGHTS
     assert passes * 2 * (WEIGHTS + layers) <= gathered <= passes * 2 * 2 * WEIGHTS
     assert sum(c.num_bytes for c in run.works["send"].collectives) == 2 * WEIGHTS
+
+
+def test_states_that_are_offloaded_are_in_host_memory(tmp_path: Path, run: Any) -> None:
+    task = task_of(tmp_path, forward_rows=0, sends=False, rows_per_update=1, updates=1)
+    strategy = StrategyArguments("fsdp2_train", {"offload_policy": True})
+    offloaded = rehearse(replace(task, role=replace(task.role, strategy_args=strategy)))
+    assert not any(offloaded.states.values())
+    assert sum(run.states.values()) <= offloaded.host <= sum(run.states.values()) + WEIGHTS + 20000
+    assert offloaded.works["train"].peak[Kind.ACTIVATIONS] > 0
 
 
 def test_a_model_that_is_not_known_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

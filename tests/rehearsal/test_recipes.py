@@ -71,7 +71,9 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_changes_that_fit(tiny: An
     assert not report.fits
     (sentence,) = verdict(report)
     assert "does not fit on devices" in sentence and "more than the" in sentence
-    for one in suggest(loaded, report, given, known=known):
+    found = suggest(loaded, report, given, known=known)
+    assert any("++actor_train.model_args.disable_gradient_checkpointing=false" in one.overrides for one in found)
+    for one in found:
         changed = load_config(None, loaded.source, None, one.overrides, check_files=False)
         assert rehearse_recipe(changed, small_machine(room), given, known=known).fits
 

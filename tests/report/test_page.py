@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 
 from roll.cli import main
+from roll.config.pipelines import Panel
+from roll.report.at_end import ending_command
+from roll.report.at_end import main as at_end
 from roll.report.page import run_labels, write_page
 from roll.report.run_files import read_run
 from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, frame, read_payloads
@@ -127,3 +130,15 @@ def test_a_run_in_progress_can_be_read(tmp_path: Path) -> None:
         (run / name).write_bytes(data[:-7])
     (run / "config.yaml").unlink()
     assert write_page([read_run(run)], tmp_path / "report.html") == 4
+
+
+def test_the_guard_of_a_run_writes_what_the_run_could_not(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", [made_block(s, 1, 2, 3, random.Random(s)) for s in range(3)])
+    panels = [Panel("Score", ("critic/score/mean",))]
+    command = ending_command(run / "logs/metrics.jsonl", run / "curves.png", "made", panels, run)
+    at_end(command[3:])
+    assert (run / "curves.png").is_file()
+    assert "s0-2" in parts((run / "report.html").read_text())
+    (run / "report.html").unlink()
+    at_end(ending_command(run / "logs/metrics.jsonl", run / "curves.png", "made", panels, None)[3:])
+    assert not (run / "report.html").exists()

@@ -38,6 +38,8 @@ class FieldRules:
     """A value that would work, for error messages."""
     inert: str | None = None
     """For a key that is accepted and changes nothing: what decides instead, told to the user in one line."""
+    or_one: bool = False
+    """Of a mapping of names to sections: one section may stand in its place, and has the key's own name then."""
     read_if: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     """Keys of the section (or at the top), each with the values under one of which this key is read; no values: where
     the other key is set. Empty: it is always read."""
@@ -73,12 +75,13 @@ def rules(
     parse: Callable[[Any], Any] | None = None,
     example: Any = None,
     inert: str | None = None,
+    or_one: bool = False,
     read_if: Mapping[str, Sequence[Any]] | None = None,
 ) -> dict[str, FieldRules]:
     """Metadata for :func:`dataclasses.field` that holds these :class:`FieldRules`."""
     names = (tuple(endings), tuple(planned), tuple(aliases))
     readers = tuple((key, tuple(values)) for key, values in (read_if or {}).items())
-    return {RULES: FieldRules(ge, gt, le, lt, choices, dotted_path, *names, parse, example, inert, readers)}
+    return {RULES: FieldRules(ge, gt, le, lt, choices, dotted_path, *names, parse, example, inert, or_one, readers)}
 
 
 def setting(default: Any, **options: Any) -> Any:

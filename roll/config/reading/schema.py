@@ -140,7 +140,10 @@ class SchemaReader:
                 values[item.name] = self.read(inner, value, path)
             return
         if mapped is not None:
-            values[item.name] = self._read_sections(mapped, value, path)
+            if rules.or_one and isinstance(value, Mapping) and set(value) & set(known_keys(mapped)):
+                values[item.name] = {item.name: self.read(mapped, value, path)}
+            else:
+                values[item.name] = self._read_sections(mapped, value, path)
             return
         listed = listed_section(hint)
         if listed is not None and isinstance(value, list):

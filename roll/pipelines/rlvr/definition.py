@@ -47,7 +47,7 @@ from roll.pipelines.rlvr.config import RLVRConfig, ValidationConfig, ValidationS
 from roll.pipelines.rlvr.plan import RLVRPlan, batch_facts, rlvr_facts
 from roll.pipelines.rlvr.planning import lengths, model_roles, plan_rlvr, reward_name, reward_pretrain, started_roles
 from roll.pipelines.rlvr.preflight import check_rewards, own_functions, samples_ahead_problems
-from roll.pipelines.rlvr.teachers import TEACHER, arranged, key_as_written, teacher_roles
+from roll.pipelines.rlvr.teachers import TEACHER, teacher_roles
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -171,12 +171,6 @@ class RLVR(PipelineDefinition):
 
     def validation_words(self, plan: RLVRPlan) -> str:
         return " (concurrent with training)" if plan.validates_concurrently else ""
-
-    def arranged(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        return arranged(data)
-
-    def key_as_written(self, key: str) -> str:
-        return key_as_written(key)
 
     def check_parts(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         check_rewards(loaded)

@@ -6,14 +6,12 @@ it would have done. Arithmetic is in :mod:`roll.pipelines.rlvr.teaching`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from roll.config.checks.base import Checks
 from roll.config.distillation import DivergenceConfig
 from roll.config.policy import PolicyRunConfig
-from roll.config.reading.schema import known_keys
-from roll.config.roles import ReferenceWorkerConfig, WorkerConfig
+from roll.config.roles import WorkerConfig
 from roll.pipelines.policy import is_taught, taught_by_advantage
 
 TEACHER = "teacher"
@@ -43,19 +41,6 @@ def opd_divergence(config: PolicyRunConfig) -> DivergenceConfig:
     count = config.opd_topk if config.opd_form == "topk" else 0
     objective: Any = config.opd_objective
     return DivergenceConfig(kd_objective=objective, logits_topk=count)
-
-
-def arranged(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tree with ``teacher`` as a mapping of names to sections, also where it is one section."""
-    section = data.get(TEACHER)
-    if not isinstance(section, Mapping) or not set(section) & set(known_keys(ReferenceWorkerConfig)):
-        return data
-    return {**data, TEACHER: {TEACHER: section}}
-
-
-def key_as_written(key: str) -> str:
-    """The inverse of :func:`arranged`, for keys."""
-    return key.replace(f"{TEACHER}.{TEACHER}.", f"{TEACHER}.", 1) if key.startswith(f"{TEACHER}.{TEACHER}.") else key
 
 
 def check_opd(config: PolicyRunConfig, checks: Checks) -> None:

@@ -111,7 +111,9 @@ class SFTPipeline:
             self.held_out = read_demonstrations(config, self.plan, self.plan.val_data_args, tokenizer)
         if self.plan.data_args.streaming:
             assert config.max_steps is not None, "the checks ask for it"
-            self.demonstrations = stream_demonstrations(config, self.plan, tokenizer)
+            stream = stream_demonstrations(config, self.plan, tokenizer)
+            self.context.at_end(stream.close)
+            self.demonstrations = stream
             self.num_steps = config.max_steps
             return
         training = read_demonstrations(config, self.plan, self.plan.data_args, tokenizer)

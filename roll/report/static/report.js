@@ -418,6 +418,8 @@ async function showGroup(detail, r, i, refresh) {
       el("pre", { class: "prompt" }, prompt.text || ""),
       el("div", { class: "cards" }, members.map((j) => card(content, content.samples[c.place[j]], j === i))),
     );
+    const mark = detail.querySelector(".card.chosen");
+    mark.parentElement.scrollLeft = mark.offsetLeft - mark.parentElement.offsetLeft - 330;
   };
   draw();
 }

@@ -1,0 +1,98 @@
+"""Memory that loading a model takes under every training strategy: the peak of the rank that needs most.
+
+    python -m benchmarks.loading --model 100M
+    python -m benchmarks.loading --model 100M --dtype bf16 --only zero
+
+From before the model is built until training could begin, weights, float32 masters and the optimizer (still without
+moments) included; on a CPU the process's resident memory, of which pages of the model's files are a part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.train_step import SHAPES, Contender, write_model
+from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
+from roll.strategies.factory import create_strategy
+
+CONTENDERS = [
+    Contender("fsdp2", "fsdp2_train"),
+    Contender("fsdp", "fsdp_train"),
+    *(Contender(f"deepspeed ZeRO-{stage}", "deepspeed_train", {"zero_stage": stage}) for stage in range(4)),
+    Contender("megatron DP, distributed optimizer", "megatron_train", {"use_distributed_optimizer": True}),
+    Contender("megatron TP", "megatron_train", {"tensor_model_parallel_size": 0}),
+    Contender("megatron PP", "megatron_train", {"pipeline_model_parallel_size": 0}),
+]
+"""A size of 0: all ranks."""
+
+
+def status(key: str) -> int:
+    """Bytes by a key of this process's ``/proc`` status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{key}:")))
+
+
+def load(rank: int, ranks: int, store: str, contender: Contender, model: str, dtype: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
+    assert contender.strategy is not None
+    config = {key: ranks if value == 0 and "parallel" in key else value for key, value in contender.config.items()}
+    role = WorkerConfig(
+        name="actor_train",
+        model_args=ModelArguments(model_name_or_path=model, dtype=dtype),
+        training_args=TrainingArguments(learning_rate=1e-5, per_device_train_batch_size=1),
+        strategy_args=StrategyArguments(contender.strategy, config),
+    )
+    strategy = create_strategy(role)
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
+    if contender.strategy == "deepspeed_train":
+        from roll.strategies.deepspeed.strategy import import_deepspeed, join_process_group
+
+        join_process_group(import_deepspeed(strategy.platform), strategy.platform)
+    dist.barrier()
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    strategy.initialize(num_training_steps=1)
+    results.put((status("VmHWM") - before, status("VmRSS") - before))
+    dist.barrier()
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="100M")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--only", default="", help="strategies whose name contains this")
+    args = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    print("| strategy | ranks | type | peak while loading (MiB) | afterwards (MiB) |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), SHAPES[args.model])
+        for number, contender in enumerate(one for one in CONTENDERS if args.only.lower() in one.name.lower()):
+            results = context.Queue()
+            shared = (args.ranks, f"{folder}/store{number}", contender, folder, args.dtype, results)
+            processes = [context.Process(target=load, args=(rank, *shared)) for rank in range(args.ranks)]
+            for process in processes:
+                process.start()
+            peaks, sizes = zip(*(results.get(timeout=300) for _ in processes), strict=True)
+            for process in processes:
+                process.join()
+            row = f"| {contender.name} | {args.ranks} | {args.dtype} | {max(peaks) / 2**20:.0f} | {max(sizes) / 2**20:.0f} |"
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The teacher's log-probs on disk, and columns made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from roll.config.reading.errors import ConfigError
+from roll.pipelines.distill.cache import RowTargets, TeacherCache, row_key
+from roll.pipelines.distill.pipeline import columns_from, rows_of
+
+MADE_WITH = {"teacher": "big", "logits_topk": 3}
+
+
+def targets(tokens: int, seed: int) -> RowTargets:
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "log_probs": -torch.rand(tokens, 3, generator=random).half(),
+        "ids": torch.randint(0, 200_000, (tokens, 3), generator=random, dtype=torch.int32),
+        "tail": -torch.rand(tokens, generator=random),
+    }
+
+
+def test_rows_come_back_as_they_were_also_from_a_later_process(tmp_path: Path) -> None:
+    rows = [(bytes([number]) * 16, targets(number + 1, number)) for number in range(4)]
+    cache = TeacherCache(str(tmp_path), MADE_WITH)
+    cache.put(rows[:2])
+    cache.flush()
+    cache.put(rows[1:])
+    assert len(cache) == 4 and len(list(tmp_path.glob("shard-*.safetensors"))) == 1
+    again = TeacherCache(str(tmp_path), MADE_WITH)
+    assert len(again) == 2, "what is not flushed is not there"
+    cache.flush()
+    for one in (cache, TeacherCache(str(tmp_path), MADE_WITH)):
+        for key, wanted in rows:
+            found = one.get(key)
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    with pytest.raises(KeyError):
+        again.get(rows[3][0])
+
+
+def test_a_shard_that_the_index_does_not_name_does_not_count(tmp_path: Path) -> None:
+    cache = TeacherCache(str(tmp_path), MADE_WITH)
+    cache.put([(b"a" * 16, targets(2, 0))])
+    cache.flush()
+    (tmp_path / "shard-00001.safetensors").write_bytes(b"torn")
+    again = TeacherCache(str(tmp_path), MADE_WITH)
+    again.put([(b"b" * 16, targets(1, 1))])
+    again.flush()
+    assert len(TeacherCache(str(tmp_path), MADE_WITH)) == 2
+
+
+def test_made_with_something_else(tmp_path: Path) -> None:
+    cache = TeacherCache(str(tmp_path), MADE_WITH)
+    cache.put([(b"a" * 16, targets(2, 0))])
+    cache.flush()
+    with pytest.raises(ConfigError, match="was made with logits_topk 3, not 5"):
+        TeacherCache(str(tmp_path), MADE_WITH | {"logits_topk": 5})
+
+
+def test_a_row_is_its_ids_what_counts_of_them_and_its_images() -> None:
+    ids, counted = np.array([3, 4, 5]), np.array([False, True, True])
+    key = row_key(ids, counted)
+    others = [(ids, np.array([False, False, True]), ()), (np.array([3, 4, 6]), counted, ()), (ids, counted, ("x",))]
+    assert key == row_key(ids.astype(np.int32), counted)
+    assert len({key, *(row_key(*other) for other in others)}) == 4
+
+
+def test_columns_and_rows_are_each_others_inverse() -> None:
+    mask = torch.tensor([[False, True, True, False], [False, False, True, True], [False, True, False, False]])
+    rows = [targets(int(own.sum()), number) for number, own in enumerate(mask)]
+    columns = columns_from(rows, mask)
+    assert columns["top_ids"].shape == (3, 4, 3) and not columns["tail_log_prob"][~mask].any()
+    for (_, found), wanted in zip(rows_of(columns, mask, [b""] * 3), rows, strict=True):
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
