@@ -216,6 +216,7 @@ def test_a_collective_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert "rank 0: no end within 6 s" in found.value and "hung after 'copy'" in found.value
 
 
+@pytest.mark.long
 def test_the_python_of_a_trial_is_this_one() -> None:
     assert trials.trial("imports", "json", deadline=60).words == [{"did": "json"}]
     assert "No module named 'no_such_module'" in trials.trial("imports", "no_such_module", deadline=60).error

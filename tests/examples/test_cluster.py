@@ -73,6 +73,7 @@ def test_slurm(stand_ins: dict[str, str]) -> None:
     assert [one["argv"][1] for one in calls] == ["doctor", "run"] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("doctor", "runs"), [("1", 2), ("2", 0)])
 def test_slurm_runs_with_warnings_and_not_with_errors(stand_ins: dict[str, str], doctor: str, runs: int) -> None:
     status, calls = call([str(FOLDER / "slurm.sh"), TWO_NODES], {**stand_ins, **SLURM, "DOCTOR": doctor})
@@ -88,6 +89,7 @@ def test_ray_job(stand_ins: dict[str, str]) -> None:
     assert sent["argv"][1:] == words.split()
 
 
+@pytest.mark.long
 def test_skypilot(stand_ins: dict[str, str], tmp_path: Path) -> None:
     task = yaml.safe_load((FOLDER / "skypilot.yaml").read_text())
     known = {"name", "num_nodes", "resources", "workdir", "envs", "secrets", "file_mounts", "setup", "run"}
@@ -107,6 +109,7 @@ def test_skypilot(stand_ins: dict[str, str], tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", "-c", task["setup"]], check=True)
 
 
+@pytest.mark.long
 def test_skypilot_reads_its_file() -> None:
     sky = pytest.importorskip("sky", reason="needs the package skypilot")
     task = sky.Task.from_yaml(str(FOLDER / "skypilot.yaml"))

@@ -106,13 +106,11 @@ def test_a_run_listens_on_loopback_and_tells_no_secret(
     told = [f"{command(pid)}: {secret}" for pid in pids for secret in [*SECRETS, token] if secret in command(pid)]
     assert told == [], "any user of the host can list commands"
     assert folder.parent.stat().st_mode & 0o077 == 0, "Ray's own logs are for this user only"
-    of_ray = holding(folder, [*SECRETS, token])
     driver.process.terminate()
     _, errors = driver.finish(120)
-    assert "1 of 2" not in errors
     assert [secret for secret in [*SECRETS, token] if secret in errors] == []
     (tmp_path / "input").rename(tmp_path.parent / f"{tmp_path.name}-input")  # the user's own file
     written = {path.suffix or path.name.split(".")[0] for path in tmp_path.rglob("*") if path.is_file()}
     assert {".yaml", ".jsonl", ".log", ".png", ".safetensors"} <= written, written
     assert holding(tmp_path, [*SECRETS, token]) == []
-    assert of_ray == [], of_ray
+    assert not folder.parent.exists()
