@@ -145,7 +145,7 @@ KILLERS_ENV = "KILLERS"
 
 
 class FullDiskSft(SftWorker):
-    """The last rank finds no room for its second checkpoint; in every update it is slow, and the others are not."""
+    """The last rank finds no room for its second checkpoint."""
 
     saves = 0
 
@@ -156,13 +156,6 @@ class FullDiskSft(SftWorker):
         if self.context.rank == self.context.world_size - 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if self.saves == 2 else unlimited, unlimited))
         super().save_checkpoint(path)
-
-    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
-    def update(self, batch: DataProto) -> Metrics:
-        until = time.process_time() + 0.5 * (self.context.rank == self.context.world_size - 1)
-        while time.process_time() < until:
-            pass
-        return super().update(batch)
 
 
 class InfiniteOnce(SftWorker):

@@ -49,7 +49,6 @@ def test_a_checkpoint_without_room_is_lost_and_no_step(run: Run) -> None:
         "sft_train.device_mapping": [0, 1],
         "sft_train.training_args": training_args(4, 1),
         "save_steps": 2,
-        "memory_steps": 1,
     }
     finished = run(changes, "sft")
     assert [row["step"] for row in finished.steps] == list(range(6))
@@ -58,6 +57,3 @@ def test_a_checkpoint_without_room_is_lost_and_no_step(run: Run) -> None:
     log = (finished.logs / "run.log").read_text()
     assert "the disk is full: the checkpoint after 4 steps is lost, and the run goes on without it" in log
     assert sum(row.get("system/lost_checkpoints", 0) for row in finished.steps) == 1
-    assert "sft_train rank 1 (pid " in log and "is slow: 0." in log
-    row = finished.steps[3]
-    assert row["time/step_train/sft_train/rank_1"] > 0.4 > 0.3 > row["time/step_train/sft_train/rank_0"]
