@@ -21,7 +21,7 @@ class BestCheckpoint:
 
     Args:
         root: the folder of the checkpoints.
-        metric: its name in the logs, such as ``val/acc/overall`` or ``critic/score/mean``.
+        metric: its name in the logs, such as ``val_correct/all/mean`` or ``critic/score/mean``.
         mode: ``max`` or ``min``.
     """
 

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted(
     file.relative_to(ROOT)
     for file in (ROOT / "examples").rglob("*.yaml")
-    if not {"artifacts", "cluster"} & set(file.parts)  # made by runs; manifests of schedulers
+    # Made by runs; manifests of schedulers.
+    if not {"artifacts", "cluster"} & set(file.parts)
 )
 PRESETS = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
 SCRIPTS = sorted(file.relative_to(ROOT) for file in (ROOT / "examples").rglob("*.sh"))
@@ -42,7 +43,7 @@ def test_the_recipes_are_found() -> None:
 def test_recipe_loads_and_plans(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", str(recipe), "--skip-files"]) == 0
     plan = capsys.readouterr().out
-    assert "batch" in plan
+    assert "batch" in plan or not load_config(None, recipe, check_files=False).plan.training
     assert str(recipe) in plan
 
 

@@ -83,7 +83,7 @@ def on_clusters_of(started: RLVRPipeline, recipe: RLVRPipeline) -> RLVRPipeline:
         reference=started.clusters.reference if plan.needs_reference else None,
         critic=started.clusters.critic if plan.needs_critic else None,
     )
-    recipe.data, recipe.residency = started.data, started.residency
+    recipe.data, recipe.residency, recipe.models = started.data, started.residency, started.models
     started.rollout.close()  # a thread has one event loop
     recipe.connect()
     started.rollout = recipe.rollout
