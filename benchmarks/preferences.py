@@ -36,7 +36,7 @@ from roll.config.preferences import PREFERENCE_LOSSES, PreferenceLossConfig
 from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
 from roll.strategies.base import ModelStrategy, Output, TensorBatch
 from roll.strategies.factory import create_strategy
-from roll.workers.training import preference_update_loss
+from roll.workers.supervised import preference_update_loss
 
 console = Console(width=130, highlight=False)
 BETA, SMOOTHING, PAIRS = 0.1, 0.1, 8

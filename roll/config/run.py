@@ -25,8 +25,8 @@ class CheckpointConfig:
     keep_local_file: bool = setting(True, read_if={"output_dir": ()})
     """Keep the local checkpoint after the copy."""
     keep_best_metric: str | None = None
-    """Name of a metric in the logs, such as ``val_correct/all/mean``: the checkpoint with its best value is kept besides
-    those of ``max_ckpt_to_keep``, and the link ``best`` next to it leads there. null: none is best."""
+    """Name of a metric in the logs, such as ``val_correct/all/mean``: the checkpoint with its best value is kept in
+    addition to those of ``max_ckpt_to_keep``, and the link ``best`` next to it leads there. null: none is best."""
     keep_best_mode: Literal["max", "min"] = setting("max", read_if={"keep_best_metric": ()})
     """Which value is best."""
 

@@ -18,9 +18,7 @@ from roll.config.pipelines import NAMES, definition_of
 from roll.config.reference import explain, json_schema
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted(
-    file for file in (ROOT / "examples").rglob("*.yaml") if not {"artifacts", "cluster"} & set(file.parts)
-)
+RECIPES = sorted(file for file in (ROOT / "examples").rglob("*.yaml") if not {"artifacts", "cluster"} & set(file.parts))
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ from roll.protocol.metrics import Metrics
 from roll.rollout.groups import EngineCommand, EngineReport
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import ModelWorker
-from roll.workers.training import SftWorker, TrainingWorker
+from roll.workers.supervised import SftWorker
+from roll.workers.training import TrainingWorker
 
 
 def right(cluster: Cluster, batch: DataProto, command: EngineCommand) -> None:

@@ -20,7 +20,8 @@ from roll.strategies.base import LossFunction, TensorBatch
 from roll.weight_sync.messages import BucketHeader
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelWorker
-from roll.workers.training import LOSS_COLUMNS, PAIR_COLUMNS, ActorWorker, PreferenceWorker, SftWorker
+from roll.workers.supervised import PAIR_COLUMNS, PreferenceWorker, SftWorker
+from roll.workers.training import LOSS_COLUMNS, ActorWorker
 
 DEATHS_ENV = "DEATHS"
 

@@ -78,7 +78,7 @@ class Watched(PipelineDefinition):
         from roll.protocol.metrics import Mean
         from roll.workers import REFERENCE_WORKER, SFT_WORKER
         from roll.workers.model import ModelWorker
-        from roll.workers.training import SftWorker
+        from roll.workers.supervised import SftWorker
 
         config, plan, context = loaded.config, loaded.plan, RunContext(loaded)
         tokenizer = load_tokenizer(plan.roles["pupil"].model_path, trust_remote_code=False)

@@ -33,7 +33,7 @@ from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.strategies.base import TEACHER_COLUMNS, teacher_columns
 from roll.workers import DISTILL_WORKER, REFERENCE_WORKER
 from roll.workers.model import ModelSettings, ModelWorker
-from roll.workers.training import DistillSettings, DistillWorker
+from roll.workers.supervised import DistillSettings, DistillWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -38,7 +38,7 @@ from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.strategies.base import Output
 from roll.workers import PREFERENCE_WORKER, REFERENCE_WORKER
 from roll.workers.model import ModelSettings, ModelWorker
-from roll.workers.training import PreferenceSettings, PreferenceWorker
+from roll.workers.supervised import PreferenceSettings, PreferenceWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

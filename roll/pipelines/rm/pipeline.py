@@ -32,7 +32,7 @@ from roll.protocol.metrics import Mean, Metrics, merge_metrics, to_floats
 from roll.strategies.base import Output, TensorBatch
 from roll.workers import REWARD_TRAIN_WORKER
 from roll.workers.model import ModelWorker
-from roll.workers.training import RewardTrainSettings, RewardTrainWorker
+from roll.workers.supervised import RewardTrainSettings, RewardTrainWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

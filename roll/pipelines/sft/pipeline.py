@@ -29,7 +29,7 @@ from roll.protocol.metrics import Metrics, merge_metrics, to_floats
 from roll.protocol.vision import IMAGES
 from roll.workers import SFT_WORKER
 from roll.workers.model import ModelSettings
-from roll.workers.training import SftWorker
+from roll.workers.supervised import SftWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
