@@ -18,7 +18,7 @@ from roll.algorithms.aggregation import (
     group_tokens_of,
     needs_groups,
 )
-from roll.algorithms.distillation import comparison_metrics
+from roll.algorithms.distillation import comparison_metrics, divergence
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.losses import ActorLossOptions, actor_loss, value_loss
 from roll.config.distillation import DivergenceConfig
