@@ -188,9 +188,10 @@ class RunContext:
             yield
         finally:
             metrics = self.plan.log_dir / METRICS_NAME
-            if self._guard is not None and not self._drawn and metrics.exists():
+            if self._guard is not None and not self._drawn:
                 with ending.holding(then_raise=False):
-                    self._draw_curves()
+                    if metrics.exists():
+                        self._draw_curves()
                     self._write_report()
 
     def _draw_curves(self) -> None:

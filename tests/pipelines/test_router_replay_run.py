@@ -34,7 +34,7 @@ def experts(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_moe(
         tmp_path_factory.mktemp("experts"),
         vocab_size=-(-len(tokenizer) // 8) * 8,
-        max_position_embeddings=256,
+        max_position_embeddings=512,
         num_experts=16,
         num_experts_per_tok=4,
         eos_token_id=tokenizer.eos_token_id,
