@@ -6,18 +6,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from roll.config.checks.base import Checks, check_columns, check_data_files, check_resume, check_schedule
-from roll.config.checks.keys import note_unread
-from roll.config.checks.models import note_positions
+from roll.config.checks.base import Checks
 from roll.config.checks.roles import check_roles
 from roll.config.distillation import DivergenceConfig
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.pipelines import PipelineDefinition, Written
-from roll.config.plan.plan import Plan
-from roll.config.plan.planning import shared_plan, training_plan, validation_data
 from roll.config.reading.fields import parse_dtype, setting
 from roll.config.roles import DataArguments, ReferenceWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig
+from roll.pipelines.supervised import SupervisedPlan, check_rows, check_supervised, supervised_plan
 
 
 @dataclass(frozen=True)
@@ -62,15 +59,9 @@ class DistillConfig(DivergenceConfig, RunConfig):
 
 
 @dataclass(frozen=True)
-class DistillPlan(Plan):
-    """Plan of a distillation run. A step is an optimizer step."""
+class DistillPlan(SupervisedPlan):
+    """Plan of a distillation run."""
 
-    global_batch_size: int
-    """Rows of one optimizer step."""
-    data_args: DataArguments
-    """The training data section, columns named by ``question_key`` and ``answer_key`` included."""
-    val_data_args: DataArguments | None
-    """The validation's; columns and template that it leaves out are those of the student."""
     teacher_runs_ahead: bool
     """The teacher computes the next step's rows while the student learns from this one's."""
 
@@ -85,42 +76,21 @@ def distill_data(config: DistillConfig) -> DataArguments:
 
 def plan_distill(definition: PipelineDefinition, config: DistillConfig, exp_name: str, written: Written) -> DistillPlan:
     """The plan of a checked distillation configuration."""
-    data, validation = distill_data(config), config.validation
-    training = training_plan(config.student, config.sequence_length, 0, 1, config.max_steps)
-    training = replace(training, samples_per_step=training.mini_batch_size)
-    shared = shared_plan(definition, config, exp_name, written)
-    return DistillPlan(
-        **shared,
-        training={"student": training},
-        max_steps=config.max_steps,
-        eval_steps=max(0, config.eval_steps) if config.validation is not None else 0,
-        global_batch_size=training.mini_batch_size,
-        data_args=data,
-        val_data_args=None
-        if validation is None
-        else validation_data("validation.data_args", validation.data_args, data, written),
-        teacher_runs_ahead="teacher" in shared["roles"] and not shared["roles"]["teacher"].colocated_with,
-    )
+    shared = supervised_plan(definition, config, exp_name, written, "student", distill_data(config))
+    alone = "teacher" in shared["roles"] and not shared["roles"]["teacher"].colocated_with
+    return DistillPlan(**shared, teacher_runs_ahead=alone)
 
 
 def check_distill(config: DistillConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
     options = check_roles(config, checks)
-    check_data_files("student.data_args", config.student.data_args, checks)
-    check_columns("student.data_args", config.student.data_args, checks)
-    if config.validation is not None:
-        check_data_files("validation.data_args", config.validation.data_args, checks)
-        check_columns("validation.data_args", config.validation.data_args, checks)
+    check_rows(config, "student", checks)
     if config.teacher is None and not has_index(config.teacher_cache):
         rule = (
             "is needed: a section with the strategy and devices of the teacher, or a teacher_cache that it has filled"
         )
         checks.missing("teacher", rule, "{strategy_args: {strategy_name: fsdp2_infer}, device_mapping: [0]}")
-    check_schedule("student", config.student, config.max_steps, checks)
-    check_resume(config, checks)
-    _, path = checks.pipeline.model(config, "student", config.student)
-    note_positions("sequence_length", path, config.sequence_length, checks)
-    note_unread(config, options, checks)
+    check_supervised(config, "student", options, checks)
 
 
 INDEX = "index.json"

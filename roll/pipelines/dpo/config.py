@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from roll.config.checks.base import Checks, check_columns, check_data_files, check_resume, check_schedule
-from roll.config.checks.keys import note_unread
-from roll.config.checks.models import note_positions
+from roll.config.checks.base import Checks
 from roll.config.checks.roles import check_roles
 from roll.config.lora import uses_lora
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.pipelines import PipelineDefinition, Written
-from roll.config.plan.plan import Plan
-from roll.config.plan.planning import shared_plan, training_plan, validation_data
 from roll.config.preferences import PreferenceLossConfig, needs_reference, preference_problems
 from roll.config.reading.fields import setting
-from roll.config.roles import DataArguments, ReferenceWorkerConfig, WorkerConfig
+from roll.config.roles import ReferenceWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig
+from roll.pipelines.supervised import SupervisedPlan, check_rows, check_supervised, supervised_plan
 
 
 @dataclass(frozen=True)
@@ -55,15 +52,9 @@ class DPOConfig(PreferenceLossConfig, RunConfig):
 
 
 @dataclass(frozen=True)
-class DPOPlan(Plan):
-    """Plan of a DPO run. A step is an optimizer step."""
+class DPOPlan(SupervisedPlan):
+    """Plan of a DPO run."""
 
-    global_batch_size: int
-    """Pairs of one optimizer step."""
-    data_args: DataArguments
-    """The training data section."""
-    val_data_args: DataArguments | None
-    """The validation's; columns and template that it leaves out are those of ``actor_train``."""
     needs_reference: bool
     """The loss compares the policy with a reference."""
 
@@ -81,31 +72,14 @@ def has_base(config: DPOConfig) -> bool:
 
 def plan_dpo(definition: PipelineDefinition, config: DPOConfig, exp_name: str, written: Written) -> DPOPlan:
     """The plan of a checked DPO configuration."""
-    data, validation = config.actor_train.data_args, config.validation
-    training = training_plan(config.actor_train, definition.longest_row(config), 0, 1, config.max_steps)
-    training = replace(training, samples_per_step=training.mini_batch_size)
-    return DPOPlan(
-        **shared_plan(definition, config, exp_name, written) | {"sequence_length": config.sequence_length},
-        training={"actor_train": training},
-        max_steps=config.max_steps,
-        eval_steps=max(0, config.eval_steps) if config.validation is not None else 0,
-        global_batch_size=training.mini_batch_size,
-        data_args=data,
-        val_data_args=None
-        if validation is None
-        else validation_data("validation.data_args", validation.data_args, data, written),
-        needs_reference=needs_reference(config),
-    )
+    shared = supervised_plan(definition, config, exp_name, written, "actor_train", config.actor_train.data_args)
+    return DPOPlan(**shared, needs_reference=needs_reference(config))
 
 
 def check_dpo(config: DPOConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
     options = check_roles(config, checks)
-    check_data_files("actor_train.data_args", config.actor_train.data_args, checks)
-    check_columns("actor_train.data_args", config.actor_train.data_args, checks)
-    if config.validation is not None:
-        check_data_files("validation.data_args", config.validation.data_args, checks)
-        check_columns("validation.data_args", config.validation.data_args, checks)
+    check_rows(config, "actor_train", checks)
     if config.chosen_key == config.rejected_key:
         checks.add("rejected_key", config.rejected_key, "is the column of the chosen responses too", "rejected")
     if not checks.broken("loss_type"):
@@ -114,8 +88,4 @@ def check_dpo(config: DPOConfig, checks: Checks) -> None:
         if needs_reference(config) and config.reference is None and not has_base(config):
             rule = "is needed: a section with the strategy and devices of the model that the policy is tied to"
             checks.missing("reference", rule, "{strategy_args: {strategy_name: fsdp2_infer}, device_mapping: [0]}")
-    check_schedule("actor_train", config.actor_train, config.max_steps, checks)
-    check_resume(config, checks)
-    _, path = checks.pipeline.model(config, "actor_train", config.actor_train)
-    note_positions("sequence_length", path, config.sequence_length, checks)
-    note_unread(config, options, checks)
+    check_supervised(config, "actor_train", options, checks)

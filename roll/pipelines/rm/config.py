@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
-from roll.config.checks.base import Checks, check_columns, check_data_files, check_resume, check_schedule
-from roll.config.checks.keys import note_unread
-from roll.config.checks.models import note_positions
+from roll.config.checks.base import Checks
 from roll.config.checks.roles import check_roles
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.pipelines import PipelineDefinition, Written
-from roll.config.plan.plan import Plan
-from roll.config.plan.planning import shared_plan, training_plan, validation_data
 from roll.config.reading.fields import setting
 from roll.config.reward_models import JUDGEMENTS, RANKS, RewardLossConfig, reward_loss_problems
 from roll.config.rewards import CLASSIFIER
-from roll.config.roles import DataArguments, WorkerConfig
+from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
+from roll.pipelines.supervised import SupervisedPlan, check_rows, check_supervised, supervised_plan
 
 
 @dataclass(frozen=True)
@@ -61,32 +58,14 @@ class RMConfig(RewardLossConfig, RunConfig):
 
 
 @dataclass(frozen=True)
-class RMPlan(Plan):
-    """Plan of an rm run. A step is an optimizer step."""
-
-    global_batch_size: int
-    """Prompts of one optimizer step."""
-    data_args: DataArguments
-    """The training data section."""
-    val_data_args: DataArguments | None
-    """The validation's; columns and template that it leaves out are those of ``reward_train``."""
+class RMPlan(SupervisedPlan):
+    """Plan of an rm run."""
 
 
 def plan_rm(definition: PipelineDefinition, config: RMConfig, exp_name: str, written: Written) -> RMPlan:
     """The plan of a checked configuration."""
-    data, validation = config.reward_train.data_args, config.validation
-    training = training_plan(config.reward_train, definition.longest_row(config), 0, 1, config.max_steps)
-    training = replace(training, samples_per_step=training.mini_batch_size)
     return RMPlan(
-        **shared_plan(definition, config, exp_name, written) | {"sequence_length": config.sequence_length},
-        training={"reward_train": training},
-        max_steps=config.max_steps,
-        eval_steps=max(0, config.eval_steps) if config.validation is not None else 0,
-        global_batch_size=training.mini_batch_size,
-        data_args=data,
-        val_data_args=None
-        if validation is None
-        else validation_data("validation.data_args", validation.data_args, data, written),
+        **supervised_plan(definition, config, exp_name, written, "reward_train", config.reward_train.data_args)
     )
 
 
@@ -94,11 +73,7 @@ def check_rm(config: RMConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
     options = check_roles(config, checks)
     role = config.reward_train
-    check_data_files("reward_train.data_args", role.data_args, checks)
-    check_columns("reward_train.data_args", role.data_args, checks)
-    if config.validation is not None:
-        check_data_files("validation.data_args", config.validation.data_args, checks)
-        check_columns("validation.data_args", config.validation.data_args, checks)
+    check_rows(config, "reward_train", checks)
     if config.chosen_key == config.rejected_key:
         checks.add("rejected_key", config.rejected_key, "is the column of the chosen responses too", "rejected")
     if role.strategy_args.strategy_name.startswith("megatron"):
@@ -118,8 +93,4 @@ def check_rm(config: RMConfig, checks: Checks) -> None:
             checks.add("score_input", "chat", rule, "tokens")
         if config.margin_key is not None and config.loss_type not in RANKS:
             checks.note("margin_key", f"not used: loss_type {config.loss_type} compares no responses")
-    check_schedule("reward_train", role, config.max_steps, checks)
-    check_resume(config, checks)
-    _, path = checks.pipeline.model(config, "reward_train", role)
-    note_positions("sequence_length", path, config.sequence_length, checks)
-    note_unread(config, options, checks)
+    check_supervised(config, "reward_train", options, checks)

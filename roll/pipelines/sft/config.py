@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from roll.config.checks.base import Checks, check_columns, check_data_files, check_resume, check_schedule
-from roll.config.checks.keys import note_unread
-from roll.config.checks.models import note_positions
+from roll.config.checks.base import Checks
 from roll.config.checks.roles import check_roles
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.pipelines import PipelineDefinition, Written
-from roll.config.plan.plan import Plan
-from roll.config.plan.planning import shared_plan, training_plan, validation_data
 from roll.config.reading.fields import setting
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
+from roll.pipelines.supervised import SupervisedPlan, check_rows, check_supervised, supervised_plan
 
 
 @dataclass(frozen=True)
@@ -51,15 +48,8 @@ class SFTConfig(RunConfig):
 
 
 @dataclass(frozen=True)
-class SFTPlan(Plan):
-    """Plan of an SFT run. A step is an optimizer step."""
-
-    global_batch_size: int
-    """Samples of one optimizer step."""
-    data_args: DataArguments
-    """The training data section, columns named by ``prompt_key`` and ``response_key`` included."""
-    val_data_args: DataArguments | None
-    """The validation's; columns and template that it leaves out are those of ``sft_train``."""
+class SFTPlan(SupervisedPlan):
+    """Plan of an SFT run."""
 
 
 def sft_data(config: SFTConfig) -> DataArguments:
@@ -70,30 +60,13 @@ def sft_data(config: SFTConfig) -> DataArguments:
 
 def plan_sft(definition: PipelineDefinition, config: SFTConfig, exp_name: str, written: Written) -> SFTPlan:
     """The plan of a checked SFT configuration."""
-    data, validation = sft_data(config), config.validation
-    training = training_plan(config.sft_train, config.sequence_length, 0, 1, config.max_steps)
-    training = replace(training, samples_per_step=training.mini_batch_size)
-    return SFTPlan(
-        **shared_plan(definition, config, exp_name, written),
-        training={"sft_train": training},
-        max_steps=config.max_steps,
-        eval_steps=max(0, config.eval_steps) if config.validation is not None else 0,
-        global_batch_size=training.mini_batch_size,
-        data_args=data,
-        val_data_args=None
-        if validation is None
-        else validation_data("validation.data_args", validation.data_args, data, written),
-    )
+    return SFTPlan(**supervised_plan(definition, config, exp_name, written, "sft_train", sft_data(config)))
 
 
 def check_sft(config: SFTConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
     options = check_roles(config, checks)
-    check_data_files("sft_train.data_args", config.sft_train.data_args, checks)
-    check_columns("sft_train.data_args", config.sft_train.data_args, checks)
-    if config.validation is not None:
-        check_data_files("validation.data_args", config.validation.data_args, checks)
-        check_columns("validation.data_args", config.validation.data_args, checks)
+    check_rows(config, "sft_train", checks)
     if config.query_key is not None and config.prompt_key is None:
         checks.missing("prompt_key", "goes with query_key: the column that it is appended to", "instruction")
     if config.query_key is not None and config.train_on == "assistant":
@@ -106,8 +79,4 @@ def check_sft(config: SFTConfig, checks: Checks) -> None:
         if config.sft_train.data_args.curriculum is not None:
             rule = "goes with streaming: false: a stream does not know the difficulties of later rows"
             checks.add("sft_train.data_args.curriculum", config.sft_train.data_args.curriculum.column, rule, "~")
-    check_schedule("sft_train", config.sft_train, config.max_steps, checks)
-    check_resume(config, checks)
-    _, path = checks.pipeline.model(config, "sft_train", config.sft_train)
-    note_positions("sequence_length", path, config.sequence_length, checks)
-    note_unread(config, options, checks)
+    check_supervised(config, "sft_train", options, checks)
