@@ -151,7 +151,8 @@ def test_an_rlvr_file_is_an_evaluation(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"evaluate.temperatures": [-1.0]}, "evaluate.temperatures.0 = -1.0: must be 0 .greedy. or at least"),
-        ({"evaluate.models": {"a": "./nowhere"}}, "evaluate.models.a = '?./nowhere'?: is neither a model folder"),
+        ({"evaluate.models": {"a": "./nowhere"}}, "evaluate.models.a = '?./nowhere'?: does not exist"),
+        ({"evaluate.models": {"a": "/usr/lib"}}, "evaluate.models.a = '?/usr/lib'?: is neither a model folder"),
         ({"evaluate.models": {"a b": "owner/model"}}, "a model's name is part of the metrics' names"),
         ({"evaluate.models": {"a": "x/y"}, "evaluate.baseline": "b"}, "evaluate.baseline = .?b.?: must be a model of"),
         ({"validation": None}, "validation: is needed: the prompts"),

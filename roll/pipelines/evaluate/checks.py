@@ -65,7 +65,9 @@ def check_models(config: Any, checks: Checks) -> None:
         for model in found:
             folder = model_folder(model.base)
             if looks_like_folder(model.base) and (folder is None or not (folder / CONFIG).is_file()):
-                checks.add(key if model.checkpoint is None else "pretrain", model.base, f"has no {CONFIG}")
+                there = folder is not None and folder.exists()
+                rule = f"has no {CONFIG}" if there else "does not exist"
+                checks.add(key if model.checkpoint is None else "pretrain", model.base, rule)
         names += [model.name for model in found]
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:

@@ -160,7 +160,8 @@ def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
         ValueError: see :func:`models_of`.
     """
     folder = Path(path).expanduser()
-    if not looks_like_folder(path) or (folder / CONFIG).is_file():
+    # A folder that is not there, as before an example makes it, is for the check of files to name.
+    if not looks_like_folder(path) or not folder.exists() or (folder / CONFIG).is_file():
         yield EvaluatedModel(name, path, path)
         return
     several = checkpoints_in(folder)
