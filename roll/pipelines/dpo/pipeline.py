@@ -22,9 +22,7 @@ from roll.algorithms.preferences import (
 from roll.config.loader import LoadedConfig
 from roll.config.preferences import couples_pairs, is_unpaired, needs_mismatched
 from roll.config.roles import DataArguments
-from roll.datasets.preferences import PreferenceColumns, PreferenceDataset, PreferenceRow
-from roll.datasets.preparation import PreparedRows
-from roll.datasets.rankings import JudgedColumns, JudgedDataset, JudgedRow
+from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow, Judgement
 from roll.pipelines.dpo.config import DPOConfig, DPOPlan, has_base
 from roll.pipelines.residency import WEIGHTS
 from roll.pipelines.row_order import balanced_order
@@ -40,11 +38,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-Row = PreferenceRow | JudgedRow
 KnownLogProbs = dict[str, list[np.ndarray]]
 
 
-class DPOPipeline(SupervisedPipeline[DPOConfig, DPOPlan, Row]):
+class DPOPipeline(SupervisedPipeline[DPOConfig, DPOPlan, JudgedRow]):
     """Learning which of two responses is preferred, or which responses are desirable."""
 
     role = "actor_train"
@@ -65,16 +62,14 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, DPOPlan, Row]):
     @classmethod
     def read(
         cls, config: DPOConfig, plan: DPOPlan, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
-    ) -> PreparedRows[Any]:
+    ) -> JudgedDataset:
         """Pairs, or single responses with labels."""
+        names = JudgedColumns(
+            config.chosen_key, config.rejected_key, responses=config.completion_key, scores=config.label_key
+        )
+        kind: Judgement = "labels" if is_unpaired(config) else "pairs"
         length, template = config.sequence_length, config.global_template
-        if is_unpaired(config):
-            names = JudgedColumns(
-                config.chosen_key, config.rejected_key, responses=config.completion_key, scores=config.label_key
-            )
-            return JudgedDataset.build(data_args, tokenizer, length, names, "labels", global_template=template)
-        columns = PreferenceColumns(config.chosen_key, config.rejected_key)
-        return PreferenceDataset.build(data_args, tokenizer, length, columns, global_template=template)
+        return JudgedDataset.build(data_args, tokenizer, length, names, kind, global_template=template)
 
     def next_batch(self, step: int) -> DataProto:
         drawn = self.rows.next_batch(self.plan.global_batch_size)
@@ -91,7 +86,7 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, DPOPlan, Row]):
             self.context.samples.pairs(step, rows, batch, self.tokenizer)
         return batch
 
-    def add_reference(self, batch: DataProto, rows: Sequence[Row], of_set: str) -> None:
+    def add_reference(self, batch: DataProto, rows: Sequence[JudgedRow], of_set: str) -> None:
         """``ref_log_probs`` float32 (B, L), computed where they are not known."""
         if not self.plan.needs_reference:
             return
@@ -116,7 +111,7 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, DPOPlan, Row]):
         self.context.record({"actor/loss": Mean(float(loss))})
         batch.batch["slopes"] = slope.reshape(-1).float()
 
-    def reference_log_probs(self, rows: Sequence[Row]) -> KnownLogProbs:
+    def reference_log_probs(self, rows: Sequence[JudgedRow]) -> KnownLogProbs:
         """The reference's log-probs of the responses of each row, float32 (tokens,), by the rows' ids."""
         batch = pair_batch(rows, self.pad_token_id)
         flat = self.computed(batch, True, ()).batch["log_probs"][batch.batch["response_mask"]].numpy()
@@ -124,7 +119,7 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, DPOPlan, Row]):
         parts = iter(np.split(flat, ends[:-1]))
         return {row.row_id: [next(parts).copy() for _ in row.responses] for row in rows}
 
-    def mean_ratio(self, rows: Sequence[Row]) -> Mean:
+    def mean_ratio(self, rows: Sequence[JudgedRow]) -> Mean:
         """The mean of log pi(y) - log ref(y) over the responses, under the present policy."""
         batch = pair_batch(rows, self.pad_token_id)
         mask = batch.batch["response_mask"]
@@ -189,7 +184,7 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, DPOPlan, Row]):
         return unpaired_metrics(own, ratios, desirable, losses, self.config, "val/")
 
 
-def pair_batch(rows: Sequence[Row], pad: int) -> DataProto:
+def pair_batch(rows: Sequence[JudgedRow], pad: int) -> DataProto:
     """Adjacent rows for the responses of each (of a pair the chosen one first), right-padded: ``input_ids`` int64,
     ``attention_mask`` and ``response_mask`` bool (B, L), ``unit_ids`` int64 (B,) the number of the row; of labelled
     responses ``desirable`` bool (B,)."""
@@ -204,20 +199,18 @@ def pair_batch(rows: Sequence[Row], pad: int) -> DataProto:
         "response_mask": torch.from_numpy(attention_mask & in_response),
         "unit_ids": torch.arange(len(rows)).repeat_interleave(torch.tensor(counts)),
     }
-    if isinstance(rows[0], JudgedRow):
-        labels = [score for row in rows if isinstance(row, JudgedRow) for score in row.scores]
-        tensors["desirable"] = torch.tensor(labels) > 0.5
+    if rows[0].scores:
+        tensors["desirable"] = torch.tensor([score for row in rows for score in row.scores]) > 0.5
     return DataProto.from_dict(tensors)
 
 
-def mismatched(rows: Sequence[Row], longest: int) -> list[Row]:
+def mismatched(rows: Sequence[JudgedRow], longest: int) -> list[JudgedRow]:
     """Each prompt with the responses of the next row of another prompt, cut to ``longest`` tokens: samples for KTO's
     estimate of the KL divergence, on which a response says nothing about its prompt (arXiv 2402.01306, sec. 4.1)."""
-    found: list[Row] = []
+    found: list[JudgedRow] = []
     for index, row in enumerate(rows):
         others = (rows[(index + step) % len(rows)] for step in range(1, len(rows)))
         other = next((one for one in others if one.prompt_ids != row.prompt_ids), row)
-        assert isinstance(other, JudgedRow) and isinstance(row, JudgedRow)
         room = longest - len(row.prompt_ids)
         found.append(replace(row, responses=[ids[:room] for ids in other.responses], scores=other.scores))
     return found

@@ -16,7 +16,7 @@ from roll.algorithms.reward_models import (
 )
 from roll.config.reward_models import JUDGEMENTS, RANKS, SCORE_INPUT, SCORE_MEAN, SCORE_STD
 from roll.config.roles import DataArguments
-from roll.datasets.rankings import JudgedColumns, JudgedDataset, JudgedRow
+from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow
 from roll.models.partitions import balance_partitions, workload
 from roll.models.scoring import scoring_batch
 from roll.pipelines.rm.config import RMConfig, RMPlan
