@@ -232,17 +232,17 @@ def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
 
 
 def first_model(config: Any) -> tuple[str, str] | None:
-    """Key and folder of the first model that is asked, which engines are planned for; of checkpoints, ``pretrain``.
-    None where there is none, or where it cannot be read, which is reported where models are checked.
+    """Key and folder of the first of ``evaluate.models``, which engines are planned for; of checkpoints, ``pretrain``.
+    None where the key names none, or one that cannot be read, which is reported where models are checked.
 
     Args:
         config: with the section ``evaluate``.
     """
-    try:
-        first = next(models_of(config), None)
-    except ValueError:
+    if not config.evaluate.models:
         return None
-    if first is None:
+    try:
+        first = next(models_of(config))
+    except ValueError:
         return None
     return "pretrain" if first.checkpoint else f"evaluate.models.{next(iter(config.evaluate.models))}", first.base
 
