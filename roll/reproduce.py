@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from roll.config.loader import PACKAGE
 from roll.config.reading.errors import ConfigError, Problem
@@ -310,12 +309,16 @@ def student_quantile(probability: float, freedom: int) -> float:
 
 
 def show(verdicts: Sequence[Verdict], judged: str, console: Console) -> None:
-    shown = RichTable("row", "recorded", "measured", "interval of the difference", "verdict", "", box=None)
+    """A line a row, as wide as it is, and the count of each verdict."""
+    lines = [("row", "recorded", "measured", "interval", "verdict", "")]
     for one in verdicts:
         numbers = ["" if value is None else f"{value:.4g}" for value in (one.recorded, one.measured)]
         width = "" if one.half_width is None else f"+-{one.half_width:.3g}"
-        shown.add_row(one.row, *numbers, width, one.word, one.why)
-    console.print(shown, soft_wrap=True)
+        lines.append((one.row, *numbers, width, one.word, one.why))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for cells in lines:
+        text = "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
+        console.print(text.rstrip(), soft_wrap=True)
     counted = [f"{sum(v.word == word for v in verdicts)} {word}" for word in dict.fromkeys(v.word for v in verdicts)]
     console.print(f"{judged}: {', '.join(counted)}", soft_wrap=True)
 
