@@ -7,11 +7,15 @@ import copy
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from roll.agents.chat_ids import ChatTemplate, Message, Thinking
 from roll.agents.conversation import Call, Conversations
+from roll.agents.images import BlindPolicyError
 from roll.agents.tool_calls import ParsedResponse, parse_response
+
+if TYPE_CHECKING:
+    from roll.protocol.vision import VisionInputs
 
 Outcome = Literal[
     "terminated", "truncated", "turn_limit", "context_limit", "time_limit", "environment_error", "agent_error"
@@ -61,8 +65,19 @@ class Sampled:
 class Sample(Protocol):
     """An engine, as a model's handle calls it."""
 
-    def __call__(self, prompt_ids: list[int], max_new_tokens: int, options: Mapping[str, Any]) -> Awaitable[Sampled]:
-        """``options``: sampling parameters that the agent asked for, such as ``temperature``."""
+    def __call__(
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        options: Mapping[str, Any],
+        vision: VisionInputs | None = None,
+    ) -> Awaitable[Sampled]:
+        """The response to a prompt.
+
+        Args:
+            options: sampling parameters that the agent asked for, such as ``temperature``.
+            vision: images of the prompt.
+        """
         ...
 
 
@@ -192,19 +207,26 @@ class Model:
         Raises:
             EpisodeOver: no turn is left, or the prompt leaves no room for a response.
             TemplateError: the chat template cannot render the messages.
+            ImageError: an image of them cannot be read.
+            EngineFault: they have an image, and the policy is a model of text.
         """
         if self.turns_left <= 0:
             raise EpisodeOver("turn_limit")
-        call = self.conversations.ask(messages, tools)
+        try:
+            call = self.conversations.ask(messages, tools)
+        except BlindPolicyError as error:
+            raise EngineFault(str(error)) from error
         call.role = self.role
         prompt_ids = self.conversations.prompt_ids(call)
         wanted = int(options.pop("max_new_tokens", self._limits.new_tokens))
         room = min(wanted, self._limits.new_tokens, self._limits.context - len(prompt_ids))
         if room <= 0:
             raise EpisodeOver("context_limit")
+        vision = self.conversations.vision(call)
+        images = {} if vision is None else {"vision": vision}
         begin = time.perf_counter()
         try:
-            sampled = await self._sample(prompt_ids, room, options)
+            sampled = await self._sample(prompt_ids, room, options, **images)
         except Exception as error:
             raise EngineFault(str(error)) from error
         finally:
@@ -217,8 +239,7 @@ class Model:
         Raises:
             TemplateError: the chat template cannot render them.
         """
-        template = self._template if tools is None else self._template.with_tools(tools)
-        return len(template.prompt(messages))
+        return self.conversations.count_tokens(messages, tools)
 
     def text_of(self, token_ids: Sequence[int], ended: bool = False) -> str:
         """The text of ids, special tokens included.
