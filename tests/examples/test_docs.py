@@ -112,6 +112,7 @@ def test_whole_configurations_pass_the_check(
 ) -> None:
     for name, text in named_files(page).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     status = cli.main(["check", file, "--skip-files"])
