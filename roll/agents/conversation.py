@@ -42,12 +42,19 @@ class Call:
     """The response as it was given to the agent."""
     state: str = ""
     """Identifies the state of the environment that the call acted in, for step-level advantages."""
+    opening: int = 0
+    """Ids at the end of ``new_ids`` with which the response was made to begin (:mod:`roll.agents.demanded_calls`)."""
     role: str = ""
     """Who speaks, where the policy plays several parts: each has rewards and baselines of its own."""
 
     @property
     def finished(self) -> bool:
         return bool(self.finish_reason)
+
+    @property
+    def whole_response(self) -> list[int]:
+        """The response with the ids that it was made to begin with."""
+        return self.new_ids[len(self.new_ids) - self.opening :] + self.response_ids
 
 
 @dataclass(frozen=True)
