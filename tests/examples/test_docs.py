@@ -155,7 +155,8 @@ def recipe_and_overrides(words: list[str]) -> tuple[list[str], list[str]] | None
     return (["gsm8k", "rlvr_config"], words[1:]) if words[0].endswith("run_gsm8k.sh") else None
 
 
-COMMANDS = sorted({(page, *words) for page, words in commands()})
+COMMANDS = sorted((page, *words) for words, page in {tuple(words): page for page, words in commands()}.items())
+"""Each once, with a page that has it."""
 
 
 def test_commands_are_found() -> None:
