@@ -4,7 +4,8 @@ A block of ``bash``, ``sh`` or ``console`` has an HTML comment in the line befor
 
 * ``<!-- run -->``: a test runs it as it stands, in a copy of the repository with the tiny example's untrained model;
 * ``<!-- run: shortened KEY=VALUE ... -->``: the same, with these overrides behind every command that starts a run;
-* ``<!-- run: exit status N -->``: the last command ends so (both parts may stand in one comment, after a comma);
+* ``<!-- run: exit status N -->``, ``N or M``: the last command ends so (both parts may stand in one comment, after a
+  comma; where there are two, commands before it may fail as well);
 * ``<!-- not run: REASON -->``: one of ``REASONS``, or the test file that runs what it shows.
 """
 
@@ -44,10 +45,7 @@ REASONS = (
 )
 BLOCK = re.compile(r"^(?P<before>[^\n]*)\n(?P<indent> *)```(?:bash|sh|shell|console)\n(?P<text>.*?)^ *```", re.S | re.M)
 MARK = re.compile(r"^ *<!-- (run|not run)(?:: (.*?))? -->$")
-SHORTENED, STATUS = (
-    re.compile(r"shortened ((?:[^,\s]*[=\[\]][^\s]*|[\w.~+]+=\S+| )+)"),
-    re.compile(r"exit status (\d+)"),
-)
+STATUS = re.compile(r"exit status (\d+)(?: or (\d+))?")
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Block:
         runs: None: it has no mark, or one that means nothing.
         reason: why it is not run.
         overrides: behind commands that start runs.
-        status: the exit status of the last command.
+        statuses: the exit statuses that the last command may have.
     """
 
     page: Path
@@ -67,7 +65,7 @@ class Block:
     runs: bool | None = None
     reason: str = ""
     overrides: tuple[str, ...] = ()
-    status: int = 0
+    statuses: tuple[int, ...] = (0,)
 
     @property
     def place(self) -> str:
@@ -90,15 +88,15 @@ def _block(page: Path, line: int, match: re.Match[str]) -> Block:
         known = words in REASONS or (words.startswith("tests/") and (ROOT / words).is_file())
         return Block(page, line, text, False if known else None, words)
     overrides: tuple[str, ...] = ()
-    status = 0
+    statuses: tuple[int, ...] = (0,)
     for part in words.split(", ") if words else []:
         if part.startswith("shortened "):
             overrides = tuple(part.split()[1:])
         elif found := STATUS.fullmatch(part):
-            status = int(found[1])
+            statuses = tuple(int(number) for number in found.groups() if number)
         else:
             return Block(page, line, text)
-    return Block(page, line, text, True, "", overrides, status)
+    return Block(page, line, text, True, "", overrides, statuses)
 
 
 SHIM = """#!{python} -SE
@@ -217,8 +215,11 @@ def _run(name: str, arguments: list[str]) -> None:
 
         sys.argv = ["roll", *arguments]
         sys.exit(main(arguments))
-    assert (arguments and not arguments[0].startswith("-")) or arguments[:1] == ["-m"], arguments
-    if arguments[0] == "-m":
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.path.insert(0, "")
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102  what python -c does
+    elif arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

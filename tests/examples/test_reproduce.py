@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -45,15 +47,14 @@ def test_files_are_written_as_they_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", table_names())
 def test_rows_are_recipes_that_can_be_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quick rows and those that come first and last; a seed's own folder is named in the words."""
+    """The first quick row and the last one; a seed's own folder is named in the words."""
     monkeypatch.chdir(ROOT)
     table = read_table(name)
-    for row in {id(row): row for row in (*filter(lambda r: r.quick, table.rows), table.rows[-1])}.values():
+    for row in (next(row for row in table.rows if row.quick), table.rows[-1]):
         words = [word.replace("{seed}", "1") for word in ("seed=1", *table.overrides, *row.overrides)]
         loaded = load_config(None, ROOT / row.config, None, words, check_files=False)
         assert loaded.config.max_steps == int(next(w for w in words[::-1] if w.startswith("max_steps="))[10:])
         assert not [word for word in words if "seed0" in word]
-    assert any(row.quick for row in table.rows)
 
 
 def test_students_quantiles() -> None:
@@ -143,3 +144,20 @@ def test_a_tiny_table(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFi
     file.write_text(file.read_text().replace(str(recorded["length"]), str(recorded["length"] + 1)))
     assert main([str(file), "--output", str(tmp_path / "second")]) == 1, "made before, not made again"
     assert "differs" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_the_index_of_algorithms_is_that_of_the_registries() -> None:
+    """Written by ``python docs/site/algorithms.py``, with its curves."""
+    spec = importlib.util.spec_from_file_location("algorithms_page", ROOT / "docs/site/algorithms.py")
+    assert spec is not None and spec.loader is not None
+    site = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = site
+    spec.loader.exec_module(site)
+    text = site.page()
+    assert text == site.PAGE.read_text(encoding="utf-8")
+    assert {file.name: file.read_text() for file in site.CURVES.glob("*.svg")} == {
+        f.name: t for f, t in site.pictures()
+    }
+    without_paper = [line for line in text.splitlines() if line.startswith("| [`") and "arxiv" not in line]
+    assert len(without_paper) < 30 and len(text.splitlines()) > 80
