@@ -19,6 +19,11 @@ ToolChoice = Literal["enforce", "auto"]
 """Where a client demands a tool call: the response begins with one, or the policy does as it likes."""
 
 
+def uses_tools(agent: str | None) -> bool:
+    """Conversations of the agent may have tool messages: the chat template must have a place for them."""
+    return agent == "tools"
+
+
 class AgentOptionError(ValueError):
     """An agent that does not exist, or an option that it does not have or cannot use."""
 
@@ -83,6 +88,9 @@ class BlackBoxOptions:
     tool_choice: Literal["enforce", "auto"] = "enforce"
     """What becomes of a request that demands a tool call: ``enforce``: the response begins with one; ``auto``: the
     policy may call or not, and learns to."""
+    roles: list[str] = field(default_factory=list)
+    """Parts that the policy plays in an episode, by the ``model`` of a request, each with rewards and baselines of its
+    own; empty: one, whatever the name."""
     host: str = "127.0.0.1"
     """Address of the endpoint."""
     port: int = 0
@@ -111,6 +119,8 @@ class BlackBoxOptions:
             )
         if self.processes < 0 or (self.processes and not self.command):
             raise AgentOptionError(f"agent_config.processes: {self.processes}: must be at least 0, and needs command")
+        if len(set(self.roles)) < len(self.roles) or not all(self.roles):
+            raise AgentOptionError(f"agent_config.roles: {self.roles}: must be names, each once")
         if self.reward == "exit" and (self.processes or not self.command):
             raise AgentOptionError("agent_config.reward: exit needs a program of its own for every episode")
         if (self.reward == "verifier") != bool(self.verifier):
