@@ -33,9 +33,9 @@ from roll.pipelines.agentic.config import (
     ToolWrapperArguments,
     ToolWrapperConfig,
 )
-from roll.pipelines.agentic.plan import AgenticPlan, agentic_facts, batch_facts, model_roles, plan_agentic
+from roll.pipelines.agentic.plan import AgenticPlan, agentic_facts, batch_facts, plan_agentic
 from roll.pipelines.agentic.preflight import check_chat_template, check_environments, own_functions
-from roll.pipelines.policy import needs_critic, needs_reference, pg_variant
+from roll.pipelines.policy import needs_critic, needs_reference, pg_variant, policy_roles
 from roll.pipelines.policy_preflight import check_transport
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Agentic(PipelineDefinition):
         return AgenticPipeline(loaded).replay(recorded)
 
     def models(self, config: AgenticConfig) -> dict[str, WorkerConfig]:
-        return model_roles(config)
+        return policy_roles(config)
 
     def default_model(self, config: AgenticConfig, role: str) -> tuple[str, str | None]:
         if role == "critic" and config.reward_pretrain:

@@ -16,12 +16,10 @@ from roll.config.plan.plan import RunAhead
 from roll.config.plan.planning import shared_plan, with_cache_length
 from roll.config.reading.errors import count
 from roll.config.roles import GeneratingArguments, WorkerConfig
-from roll.config.strategies.registry import generation_strategies, with_engine_size
+from roll.config.strategies.registry import generation_strategies
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, EnvManagerConfig
 from roll.pipelines.policy import (
     PolicyPlan,
-    needs_critic,
-    needs_reference,
     policy_plan,
     policy_training_plans,
     with_adapter,
@@ -292,19 +290,6 @@ def norm_types(config: AgenticConfig) -> tuple[str | None, str | None]:
         return kinds[section.norm_mean_type], kinds[section.norm_std_type]
     method = section.method or "identity"
     return (None if method == "identity" else kind), (kind if method in ("mean_std", "asym_clip") else None)
-
-
-def model_roles(config: AgenticConfig) -> dict[str, WorkerConfig]:
-    """The sections of roles that hold a model and that this run starts."""
-    roles: dict[str, WorkerConfig] = {
-        "actor_train": config.actor_train,
-        "actor_infer": with_engine_size(config.actor_infer),
-    }
-    if config.reference is not None and needs_reference(config):
-        roles["reference"] = config.reference
-    if config.critic is not None and needs_critic(config):
-        roles["critic"] = config.critic
-    return roles
 
 
 def finished(config: AgenticConfig, name: str, section: WorkerConfig) -> WorkerConfig:
