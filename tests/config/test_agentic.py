@@ -19,8 +19,7 @@ from roll.config.reading.schema import section_fields as fields_of
 from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.pipelines.agentic.checks_entries import ELSEWHERE, FIELDS
 from roll.pipelines.agentic.config import TOOL_CALL_FORMATS, AgenticConfig, CustomEnvConfig
-from roll.pipelines.agentic.plan import AgenticPlan, agentic_facts, batch_facts
-from roll.pipelines.agentic.planning import MANAGERS
+from roll.pipelines.agentic.plan import MANAGERS, AgenticPlan, agentic_facts, batch_facts
 from roll.pipelines.agentic.preflight import check_environments, own_group_filter
 from roll.preflight import check_parts
 from tests.config.good import GONE, changed, load, mistakes

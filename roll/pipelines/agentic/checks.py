@@ -5,15 +5,14 @@ from __future__ import annotations
 from roll.config.algorithm import estimator
 from roll.config.checks.base import Checks, check_resume, check_schedule, check_template_file
 from roll.config.checks.keys import note_unread
-from roll.config.checks.models import note_positions
-from roll.config.checks.roles import check_roles, note_engine_length
+from roll.config.checks.roles import check_roles, note_engine_length, note_positions
 from roll.config.names import PUBLISHED_PREFIX
 from roll.config.plan.plan import nearest, working_values
 from roll.config.reading.errors import closest, count
 from roll.config.strategies.registry import backend_of
 from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
-from roll.pipelines.agentic.planning import agent_of, entry_plan, managers, training_sampling, used_entries
+from roll.pipelines.agentic.plan import agent_of, entry_plan, managers, training_sampling, used_entries
 from roll.pipelines.policy import policy_training_plans
 from roll.pipelines.policy_checks import (
     check_algorithm,

@@ -33,8 +33,7 @@ from roll.pipelines.agentic.config import (
     ToolWrapperArguments,
     ToolWrapperConfig,
 )
-from roll.pipelines.agentic.plan import AgenticPlan, agentic_facts, batch_facts
-from roll.pipelines.agentic.planning import model_roles, plan_agentic
+from roll.pipelines.agentic.plan import AgenticPlan, agentic_facts, batch_facts, model_roles, plan_agentic
 from roll.pipelines.agentic.preflight import check_chat_template, check_environments, own_functions
 from roll.pipelines.policy import needs_critic, needs_reference, pg_variant
 from roll.pipelines.policy_preflight import check_transport

@@ -17,8 +17,7 @@ from roll.pipelines.policy import PolicyPlan, actor_keys, is_taught, taught_by_a
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.judge import JudgeService
-from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.planning import judge_roles
+from roll.pipelines.rlvr.plan import RLVRPlan, judge_roles
 from roll.pipelines.rlvr.teachers import opd_divergence, teacher_role
 from roll.strategies.base import StateKind
 from roll.workers import (
