@@ -74,10 +74,10 @@ def dppo_weight(row: Row, t: int, divergence: str, threshold: float) -> float:
 
 
 def unified_cispo_weight(r: float, a: float) -> float:
-    """2506.13585 eq. 7 with low 0.2 and high 0.3."""
+    """2506.13585 eq. 6-7 with low 0.2 and high 0.3: the clipped weight, times the mask."""
     if (a > 0 and r > 1.3) or (a < 0 and r < 0.8):
         return 0.0
-    return r
+    return clip(r, 0.8, 1.3)
 
 
 def vespo_weight(row: Row, a: float, positive: tuple[float, float], negative: tuple[float, float]) -> float:
