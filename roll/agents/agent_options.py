@@ -15,6 +15,8 @@ from roll.config.reading.schema import Mismatch, convert
 T = TypeVar("T")
 Sampling = Literal["run", "refuse"]
 """Where a client sets a temperature or its like: the run's hold all the same, or the request is refused."""
+ToolChoice = Literal["enforce", "auto"]
+"""Where a client demands a tool call: the response begins with one, or the policy does as it likes."""
 
 
 class AgentOptionError(ValueError):
@@ -78,6 +80,9 @@ class BlackBoxOptions:
     """For ``reward: verifier``."""
     sampling: Literal["run", "refuse"] = "run"
     """What becomes of a request that sets a temperature or its like."""
+    tool_choice: Literal["enforce", "auto"] = "enforce"
+    """What becomes of a request that demands a tool call: ``enforce``: the response begins with one; ``auto``: the
+    policy may call or not, and learns to."""
     host: str = "127.0.0.1"
     """Address of the endpoint."""
     port: int = 0

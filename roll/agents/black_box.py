@@ -57,7 +57,7 @@ class BlackBoxAgent:
             EpisodeOver: the agent has made no use of its episode: nobody took it, or its program failed.
         """
         self._endpoint.start()
-        session = Session(task, model, self._options.sampling)
+        session = Session(task, model, self._options.sampling, self._options.tool_choice)
         self._endpoint.open(session)
         with tempfile.TemporaryDirectory(prefix="roll-episode-", ignore_cleanup_errors=True) as scratch:
             try:
@@ -121,6 +121,8 @@ class BlackBoxAgent:
         episode.metrics |= session.metrics
         if session.overridden:
             episode.metrics["overridden_sampling"] = float(session.overridden)
+        if session.demanded:
+            episode.metrics["demanded_calls"] = float(session.demanded)
         episode.success = session.success
         if session.limit is not None:
             episode.outcome = session.limit.outcome

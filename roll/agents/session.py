@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll.agents.agent_options import Sampling
+from roll.agents.agent_options import Sampling, ToolChoice
 from roll.agents.chat_ids import Message, TemplateError
 from roll.agents.episode import EngineFault, EpisodeOver, Model, Task
 from roll.agents.wire_chat import ChatRequest, Reply, reply_of
@@ -32,6 +32,7 @@ class Session:
     task: Task
     model: Model
     sampling: Sampling = "run"
+    tool_choice: ToolChoice = "enforce"
     key: str = ""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     reward: float | None = None
@@ -43,6 +44,8 @@ class Session:
     limit: EpisodeOver | None = None
     """The limit that the newest call has met."""
     fault: EngineFault | None = None
+    demanded: int = 0
+    """Calls that were made to call a tool."""
     overridden: int = 0
     """Calls whose sampling parameters the run's have replaced."""
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -82,6 +85,9 @@ class Session:
 
     async def _answered(self, request: ChatRequest) -> Reply:
         options: dict[str, Any] = {"stop": request.stops} if request.stops else {}
+        if request.must_call and self.tool_choice == "enforce":
+            options["must_call"] = request.must_call
+            self.demanded += 1
         if request.max_tokens is not None:
             options["max_new_tokens"] = request.max_tokens
         try:
