@@ -27,8 +27,9 @@ def _clipped_surrogate(inputs: LossInputs, log_ratio: Tensor, options: PPOConfig
     bound = options.dual_clip_bound
     with torch.no_grad():
         ratio = inputs.ratio if log_ratio is inputs.log_ratio else log_ratio.exp()
-        loss = torch.empty_like(ratio)
-        slope = torch.empty_like(ratio, dtype=torch.result_type(ratio, inputs.advantages))
+        # Of the wider type of the two: a product that is rounded to the narrower one compares as another number.
+        loss = torch.empty_like(ratio, dtype=torch.result_type(ratio, inputs.advantages))
+        slope = torch.empty_like(loss)
         counts = []
         # With -A in place of A the objective is a loss, and the smaller of two is the larger.
         for r, advantages, surrogate, unclipped in row_blocks(ratio, inputs.advantages, loss, slope):
@@ -43,7 +44,9 @@ def _clipped_surrogate(inputs: LossInputs, log_ratio: Tensor, options: PPOConfig
             alive = torch.le(surrogate, unclipped, out=scratch)
             if bound is not None:
                 ceiling = torch.where(advantages < 0, bound * negated, torch.inf)
-                alive.masked_fill_(ceiling < surrogate, 0.0)
+                # By the ratio: its products with the advantage may round to the bound's. On the bound itself the
+                # gradient is that of ratios below it, where autograd takes half.
+                alive.masked_fill_((advantages < 0) & (r > bound), 0.0)
                 torch.minimum(surrogate, ceiling, out=surrogate)
             counts.append((above, below, alive.sum()))
             unclipped.mul_(alive)
