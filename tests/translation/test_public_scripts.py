@@ -27,8 +27,8 @@ pytestmark = pytest.mark.skipif(FOLDER is None, reason="PUBLIC_CONFIGS_DIR names
 
 REASONS = {
     "turns, tools, agents": TURNS,
-    "families that an engine or backend is not tested with": r"is tested with none of this family|moves the bias of the "
-    "routers|the language part of a model",
+    "families that are not tested": "is tested with none of this family|moves the bias of the routers|"
+    "the language part of a model",
     "adapters on experts": "puts adapters on the experts too",
     "programs of their own": "is a program of its own|names a program of its own|belongs to ArcticRL's own program|"
     "names code of theirs",

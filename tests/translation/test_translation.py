@@ -346,7 +346,7 @@ def test_images_and_a_backend_that_does_not_see(translated: Translate, model: st
         (f"{VERL}{ON_8} actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3", "vllm is tested with none of this"),
         (f"{EXPERTS} actor_rollout_ref.model.lora_rank=8", "puts adapters on the experts too"),
         (
-            f"{VERL}{ON_8} actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-3B-Instruct actor_rollout_ref.model.lora_rank=8",
+            f"{VERL}{ON_8} actor_rollout_ref.model.path=Qwen2.5-VL-3B actor_rollout_ref.model.lora_rank=8",
             "exclude_modules='.*visual.*' is the same",
         ),
         (
