@@ -96,6 +96,11 @@ class ChatTemplate:
     def end_tokens(self) -> frozenset[int]:
         return frozenset(self._ends.values())
 
+    @property
+    def end_texts(self) -> tuple[str, ...]:
+        """The texts of :attr:`end_tokens`."""
+        return tuple(self._ends)
+
     def encode(self, text: str) -> list[int]:
         """The ids of a rendered text; special tokens in it are recognised, none is added."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll.config.run import SampleLogConfig
-from roll.datasets.preferences import PreferenceRow
-from roll.datasets.rankings import JudgedRow
+from roll.datasets.preferences import JudgedRow
 from roll.datasets.types import SftRow
 from roll.protocol import DataProto
 from roll.protocol.vision import IMAGES, VisionInputs
@@ -219,7 +218,7 @@ class SampleRecorder:
     def pairs(
         self,
         step: int,
-        rows: Sequence[PreferenceRow | JudgedRow],
+        rows: Sequence[JudgedRow],
         batch: DataProto,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
@@ -236,9 +235,8 @@ class SampleRecorder:
         place = -1
         for row in rows[: max(1, self._settings.max_samples_per_step // 2)]:
             prompt = {"id": row.row_id, "text": self._text(row.prompt_ids), "tag": row.tag}
-            kinds = ["chosen", "rejected"]
-            if isinstance(row, JudgedRow):
-                kinds = [f"score {score:g}" for score in row.scores[: len(row.responses)]]
+            scores = [f"score {score:g}" for score in row.scores[: len(row.responses)]]
+            kinds = scores or ["chosen", "rejected"]
             for kind, ids in zip(kinds, row.responses, strict=True):
                 place += 1
                 sample: dict[str, Any] = {"g": row.row_id, "k": kind, "n": len(ids)}

@@ -373,6 +373,7 @@ def episode_state(episode: Episode) -> State:
                 "reward": float(call.reward),
                 "state": call.state,
                 "role": call.role,
+                "opening": call.opening,
             }
             for call in conversations.calls
         ],
@@ -386,6 +387,7 @@ def episode_from(state: Mapping[str, Any], task: Task, player: Player) -> Episod
     for entry, (messages, message) in zip(state["calls"], json.loads(state["messages"]), strict=True):
         arrays = {name: entry[name].tolist() for name in ("new_ids", "response_ids", "log_probs", "versions")}
         plain = {name: entry[name] for name in ("parent", "finish_reason", "reward", "state", "role")}
+        plain["opening"] = entry.get("opening", 0)
         call = Call(index=len(conversations.calls), messages=messages, message=message, **arrays, **plain)
         conversations.calls.append(call)
     conversations.restore([EncodedImage.of(data) for data in state.get("images", ())])

@@ -9,8 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from roll.agents.agent_options import uses_tools
 from roll.agents.chat_ids import check_template
-from roll.agents.doors import make_agent, uses_tools
+from roll.agents.doors import make_agent
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Agent, Limits, Task
 from roll.agents.text_tools import TextTools, WrapperOptions, text_tool

@@ -20,8 +20,6 @@ from roll.pipelines.agentic.plan import AgenticPlan
 from roll.pipelines.agentic.planning import agent_of, used_entries
 from roll.pipelines.policy_preflight import build_own_filter, policy_functions
 
-TOKENIZER = "tokenizer_config.json"
-
 
 class OwnGroupFilter(Protocol):
     """``group_filter_cls``: an object of a class of the user's own, built without arguments."""
@@ -123,17 +121,22 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
     assert isinstance(loaded.plan, AgenticPlan)
     role = loaded.plan.roles.get("actor_train") or loaded.plan.roles["actor_infer"]
     folder = model_folder(role.model_path) if role.model_path is not None else None
-    if folder is None or not (folder / TOKENIZER).is_file():
+    if folder is None or not (folder / "tokenizer_config.json").is_file():
         return
+    entries = [one for one in loaded.plan.entries.values() if one.turns > 1 and one.context in ("append", "last")]
+    if not entries:
+        return
+    from roll.agents.agent_options import uses_tools
     from roll.agents.chat_ids import TemplateError, check_template
-    from roll.agents.doors import uses_tools
+    from roll.agents.template_files import TemplateFiles
     from roll.pipelines.agentic.templates import chat_template
-    from roll.pipelines.files import load_tokenizer
 
-    tokenizer = load_tokenizer(role.model_path, role.section.model_args.trust_remote_code)
-    for entry in loaded.plan.entries.values():
-        if entry.turns == 1 or entry.context not in ("append", "last"):
-            continue
+    tokenizer: Any = TemplateFiles(folder)
+    if tokenizer.has_own_code or not tokenizer.chat_template:  # a class of a tokenizer may bring a template
+        from roll.pipelines.files import load_tokenizer
+
+        tokenizer = load_tokenizer(role.model_path, role.section.model_args.trust_remote_code)
+    for entry in entries:
         try:
             template = chat_template(loaded.config, tokenizer)
             check_template(template, entry.section.thinking, uses_tools(entry.agent))
