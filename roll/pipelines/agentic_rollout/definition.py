@@ -18,7 +18,7 @@ from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.definition import Agentic
 from roll.pipelines.agentic.plan import AgenticPlan
-from roll.pipelines.agentic.planning import plan_agentic
+from roll.pipelines.agentic.planning import judged_entries, plan_agentic
 from roll.pipelines.agentic.preflight import check_chat_template
 from roll.pipelines.agentic_rollout.config import AgenticRolloutConfig, AgenticRolloutPlan
 from roll.pipelines.evaluate.checks import check_models, check_taken_up
@@ -54,6 +54,10 @@ class AgenticRollout(Agentic):
         options = check_roles(config, checks)
         check_managers(played, checks)
         check_entries(played, checks)
+        for tag in judged_entries(played):
+            rule = "asks the role reward, which an evaluation does not start: give a service"
+            remedy = "{model_type: api, base_url: http://host:8000/v1, model: name}"
+            checks.add(f"custom_envs.{tag}.verifier.reward_kwargs.model_type", "cluster", rule, remedy)
         if not checks.broken(*LENGTHS, "train_env_manager", "val_env_manager"):
             check_lengths(played, checks)
             longest = config.sequence_length
