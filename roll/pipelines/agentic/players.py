@@ -24,7 +24,7 @@ from roll.environments.off_loop import EnvironmentProcesses
 from roll.environments.registry import is_instant, make_environment
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig, ToolWrapperConfig
 from roll.pipelines.agentic.plan import AgenticPlan, EntryPlan, ManagerPlan
-from roll.pipelines.agentic.templates import chat_template
+from roll.pipelines.agentic.templates import chat_template, policy_images
 from roll.rollout.episodes import Player
 from roll.rollout.flow import sampling_params
 
@@ -51,12 +51,15 @@ def build_players(
 
     Raises:
         TemplateError: the chat template is none that conversations can grow with.
+        DataError: the policy's image processor is of an unknown kind.
     """
     params = sampling_params(manager.generating_args, plan.max_new_tokens)
+    policy = plan.roles.get("actor_train") or plan.roles["actor_infer"]
+    images = policy_images(config, policy.model_path, tokenizer)
     players = {}
     for tag in manager.groups_by_tag:
         entry = plan.entries[tag]
-        template = chat_template(config, tokenizer)
+        template = chat_template(config, tokenizer, images)
         section = entry.section
         check_template(template, section.thinking, uses_tools(entry.agent))
         if entry.agent is None:
@@ -109,9 +112,10 @@ def environment_agent(
         tools: around the environment.
     """
     section = entry.section
+    before, behind = section.pre_step_template or "", section.next_step_template or ""
     options = EnvironmentOptions(
         system=section.agent_system_template or None,
-        template=section.agent_template or "{observation}",
+        template=section.agent_template or f"{before}{{observation}}{behind}",
         context=entry.context,
         history_length=section.history_length,
         max_steps=entry.turns,

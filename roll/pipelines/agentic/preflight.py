@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any, Protocol
 
 from roll.config.loader import LoadedConfig
-from roll.config.model_files import model_folder
+from roll.config.model_files import model_config, model_folder
 from roll.config.pipelines import find_own_modules
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.environments.registry import EnvironmentOptionError, check_environment_options
-from roll.pipelines.agentic.config import AgenticConfig, ToolWrapperConfig
+from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, ToolWrapperConfig
 from roll.pipelines.agentic.plan import AgenticPlan
 from roll.pipelines.agentic.planning import agent_of, used_entries
 from roll.pipelines.policy_preflight import build_own_filter, policy_functions
@@ -46,12 +46,26 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
         if section.env_type is None:
             continue
         problems += wrapper_problems(f"custom_envs.{tag}.tool_wrapper", section.tool_wrapper, loaded)
+        problems += sight_problems(tag, section, loaded)
         try:
             check_environment_options(section.env_type, section.env_config)
         except EnvironmentOptionError as error:
             problems.append(_problem(f"custom_envs.{tag}", section.env_type, section.env_config, error, loaded))
     if problems:
         raise ConfigError(problems)
+
+
+def sight_problems(tag: str, section: CustomEnvConfig, loaded: LoadedConfig[AgenticConfig]) -> Iterator[Problem]:
+    """An environment that shows pictures to a policy that is a model of text."""
+    assert isinstance(loaded.plan, AgenticPlan)
+    role = loaded.plan.roles.get("actor_train") or loaded.plan.roles["actor_infer"]
+    config = model_config(role.model_path)
+    if config is None or "vision_config" in config:
+        return
+    for option, value in (("render_mode", "rgb_array"), ("pictures", True)):
+        if section.env_config.get(option) == value:
+            rule = f"shows pictures, and {role.model_path} is a model of text; a vision-language model sees them"
+            yield Problem(f"custom_envs.{tag}.env_config.{option}", value, rule, source=shown(loaded.source))
 
 
 def agent_problems(

@@ -14,7 +14,7 @@ from roll.agents.episode import EpisodeGroup
 from roll.config.plan.plan import RunAhead
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
-from roll.pipelines.agentic.metrics import episode_metrics, episode_table, token_checks
+from roll.pipelines.agentic.metrics import dumped_episodes, episode_metrics, token_checks
 from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan
 from roll.pipelines.agentic.players import TaskSource, build_players, read_data
 from roll.pipelines.agentic.preflight import own_group_filter
@@ -126,7 +126,7 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         metrics |= episode_metrics(groups) | token_checks(batch, groups) | self._what_became() | self._prefix_hits()
         templates = {tag: player.template for tag, player in self._data.players.items()}
         self.notes = partial(episode_notes, groups)
-        return batch, partial(episode_table, groups, templates), metrics
+        return batch, partial(dumped_episodes, groups, templates, self._plan.dump_dir), metrics
 
     def _groups_of(self, step: int) -> tuple[list[EpisodeGroup], Metrics]:
         self._busy_before = self._engines.busy_seconds
@@ -202,7 +202,7 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
     def validation_table(self, groups: Sequence[EpisodeGroup]) -> SampleTable:
         """The episodes of a validation, for people."""
         templates = {tag: player.template for tag, player in self._data.validation_players.items()}
-        return episode_table(groups, templates)
+        return dumped_episodes(groups, templates, self._plan.dump_dir)
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_drawn": self._data.tasks.num_drawn}
