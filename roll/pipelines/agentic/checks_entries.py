@@ -114,9 +114,8 @@ def check_door(key: str, section: CustomEnvConfig, checks: Checks) -> None:
         checks.add(f"{key}.env_type", section.env_type, rule, remedy)
     if agent is not None:
         check_agent_keys(key, agent, section, checks)
-    elif section.verifier or section.agent_config:
-        name = "verifier" if section.verifier else "agent_config"
-        checks.note(f"{key}.{name}", "has no effect without agent, tools or command: an environment gives rewards")
+    elif section.agent_config:
+        checks.note(f"{key}.agent_config", "has no effect without agent, tools or command")
     if section.data_args is not None:
         check_data_files(f"{key}.data_args", section.data_args, checks)
 
