@@ -2,7 +2,8 @@
 
 Merging is mergekit's (github.com/arcee-ai/mergekit): ``linear`` (model soups, arXiv 2203.05482), ``slerp`` (Shoemake,
 1985), ``ties`` (arXiv 2306.01708), ``dare_linear`` and ``dare_ties`` (arXiv 2311.03099).  A source may be a model
-folder or a training checkpoint, which is exported first.  What was written is loaded again before the command says done.
+folder or a training checkpoint, which is exported first.  What was written is loaded again before the command
+says done.
 """
 
 from __future__ import annotations
