@@ -16,7 +16,9 @@ from roll.config.run import RunConfig
 from roll.config.strategies.registry import (
     BACKENDS,
     StrategyConfig,
+    backend_of,
     generation_strategies,
+    is_sized_engine,
     read_strategy_config,
 )
 
@@ -42,11 +44,13 @@ def check_roles(config: RunConfig, checks: Checks) -> dict[str, StrategyConfig]:
 
 def check_devices(name: str, role: WorkerConfig, checks: Checks) -> None:
     key, devices = f"{name}.device_mapping", role.device_mapping
+    if devices is None and backend_of(role.strategy_args.strategy_name).is_remote:
+        return
     if devices is None:
         checks.missing(key, "is needed: the devices (CPU slots on a host without accelerators) of this role", "[0]")
         return
     per_worker = role.num_gpus_per_worker
-    if checks.pipeline.task_of(name, role) is not GENERATES and per_worker != 1:
+    if checks.pipeline.task_of(name, role) is not GENERATES and not is_sized_engine(role) and per_worker != 1:
         checks.add(f"{name}.num_gpus_per_worker", per_worker, "must be 1: every device is a rank of its own here", 1)
         return
     size = devices_per_worker(role)

@@ -28,10 +28,11 @@ from roll.pipelines.residency import TRAINING, WEIGHTS, Residency, moves_states
 from roll.pipelines.row_order import balanced_order
 from roll.pipelines.run_context import RunContext
 from roll.pipelines.sft.pipeline import demonstration_batch
+from roll.pipelines.teachers import teacher_worker
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.strategies.base import TEACHER_COLUMNS, teacher_columns
-from roll.workers import DISTILL_WORKER, REFERENCE_WORKER
+from roll.workers import DISTILL_WORKER
 from roll.workers.model import ModelSettings, ModelWorker
 from roll.workers.supervised import DistillSettings, DistillWorker
 
@@ -87,7 +88,8 @@ class DistillPipeline:
         settings = DistillSettings(self.config.max_grad_norm, loss=self.config, weight=self.config.distill_loss_weight)
         self.student = self.cluster("student", DISTILL_WORKER, settings, resources)
         if TEACHER in self.plan.roles:
-            self.teacher = self.cluster(TEACHER, REFERENCE_WORKER, None, resources)
+            worker = teacher_worker(self.plan.roles[TEACHER].section)
+            self.teacher = self.cluster(TEACHER, worker, None, resources)
         self.context.watch([one for one in (self.student, self.teacher) if one is not None])
         self.load_data()
         for cluster, steps, states in ((self.student, self.num_steps, TRAINING), (self.teacher, 0, WEIGHTS)):

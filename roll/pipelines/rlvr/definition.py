@@ -14,6 +14,7 @@ from roll.config.pipelines import (
     POLICY_KEYS,
     READ_KEYS,
     SCORES,
+    TEACHES,
     TRAINS,
     Headline,
     Panel,
@@ -48,6 +49,7 @@ from roll.pipelines.rlvr.plan import RLVRPlan, batch_facts, rlvr_facts
 from roll.pipelines.rlvr.planning import lengths, model_roles, plan_rlvr, reward_name, reward_pretrain, started_roles
 from roll.pipelines.rlvr.preflight import check_rewards, own_functions, samples_ahead_problems
 from roll.pipelines.rlvr.teachers import TEACHER, teacher_roles
+from roll.pipelines.teachers import check_teachers
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -128,7 +130,7 @@ class RLVR(PipelineDefinition):
         """A ``reward_model`` with a classifier's head scores; without, it is a judge, which generates, as one on the
         devices of its own reward section does."""
         if key.partition(".")[0] == TEACHER:
-            return COMPUTES_LOG_PROBS
+            return TEACHES
         if key == REWARD_MODEL and section.model_args.model_type == CLASSIFIER:
             return SCORES
         return super().task_of(REWARD_MODEL if key.startswith("rewards.") else key, section)
@@ -178,6 +180,14 @@ class RLVR(PipelineDefinition):
         for name in teacher_roles(loaded.config):
             key, path = self.model(loaded.config, name, roles[name].section)
             check_vocabularies(str(roles["actor_train"].model_path), str(path), key, loaded.source)
+
+    def check_services(self, loaded: LoadedConfig[RLVRConfig]) -> None:
+        roles, config = loaded.plan.roles, loaded.config
+        names = teacher_roles(config)
+        teachers = {name: (self.model(config, name, roles[name].section)[0], roles[name]) for name in names}
+        wanted = {"advantage": -1, "full_vocabulary": 0}.get(config.opd_form, config.opd_topk)
+        student = str(roles["actor_train"].model_path)
+        check_teachers(student, teachers, wanted, loaded.plan.sequence_length, loaded.source)
 
     def check_host(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         check_transport(loaded)

@@ -13,6 +13,7 @@ from roll.config.distillation import DivergenceConfig
 from roll.config.policy import PolicyRunConfig
 from roll.config.roles import WorkerConfig
 from roll.pipelines.policy import is_taught, taught_by_advantage
+from roll.pipelines.teachers import check_temperature
 
 TEACHER = "teacher"
 """The section, and the name of a teacher that is the only one."""
@@ -64,6 +65,12 @@ def check_opd(config: PolicyRunConfig, checks: Checks) -> None:
             checks.missing(key, "is needed: the teacher's model, a folder or a hub name", "my/teacher")
     if all(weight == 0 for weight in coefficients(config).values()) and not config.use_opd:
         checks.add("opd_kl_coef", 0.0, "leaves nothing to learn from: every teacher's weight is 0", 1.0)
+    arguments = config.actor_infer.generating_args
+    temperature, key = arguments.temperature, "actor_infer.generating_args.temperature"
+    for name, section in config.teacher.items():
+        whole = config.opd_form == "full_vocabulary"
+        instead = "; opd_form full_vocabulary allows any"
+        check_temperature(teacher_role(name), section, temperature, whole, key, instead, checks)
     if config.opd_form != "advantage":
         _check_routes(config, checks)
     _note_estimator(config, checks)

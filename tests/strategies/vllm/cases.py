@@ -257,3 +257,40 @@ def experts_after_updates(folder: Path) -> list[tuple[list[str], bool]]:
             tokens = [outputs[f"{version}.{i}", 0].token_ids for i in range(len(prompts))]
             found.append((wrong, tokens == [helpers.generate_greedy(model, prompt, 10) for prompt in prompts]))
     return found
+
+
+def prompt_scores(folder: Path) -> dict[str, Any]:
+    """Of prompts that are asked for while a sample is in flight, which goes on as if nothing had been asked."""
+    prompts, model = [[5, 9, 13, 40, 7], [8, 3]], load(folder)
+    with engine(folder, engine_args={"max_logprobs": -1}) as started:
+        request = GenerationRequest("sample", [4, 5, 6], SamplingParams(12, temperature=0.0))
+        started.add_requests([request])
+        plain = next(output.token_ids for output in steps(started))
+        started.add_requests([request])
+        started.step()
+        found, whole = started.prompt_scores(prompts, 3), started.prompt_scores(prompts[:1], -1)
+        outputs = [*steps(started)]
+        gaps, same = [], []
+        for prompt, score in zip(prompts, found, strict=True):
+            with torch.no_grad():
+                table = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+            own = table.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+            gaps.append(float((own - torch.tensor(score.log_probs)).abs().max()))
+            best = table.topk(3)
+            listed = [[value for _, value in row] for row in score.top]
+            gaps.append(float((best.values - torch.tensor(listed)).abs().max()))
+            same.append([[token for token, _ in row] for row in score.top] == best.indices.tolist())
+            same.append(score.ranks == ((table > own[:, None]).sum(-1) + 1).tolist())
+        try:
+            started.prompt_scores([[1] * (MAX_MODEL_LEN + 1)], 1)
+            refused = ""
+        except ValueError as error:
+            refused = str(error)
+        return {
+            "gap": max(gaps),
+            "same": all(same),
+            "whole": [len(row) for row in whole[0].top],
+            "undisturbed": [output.token_ids for output in outputs] == [plain],
+            "refused": refused,
+            "left": started.num_unfinished,
+        }
