@@ -9,7 +9,6 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import BACKENDS
 from roll.strategies.base import ModelHead, ModelStrategy
 from roll.strategies.engines.base import GenerationStrategy
-from roll.strategies.engines.scoring import ScoringStrategy
 
 
 def create_strategy(
@@ -29,8 +28,9 @@ def create_strategy(
     return _import(role, "computes", "compute batches")(role, head=head, seed=seed, max_grad_norm=max_grad_norm)
 
 
-def create_scoring_strategy(role: WorkerConfig, seed: int = 42) -> ScoringStrategy:
-    """The teacher that ``role.strategy_args.strategy_name`` names, not yet initialised.
+def create_scoring_strategy(role: WorkerConfig, seed: int = 42) -> ModelStrategy:
+    """The teacher (:class:`roll.strategies.engines.scoring.ScoringStrategy`) that
+    ``role.strategy_args.strategy_name`` names, not yet initialised.
 
     Raises:
         ValueError: an unknown name or one that has no such teacher.

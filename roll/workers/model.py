@@ -134,7 +134,9 @@ class TeacherWorker(ModelWorker):
     @register(Dispatch.ONE_TO_ALL)
     def initialize(self, num_training_steps: int = 0) -> None:
         """Build the engine, or find the service."""
-        self.strategy = create_scoring_strategy(self.context.role, seed=self.context.seed)
+        strategy = create_scoring_strategy(self.context.role, seed=self.context.seed)
+        assert isinstance(strategy, ScoringStrategy), type(strategy)
+        self.strategy = strategy
         self.strategy.initialize(num_training_steps)
 
     @property

@@ -73,7 +73,7 @@ def test_a_teacher_or_a_cache_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_teacher_by_an_engine_is_refused_by_name(tmp_path: Path) -> None:
-    data = {**DISTILL, "teacher": {**DISTILL["teacher"], "strategy_args": {"strategy_name": "vllm"}}}
+    data = {**DISTILL, "teacher": {**DISTILL["teacher"], "strategy_args": {"strategy_name": "sglang"}}}
     assert "log-probs by an engine" in rules(tmp_path, data)["teacher.strategy_args.strategy_name"]
 
 
@@ -86,7 +86,7 @@ def test_rolls_names_of_roles_and_one_teacher(tmp_path: Path) -> None:
     assert loaded.plan.roles["teacher"].model_path == "my/teacher"
     assert needs_old_log_probs(config)
     assert rules(tmp_path, opd(actor_train=GOOD["actor_train"])).keys() == {"student_train"}
-    wrong = opd(teacher={**TEACHER, "device_mapping": None, "strategy_args": {"strategy_name": "vllm"}})
+    wrong = opd(teacher={**TEACHER, "device_mapping": None, "strategy_args": {"strategy_name": "sglang"}})
     wrong["student_train"] = {**wrong["student_train"], "infer_batch_size": 0}
     found = rules(tmp_path, wrong)
     assert {"teacher.device_mapping", "teacher.strategy_args.strategy_name", "student_train.infer_batch_size"} <= set(

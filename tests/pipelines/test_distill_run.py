@@ -4,6 +4,7 @@ one teacher and with several."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from roll.datasets import EpochOrder
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
 from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, constant_rate, role, training_args, untimed
+from tests.serving.conftest import Serving
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -165,6 +167,30 @@ def test_every_layout_gives_the_same_numbers(run: Run, wanted: list[dict[str, fl
 def test_the_prompt_as_well(run: Run, world: TinyWorld) -> None:
     done = run({"distill_on_prompt": True, "max_steps": 1, "teacher_log_probs_dtype": "fp16"}, pipeline="distill")
     assert_same(done, plain_distillation(world, 1, on_prompt=True), rel=2e-3)
+
+
+@pytest.fixture
+def served_teacher(world: TinyWorld) -> Iterator[dict[str, Any]]:
+    """The section of the teacher behind a server of its own, as ``roll serve`` would be."""
+    serving = Serving(world.teacher, max_open_requests=100)
+    options = {"base_url": f"{serving.server.url}/v1", "concurrency": 4}
+    yield {"strategy_args": {"strategy_name": "remote", "strategy_config": options}}
+    serving.close()
+
+
+def test_a_teacher_behind_a_url_teaches_the_same(
+    run: Run, world: TinyWorld, wanted: list[dict[str, float]], served_teacher: dict[str, Any]
+) -> None:
+    """Offline against the plain loop; on-policy against the same teacher as a role, sampled tokens and most probable
+    ones."""
+    done = run({"teacher": served_teacher}, pipeline="distill")
+    assert_same(done, wanted)
+    named = served_teacher | {"model_args": {"model_name_or_path": str(world.teacher)}}
+    for form in ("advantage", "topk"):
+        both = [run(opd(opd_form=form, opd_topk=4, teacher=one)).steps for one in (named, teacher(world))]
+        for remote, role_ in zip(*both, strict=True):
+            for key in ("opd/kl", "actor/grad_norm", "critic/score/mean"):
+                assert remote[key] == pytest.approx(role_[key], rel=1e-3, abs=1e-6), (form, key)
 
 
 def teacher(world: TinyWorld, folder: Path | None = None, **keys: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from roll.config.checks.base import Checks
 from roll.config.checks.models import check_model
 from roll.config.lora import check_lora
 from roll.config.names import UNPUBLISHED_TRACKERS
-from roll.config.pipelines import COMPUTES_LOG_PROBS, GENERATES, TRAINS
+from roll.config.pipelines import COMPUTES_LOG_PROBS, GENERATES, TEACHES, TRAINS
 from roll.config.plan.micro_batching import check_micro_batching
 from roll.config.plan.planning import devices_per_worker, world_size
 from roll.config.roles import WorkerConfig
@@ -93,7 +93,7 @@ def check_strategy(name: str, role: WorkerConfig, checks: Checks) -> StrategyCon
     task = checks.pipeline.task_of(name, role)
     able = task.strategies
     if strategy in BACKENDS and strategy not in able:
-        if task is COMPUTES_LOG_PROBS and strategy in generation_strategies():
+        if task in (COMPUTES_LOG_PROBS, TEACHES) and strategy in generation_strategies():
             checks.problems.not_available(f"{path}.strategy_name", strategy, "log-probs by an engine", able[0])
         else:
             checks.add(

@@ -96,3 +96,10 @@ def test_log_probs_of_prompts(in_engine_process: Callable[..., Any], folders: di
     assert found["gap"] < 2e-5 and found["same"] and found["undisturbed"] and not found["left"]
     assert found["whole"] == [320] * 4
     assert "must have 1 to 95" in found["refused"]
+
+
+def test_columns_of_a_teacher_are_those_of_the_model_itself(
+    in_engine_process: Callable[..., Any], folders: dict[str, Path]
+) -> None:
+    found = in_engine_process(cases.teacher_columns, folders["qwen3"])
+    assert found.pop("ids") == 0 and max(found.values()) < 2e-5, found
