@@ -80,18 +80,16 @@ def test_what_differs_is_named(replay: Any, capsys: pytest.CaptureFixture[str]) 
 
 
 @only_test_faults
-@pytest.mark.parametrize("pipeline", ["sft", "dpo"])
+@pytest.mark.parametrize(("pipeline", "role"), [("sft", "sft_train"), ("dpo", "actor"), ("distill", "student")])
 def test_other_pipelines(
-    run: Run, shared_ray: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipeline: str
+    run: Run, shared_ray: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipeline: str, role: str
 ) -> None:
     finished = run({"max_steps": 1, "dump_batches": 1}, pipeline, tmp_path)
     monkeypatch.setenv("RAY_ADDRESS", shared_ray)
     dump = tmp_path / "batches" / "step-000000.safetensors"
     assert main([str(dump), str(tmp_path / "input" / "config.yaml")]) == 0
     recorded = RecordedBatch.load(dump)
-    assert recorded.metrics[f"{'sft_train' if pipeline == 'sft' else 'actor'}/loss"] == pytest.approx(
-        finished.values(f"{'sft_train' if pipeline == 'sft' else 'actor'}/loss")[0], rel=0
-    )
+    assert recorded.metrics[f"{role}/loss"] == pytest.approx(finished.values(f"{role}/loss")[0], rel=0)
 
 
 SPOILT = {"sft_train.worker_cls": "tests.faults.dying_workers.InfiniteLoss", "max_steps": 4, "save_steps": 1}
