@@ -16,7 +16,7 @@ from roll.config.reading.errors import ConfigError
 from roll.datasets import EpochOrder
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, constant_rate, role, training_args, untimed
+from tests.pipelines.tiny_runs import GENERATING, FinishedRun, TinyWorld, constant_rate, role, training_args, untimed
 from tests.serving.conftest import Serving
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -200,6 +200,23 @@ def teacher(world: TinyWorld, folder: Path | None = None, **keys: Any) -> dict[s
 
 def opd(**changes: Any) -> dict[str, Any]:
     return {"pipeline": "opd", "is_pure_opd": True, "max_steps": 2, **changes}
+
+
+def test_agents_learn_from_a_teacher(run: Run, world: TinyWorld, served_teacher: dict[str, Any]) -> None:
+    """Rows of several turns, what the environment said between them left out: a teacher that is the student has
+    nothing to teach; another one teaches the same as a role and behind a URL, by sampled tokens, in addition to rewards
+    and by whole distributions."""
+    named = served_teacher | {"model_args": {"model_name_or_path": str(world.teacher)}}
+    pure, sampling = {"is_pure_opd": True}, {"actor_infer.generating_args": GENERATING}
+    same = run({**pure, **sampling, "teacher": teacher(world, world.model)}, "agentic").steps[0]
+    assert same["opd/teacher/kl"] == pytest.approx(0.0, abs=1e-6) and same["actor/grad_norm"] < 1e-4
+    for changes in (pure, {"use_opd": True, "opd_kl_coef": 0.1}, pure | {"opd_form": "topk", "opd_topk": 4}):
+        role_, remote = (
+            run({**changes, **sampling, "teacher": one}, "agentic").steps[0] for one in (teacher(world), named)
+        )
+        assert role_["opd/teacher/kl"] > 0.001
+        for key in ("opd/teacher/kl", "actor/grad_norm", "critic/score/mean"):
+            assert remote[key] == pytest.approx(role_[key], rel=1e-3, abs=1e-6), (changes, key)
 
 
 @pytest.mark.parametrize("form", ["advantage", "topk", "full_vocabulary"])

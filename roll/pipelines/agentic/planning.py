@@ -16,6 +16,8 @@ from roll.config.strategies.registry import generation_strategies, with_engine_s
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, EnvManagerConfig
 from roll.pipelines.agentic.plan import AgenticPlan, Context, EntryPlan, ManagerPlan, Samples
 from roll.pipelines.policy import needs_critic, needs_reference, policy_plan, policy_training_plans, with_adapter
+from roll.pipelines.rlvr.teachers import TEACHER, teacher_roles
+from roll.pipelines.teachers import finished_teacher
 
 
 @dataclass(frozen=True)
@@ -143,11 +145,13 @@ def model_roles(config: AgenticConfig) -> dict[str, WorkerConfig]:
         roles["reference"] = config.reference
     if config.critic is not None and needs_critic(config):
         roles["critic"] = config.critic
-    return roles
+    return roles | teacher_roles(config)
 
 
 def finished(config: AgenticConfig, name: str, section: WorkerConfig) -> WorkerConfig:
     """The section of a role as its workers get it; engines have room for the longest conversation."""
+    if name.partition(".")[0] == TEACHER:
+        return finished_teacher(section, config.sequence_length)
     if section.strategy_args.strategy_name in generation_strategies():
         section = with_cache_length(section, config.sequence_length)
     return with_adapter(section, config) if name == "actor_infer" else section

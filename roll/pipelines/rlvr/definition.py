@@ -39,7 +39,6 @@ from roll.config.rewards import (
 from roll.config.roles import WorkerConfig
 from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.config.strategies.base import own_weights
-from roll.config.vocabularies import check_vocabularies
 from roll.config.weight_sync import WeightSyncConfig
 from roll.pipelines.policy import is_taught, needs_critic, needs_reference, pg_variant, taught_by_advantage
 from roll.pipelines.policy_preflight import check_transport
@@ -48,8 +47,7 @@ from roll.pipelines.rlvr.config import RLVRConfig, ValidationConfig, ValidationS
 from roll.pipelines.rlvr.plan import RLVRPlan, batch_facts, rlvr_facts
 from roll.pipelines.rlvr.planning import lengths, model_roles, plan_rlvr, reward_name, reward_pretrain, started_roles
 from roll.pipelines.rlvr.preflight import check_rewards, own_functions, samples_ahead_problems
-from roll.pipelines.rlvr.teachers import TEACHER, teacher_roles
-from roll.pipelines.teachers import check_teachers
+from roll.pipelines.rlvr.teachers import TEACHER, check_teachers_of, check_vocabularies_of
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -176,18 +174,10 @@ class RLVR(PipelineDefinition):
 
     def check_parts(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         check_rewards(loaded)
-        roles = loaded.plan.roles
-        for name in teacher_roles(loaded.config):
-            key, path = self.model(loaded.config, name, roles[name].section)
-            check_vocabularies(str(roles["actor_train"].model_path), str(path), key, loaded.source)
+        check_vocabularies_of(self, loaded)
 
     def check_services(self, loaded: LoadedConfig[RLVRConfig]) -> None:
-        roles, config = loaded.plan.roles, loaded.config
-        names = teacher_roles(config)
-        teachers = {name: (self.model(config, name, roles[name].section)[0], roles[name]) for name in names}
-        wanted = {"advantage": -1, "full_vocabulary": 0}.get(config.opd_form, config.opd_topk)
-        student = str(roles["actor_train"].model_path)
-        check_teachers(student, teachers, wanted, loaded.plan.sequence_length, loaded.source)
+        check_teachers_of(self, loaded)
 
     def check_host(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         check_transport(loaded)

@@ -133,7 +133,8 @@ def listed_tokens(
     log_probs = np.fromiter((value for _, value in entries), dtype=np.float64, count=len(entries))
     if temperature != 1.0:
         tempered = log_probs / temperature
-        log_probs = tempered - float(np.logaddexp.reduce(tempered))
+        highest = tempered.max()
+        log_probs = tempered - highest - np.log(np.exp(tempered - highest).sum())
     order = np.argsort(-log_probs, kind="stable")
     order = order[ids[order] < wanted.limit]
     size = min(wanted.count or len(order), wanted.limit)
