@@ -211,9 +211,8 @@ def test_agents_learn_from_a_teacher(run: Run, world: TinyWorld, served_teacher:
     same = run({**pure, **sampling, "teacher": teacher(world, world.model)}, "agentic").steps[0]
     assert same["opd/teacher/kl"] == pytest.approx(0.0, abs=1e-6) and same["actor/grad_norm"] < 1e-4
     for changes in (pure, {"use_opd": True, "opd_kl_coef": 0.1}, pure | {"opd_form": "topk", "opd_topk": 4}):
-        role_, remote = (
-            run({**changes, **sampling, "teacher": one}, "agentic").steps[0] for one in (teacher(world), named)
-        )
+        runs = [run({**changes, **sampling, "teacher": one}, "agentic") for one in (teacher(world), named)]
+        role_, remote = (one.steps[0] for one in runs)
         assert role_["opd/teacher/kl"] > 0.001
         for key in ("opd/teacher/kl", "actor/grad_norm", "critic/score/mean"):
             assert remote[key] == pytest.approx(role_[key], rel=1e-3, abs=1e-6), (changes, key)
