@@ -142,7 +142,9 @@ def ready(load: Callable[[], LoadedConfig[Any]]) -> LoadedConfig[Any]:
     check_parts(loaded)
     check_resumption(loaded)
     require_packages(loaded)
-    return load() if find_models(loaded, say) else loaded
+    loaded = load() if find_models(loaded, say) else loaded
+    loaded.pipeline.check_services(loaded)
+    return loaded
 
 
 def run(loaded: LoadedConfig[Any], work: Callable[[], int | None] | None = None) -> int:

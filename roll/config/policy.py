@@ -130,7 +130,7 @@ class PolicyRunConfig(PPOConfig, RunConfig):
     opd_topk: int = setting(64, ge=1, read_if={"opd_form": ("topk",)})
     """``opd_form: topk``: the teacher's most probable tokens that are compared, the rest as one bucket."""
     pure_opd_pipeline_type: Literal["rlvr", "agentic"] | None = None
-    """On-policy distillation: the pipeline it runs on; ``agentic`` is not available yet."""
+    """On-policy distillation: the pipeline it runs on, which a file's other keys say as well."""
     warn_after_steps: int = setting(3, ge=0)
     """A warning says when all scores were the same, all advantages 0, or too many responses were truncated, in so many
     steps in a row; 0: never."""

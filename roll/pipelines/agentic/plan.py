@@ -30,6 +30,8 @@ from roll.pipelines.policy import (
     policy_training_plans,
     with_adapter,
 )
+from roll.pipelines.rlvr.teachers import TEACHER, teacher_roles
+from roll.pipelines.teachers import finished_teacher
 
 REWARD = "reward"
 """The role that judges episodes."""
@@ -313,7 +315,7 @@ def model_roles(config: AgenticConfig) -> dict[str, WorkerConfig]:
         roles["critic"] = config.critic
     if config.reward is not None and judged_entries(config):
         roles[REWARD] = with_engine_size(config.reward)
-    return roles
+    return roles | teacher_roles(config)
 
 
 def judged_entries(config: AgenticConfig) -> list[str]:
@@ -332,6 +334,8 @@ def finished(config: AgenticConfig, name: str, section: WorkerConfig) -> WorkerC
     if name == REWARD:
         positions = model_number(section.model_args.model_name_or_path, "max_position_embeddings")
         return own_weights(with_cache_length(section, judge_length(config.sequence_length, positions)))
+    if name.partition(".")[0] == TEACHER:
+        return finished_teacher(section, config.sequence_length)
     if section.strategy_args.strategy_name in generation_strategies():
         section = with_cache_length(section, config.sequence_length)
     return with_adapter(section, config) if name == "actor_infer" else section
