@@ -227,7 +227,8 @@ def run_supervised(loaded: LoadedConfig[Any]) -> int:
             return False
         return True
 
-    policy = RestartPolicy(loaded.config.max_restarts, loaded.config.restart_backoff)
+    config = loaded.config
+    policy = RestartPolicy(config.max_restarts, config.restart_backoff, saves_on_usr1=config.on_usr1 == "save")
     return Supervisor(command, policy, loaded.plan.log_dir, is_whole, say).run()
 
 

@@ -357,9 +357,7 @@ def _teacher_of(strategy: Any, batch: TensorBatch, task: Task) -> tuple[TensorBa
     return batch | columns, [Comparison("teacher", 1.0, compare)]
 
 
-def _first_micro_batches(
-    strategy: Any, task: Task, rows: int, trains: bool, most: int = 2
-) -> tuple[TensorBatch, int]:
+def _first_micro_batches(strategy: Any, task: Task, rows: int, trains: bool, most: int = 2) -> tuple[TensorBatch, int]:
     """The rows of the first micro-batches, which are the largest, and the number of all."""
     with unset_fake_temporarily():
         batch = full_rows(rows, task)
