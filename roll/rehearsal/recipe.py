@@ -98,6 +98,8 @@ class Rehearsal:
     problems: list[str] = field(default_factory=list)
     """Why it cannot run."""
     offloads: bool = True
+    concurrent: tuple[str, ...] = ()
+    """Phases that other devices work on while the rest of the step goes on."""
 
     @property
     def fits(self) -> bool:
@@ -109,8 +111,11 @@ class Rehearsal:
 
     @property
     def seconds(self) -> float:
-        """Lower bound of a step, its phases one after another."""
-        return sum(time.seconds for time in self.times.values())
+        """Lower bound of a step: its phases one after another, those that are concurrent as one other row."""
+        rows = {True: 0.0, False: 0.0}
+        for name, time in self.times.items():
+            rows[name in self.concurrent] += time.seconds
+        return max(rows.values())
 
 
 @dataclass(frozen=True)
@@ -174,9 +179,16 @@ def rehearse_recipe(
         host=_host(plan, loaded, runs, engines),
         problems=[use.problem for use in engines.values() if use.problem],
         offloads=offloads,
+        concurrent=_concurrent(plan, engines),
     )
     _add_times(report, loaded, phases)
     return report
+
+
+def _concurrent(plan: Any, engines: Mapping[str, EngineUse]) -> tuple[str, ...]:
+    if "actor_infer" in engines and plan.is_async:
+        return ("generation",)
+    return (f"forward of {TEACHER}",) if getattr(plan, "teacher_runs_ahead", False) else ()
 
 
 def _model_configs(plan: Plan, given: Mapping[str, Path]) -> dict[str, Mapping[str, Any]]:

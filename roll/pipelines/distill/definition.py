@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
     from roll.config.roles import DataArguments
     from roll.datasets import SftDataset
+    from roll.pipelines.batches import RecordedBatch
 
 
 class Distill(PipelineDefinition):
@@ -62,6 +63,11 @@ class Distill(PipelineDefinition):
         from roll.pipelines.distill.pipeline import DistillPipeline
 
         DistillPipeline(loaded).run()
+
+    def replay(self, loaded: LoadedConfig[DistillConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        from roll.pipelines.distill.pipeline import DistillPipeline
+
+        return DistillPipeline(loaded).replay(recorded)
 
     def default_model(self, config: DistillConfig, role: str) -> tuple[str, str | None]:
         key = f"{role}_pretrain"

@@ -20,7 +20,7 @@ from roll.datasets import EpochOrder, SftDataset, ShuffledEpochs
 from roll.datasets.images import VisionModel
 from roll.datasets.types import SftRow
 from roll.distributed import Cluster, PendingCall, ResourceManager
-from roll.pipelines.batches import is_left_out
+from roll.pipelines.batches import RecordedBatch, is_left_out
 from roll.pipelines.distill.cache import RowTargets, TeacherCache, row_key
 from roll.pipelines.distill.config import DistillConfig, DistillPlan
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
@@ -154,13 +154,27 @@ class DistillPipeline:
                 batch = self.answered(self.ahead[0])
             if self.plan.teacher_runs_ahead and step + 1 < self.num_steps:
                 self.ahead.append(self.ask_next())
-        with self.context.phase("step_train"):
-            self.residency.bring({"student": TRAINING})
-            if not is_left_out(step):
-                self.context.record(self.student.call(DistillWorker.update, batch).result())
+        self.context.hold_batch(step, batch)
+        if not is_left_out(step):
+            self.update(batch)
         self.ahead.popleft()
         self.context.record(self.residency.metrics())
         self.context.end_step(step)
+
+    def update(self, batch: DataProto) -> None:
+        """One optimizer step."""
+        with self.context.phase("step_train"):
+            self.residency.bring({"student": TRAINING})
+            self.context.record(self.student.call(DistillWorker.update, batch).result())
+
+    def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        """Take the step of a recorded batch again, with what the teacher said; the steps that the student had done
+        before, and the metrics."""
+        with self.context.running() as resources:
+            steps = self.start(resources)
+            self.context.recorded()
+            self.update(recorded.batch)
+            return steps, self.context.recorded()
 
     def ask_next(self) -> Asked:
         """Draw the rows of a step, and let the teacher begin with them."""
