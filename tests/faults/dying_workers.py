@@ -7,6 +7,8 @@ import math
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -60,6 +62,30 @@ class DyingActor(ActorWorker):
         self.calls += 1
         if self.context.rank == self.context.world_size - 1:
             die_if_due(self.calls)
+        return super().update(batch, **arguments)
+
+
+STUTTER = """
+import os, signal, sys, time
+parent = int(sys.argv[1])
+while os.getppid() == parent:
+    os.kill(parent, signal.SIGSTOP)
+    time.sleep(0.3)
+    os.kill(parent, signal.SIGCONT)
+    time.sleep(0.05)
+"""
+
+
+class StutteringActor(ActorWorker):
+    """The process of the last rank is stopped six sevenths of the time, from its first update on."""
+
+    stutters = False
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=POLICY_COLUMNS + LOSS_COLUMNS)
+    def update(self, batch: DataProto, **arguments: Any) -> Metrics:
+        if not self.stutters and self.context.rank == self.context.world_size - 1:
+            self.stutters = True
+            subprocess.Popen([sys.executable, "-c", STUTTER, str(os.getpid())])
         return super().update(batch, **arguments)
 
 
