@@ -3,8 +3,11 @@
     python -m benchmarks.report                    # CPU time and size of the record of a step
     python -m benchmarks.report --open             # bytes and milliseconds of reports by number of samples (a browser)
     python -m benchmarks.report --picture RUN      # docs/images/report.png, of a run of the tiny example (a browser)
+    python -m benchmarks.report --pictures         # docs/images/diagnosis.png and timeline.png, of recorded runs
 
-Needs the tiny example's artifacts; the last two need the extra [browser], Chromium and its driver.
+The first and the third need the tiny example's artifacts; all but the first need the extra [browser], Chromium and its
+driver.
+The runs of ``--pictures`` are those that the tests diagnose (tests/report/records), so anybody can draw them again.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import random
 import shutil
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
@@ -34,6 +38,9 @@ from roll.tracking.sample_log import SampleLog
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples/tiny/artifacts/seed0/warm_start/model"
 PICTURE = ROOT / "docs/images/report.png"
+RECORDS = ROOT / "tests/report/records"
+PICTURES = (("diagnosis", "one_text", "overview"), ("timeline", "async", "timeline"))
+"""Name of the picture, recorded run, tab of the report."""
 REPEATS = 7
 
 
@@ -142,6 +149,24 @@ def picture(run: Path) -> None:
     sys.stdout.write(f"{PICTURE}: {PICTURE.stat().st_size / 1e3:.0f} kB\n")
 
 
+def pictures() -> None:
+    """Tabs of the reports of recorded runs."""
+    with browser() as session, tempfile.TemporaryDirectory() as name:
+        for number, (picture_name, record, tab) in enumerate(PICTURES):
+            folder = Path(name) / str(number) / record
+            with tarfile.open(RECORDS / f"{record}.tar.xz") as archive:
+                archive.extractall(folder, filter="data")
+            file = folder / "report.html"
+            write_page([read_run(folder)], file)
+            opened(session, file)
+            session.find_element("id", f"tab-{tab}").click()
+            time.sleep(0.5)
+            target = PICTURE.with_name(f"{picture_name}.png")
+            session.save_screenshot(str(target))
+            _smaller(target)
+            sys.stdout.write(f"{target}: {target.stat().st_size / 1e3:.0f} kB\n")
+
+
 def _smaller(file: Path) -> None:
     """With few colours: a third of the size."""
     from PIL import Image
@@ -154,9 +179,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--open", action="store_true")
     parser.add_argument("--picture", type=Path, metavar="RUN")
+    parser.add_argument("--pictures", action="store_true")
     arguments = parser.parse_args()
     if arguments.picture is not None:
         picture(arguments.picture)
+    elif arguments.pictures:
+        pictures()
     elif arguments.open:
         opening()
     else:

@@ -73,6 +73,7 @@ TOOLS = {
     "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
     "export": Tool("roll.checkpoint.export", "turn a training checkpoint into a Hugging Face model, adapter or GGUF"),
     "replay": Tool("roll.replay", "take the step of a recorded batch again and compare its metrics"),
+    "reproduce": Tool("roll.reproduce", "run a documented table again, and say which rows agree with what is recorded"),
     "report": Tool("roll.report.command", "write one HTML file of runs: curves, timeline, samples, diagnosis", True),
     "diagnose": Tool("roll.report.command", "name what is wrong with a run, with evidence and remedy", True),
     "top": Tool("roll.report.command", "show a run in the terminal while it goes on", True),

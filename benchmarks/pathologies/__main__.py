@@ -2,15 +2,18 @@
 
     python -m benchmarks.pathologies [NAME ...] [--output DIR]   # run them (all without names), print the table
     python -m benchmarks.pathologies --write                     # and put table and records into the repository
-    python -m benchmarks.pathologies --seed 11                   # runs that no threshold was chosen with
+    python -m benchmarks.pathologies --seed 11 --held-out        # runs that no threshold was chosen with
 
-Needs a clone (runs share a Ray of the test suite) and what ``examples/tiny/warm_start.py`` makes.
+A run that has ended is not made a second time: stopped, or bounded by ``--seconds``, the command goes on where it was;
+``--fresh`` forgets what there is.  Needs a clone (runs share a Ray of the test suite) and what
+``examples/tiny/warm_start.py`` makes.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import logging
 import os
 import shutil
@@ -33,6 +36,9 @@ from roll.report.run_files import read_run
 PAGE = ROOT / "docs/diagnosis.md"
 RECORDS = ROOT / "tests/report/records"
 BEGIN, END = "<!-- pathologies -->", "<!-- end of pathologies -->"
+HELD_OUT = ("<!-- held-out pathologies -->", "<!-- end of held-out pathologies -->")
+DONE = "done.json"
+"""In the folder of a run that has ended, with the seed that it ran under."""
 RECORDED = ("config.yaml", "record/run.json", "record/samples.blocks", "record/timeline.jsonl", "logs/metrics.jsonl")
 CALLS = "logs/workers/*.calls.jsonl"
 
@@ -68,7 +74,14 @@ def run_case(case: Case, output: Path, seed: int | None) -> list[Finding]:
         loaded.pipeline.run(loaded)
     except Exception:
         logger.error("%s ended early:\n%s", case.name, traceback.format_exc())
+    (output / DONE).write_text(json.dumps({"seed": seed}), encoding="utf-8")
     return diagnose(read_run(output))
+
+
+def is_done(output: Path, seed: int | None) -> bool:
+    """It has been run to its end, with this seed."""
+    file = output / DONE
+    return file.is_file() and json.loads(file.read_text(encoding="utf-8"))["seed"] == seed
 
 
 def table(results: Sequence[tuple[Case, list[Finding]]]) -> str:
@@ -112,31 +125,53 @@ def keep_record(name: str, output: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--output", type=Path, default=ROOT / "output/pathologies")
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--output", type=Path, help="default: output/pathologies, with the seed if one is named")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/diagnosis.md, and the records")
+    parser.add_argument("--held-out", action="store_true", help="put the table into that page as one of held-out runs")
     parser.add_argument("--seed", type=int, help="of all runs, in place of each one's own: rules not fitted to them")
-    parser.add_argument("--again", action="store_true", help="diagnose the runs that are there already")
+    parser.add_argument("--again", action="store_true", help="diagnose the runs that are there already, make none")
+    parser.add_argument("--fresh", action="store_true", help="make runs again that are there")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further run after this time")
     arguments = parser.parse_args()
+    if arguments.output is None:
+        arguments.output = ROOT / ("output/pathologies" + (f"-{arguments.seed}" if arguments.seed is not None else ""))
     cases = [case for case in (*PATHOLOGIES, *HEALTHY) if not arguments.names or case.name in arguments.names]
-    results = []
-    if arguments.again:
-        results = [(case, diagnose(read_run(arguments.output / case.name))) for case in cases]
-    else:
-        with shared_ray():
-            for case in cases:
-                found = run_case(case, arguments.output / case.name, arguments.seed)
-                results.append((case, found))
-                named = ", ".join(finding.cause for finding in found) or "nothing"
-                sys.stdout.write(f"{case.name}: {named} (expected {case.cause or 'nothing'})\n")
-                sys.stdout.flush()
+    if not arguments.again:
+        run_missing(cases, arguments)
+    results = [
+        (case, diagnose(read_run(arguments.output / case.name)))
+        for case in cases
+        if is_done(arguments.output / case.name, arguments.seed)
+    ]
     text = table(results)
     sys.stdout.write(f"\n{text}\n")
+    if arguments.held_out:
+        put_into_page(f"Seed {arguments.seed}. {text}", *HELD_OUT)
     if arguments.write:
-        page = PAGE.read_text(encoding="utf-8")
-        before, after = page.split(BEGIN)[0], page.split(END)[1]
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        put_into_page(text, BEGIN, END)
         for case, _ in results:
             keep_record(case.name, arguments.output / case.name)
+
+
+def run_missing(cases: Sequence[Case], arguments: argparse.Namespace) -> None:
+    missing = [case for case in cases if arguments.fresh or not is_done(arguments.output / case.name, arguments.seed)]
+    if not missing:
+        return
+    began = time.monotonic()
+    with shared_ray():
+        for case in missing:
+            if time.monotonic() - began > arguments.seconds:
+                break
+            found = run_case(case, arguments.output / case.name, arguments.seed)
+            named = ", ".join(finding.cause for finding in found) or "nothing"
+            sys.stdout.write(f"{case.name}: {named} (expected {case.cause or 'nothing'})\n")
+            sys.stdout.flush()
+
+
+def put_into_page(text: str, begin: str, end: str) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    before, after = page.split(begin)[0], page.split(end)[1]
+    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

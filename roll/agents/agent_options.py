@@ -15,6 +15,13 @@ from roll.config.reading.schema import Mismatch, convert
 T = TypeVar("T")
 Sampling = Literal["run", "refuse"]
 """Where a client sets a temperature or its like: the run's hold all the same, or the request is refused."""
+ToolChoice = Literal["enforce", "auto"]
+"""Where a client demands a tool call: the response begins with one, or the policy does as it likes."""
+
+
+def uses_tools(agent: str | None) -> bool:
+    """Conversations of the agent may have tool messages: the chat template must have a place for them."""
+    return agent == "tools"
 
 
 class AgentOptionError(ValueError):
@@ -78,6 +85,12 @@ class BlackBoxOptions:
     """For ``reward: verifier``."""
     sampling: Literal["run", "refuse"] = "run"
     """What becomes of a request that sets a temperature or its like."""
+    tool_choice: Literal["enforce", "auto"] = "enforce"
+    """What becomes of a request that demands a tool call: ``enforce``: the response begins with one; ``auto``: the
+    policy may call or not, and learns to."""
+    roles: list[str] = field(default_factory=list)
+    """Parts that the policy plays in an episode, by the ``model`` of a request, each with rewards and baselines of its
+    own; empty: one, whatever the name."""
     host: str = "127.0.0.1"
     """Address of the endpoint."""
     port: int = 0
@@ -106,6 +119,8 @@ class BlackBoxOptions:
             )
         if self.processes < 0 or (self.processes and not self.command):
             raise AgentOptionError(f"agent_config.processes: {self.processes}: must be at least 0, and needs command")
+        if len(set(self.roles)) < len(self.roles) or not all(self.roles):
+            raise AgentOptionError(f"agent_config.roles: {self.roles}: must be names, each once")
         if self.reward == "exit" and (self.processes or not self.command):
             raise AgentOptionError("agent_config.reward: exit needs a program of its own for every episode")
         if (self.reward == "verifier") != bool(self.verifier):

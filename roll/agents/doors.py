@@ -25,11 +25,6 @@ from roll.rewards.base import RewardOptionError
 BUILT_IN = ("tools", "black_box")
 
 
-def uses_tools(agent: str | None) -> bool:
-    """Conversations of the agent may have tool messages: the chat template must have a place for them."""
-    return agent == "tools"
-
-
 def check_agent(agent: str, config: Mapping[str, Any] | None = None) -> None:
     """Say what is wrong with an agent before a run starts; imports neither torch nor Ray.
 

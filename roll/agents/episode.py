@@ -6,12 +6,18 @@ import asyncio
 import copy
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from roll.agents.chat_ids import ChatTemplate, Message, Thinking
 from roll.agents.conversation import Call, Conversations
+from roll.agents.demanded_calls import call_opening, drawn_opening
+from roll.agents.images import BlindPolicyError
 from roll.agents.tool_calls import ParsedResponse, parse_response
+
+if TYPE_CHECKING:
+    from roll.protocol.vision import VisionInputs
 
 Outcome = Literal[
     "terminated", "truncated", "turn_limit", "context_limit", "time_limit", "environment_error", "agent_error"
@@ -61,8 +67,19 @@ class Sampled:
 class Sample(Protocol):
     """An engine, as a model's handle calls it."""
 
-    def __call__(self, prompt_ids: list[int], max_new_tokens: int, options: Mapping[str, Any]) -> Awaitable[Sampled]:
-        """``options``: sampling parameters that the agent asked for, such as ``temperature``."""
+    def __call__(
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        options: Mapping[str, Any],
+        vision: VisionInputs | None = None,
+    ) -> Awaitable[Sampled]:
+        """The response to a prompt.
+
+        Args:
+            options: sampling parameters that the agent asked for, such as ``temperature``.
+            vision: images of the prompt.
+        """
         ...
 
 
@@ -142,9 +159,12 @@ class EpisodeGroup:
         """What went wrong in an episode, if anything did."""
         return next((one.error for one in self.episodes if one.error is not None), None)
 
-    def scores(self) -> list[float]:
-        """The rewards of the episodes that no fault has ended."""
-        return [one.reward for one in self.episodes if not one.failed]
+    def scores(self, role: str | None = None) -> list[float]:
+        """The rewards of the episodes that no fault has ended, or what ``role`` has earned in them."""
+        sound = [one for one in self.episodes if not one.failed]
+        if role is None:
+            return [one.reward for one in sound]
+        return [sum(call.reward for call in one.calls if call.role == role) for one in sound]
 
     def mean_score(self) -> float:
         """Their mean; NaN where there is none."""
@@ -180,36 +200,63 @@ class Model:
         return self._limits.turns - len(self.conversations.calls)
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, **options: Any
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        must_call: Sequence[str] = (),
+        **options: Any,
     ) -> Response:
         """The response to ``messages``.
 
         Args:
             tools: schemas that the policy may call; None: those of the run's template.
+            must_call: names of tools, one of which the response calls; empty: as the policy likes.
             options: ``max_new_tokens``; ``stop``, texts that end the response; further sampling parameters, as far as
                 the run lets an agent choose them.
 
         Raises:
             EpisodeOver: no turn is left, or the prompt leaves no room for a response.
-            TemplateError: the chat template cannot render the messages.
+            TemplateError: the chat template cannot render the messages, or no call that must be made.
+            ImageError: an image of them cannot be read.
+            EngineFault: they have an image, and the policy is a model of text.
         """
         if self.turns_left <= 0:
             raise EpisodeOver("turn_limit")
-        call = self.conversations.ask(messages, tools)
-        call.role = self.role
-        prompt_ids = self.conversations.prompt_ids(call)
+        template = self._template if tools is None else self._template.with_tools(tools)
+        openings = [call_opening(template, self._tool_format, messages, name) for name in must_call]
+        try:
+            call = self.conversations.ask(messages, tools, self.role)
+        except BlindPolicyError as error:
+            raise EngineFault(str(error)) from error
+        prompt_ids, vision = self.conversations.prompt_ids(call), self.conversations.vision(call)
+        demanded = None
+        if openings:
+            ids = [template.encode(text) for text in openings]
+            if len(prompt_ids) + max(map(len, ids)) >= self._limits.context:
+                raise EpisodeOver("context_limit")
+            chosen = await drawn_opening(ids, prompt_ids, partial(self._draw, vision))
+            call.new_ids, call.opening, demanded = [*call.new_ids, *ids[chosen]], len(ids[chosen]), must_call[chosen]
+            prompt_ids += ids[chosen]
         wanted = int(options.pop("max_new_tokens", self._limits.new_tokens))
         room = min(wanted, self._limits.new_tokens, self._limits.context - len(prompt_ids))
         if room <= 0:
             raise EpisodeOver("context_limit")
+        return self._answered(call, await self._sampled(prompt_ids, room, options, vision), demanded)
+
+    async def _sampled(
+        self, prompt_ids: list[int], room: int, options: Mapping[str, Any], vision: VisionInputs | None
+    ) -> Sampled:
+        images = {} if vision is None else {"vision": vision}
         begin = time.perf_counter()
         try:
-            sampled = await self._sample(prompt_ids, room, options)
+            return await self._sample(prompt_ids, room, options, **images)
         except Exception as error:
             raise EngineFault(str(error)) from error
         finally:
             self._seconds.model += time.perf_counter() - begin
-        return self._answered(call, sampled)
+
+    async def _draw(self, vision: VisionInputs | None, ids: list[int]) -> int:
+        return (await self._sampled(ids, 1, {}, vision)).token_ids[0]
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> int:
         """The tokens of ``messages`` as a prompt of their own.
@@ -217,8 +264,7 @@ class Model:
         Raises:
             TemplateError: the chat template cannot render them.
         """
-        template = self._template if tools is None else self._template.with_tools(tools)
-        return len(template.prompt(messages))
+        return self.conversations.count_tokens(messages, tools)
 
     def text_of(self, token_ids: Sequence[int], ended: bool = False) -> str:
         """The text of ids, special tokens included.
@@ -236,20 +282,22 @@ class Model:
         if target is not None:
             target.reward += value
 
-    def _answered(self, call: Call, sampled: Sampled) -> Response:
+    def _answered(self, call: Call, sampled: Sampled, demanded: str | None = None) -> Response:
+        """Record the response; ``demanded`` is the tool that it was made to call."""
         ids = sampled.token_ids
-        text = self.text_of(ids, ended=True)
+        text = self.text_of([*call.whole_response, *ids], ended=True)
         parsed = parse_response(text, self._tool_format)
+        made = [{"name": one.name, "arguments": one.arguments} for one in parsed.calls]
+        if demanded is not None and not made:
+            # It has been called, with arguments that cannot be read: who asked for the call gets them as they are.
+            made = [{"name": demanded, "arguments": self.text_of(ids, ended=True).strip() or {}}]
+            parsed = replace(parsed, content="")
         message: Message = {"role": "assistant", "content": text}
-        if parsed.calls:
+        if made:
             message["content"] = parsed.content
             message["tool_calls"] = [
-                {
-                    "id": f"call{call.index:04d}{number:02d}",
-                    "type": "function",
-                    "function": {"name": one.name, "arguments": one.arguments},
-                }
-                for number, one in enumerate(parsed.calls)
+                {"id": f"call{call.index:04d}{number:02d}", "type": "function", "function": function}
+                for number, function in enumerate(made)
             ]
         self.conversations.answer(call, ids, sampled.log_probs, sampled.versions, sampled.finish_reason, message)
         return Response(message, parsed, text, sampled.finish_reason, call)

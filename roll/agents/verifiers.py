@@ -68,8 +68,8 @@ class RewardVerifier:
         if call is None:
             return 0.0
         sample = RewardSample(
-            prompt=model.text_of(model.conversations.prompt_ids(call)),
-            response=model.text_of(call.response_ids, ended=True),
+            prompt=model.text_of(model.conversations.prompt_ids(call)[: -call.opening or None]),
+            response=model.text_of(call.whole_response, ended=True),
             ground_truth=task.row.get(self._answer_key),
             finish_reason=call.finish_reason,
             row=dict(task.row),

@@ -59,6 +59,10 @@ class ChatRequest:
     """Messages at the beginning that belong to this request alone, not to the conversation: instructions."""
     parse_calls: bool = True
     """False: the client wants a text whatever the policy writes."""
+    must_call: tuple[str, ...] = ()
+    """Tools of which the response must call one."""
+    tool_choice: Any = "auto"
+    """As it was asked for, which OpenAI's Responses repeat."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +118,15 @@ def read_chat_request(body: Any) -> ChatRequest:
     if not messages:
         raise BadRequest("messages: is needed, a list of messages", "messages")
     shared = fields.shared(NO_LIMIT, 0, "top_logprobs")
+    tools = [_tool(tool) for tool in fields.get("tools", list, [])]
     return ChatRequest(
         messages=named_tools([_plain(read_message(message, tools=True)) for message in messages]),
-        tools=[_tool(tool) for tool in fields.get("tools", list, [])],
+        tools=tools,
         **asked_options(fields, shared["params"]),
         model=fields.model,
         stream=shared["stream"],
         include_usage=shared["include_usage"],
-        parse_calls=read_tool_choice(fields.get("tool_choice", (str, dict), "auto")),
+        **read_tool_choice(fields.get("tool_choice", (str, dict), "auto"), tools),
     )
 
 
@@ -145,15 +150,45 @@ def asked_options(fields: Fields, params: SamplingParams) -> dict[str, Any]:
     }
 
 
-def read_tool_choice(choice: Any) -> bool:
-    """Whether calls are read.  A choice that demands one is taken as leave to call: nothing here constrains sampling.
+def read_tool_choice(choice: Any, tools: Sequence[Message]) -> dict[str, Any]:
+    """Those arguments of :class:`ChatRequest` that say whether a tool is called: of OpenAI's interfaces.
 
     Raises:
-        BadRequest: no such choice.
+        BadRequest: no such choice, or one that the offered tools do not allow.
     """
-    if isinstance(choice, str) and choice not in _TOOL_CHOICES:
-        raise BadRequest(f"tool_choice: must be one of {', '.join(_TOOL_CHOICES)} or name a tool", "tool_choice")
-    return choice != "none"
+    offered = [tool["function"]["name"] for tool in tools]
+    named: list[Any] = []
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        named = [choice["function"] if isinstance(choice.get("function"), Mapping) else choice]
+    elif isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+        if not isinstance(allowed, Mapping) or allowed.get("mode") != "required":
+            raise BadRequest("tool_choice: allowed_tools is available with mode required", "tool_choice")
+        given = allowed.get("tools")
+        named = [one.get("function", one) if isinstance(one, Mapping) else one for one in given or [None]]
+    elif choice not in _TOOL_CHOICES:
+        raise BadRequest(f"tool_choice: must be one of {', '.join(_TOOL_CHOICES)} or name a function", "tool_choice")
+    names = [one.get("name") if isinstance(one, Mapping) else one for one in named]
+    must_call = demanded_tools(offered if choice == "required" else names, offered, choice == "required")
+    return {"parse_calls": choice != "none", "must_call": must_call, "tool_choice": choice}
+
+
+def demanded_tools(names: Sequence[Any], offered: Sequence[str], some: bool) -> tuple[str, ...]:
+    """``names`` of tools of which one must be called.
+
+    Args:
+        some: there must be one.
+
+    Raises:
+        BadRequest: there is none, or one that is not offered.
+    """
+    if some and not names:
+        raise BadRequest("tool_choice: demands a call, and the request offers no tools", "tool_choice")
+    missing = [name for name in names if name not in offered]
+    if missing:
+        there = f"there are {', '.join(offered)}" if offered else "it offers none"
+        raise BadRequest(f"tool_choice: {missing[0]!r} is not among the request's tools; {there}", "tool_choice")
+    return tuple(dict.fromkeys(names))
 
 
 def named_tools(messages: list[Message]) -> list[Message]:
@@ -238,8 +273,9 @@ def event(body: Mapping[str, Any], name: str = "") -> bytes:
 
 
 def arguments_text(call: Mapping[str, Any]) -> str:
-    """The arguments of a call as JSON."""
-    return json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    """The arguments of a call as JSON; those that cannot be read as they were written."""
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def identifier(prefix: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,8 +10,8 @@ from roll.agents.chat_ids import Message
 from roll.agents.wire_chat import (
     ChatRequest,
     Reply,
-    arguments_text,
     asked_options,
+    demanded_tools,
     event,
     identifier,
     joined_texts,
@@ -35,6 +36,8 @@ _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "output_format": (None,),
 }
 _CHOICES = ("auto", "any", "tool", "none")
+_UNREADABLE = "INVALID_JSON"
+"""An input is an object: the form in which Anthropic's documentation wraps arguments that are none."""
 
 
 def read_messages_request(body: Any, counting: bool = False) -> ChatRequest:
@@ -57,13 +60,14 @@ def read_messages_request(body: Any, counting: bool = False) -> ChatRequest:
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for message in given:
         messages += _read_message(message)
+    tools = [_tool(tool) for tool in fields.get("tools", list, [])]
     return ChatRequest(
         messages=named_tools(messages),
-        tools=[_tool(tool) for tool in fields.get("tools", list, [])],
+        tools=tools,
         **asked_options(fields, _params(fields)),
         model=fields.model,
         stream=fields.get("stream", bool, False),
-        parse_calls=_read_choice(fields.get("tool_choice", dict, {"type": "auto"})),
+        **_read_choice(fields.get("tool_choice", dict, {"type": "auto"}), tools),
     )
 
 
@@ -86,10 +90,13 @@ def _params(fields: Fields) -> SamplingParams:
     return params
 
 
-def _read_choice(choice: Mapping[str, Any]) -> bool:
-    if choice.get("type") not in _CHOICES:
+def _read_choice(choice: Mapping[str, Any], tools: list[Message]) -> dict[str, Any]:
+    kind = choice.get("type")
+    if kind not in _CHOICES:
         raise BadRequest(f"tool_choice: type must be one of {', '.join(_CHOICES)}", "tool_choice")
-    return choice["type"] != "none"
+    offered = [tool["function"]["name"] for tool in tools]
+    names = offered if kind == "any" else [choice.get("name")] if kind == "tool" else []
+    return {"parse_calls": kind != "none", "must_call": demanded_tools(names, offered, kind == "any")}
 
 
 def _tool(tool: Any) -> Message:
@@ -114,7 +121,9 @@ def _read_message(message: Any) -> list[Message]:
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_use" and role == "assistant":
-            function = {"name": str(block.get("name")), "arguments": block.get("input") or {}}
+            given = block.get("input") or {}
+            unreadable = given.get(_UNREADABLE) if isinstance(given, Mapping) and len(given) == 1 else None
+            function = {"name": str(block.get("name")), "arguments": unreadable or given}
             calls.append({"id": str(block.get("id")), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             text = joined_texts(block.get("content"), ("text",), "messages")
@@ -136,8 +145,9 @@ def messages_body(reply: Reply, stop_sequence: str | None = None) -> dict[str, A
     if reply.content or not reply.calls:
         blocks.append({"type": "text", "text": reply.content})
     for call in reply.calls:
-        function = call["function"]
-        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]})
+        name, given = call["function"]["name"], call["function"]["arguments"]
+        arguments = {_UNREADABLE: given} if isinstance(given, str) else given
+        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
     return {
         "id": identifier("msg_"),
         "type": "message",
@@ -159,14 +169,13 @@ def messages_events(reply: Reply, body: Mapping[str, Any]) -> Iterator[bytes]:
     usage = body["usage"] | {"output_tokens": 0}
     begun = {**body, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield typed("message_start", message=begun)
-    calls = iter(reply.calls)
     for index, block in enumerate(body["content"]):
         if block["type"] == "text":
             yield typed("content_block_start", index=index, content_block={"type": "text", "text": ""})
             deltas = [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
         else:
             yield typed("content_block_start", index=index, content_block=block | {"input": {}})
-            deltas = [{"type": "input_json_delta", "partial_json": arguments_text(next(calls))}]
+            deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}]
         for delta in deltas:
             yield typed("content_block_delta", index=index, delta=delta)
         yield typed("content_block_stop", index=index)

@@ -76,14 +76,15 @@ def read_responses_request(body: Any, earlier: Mapping[str, list[Message]]) -> C
         check_sampling_params(params, "request")
     except ValueError as error:
         raise BadRequest(str(error)) from error
+    tools = [_tool(tool) for tool in fields.get("tools", list, [])]
     return ChatRequest(
         messages=named_tools(messages),
-        tools=[_tool(tool) for tool in fields.get("tools", list, [])],
+        tools=tools,
         **asked_options(fields, params),
         model=fields.model,
         stream=fields.get("stream", bool, False),
         own_messages=int(bool(instructions)),
-        parse_calls=read_tool_choice(fields.get("tool_choice", (str, dict), "auto")),
+        **read_tool_choice(fields.get("tool_choice", (str, dict), "auto"), tools),
     )
 
 
@@ -196,7 +197,7 @@ def _head(reply: Reply, request: ChatRequest) -> dict[str, Any]:
         "model": reply.model,
         "error": None,
         "parallel_tool_calls": True,
-        "tool_choice": "auto" if request.parse_calls else "none",
+        "tool_choice": request.tool_choice,
         "tools": tools,
         "metadata": {},
     }

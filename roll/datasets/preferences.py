@@ -1,18 +1,32 @@
-"""Preferences: a prompt with two responses, of which one is preferred."""
+"""Judged responses: a prompt with one or more responses and what is known of their quality.
+
+One kind of row serves all that is learnt from judgements of whole responses or of their steps: pairs (one of two is
+preferred), rankings (every response has a place), points (every response has a number), labels (desirable or not), and
+steps (a label for every step of one response).
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate, chain, takewhile
+from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.data import DataArguments
 from roll.datasets.columns import Columns, Message, as_number, check_messages, is_conversation, require
 from roll.datasets.making import RowMaker
 from roll.datasets.preparation import PreparedRows, prepare
 from roll.datasets.reading import SourceRow
-from roll.datasets.templates import Conversation, Rendered, Renderer, TemplateChoice, tokenize, truncate
+from roll.datasets.templates import (
+    Conversation,
+    Rendered,
+    Renderer,
+    TemplateChoice,
+    chat_text,
+    tokenize,
+    truncate,
+)
 from roll.datasets.types import BadRows, DataError
 
 if TYPE_CHECKING:
@@ -22,46 +36,53 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DOMAIN = "preferences"
-"""Domain that pairs are counted under."""
 PROMPT_COLUMNS = ("messages", "prompt", "instruction", "question")
 """Where a prompt is looked for when the data section names no column."""
+Judgement = Literal["pairs", "ranking", "points", "labels", "steps"]
+ScoreInput = Literal["chat", "tokens"]
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceRow:
-    """A prompt with two responses as token ids; the end-of-turn token closes both."""
+class JudgedRow:
+    """A prompt with K responses as token ids."""
 
     row_id: str
     tag: str
     prompt_ids: list[int]
-    chosen_ids: list[int]
-    rejected_ids: list[int]
+    """What the responses have in common: the rendered prompt, of whole conversations their common beginning."""
+    responses: list[list[int]]
+    scores: list[float]
+    """(K,): the higher the better; of labels 1 and 0; of steps the labels of the only response's steps. Empty of pairs:
+    the first response is the preferred one."""
+    step_ends: list[int]
+    """Where each step ends, counted in tokens from the first of the response; only of steps."""
     margin: float | None
     """How much better the chosen response is, where the row says it."""
 
     @property
-    def responses(self) -> list[list[int]]:
-        """Both, the chosen one first."""
-        return [self.chosen_ids, self.rejected_ids]
-
-    @property
     def sides(self) -> list[list[int]]:
-        """The two sequences, the chosen one first."""
+        """The K whole sequences."""
         return [self.prompt_ids + response for response in self.responses]
 
 
 @dataclass(frozen=True)
-class PreferenceColumns:
-    """Columns of the two responses, and of the margin."""
+class JudgedColumns:
+    """Columns of the responses and of what is said of them."""
 
     chosen: str = "chosen"
     rejected: str = "rejected"
     margin: str | None = None
+    responses: str = "responses"
+    """A response or a list of them; of steps a list of the steps of one response."""
+    scores: str = "scores"
+    """A number (a label) or a list of as many as there are responses or steps; of rankings it may be missing: the
+    responses then stand from the best to the worst."""
+    separator: str = "\n"
+    """Stands behind every step."""
 
 
-class PreferenceDataset(PreparedRows[PreferenceRow]):
-    """Pairs in file order; draw from it with :class:`roll.datasets.ShuffledEpochs`."""
+class JudgedDataset(PreparedRows[JudgedRow]):
+    """Rows in file order; draw from it with :class:`roll.datasets.ShuffledEpochs`."""
 
     @classmethod
     def build(
@@ -69,15 +90,17 @@ class PreferenceDataset(PreparedRows[PreferenceRow]):
         data_args: DataArguments,
         tokenizer: PreTrainedTokenizerBase,
         sequence_length: int,
-        columns: PreferenceColumns,
+        columns: JudgedColumns,
+        judgement: Judgement,
         *,
+        score_input: ScoreInput = "tokens",
         global_template: str | None = None,
-        tag_to_template: Mapping[str, str] | None = None,
-    ) -> PreferenceDataset:
-        """Read ``data_args.file_name`` and keep the pairs whose longer side has at most ``sequence_length`` tokens.
+    ) -> JudgedDataset:
+        """Read ``data_args.file_name`` and keep the rows whose longest side has at most ``sequence_length`` tokens.
 
-        A response is a text, or a conversation whose last message is the assistant's.  The prompt is a column of its
-        own (a text or messages), or what two conversations have in common before their last messages.
+        Args:
+            score_input: ``tokens``, the rendered prompt, then the response and the end-of-turn token, tokenised apart
+                as in generation; ``chat``, the whole conversation as :func:`roll.datasets.templates.chat_text` has it.
 
         Raises:
             DataError: a file, row or template that cannot be used, or no row left.
@@ -86,132 +109,249 @@ class PreferenceDataset(PreparedRows[PreferenceRow]):
             raise DataError("data_args.file_name is not set; for example file_name: data/preferences.jsonl")
         if tokenizer.eos_token is None:
             raise DataError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to close a response with")
-        templates = TemplateChoice.of_settings(data_args, global_template, tag_to_template)
-        store, paths = prepare(PreferenceMaker(data_args, Renderer(tokenizer, templates), sequence_length, columns))
+        renderer = Renderer(tokenizer, TemplateChoice.of_settings(data_args, global_template, None))
+        maker = JudgedMaker(data_args, renderer, sequence_length, columns, judgement, score_input)
+        store, paths = prepare(maker)
         files = ", ".join(str(path) for path in paths)
         logger.info("%s: %s (sequence_length %d)", files, store.counts, sequence_length)
         return cls(store)
 
-    def _row(self, position: int) -> PreferenceRow:
+    def _row(self, position: int) -> JudgedRow:
         store, extra = self._store, self._store.row(position)
-        ids, prompt = store.token_ids(position), store.value("prompt_length", position)
-        chosen_end = prompt + extra["chosen_length"]
-        return PreferenceRow(
+        ids, begin, responses = store.token_ids(position), store.value("prompt_length", position), []
+        prompt = ids[:begin]
+        for length in extra["lengths"]:
+            responses.append(ids[begin : begin + length])
+            begin += length
+        return JudgedRow(
             row_id=store.value("id", position),
             tag=store.value("tag", position),
-            prompt_ids=ids[:prompt],
-            chosen_ids=ids[prompt:chosen_end],
-            rejected_ids=ids[chosen_end:],
+            prompt_ids=prompt,
+            responses=responses,
+            scores=extra["scores"],
+            step_ends=extra["step_ends"],
             margin=extra["margin"],
         )
 
 
-class PreferenceMaker(RowMaker):
-    """Makes pairs out of rows as read."""
+@dataclass(frozen=True)
+class Judged:
+    """A row as read: texts."""
 
-    what, limit_key = "pairs", "sequence_length"
+    messages: list[Message]
+    responses: list[str]
+    """Of steps: the steps of the only response."""
+    scores: list[float]
+    margin: float | None
+
+
+class JudgedMaker(RowMaker):
+    """Makes judged rows out of rows as read."""
+
+    limit_key = "sequence_length"
 
     def __init__(
-        self, data_args: DataArguments, renderer: Renderer, limit: int, preferences: PreferenceColumns
+        self,
+        data_args: DataArguments,
+        renderer: Renderer,
+        limit: int,
+        names: JudgedColumns,
+        judgement: Judgement,
+        score_input: ScoreInput,
     ) -> None:
         super().__init__(data_args, renderer, limit)
-        self._preferences = preferences
+        self._names = names
+        self._judgement = judgement
+        self._input = score_input
+        self.what = "pairs" if judgement == "pairs" else "rows"
+        self._domain = "preferences" if judgement == "pairs" else "responses"
 
     def settings(self) -> dict[str, Any]:
-        names = self._preferences
+        names = self._names
         return {
-            "columns": [names.chosen, names.rejected, names.margin],
+            "columns": [names.chosen, names.rejected, names.margin, names.responses, names.scores, names.separator],
+            "kind": [self._judgement, self._input],
             "eos_token": self.renderer.tokenizer.eos_token,
         }
 
     def columns_of(self, first: SourceRow) -> Columns:
         """The prompt's column is the configured one, else one of the usual names; without any of them the prompt stands
-        in the conversations of ``chosen``."""
+        in the conversations of the responses."""
         if self.data_args.prompt is not None or self.data_args.messages is not None:
             return Columns.of(self.data_args, first)
-        name = next((name for name in PROMPT_COLUMNS if name in first.row), self._preferences.chosen)
+        names = self._names
+        pairs = self._judgement == "pairs"
+        usual = PROMPT_COLUMNS if pairs else (*PROMPT_COLUMNS, names.chosen)
+        last = names.chosen if pairs else names.responses
+        name = next((name for name in usual if name in first.row), last)
         return Columns.of(replace(self.data_args, prompt=name), first)
 
     def make(self, sources: Sequence[SourceRow], bad_rows: BadRows) -> list[StoredRow]:
         from roll.datasets.store import StoredRow
 
-        conversations, answers, extras = [], [], []
+        read, conversations, difficulties = [], [], []
         for source in sources:
             try:
-                messages, chosen, rejected = self.read_pair(source)
-                extra = self.margin(source), self.difficulty(source)
+                judged, difficulty = self.read(source), self.difficulty(source)
             except DataError as error:
                 bad_rows.report(error)
                 continue
             tag = self.columns.read_tag(source)
-            conversations.append(Conversation(source, tag, self.renderer.templates.with_system(messages, tag)))
-            answers += [chosen, rejected]
-            extras.append(extra)
-        tokenizer = self.renderer.tokenizer
-        texts = [f"{answer}{tokenizer.eos_token}" for answer in answers]
-        responses = tokenize(tokenizer, texts, [False] * len(texts))
+            messages = self.renderer.templates.with_system(judged.messages, tag)
+            conversations.append(Conversation(source, tag, messages))
+            read.append(judged)
+            difficulties.append(difficulty)
+        parts = self._tokenized(conversations, read)
         rows = []
-        for index, (one, rendered) in enumerate(zip(conversations, self.renderer(conversations), strict=True)):
-            if isinstance(rendered, DataError):
-                bad_rows.report(rendered)
+        for one, judged, difficulty, tokens in zip(conversations, read, difficulties, parts, strict=True):
+            if isinstance(tokens, DataError):
+                bad_rows.report(tokens)
                 continue
-            chosen_ids, rejected_ids = responses[2 * index], responses[2 * index + 1]
-            longest = max(len(chosen_ids), len(rejected_ids))
-            rendered = fitting(self, one, rendered, longest, DOMAIN)
-            length = len(rendered.token_ids) + longest
+            prompt, responses, step_ends = tokens
+            longest = max(map(len, responses))
+            if self._input == "tokens":
+                prompt = fitting(self, one, Rendered("", prompt), longest, self._domain).token_ids
+            length = len(prompt) + longest
             if length > self.limit:
-                self.tally.leave_out(DOMAIN, length)
+                self.tally.leave_out(self._domain, length)
                 continue
-            margin, difficulty = extras[index]
+            row = {"lengths": [len(ids) for ids in responses], "scores": judged.scores, "step_ends": step_ends}
             rows.append(
                 StoredRow(
                     id=self.columns.read_id(one.source),
                     file=self.files[one.source.path],
                     number=one.source.number,
                     tag=one.tag,
-                    domain=DOMAIN,
-                    token_ids=[*rendered.token_ids, *chosen_ids, *rejected_ids],
-                    prompt_length=len(rendered.token_ids),
+                    domain=self._domain,
+                    token_ids=[*prompt, *(token for ids in responses for token in ids)],
+                    prompt_length=len(prompt),
                     text="",
-                    row={"chosen_length": len(chosen_ids), "margin": margin},
+                    row={**row, "margin": judged.margin},
                     difficulty=difficulty,
                 )
             )
         return rows
 
-    def margin(self, source: SourceRow) -> float | None:
-        column = self._preferences.margin
-        return None if column is None else as_number(source, column, "margin_key")
+    def _tokenized(
+        self, conversations: Sequence[Conversation], read: Sequence[Judged]
+    ) -> list[DataError | tuple[list[int], list[list[int]], list[int]]]:
+        """Of each row the prompt, the responses and the ends of steps, as token ids; or what its template says."""
+        if self._input == "chat":
+            return [self._chat(one, judged) for one, judged in zip(conversations, read, strict=True)]
+        eos, separator = self.renderer.tokenizer.eos_token, self._names.separator
+        texts = []
+        for judged in read:
+            if self._judgement == "steps":
+                texts += [f"{step}{separator}" for step in judged.responses[:-1]] + [f"{judged.responses[-1]}{eos}"]
+            else:
+                texts += [f"{response}{eos}" for response in judged.responses]
+        ids = iter(tokenize(self.renderer.tokenizer, texts, [False] * len(texts)))
+        found: list[DataError | tuple[list[int], list[list[int]], list[int]]] = []
+        for judged, rendered in zip(read, self.renderer(conversations), strict=True):
+            own = [next(ids) for _ in judged.responses]
+            if isinstance(rendered, DataError):
+                found.append(rendered)
+            elif self._judgement == "steps":
+                found.append((rendered.token_ids, [list(chain.from_iterable(own))], list(accumulate(map(len, own)))))
+            else:
+                found.append((rendered.token_ids, own, []))
+        return found
 
-    def read_pair(self, source: SourceRow) -> tuple[list[Message], str, str]:
-        """The prompt's messages, and the chosen and the rejected response.
+    def _chat(self, one: Conversation, judged: Judged) -> DataError | tuple[list[int], list[list[int]], list[int]]:
+        from jinja2 import TemplateError
+
+        tokenizer = self.renderer.tokenizer
+        try:
+            texts = [chat_text(tokenizer, one.messages, response) for response in judged.responses]
+        except (TemplateError, TypeError) as error:
+            return DataError(f"{one.source.place}: the chat template cannot render this conversation: {error}")
+        whole = tokenize(tokenizer, texts, [False] * len(texts))
+        # At least the last token of each is its own: where one is the beginning of another, its end is scored too.
+        together = takewhile(lambda ids: len(set(ids)) == 1, zip(*(ids[:-1] for ids in whole), strict=False))
+        shared = sum(1 for _ in together)
+        return whole[0][:shared], [ids[shared:] for ids in whole], []
+
+    def read(self, source: SourceRow) -> Judged:
+        """The prompt's messages, the responses and what is said of them.
 
         Raises:
-            DataError: a response that is missing, empty or no text; two that are equal; conversations that differ
-                before their last message.
+            DataError: a column that is missing or holds something else; responses to different prompts; a ranking
+                without two different responses of different rank.
         """
-        names = self._preferences
-        chosen, chosen_before = response_of(source, names.chosen, require(source, names.chosen))
-        rejected, rejected_before = response_of(source, names.rejected, require(source, names.rejected))
-        if names.chosen in (self.columns.prompt, self.columns.messages):
-            if chosen_before is None or rejected_before is None:
+        names = self._names
+        if self._judgement == "steps":
+            return self._steps(source)
+        pair = self._judgement == "pairs" or (
+            self._judgement in ("ranking", "labels") and source.row.get(names.responses) is None
+        )
+        if pair:
+            values = [(name, require(source, name)) for name in (names.chosen, names.rejected)]
+        else:
+            value = require(source, names.responses)
+            listed = isinstance(value, list) and not is_conversation(value)
+            values = [(names.responses, one) for one in (value if listed else [value])]
+        sides = [response_of(source, name, value) for name, value in values]
+        messages = self._messages(source, [before for _, before in sides], pair)
+        responses, both = [text for text, _ in sides], f"{names.chosen} and {names.rejected}"
+        margin = None if names.margin is None else as_number(source, names.margin, "margin_key")
+        if self._judgement == "pairs":
+            if responses[0] == responses[1]:
+                raise DataError(f"{source.place}: {both} are the same text")
+            return Judged(messages, responses, [], margin)
+        scores = [1.0, 0.0] if pair else self._scores(source, len(responses))
+        if self._judgement == "ranking":
+            if len(responses) < 2 or len(set(scores)) < 2:
+                raise DataError(f"{source.place}: no two responses of different rank: {len(responses)} responses")
+            best = {text for text, score in zip(responses, scores, strict=True) if score == max(scores)}
+            if best & {text for text, score in zip(responses, scores, strict=True) if score < max(scores)}:
+                what = both if pair else names.responses
+                raise DataError(f"{source.place}: {what} are the same text and of different rank")
+        return Judged(messages, responses, scores, margin)
+
+    def _steps(self, source: SourceRow) -> Judged:
+        names = self._names
+        steps = source.row.get(names.responses)
+        if not isinstance(steps, list) or not steps or not all(isinstance(one, str) and one for one in steps):
+            raise DataError(f"{source.place}: {names.responses} must be a list of steps, each a non-empty text")
+        return Judged(self.columns.read_messages(source), steps, self._scores(source, len(steps)), None)
+
+    def _scores(self, source: SourceRow, count: int) -> list[float]:
+        name = self._names.scores
+        value: Any = source.row.get(name)
+        if value is None and self._judgement == "ranking":
+            return [float(count - place) for place in range(count)]
+        values = value if isinstance(value, list) else [value]
+        if len(values) != count or not all(isinstance(one, int | float) for one in values):
+            raise DataError(f"{source.place}: {name} must be {count} numbers, found {str(value)[:60]!r}")
+        scores = [float(one) for one in values]
+        if self._judgement in ("labels", "steps") and not all(0 <= one <= 1 for one in scores):
+            raise DataError(f"{source.place}: {name} must be true or false, or a number from 0 to 1, found {value!r}")
+        return scores
+
+    def _messages(self, source: SourceRow, before: Sequence[list[Message] | None], pair: bool) -> list[Message]:
+        """The prompt, of its own column or from the conversations of the responses."""
+        names = self._names
+        if {self.columns.prompt, self.columns.messages} & {names.chosen, names.responses}:
+            first = before[0]
+            if first is None or None in before:
+                where = (
+                    f"conversations under {names.chosen} and {names.rejected}" if pair else "conversations as responses"
+                )
                 raise DataError(
                     f"{source.place}: no prompt: neither one of the columns {', '.join(PROMPT_COLUMNS)} nor "
-                    f"conversations under {names.chosen} and {names.rejected}; name it with data_args.prompt"
+                    f"conversations {where}; name it with data_args.prompt"
                 )
-            if chosen_before != rejected_before:
+            if any(other != first for other in before):
+                what = f"{names.chosen} and {names.rejected}" if pair else "the responses' conversations"
                 raise DataError(
-                    f"{source.place}: {names.chosen} and {names.rejected} differ before their last messages, so that "
-                    "they answer different prompts"
+                    f"{source.place}: {what} differ before their last messages, so that they answer different prompts"
                 )
-            messages = chosen_before
+            messages = first
         else:
             messages = self.columns.read_messages(source)
-        if chosen == rejected:
-            raise DataError(f"{source.place}: {names.chosen} and {names.rejected} are the same text")
         if messages[-1]["role"] == "assistant":
             raise DataError(f"{source.place}: the prompt ends with an assistant's message; expected the user's turn")
-        return messages, chosen, rejected
+        return messages
 
 
 def fitting(maker: RowMaker, one: Conversation, rendered: Rendered, longest: int, domain: str) -> Rendered:

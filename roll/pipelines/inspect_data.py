@@ -19,8 +19,7 @@ from roll.config.pipelines import ReadableSet
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, LoadCounts, PromptDataset, PromptRow, SftDataset, SftRow
 from roll.datasets.columns import Columns
-from roll.datasets.preferences import PreferenceDataset, PreferenceRow
-from roll.datasets.rankings import JudgedDataset, JudgedRow
+from roll.datasets.preferences import JudgedDataset, JudgedRow
 from roll.datasets.reading import SourceRow
 from roll.pipelines.files import load_tokenizer
 
@@ -78,8 +77,8 @@ def sets_of(loaded: LoadedConfig[Any], only: str | None) -> list[ReadableSet]:
     return [one for name, one in sets.items() if only in (None, name)]
 
 
-AnyDataset = PromptDataset | SftDataset | PreferenceDataset | JudgedDataset
-AnyRow = PromptRow | SftRow | PreferenceRow | JudgedRow
+AnyDataset = PromptDataset | SftDataset | JudgedDataset
+AnyRow = PromptRow | SftRow | JudgedRow
 
 
 def rows_shown(dataset: AnyDataset, num_rows: int, row_id: str | None) -> Iterator[AnyRow]:
@@ -127,10 +126,10 @@ def header(row: AnyRow) -> Text:
     if isinstance(row, PromptRow):
         parts = [row.prompt_id, f"domain {row.domain}", f"tag {row.tag}", f"{len(row.token_ids)} tokens"]
         parts.append(f"ground truth {str(row.ground_truth)[:80]!r}")
-    elif isinstance(row, PreferenceRow | JudgedRow):
+    elif isinstance(row, JudgedRow):
         lengths = " | ".join(str(len(response)) for response in row.responses)
         parts = [row.row_id, f"{len(row.prompt_ids)} + {lengths} tokens"]
-        if isinstance(row, JudgedRow):
+        if row.scores:
             parts.append(f"scores {' | '.join(f'{score:g}' for score in row.scores)}")
         if row.margin is not None:
             parts.append(f"margin {row.margin:g}")
@@ -159,7 +158,7 @@ class Painter:
     def __call__(self, row: AnyRow, data_args: DataArguments) -> Text:
         if isinstance(row, PromptRow):
             return self.paint(row.token_ids, contents_of(row, data_args), "template")
-        if isinstance(row, PreferenceRow | JudgedRow):
+        if isinstance(row, JudgedRow):
             sides = [(row.prompt_ids, "content"), *((response, "response") for response in row.responses)]
             return Text("\n").join(self.paint(ids, (), style) for ids, style in sides)
         edges = [0, *(row.spans or (row.prompt_length, len(row.input_ids))), len(row.input_ids)]

@@ -326,14 +326,22 @@ class RunContext:
             ProgressReporter(end, self._loaded.pipeline.headlines, first_step=first) as self._progress,
         ):
             for step in range(first, end + 1):
-                self._interruption.reach(step)
-                self._leave_account()
+                self.reach(step)
                 if step == end:
                     break
                 self._step_began = time.perf_counter()
                 self._record_phases(step - 1)
                 self._measures_memory = bool(self.config.memory_steps) and step % self.config.memory_steps == 0
                 yield step
+
+    def reach(self, steps_done: int) -> None:
+        """So many steps are done: this is what a signal saves from here on.
+
+        Raises:
+            Interrupted: a signal has come.
+        """
+        self._interruption.reach(steps_done)
+        self._leave_account()
 
     def save_when_interrupted(
         self, state: Callable[[], dict[str, Any] | None], save: Callable[[int, dict[str, Any]], None]

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll.config.run import SampleLogConfig
-from roll.datasets.preferences import PreferenceRow
-from roll.datasets.rankings import JudgedRow
+from roll.datasets.preferences import JudgedRow
 from roll.datasets.types import SftRow
 from roll.protocol import DataProto
 from roll.rollout.groups import SampleGroup
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from roll.agents.conversation import Call
     from roll.agents.episode import EpisodeGroup
 
 Notes = Sequence[Mapping[str, Any]]
@@ -50,14 +50,21 @@ def episode_notes(groups: Sequence[EpisodeGroup]) -> Notes:
     """One entry an episode, in the order of ``episode_ids``."""
     return [
         {
-            "prompt": {"truth": None, "seed": episode.task.seed},
+            "prompt": {"truth": None, "seed": episode.task.seed} | _images_seen("images", episode.calls[:1]),
             "m": {name: float(value) for name, value in episode.metrics.items()},
             "e": episode.error,
             "o": episode.outcome,
+            **_images_seen("i", episode.calls),
         }
         for group in groups
         for episode in group.episodes
     ]
+
+
+def _images_seen(key: str, calls: Sequence[Call]) -> dict[str, Any]:
+    """Names of the images that calls were shown, each once; nothing without any."""
+    names = list(dict.fromkeys(image.file_name for call in calls for image in call.images))
+    return {key: names} if names else {}
 
 
 class SampleRecorder:
@@ -116,7 +123,13 @@ class SampleRecorder:
                 prompt["text"] = self._text(prompt_ids)
             elif "images" not in prompt:
                 prompt["decoded"] = block.read_back(str(words["prompt_id"]), prompt["text"], prompt_ids, self._text)
-            sample = {"e": note.get("e"), "o": note.get("o"), "f": words["finish_reason"], "role": words["role"]}
+            sample = {
+                "e": note.get("e"),
+                "o": note.get("o"),
+                "f": words["finish_reason"],
+                "role": words["role"],
+                "i": note.get("i"),
+            }
             sample["m"] = {name: _number(value) for name, value in note.get("m", {}).items()}
             block.add(prompt, sample | taken.sample(place), taken.response_ids(place))
         self._log.append(block.finished())
@@ -183,7 +196,7 @@ class SampleRecorder:
     def pairs(
         self,
         step: int,
-        rows: Sequence[PreferenceRow | JudgedRow],
+        rows: Sequence[JudgedRow],
         batch: DataProto,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
@@ -200,9 +213,8 @@ class SampleRecorder:
         place = -1
         for row in rows[: max(1, self._settings.max_samples_per_step // 2)]:
             prompt = {"id": row.row_id, "text": self._text(row.prompt_ids), "tag": row.tag}
-            kinds = ["chosen", "rejected"]
-            if isinstance(row, JudgedRow):
-                kinds = [f"score {score:g}" for score in row.scores[: len(row.responses)]]
+            scores = [f"score {score:g}" for score in row.scores[: len(row.responses)]]
+            kinds = scores or ["chosen", "rejected"]
             for kind, ids in zip(kinds, row.responses, strict=True):
                 place += 1
                 sample: dict[str, Any] = {"g": row.row_id, "k": kind, "n": len(ids)}

@@ -1,19 +1,26 @@
-"""Plan and checks of the pipelines that learn from given rows (SFT, preferences, reward models, distillation): one role
-that trains, rows from files, held-out rows under ``validation``, a step that is an optimizer step. Torch-free."""
+"""Definition, plan and checks of the pipelines that learn from given rows (SFT, preferences, reward models,
+distillation): one role that trains, rows from files, held-out rows under ``validation``, a step that is an optimizer
+step. Torch-free; their run is in :mod:`roll.pipelines.supervised_pipeline`."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks, check_columns, check_data_files, check_resume, check_schedule
 from roll.config.checks.keys import note_unread
 from roll.config.checks.models import note_positions
-from roll.config.pipelines import PipelineDefinition, Written
+from roll.config.pipelines import PipelineDefinition, ReadableSet, Written
 from roll.config.plan.plan import Plan
 from roll.config.plan.planning import shared_plan, training_plan, validation_data
 from roll.config.roles import DataArguments
+
+if TYPE_CHECKING:
+    from roll.config.loader import LoadedConfig
+    from roll.pipelines.batches import RecordedBatch
 
 
 @dataclass(frozen=True)
@@ -76,3 +83,29 @@ def check_supervised(config: Any, role: str, options: Mapping[str, Any], checks:
     _, path = checks.pipeline.model(config, role, section)
     note_positions("sequence_length", path, config.sequence_length, checks)
     note_unread(config, options, checks)
+
+
+class SupervisedDefinition(PipelineDefinition):
+    """A pipeline whose run is a :class:`roll.pipelines.supervised_pipeline.SupervisedPipeline`."""
+
+    @abstractmethod
+    def pipeline(self) -> Any:
+        """Its class, imported here: that needs torch."""
+
+    def run(self, loaded: LoadedConfig[Any]) -> None:
+        self.pipeline()(loaded).run()
+
+    def replay(self, loaded: LoadedConfig[Any], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        metrics: tuple[int, dict[str, float]] = self.pipeline()(loaded).replay(recorded)
+        return metrics
+
+    def readable_sets(self, loaded: LoadedConfig[Any]) -> dict[str, ReadableSet]:
+        config, plan = loaded.config, loaded.plan
+        assert isinstance(plan, SupervisedPlan)
+        read = partial(self.pipeline().read, config, plan)
+        sets = {"train": plan.data_args, "validation": plan.val_data_args}
+        return {
+            name: ReadableSet(name, data_args, config.sequence_length, partial(read, data_args))
+            for name, data_args in sets.items()
+            if data_args is not None
+        }

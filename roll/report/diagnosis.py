@@ -194,6 +194,9 @@ def reward_constant(facts: Facts) -> Finding | None:
     # From the start: scores that become equal later are what something else has done.
     if len(low) < LEAST_STEPS or len(same) < 0.8 * len(low) or low[0] != high[0]:
         return None
+    # Of what was cut off nobody knows the score that it would have had: truncation is a cause of its own.
+    if sum(sample.fields.get("f") == "length" for sample in facts.sampled) > 0.9 * max(1, len(facts.sampled)):
+        return None
     value = median(same)
     what = {0.0: "no response is ever right", 1.0: "every response is right"}.get(value, "nothing tells them apart")
     evidence = [f"all samples have the same score in {len(same)} of {len(low)} steps: {value:g}, so {what}"]
@@ -394,7 +397,11 @@ def learning_rate_low(facts: Facts) -> Finding | None:
 
 
 def entropy_collapse(facts: Facts) -> Finding | None:
-    """Certain, but not right: a policy that has learned its task becomes certain as well."""
+    """Certain, but not right: a policy that has learned its task becomes certain as well.
+
+    Either the samples of a prompt become one text that is not the best, and the entropy has fallen by more than half;
+    or other prompts get the same text, which says it by itself, whatever the entropy of the model was to begin with.
+    """
     entropy, scores = facts.values("actor/entropy"), facts.values("critic/score/mean")
     if len(entropy) < 2 * LEAST_STEPS or not facts.groups or not scores:
         return None
@@ -403,10 +410,13 @@ def entropy_collapse(facts: Facts) -> Finding | None:
     alike = [members for members in late if len({sample.text for sample in members}) <= 1 + len(members) // 5]
     top = max(sample.score for sample in facts.sampled if sample.score is not None)
     wrong = [usual for usual in map(_usual, alike) if (usual.score or 0.0) < 0.9 * top]
+    early = [members for members in facts.groups if members[0].step <= facts.groups[0][0].step + len(entropy) // 4]
     elsewhere = _said_elsewhere(late)
-    if last > 0.4 * first or len(alike) < 0.4 * len(late) or max(len(wrong) / len(alike), elsewhere) < 0.4:
+    certain = last <= 0.4 * first and len(alike) >= 0.4 * len(late) > 0
+    one_text = last < first and elsewhere >= max(0.4, 2 * _said_elsewhere(early))
+    if not one_text and not (certain and len(wrong) >= 0.4 * len(alike)):
         return None
-    shown = wrong[-1] if wrong else alike[-1][0]
+    shown = wrong[-1] if wrong else (alike or late)[-1][0]
     return Finding(
         "entropy_collapse",
         "The policy has become certain before it has become right",

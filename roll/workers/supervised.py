@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from roll.algorithms.aggregation import (
-    LossDenominators,
-)
+from roll.algorithms.aggregation import LossDenominators
 from roll.algorithms.distillation import comparison_metrics
 from roll.algorithms.preferences import (
     pair_sums,
@@ -38,7 +37,15 @@ from roll.workers.model import MODEL_COLUMNS, ModelSettings, columns_of
 from roll.workers.training import TEACHER, TrainingWorker, options_divergence
 
 
-class SftWorker(TrainingWorker):
+class SupervisedWorker(TrainingWorker):
+    """A model that learns from given rows, on one rank."""
+
+    @abstractmethod
+    def update(self, batch: DataProto) -> Metrics:
+        """Collective. One optimizer step on the batch of all ranks."""
+
+
+class SftWorker(SupervisedWorker):
     """``sft_train`` on one rank."""
 
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
@@ -75,7 +82,7 @@ class PreferenceSettings(ModelSettings):
     loss: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
 
 
-class PreferenceWorker(TrainingWorker):
+class PreferenceWorker(SupervisedWorker):
     """``actor_train`` of a DPO run on one rank."""
 
     settings_class = PreferenceSettings
@@ -145,7 +152,7 @@ class RewardTrainSettings(ModelSettings):
     loss: RewardLossConfig = field(default_factory=RewardLossConfig)
 
 
-class RewardTrainWorker(TrainingWorker):
+class RewardTrainWorker(SupervisedWorker):
     """``reward_train`` on one rank."""
 
     settings_class = RewardTrainSettings
@@ -188,7 +195,7 @@ class DistillSettings(ModelSettings):
     """Of the divergence; the rest is that of the negative log-likelihood."""
 
 
-class DistillWorker(TrainingWorker):
+class DistillWorker(SupervisedWorker):
     """``student`` on one rank."""
 
     settings_class = DistillSettings

@@ -295,3 +295,100 @@ async def test_a_hot_untrained_model_behind_the_clients() -> None:
     changed = sum(template.encode(template.decode(ids)) != ids for _, ids in recorded.turns)
     assert changed > 4, "a tokenizer would have made other ids of these responses"
     assert conversations.counts.breaks == conversations.counts.foreign_responses == 0
+
+
+_WEATHER = {**CALC, "name": "weather"}
+"""A second tool."""
+
+
+def _opens_then_answers(prompt: str) -> str:
+    """Behind the opening of a call its arguments; where the choice is left, a token of ``weather``; else a text."""
+    head = prompt.rpartition("<|im_start|>assistant\n")[2]
+    if head.endswith('"arguments":'):
+        return ' {"x": "1+1"}}\n</tool_call>'
+    return "weather" if head.startswith("<tool_call>") else "just a text"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.asyncio
+async def test_a_demanded_call_is_made(stream: bool) -> None:
+    """A named tool, any tool, none: through the clients, in all three interfaces; the conversation then goes on."""
+    engine = Recorded(CHATML.chat_template(), _opens_then_answers)
+    async with opened(engine) as (endpoint, session), clients(endpoint.url, session.key) as (one, other):
+        for name, tools in (("calc", [CALC]), ("calc", [CALC, _WEATHER]), ("weather", [CALC, _WEATHER])):
+            some = len(tools) == 1 or name == "weather"
+            chat = await _demand_chat(one, tools, None if some else name, stream)
+            responses = await _demand_responses(one, tools, None if some else name, stream)
+            messages = await _demand_messages(other, tools, None if some else name, stream)
+            assert chat == responses == messages == (name, {"x": "1+1"}), (name, some)
+        conversations = session.model.conversations
+        assert session.demanded == 9 and conversations.counts.breaks == conversations.counts.foreign_responses == 0
+        assert sum(call.parent is not None for call in conversations.calls) == 9, "each conversation has gone on"
+        with pytest.raises(openai.BadRequestError, match="offers no tools"):
+            await one.chat.completions.create(
+                model="x", messages=[{"role": "user", "content": "hi"}], tool_choice="required"
+            )
+        with pytest.raises(anthropic.BadRequestError, match="'other' is not among"):
+            await _demand_messages(other, [CALC], "other", False)
+        session.tool_choice = "auto"
+        answer = await one.chat.completions.create(
+            model="x", messages=[{"role": "user", "content": "hi"}], tools=CHAT_TOOLS, tool_choice="required"
+        )
+        assert answer.choices[0].message.content == "just a text"
+
+
+async def _demand_chat(client: Any, tools: list[Any], name: str | None, stream: bool) -> tuple[str, Any]:
+    choice = "required" if name is None else {"type": "function", "function": {"name": name}}
+    offered = [{"type": "function", "function": one} for one in tools]
+    messages: list[Any] = [{"role": "user", "content": "go"}]
+    options = {"model": "x", "messages": messages, "tools": offered}
+    if stream:
+        async with client.chat.completions.stream(**options, tool_choice=choice) as events:
+            async for _ in events:
+                pass
+            choices = (await events.get_final_completion()).choices
+    else:
+        choices = (await client.chat.completions.create(**options, tool_choice=choice)).choices
+    assert choices[0].finish_reason == "tool_calls"
+    (call,) = choices[0].message.tool_calls
+    made = [{"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": "{}"}}]
+    made[0]["function"]["arguments"] = call.function.arguments  # type: ignore[index]
+    messages += [{"role": "assistant", "tool_calls": made}, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+    assert (await client.chat.completions.create(**options)).choices[0].message.content == "just a text"
+    return call.function.name, json.loads(call.function.arguments)
+
+
+async def _demand_responses(client: Any, tools: list[Any], name: str | None, stream: bool) -> tuple[str, Any]:
+    choice = "required" if name is None else {"type": "function", "name": name}
+    items: list[Any] = [{"role": "user", "content": "go"}]
+    options = {"model": "x", "input": items, "tools": [{"type": "function", **one} for one in tools]}
+    if stream:
+        async with client.responses.stream(**options, tool_choice=choice) as events:
+            async for _ in events:
+                pass
+            answer = await events.get_final_response()
+    else:
+        answer = await client.responses.create(**options, tool_choice=choice)
+    (call,) = answer.output
+    assert call.type == "function_call"
+    items += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
+    assert (await client.responses.create(**options)).output_text == "just a text"
+    return call.name, json.loads(call.arguments)
+
+
+async def _demand_messages(client: Any, tools: list[Any], name: str | None, stream: bool) -> tuple[str, Any]:
+    choice = {"type": "any"} if name is None else {"type": "tool", "name": name}
+    offered = [{"name": one["name"], "input_schema": one["parameters"]} for one in tools]
+    messages: list[Any] = [{"role": "user", "content": "go"}]
+    options = {"model": "x", "max_tokens": 100, "messages": messages, "tools": offered}
+    if stream:
+        async with client.messages.stream(**options, tool_choice=choice) as events:
+            answer = await events.get_final_message()
+    else:
+        answer = await client.messages.create(**options, tool_choice=choice)
+    (block,) = answer.content
+    assert answer.stop_reason == "tool_use" and block.type == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": "2"}
+    messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    assert (await client.messages.create(**options)).content[0].text == "just a text"
+    return block.name, block.input

@@ -7,7 +7,7 @@ import pytest
 
 from roll.config.roles import DataArguments
 from roll.datasets import DataError
-from roll.datasets.preferences import PreferenceColumns, PreferenceDataset
+from roll.datasets.preferences import JudgedColumns, JudgedDataset
 
 Write = Callable[..., str]
 USER = {"role": "user", "content": "How many eggs?"}
@@ -18,13 +18,13 @@ def answer(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def build(tokenizer: Any, files: str, limit: int = 1000, columns: PreferenceColumns | None = None, **names: Any) -> Any:
+def build(tokenizer: Any, files: str, limit: int = 1000, columns: JudgedColumns | None = None, **names: Any) -> Any:
     data = DataArguments(file_name=files, **names)
-    return PreferenceDataset.build(data, tokenizer, limit, columns or PreferenceColumns())
+    return JudgedDataset.build(data, tokenizer, limit, columns or JudgedColumns(), "pairs")
 
 
-def texts(tokenizer: Any, dataset: PreferenceDataset) -> list[tuple[str, str, str]]:
-    parts = ((row.prompt_ids, row.chosen_ids, row.rejected_ids) for row in dataset)
+def texts(tokenizer: Any, dataset: JudgedDataset) -> list[tuple[str, str, str]]:
+    parts = ((row.prompt_ids, *row.responses) for row in dataset)
     return [tuple(tokenizer.decode(part) for part in three) for three in parts]  # type: ignore[misc]
 
 
@@ -47,12 +47,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_shapes_of_rows(tokenizer: Any, write_jsonl: Write, shape: str) -> None:
     dataset = build(tokenizer, write_jsonl([SHAPES[shape]]))
     assert texts(tokenizer, dataset) == [(PROMPT, "12<|im_end|>", "21<|im_end|>")]
-    assert dataset[0].sides[0] == dataset[0].prompt_ids + dataset[0].chosen_ids
+    assert dataset[0].sides[0] == dataset[0].prompt_ids + dataset[0].responses[0]
 
 
 def test_columns_of_other_names(tokenizer: Any, write_jsonl: Write) -> None:
     file = write_jsonl([{"ask": "How many eggs?", "good": "12", "bad": "21", "gap": 2.5}])
-    dataset = build(tokenizer, file, columns=PreferenceColumns("good", "bad", "gap"), prompt="ask")
+    dataset = build(tokenizer, file, columns=JudgedColumns("good", "bad", "gap"), prompt="ask")
     assert texts(tokenizer, dataset) == [(PROMPT, "12<|im_end|>", "21<|im_end|>")]
     assert dataset[0].margin == 2.5
 

@@ -9,7 +9,7 @@ import pytest
 
 from roll.config.roles import DataArguments
 from roll.datasets import DataError
-from roll.datasets.rankings import JudgedColumns, JudgedDataset
+from roll.datasets.preferences import JudgedColumns, JudgedDataset
 from roll.rollout.rewarding import ModelInput
 from roll.workers.model import RewardModelWorker
 

@@ -112,6 +112,7 @@ def test_whole_configurations_pass_the_check(
 ) -> None:
     for name, text in named_files(page).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     status = cli.main(["check", file, "--skip-files"])
@@ -154,7 +155,8 @@ def recipe_and_overrides(words: list[str]) -> tuple[list[str], list[str]] | None
     return (["gsm8k", "rlvr_config"], words[1:]) if words[0].endswith("run_gsm8k.sh") else None
 
 
-COMMANDS = sorted({(page, *words) for page, words in commands()})
+COMMANDS = sorted((page, *words) for words, page in {tuple(words): page for page, words in commands()}.items())
+"""Each once, with a page that has it."""
 
 
 def test_commands_are_found() -> None:

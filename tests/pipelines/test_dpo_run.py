@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll.algorithms.preferences import PairSums, preference_loss
 from roll.config.preferences import PreferenceLossConfig
+from roll.distributed import Interrupted
+from roll.pipelines.dpo.pipeline import DPOPipeline
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
 from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, constant_rate, role, training_args, untimed
@@ -172,6 +177,22 @@ def test_it_goes_on_where_it_was(run: Run, world: TinyWorld) -> None:
     validations = [row for row in read_metrics(first.logs / METRICS_NAME) if "val/acc" in row]
     assert [row["step"] for row in validations] == [2, 4]
     assert validations[1]["val/acc"] > 0.5 and validations[1]["val/loss"] < validations[0]["val/loss"] < 0.69
+
+
+def test_a_signal_during_an_evaluation_loses_no_step(
+    run: Run, world: TinyWorld, whole: FinishedRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(self: DPOPipeline) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    held_out = {"eval_steps": 2, "validation": {"data_args": {"file_name": str(world.preferences)}}}
+    monkeypatch.setattr(DPOPipeline, "measure", interrupted)
+    with pytest.raises(Interrupted):
+        run(held_out, "dpo", tmp_path)
+    checkpoint = tmp_path / "checkpoints" / "checkpoint-2"
+    resumed = run({"resume_from_checkpoint": str(checkpoint)}, "dpo")
+    assert [later(row) for row in resumed.steps] == [later(whole.steps[2])]
 
 
 def plain_kto(world: TinyWorld, row_ids: list[list[str]], rows: dict[str, Any]) -> list[dict[str, float]]:

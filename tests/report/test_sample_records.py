@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from roll.config.run import SampleLogConfig
-from roll.datasets.preferences import PreferenceRow
+from roll.datasets.preferences import JudgedRow
 from roll.datasets.types import SftRow
 from roll.pipelines.sample_records import SampleRecorder, episode_notes
 from roll.protocol import DataProto
@@ -106,7 +106,7 @@ def test_whole_groups_up_to_the_limit(tmp_path: Path, most: int, groups: list[st
 
 
 def test_demonstrations_and_pairs(tmp_path: Path) -> None:
-    pair = PreferenceRow("r", "t", [1, 2], [3, 4], [5], 0.5)
+    pair = JudgedRow("r", "t", [1, 2], [[3, 4], [5]], [], [], 0.5)
     columns = {
         "response_mask": torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0]]).bool(),
         "ref_log_probs": torch.tensor([[0, 0, -1.0, -2.0], [0, 0, -3.0, 0]]),

@@ -9,11 +9,13 @@ in the hundreds take a fifth of the time, so now and then fresh processes take o
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -46,9 +48,10 @@ class RankPool:
     def _start(self) -> None:
         self._links: list[Connection] = []
         self._processes = []
+        self._crashes = tempfile.TemporaryDirectory(prefix="ranks")
         for rank in range(self._size):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process = self._context.Process(target=_serve, args=(rank, theirs, self._crashes.name), daemon=True)
             process.start()
             theirs.close()
             self._links.append(ours)
@@ -86,16 +89,24 @@ class RankPool:
                 rank = waiting.pop(link)
                 try:
                     answers[rank] = pickle.loads(link.recv_bytes())
-                except EOFError:
-                    answers[rank] = "the process ended", None
+                except (EOFError, ConnectionError):
+                    answers[rank] = self._last_words(rank), None
                 if answers[rank][0] is not None:
                     give_up = min(give_up, time.monotonic() + _SECONDS_AFTER_ERROR)
         return answers
+
+    def _last_words(self, rank: int) -> str:
+        """Exit code of a process that ended, and where its threads were if a signal such as SIGSEGV ended it."""
+        self._processes[rank].join(timeout=5)
+        file = Path(self._crashes.name, str(rank))
+        stacks = file.read_text(errors="replace") if file.exists() else ""
+        return f"the process ended with exit code {self._processes[rank].exitcode}\n{stacks}"
 
     def _restart(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
+        self._crashes.cleanup()
         self._start()
 
     def close(self) -> None:
@@ -105,12 +116,14 @@ class RankPool:
             process.join(timeout=10)
             if process.is_alive():
                 process.kill()
+        self._crashes.cleanup()
 
 
-def _serve(rank: int, link: Connection) -> None:
+def _serve(rank: int, link: Connection, crashes: str) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable(os.open(Path(crashes, str(rank)), os.O_WRONLY | os.O_CREAT))
     torch.set_num_threads(1)
     linear = torch.nn.functional.linear
     # What was imported stays: DeepSpeed collects garbage with each engine, a third of a second over so many objects.

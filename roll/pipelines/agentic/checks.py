@@ -13,7 +13,7 @@ from roll.config.reading.errors import closest, count
 from roll.config.strategies.registry import backend_of
 from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
-from roll.pipelines.agentic.planning import entry_plan, managers, training_sampling
+from roll.pipelines.agentic.planning import agent_of, entry_plan, managers, training_sampling, used_entries
 from roll.pipelines.policy import policy_training_plans
 from roll.pipelines.policy_checks import (
     check_algorithm,
@@ -47,6 +47,7 @@ def check_agentic(config: AgenticConfig, checks: Checks) -> None:
         note_positions("pretrain", checks.pipeline.default_model(config, "actor_train")[1], longest, checks)
     check_batches(config, checks)
     check_turns(config, checks)
+    check_trained_roles(config, checks)
     check_normalization(config, checks)
     check_algorithm(config, longest_episode(config, checks), checks)
     check_async(config, checks)
@@ -214,6 +215,19 @@ def check_turns(config: AgenticConfig, checks: Checks) -> None:
         checks.add("adv_estimator", name, rule, "grpo")
     if name == "gigpo" and config.group_size < 2:
         checks.note(config.group_key, "1 with gigpo: no other episode meets the same states, so steps teach nothing")
+
+
+def check_trained_roles(config: AgenticConfig, checks: Checks) -> None:
+    """``train_roles`` are roles that there are, as far as the entries say which."""
+    entries = [agent_of(section) for section in used_entries(config).values()]
+    known = [role for _, options in entries for role in options.get("roles") or ()]
+    if checks.broken("custom_envs") or not all(agent == "black_box" and one.get("roles") for agent, one in entries):
+        return
+    for role in config.train_roles:
+        if role not in known:
+            near = closest(role, known) or known[0]
+            rule = f"{role} is none of the roles of custom_envs: there are {', '.join(dict.fromkeys(known))}"
+            checks.add("train_roles", config.train_roles, rule, f"[{near}]")
 
 
 def check_normalization(config: AgenticConfig, checks: Checks) -> None:

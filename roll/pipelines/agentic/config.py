@@ -186,9 +186,9 @@ class CustomEnvConfig:
     config: dict[str, Any] = field(default_factory=dict)
     """Of ROLL's files: options of agents in sandboxes."""
     pre_step_template: str | None = None
-    """Of ROLL's files for vision-language models."""
+    """Without ``agent_template``: the text of a turn before the observation, with the same names."""
     next_step_template: str | None = None
-    """Of ROLL's files for vision-language models."""
+    """Without ``agent_template``: the text of a turn behind the observation, with the same names."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ MANAGERS = {
     "StepConcatEnvManager": PlayedAs("last", "step"),
     "AgentNativeStepEnvManager": PlayedAs("own", "step"),
     "ProxyEnvManager": PlayedAs("append", "trajectory"),
+    "VLTrajEnvManager": PlayedAs("append", "trajectory"),
 }
 """By the name of the class."""
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from roll.agents.agent_options import uses_tools
 from roll.agents.chat_ids import check_template
-from roll.agents.doors import make_agent, uses_tools
+from roll.agents.doors import make_agent
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Agent, Limits, Task
 from roll.agents.text_tools import TextTools, WrapperOptions, text_tool
@@ -22,7 +23,7 @@ from roll.environments.off_loop import EnvironmentProcesses
 from roll.environments.registry import is_instant, make_environment
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig, ToolWrapperConfig
 from roll.pipelines.agentic.plan import AgenticPlan, EntryPlan, ManagerPlan
-from roll.pipelines.agentic.templates import chat_template
+from roll.pipelines.agentic.templates import chat_template, policy_images
 from roll.rollout.episodes import Player
 from roll.rollout.flow import sampling_params
 
@@ -47,12 +48,15 @@ def build_players(
 
     Raises:
         TemplateError: the chat template is none that conversations can grow with.
+        DataError: the policy's image processor is of an unknown kind.
     """
     params = sampling_params(manager.generating_args, plan.max_new_tokens)
+    policy = plan.roles.get("actor_train") or plan.roles["actor_infer"]
+    images = policy_images(config, policy.model_path, tokenizer)
     players = {}
     for tag in manager.groups_by_tag:
         entry = plan.entries[tag]
-        template = chat_template(config, tokenizer)
+        template = chat_template(config, tokenizer, images)
         section = entry.section
         check_template(template, section.thinking, uses_tools(entry.agent))
         if entry.agent is None:
@@ -99,9 +103,10 @@ def environment_agent(
         tools: around the environment.
     """
     section = entry.section
+    before, behind = section.pre_step_template or "", section.next_step_template or ""
     options = EnvironmentOptions(
         system=section.agent_system_template or None,
-        template=section.agent_template or "{observation}",
+        template=section.agent_template or f"{before}{{observation}}{behind}",
         context=entry.context,
         history_length=section.history_length,
         max_steps=entry.turns,

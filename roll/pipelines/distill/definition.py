@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from roll.config.checks.base import Checks
 from roll.config.distillation import DivergenceConfig
@@ -12,23 +11,20 @@ from roll.config.pipelines import (
     TRAINS,
     Headline,
     Panel,
-    PipelineDefinition,
-    ReadableSet,
     Role,
     Written,
 )
 from roll.config.run import RunConfig
 from roll.config.vocabularies import check_vocabularies
 from roll.pipelines.distill.config import DistillConfig, DistillPlan, check_distill, plan_distill
+from roll.pipelines.supervised import SupervisedDefinition
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
-    from roll.config.roles import DataArguments
-    from roll.datasets import SftDataset
-    from roll.pipelines.batches import RecordedBatch
+    from roll.pipelines.distill.pipeline import DistillPipeline
 
 
-class Distill(PipelineDefinition):
+class Distill(SupervisedDefinition):
     """Learning a teacher's distributions on given responses."""
 
     name = "distill"
@@ -59,15 +55,10 @@ class Distill(PipelineDefinition):
     def plan(self, config: DistillConfig, exp_name: str, written: Written) -> DistillPlan:
         return plan_distill(self, config, exp_name, written)
 
-    def run(self, loaded: LoadedConfig[DistillConfig]) -> None:
+    def pipeline(self) -> type[DistillPipeline]:
         from roll.pipelines.distill.pipeline import DistillPipeline
 
-        DistillPipeline(loaded).run()
-
-    def replay(self, loaded: LoadedConfig[DistillConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
-        from roll.pipelines.distill.pipeline import DistillPipeline
-
-        return DistillPipeline(loaded).replay(recorded)
+        return DistillPipeline
 
     def default_model(self, config: DistillConfig, role: str) -> tuple[str, str | None]:
         key = f"{role}_pretrain"
@@ -83,19 +74,3 @@ class Distill(PipelineDefinition):
     def facts(self, plan: DistillPlan) -> list[tuple[str, str]]:
         ahead = "computes the next step's rows while the student learns" if plan.teacher_runs_ahead else "takes turns"
         return [("teacher", ahead if "teacher" in plan.roles else "none: its log-probs are all in teacher_cache")]
-
-    def readable_sets(self, loaded: LoadedConfig[DistillConfig]) -> dict[str, ReadableSet]:
-        from roll.pipelines.distill.pipeline import read_rows
-
-        def read(data_args: DataArguments, tokenizer: Any) -> SftDataset:
-            assert isinstance(loaded.plan, DistillPlan)
-            return read_rows(loaded.config, loaded.plan, data_args, tokenizer)
-
-        assert isinstance(loaded.plan, DistillPlan)
-        sets = {"train": loaded.plan.data_args, "validation": loaded.plan.val_data_args}
-        limit = loaded.config.sequence_length
-        return {
-            name: ReadableSet(name, data_args, limit, partial(read, data_args))
-            for name, data_args in sets.items()
-            if data_args is not None
-        }

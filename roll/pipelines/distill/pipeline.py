@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,23 +15,21 @@ from roll.config.loader import LoadedConfig
 from roll.config.model_files import model_number
 from roll.config.roles import DataArguments
 from roll.config.vocabularies import check_vocabularies, vocabulary_hash
-from roll.datasets import EpochOrder, SftDataset, ShuffledEpochs
+from roll.datasets import SftDataset
 from roll.datasets.images import VisionModel
 from roll.datasets.types import SftRow
-from roll.distributed import Cluster, PendingCall, ResourceManager
-from roll.pipelines.batches import RecordedBatch, is_left_out
+from roll.distributed import PendingCall, ResourceManager
 from roll.pipelines.distill.cache import RowTargets, TeacherCache, row_key
 from roll.pipelines.distill.config import DistillConfig, DistillPlan
-from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
-from roll.pipelines.residency import TRAINING, WEIGHTS, Residency, moves_states
+from roll.pipelines.residency import WEIGHTS
 from roll.pipelines.row_order import balanced_order
-from roll.pipelines.run_context import RunContext
 from roll.pipelines.sft.pipeline import demonstration_batch
+from roll.pipelines.supervised_pipeline import SupervisedPipeline
 from roll.protocol import DataProto
-from roll.protocol.metrics import Mean, Metrics, merge_metrics
+from roll.protocol.metrics import Mean, Metrics, merge_metrics, to_floats
 from roll.strategies.base import TEACHER_COLUMNS, teacher_columns
-from roll.workers import DISTILL_WORKER, REFERENCE_WORKER
-from roll.workers.model import ModelSettings, ModelWorker
+from roll.workers import DISTILL_WORKER
+from roll.workers.model import ModelWorker
 from roll.workers.supervised import DistillSettings, DistillWorker
 
 if TYPE_CHECKING:
@@ -55,53 +52,41 @@ class Asked:
     """Of the data, before the rows were drawn."""
 
 
-class DistillPipeline:
-    """A run, from start to summary. A step is one optimizer step."""
+class DistillPipeline(SupervisedPipeline[DistillConfig, DistillPlan, SftRow]):
+    """Learning a teacher's distributions; a teacher with devices of its own computes a step ahead."""
+
+    role = "student"
+    worker = DISTILL_WORKER
+    frozen_role = TEACHER
+    stream = "distill"
+    state_key = "rows"
+    dropped_metric = "data/dropped_rows"
 
     def __init__(self, loaded: LoadedConfig[DistillConfig]) -> None:
-        assert isinstance(loaded.plan, DistillPlan)
-        self.loaded = loaded
-        self.config = loaded.config
-        self.plan = loaded.plan
-        self.context = RunContext(loaded)
-        self.held_out: Sequence[SftRow] = ()
-        self.teacher: Cluster | None = None
+        super().__init__(loaded)
         self.cache: TeacherCache | None = None
         self.ahead: deque[Asked] = deque()
 
-    def run(self) -> None:
-        """Train for all steps; everything that was started is stopped again, however it ends."""
-        with self.context.running() as resources:
-            first_step = self.start(resources)
-            self.context.save_when_interrupted(self.state_dict, self.save)
-            for step in self.context.steps(first_step, self.num_steps):
-                self.train_one_step(step)
-                self.pause(step + 1)
-            self.finish()
-
     def start(self, resources: ResourceManager) -> int:
-        """Compare vocabularies, start the clusters, read the data, continue from a checkpoint if there is one; the
-        steps already done."""
         self.compare_vocabularies()
-        self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
-        settings = DistillSettings(self.config.max_grad_norm, loss=self.config, weight=self.config.distill_loss_weight)
-        self.student = self.cluster("student", DISTILL_WORKER, settings, resources)
-        if TEACHER in self.plan.roles:
-            self.teacher = self.cluster(TEACHER, REFERENCE_WORKER, None, resources)
-        self.context.watch([one for one in (self.student, self.teacher) if one is not None])
-        self.load_data()
-        for cluster, steps, states in ((self.student, self.num_steps, TRAINING), (self.teacher, 0, WEIGHTS)):
-            if cluster is not None:
-                cluster.call_all(ModelWorker.initialize, steps).result()
-                if self.residency.moves(cluster.name):
-                    self.residency.admit(cluster, states)
-        checkpoint = self.context.checkpoint_to_resume()
-        if checkpoint is None:
-            return 0
-        self.residency.bring({"student": TRAINING})
-        self.student.call_all(DistillWorker.load_checkpoint, str(checkpoint.role("student"))).result()
-        self.rows.load_state_dict(self.context.load_state(checkpoint)["rows"])
-        return checkpoint.step
+        return super().start(resources)
+
+    def settings(self) -> DistillSettings:
+        return DistillSettings(self.config.max_grad_norm, loss=self.config, weight=self.config.distill_loss_weight)
+
+    @classmethod
+    def read(
+        cls, config: DistillConfig, plan: DistillPlan, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
+    ) -> SftDataset:
+        """One set, rendered by the student's templates."""
+        path = str(plan.roles["student"].model_path)
+        return SftDataset.build(
+            data_args,
+            tokenizer,
+            config.sequence_length,
+            global_template=config.global_template,
+            vision=VisionModel.load(path, tokenizer, config.student.model_args.trust_remote_code),
+        )
 
     def compare_vocabularies(self) -> None:
         """Tokenizers of the hub are on this machine only now. And open the cache, which knows the teacher's."""
@@ -121,66 +106,23 @@ class DistillPipeline:
             }
             self.cache = TeacherCache(config.teacher_cache, {"teacher": teacher, **made_with} if teacher else made_with)
 
-    def cluster(self, name: str, worker: str, settings: ModelSettings | None, resources: ResourceManager) -> Cluster:
-        role = self.plan.roles[name].section
-        return Cluster(
-            *(name, role.worker_cls or worker, resources, role),
-            seed=self.config.seed,
-            settings=settings,
-            rpc_timeout=self.config.rpc_timeout,
-        )
-
-    def load_data(self) -> None:
-        """Read the rows; the number of steps follows from them where the file does not say it."""
-        config, model_args = self.config, self.config.student.model_args
-        tokenizer = load_tokenizer(self.plan.roles["student"].model_path, model_args.trust_remote_code)
-        self.tokenizer, self.pad_token_id = tokenizer, pad_token_id(tokenizer)
-        training = read_rows(config, self.plan, self.plan.data_args, tokenizer)
-        if self.plan.val_data_args is not None:
-            self.held_out = read_rows(config, self.plan, self.plan.val_data_args, tokenizer)
-        order = EpochOrder.of(self.plan.data_args, len(training), config.seed, "distill", training.difficulties)
-        self.rows = ShuffledEpochs(training, config.seed, "distill", order=order)
-        epochs = config.student.training_args.num_train_epochs
-        self.num_steps = config.max_steps or ceil(len(training) * epochs / self.plan.global_batch_size)
-        self.context.record({"data/dropped_rows": Mean(sum(training.counts.too_long.values()) + training.counts.bad)})
-
-    def train_one_step(self, step: int) -> None:
-        """One optimizer step on the next rows; a teacher with devices of its own goes on with those of the step after.
-        Until the student learns, a signal may end the step; it is done again when the run goes on."""
-        with self.context.interruptible():
-            if not self.ahead:
-                self.ahead.append(self.ask_next())
-            with self.context.phase("teacher_forward"):
-                batch = self.answered(self.ahead[0])
-            if self.plan.teacher_runs_ahead and step + 1 < self.num_steps:
-                self.ahead.append(self.ask_next())
-        self.context.hold_batch(step, batch)
-        if not is_left_out(step):
-            self.update(batch)
+    def next_batch(self, step: int) -> DataProto:
+        """The rows of a step with the teacher's columns; a teacher with devices of its own goes on with those of the
+        step after."""
+        if not self.ahead:
+            self.ahead.append(self.ask_next())
+        with self.context.phase("teacher_forward"):
+            batch = self.answered(self.ahead[0])
         self.ahead.popleft()
-        self.context.record(self.residency.metrics())
-        self.context.end_step(step)
-
-    def update(self, batch: DataProto) -> None:
-        """One optimizer step."""
-        with self.context.phase("step_train"):
-            self.residency.bring({"student": TRAINING})
-            self.context.record(self.student.call(DistillWorker.update, batch).result())
-
-    def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
-        """Take the step of a recorded batch again, with what the teacher said; the steps that the student had done
-        before, and the metrics."""
-        with self.context.running() as resources:
-            steps = self.start(resources)
-            self.context.recorded()
-            self.update(recorded.batch)
-            return steps, self.context.recorded()
+        if self.plan.teacher_runs_ahead and step + 1 < self.num_steps:
+            self.ahead.append(self.ask_next())
+        return batch
 
     def ask_next(self) -> Asked:
         """Draw the rows of a step, and let the teacher begin with them."""
         state = self.rows.state_dict()
         rows = self.rows.next_batch(self.plan.global_batch_size)
-        order = balanced_order([len(row.input_ids) for row in rows], self.student.dp_size)
+        order = balanced_order([len(row.input_ids) for row in rows], self.learner.dp_size)
         return self.ask([rows[index] for index in order.tolist()], state)
 
     def ask(self, rows: Sequence[SftRow], state: dict[str, Any]) -> Asked:
@@ -201,7 +143,7 @@ class DistillPipeline:
     def teacher_call(self, batch: DataProto, unknown: list[int]) -> PendingCall[DataProto] | None:
         if not unknown:
             return None
-        if self.teacher is None:
+        if self.frozen is None:
             raise ValueError(
                 f"teacher_cache: {self.config.teacher_cache} lacks {len(unknown)} of {len(batch)} rows of this step, "
                 "and there is no teacher to compute them; add the section teacher, or fill the cache with this data, "
@@ -209,7 +151,7 @@ class DistillPipeline:
             )
         config = self.config
         self.residency.bring({TEACHER: WEIGHTS})
-        return self.teacher.call(
+        return self.frozen.call(
             ModelWorker.compute_top_tokens,
             batch if len(unknown) == len(batch) else batch[np.asarray(unknown)],
             count=config.logits_topk,
@@ -234,46 +176,28 @@ class DistillPipeline:
             batch.batch[name] = column
         return batch
 
-    def pause(self, steps_done: int) -> None:
-        """Evaluate and save where that is due after ``steps_done`` steps."""
-        if self.held_out and self.plan.eval_steps and steps_done % self.plan.eval_steps == 0:
-            self.evaluate(steps_done)
-        if self.context.is_save_due(steps_done - 1):
-            self.save(steps_done, self.state_dict())
-
-    def evaluate(self, steps_done: int) -> None:
+    def measure(self) -> dict[str, float]:
         """Both terms of the loss on all held-out rows, each weighted by its tokens."""
-        size = self.config.student.infer_batch_size * self.student.world_size
-        with self.context.phase("val_step"), self.context.interruptible():
-            parts: list[Metrics] = []
-            for begin in range(0, len(self.held_out), size):
-                batch = self.answered(self.ask(self.held_out[begin : begin + size], {}))
-                self.residency.bring({"student": WEIGHTS})
-                parts.append(self.student.call(DistillWorker.evaluate, batch).result())
-        self.context.record_validation({k: m.value() for k, m in merge_metrics(parts).items()}, steps_done)
+        measured: list[Metrics] = []
+        for rows in self.parts(self.held_out):
+            batch = self.answered(self.ask(rows, {}))
+            self.residency.bring({"student": WEIGHTS})
+            measured.append(self.learner.call(DistillWorker.evaluate, batch).result())
+        return to_floats(merge_metrics(measured))
 
     def save(self, steps_done: int, state: dict[str, Any]) -> None:
-        """A checkpoint after ``steps_done`` steps, with what the driver must remember."""
         if self.cache is not None:
             self.cache.flush()
-        with self.context.writing_checkpoint(steps_done, state, [self.student]) as path:
-            self.residency.bring({"student": TRAINING})
-            self.student.call_all(DistillWorker.save_checkpoint, str(path / "student")).result()
+        super().save(steps_done, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the driver, plain JSON values: rows that only the teacher has seen are drawn again."""
+        """Rows that only the teacher has seen are drawn again."""
         return {"rows": self.ahead[0].state if self.ahead else self.rows.state_dict()}
 
-    def finish(self) -> None:
-        """A last evaluation, the trained student in Hugging Face format, and the summary."""
-        if self.held_out and self.plan.eval_steps and self.num_steps % self.plan.eval_steps:
-            self.evaluate(self.num_steps)
+    def export(self) -> None:
         if self.cache is not None:
             self.cache.flush()
-        if self.config.student.training_args.save_hf_model:
-            self.residency.bring({"student": WEIGHTS})
-            export_model(self.student, self.tokenizer, self.plan.output_dir / "model")
-        self.context.finish(self.num_steps)
+        super().export()
 
 
 def rows_of(columns: Any, mask: torch.Tensor, keys: Sequence[bytes]) -> list[tuple[bytes, RowTargets]]:
@@ -293,17 +217,3 @@ def columns_from(rows: Sequence[RowTargets], mask: torch.Tensor) -> dict[str, to
         columns[name] = flat.new_zeros(*mask.shape, *flat.shape[1:])
         columns[name][mask] = flat
     return columns
-
-
-def read_rows(
-    config: DistillConfig, plan: DistillPlan, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
-) -> SftDataset:
-    """One set, rendered by the student's templates."""
-    path = str(plan.roles["student"].model_path)
-    return SftDataset.build(
-        data_args,
-        tokenizer,
-        config.sequence_length,
-        global_template=config.global_template,
-        vision=VisionModel.load(path, tokenizer, config.student.model_args.trust_remote_code),
-    )

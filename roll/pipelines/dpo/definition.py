@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
@@ -11,8 +10,6 @@ from roll.config.pipelines import (
     TRAINS,
     Headline,
     Panel,
-    PipelineDefinition,
-    ReadableSet,
     Role,
     Written,
 )
@@ -20,16 +17,13 @@ from roll.config.preferences import PreferenceLossConfig
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
 from roll.pipelines.dpo.config import DPOConfig, DPOPlan, check_dpo, plan_dpo, runs_reference
+from roll.pipelines.supervised import SupervisedDefinition
 
 if TYPE_CHECKING:
-    from roll.config.loader import LoadedConfig
-    from roll.config.roles import DataArguments
-    from roll.datasets.preferences import PreferenceDataset
-    from roll.datasets.rankings import JudgedDataset
-    from roll.pipelines.batches import RecordedBatch
+    from roll.pipelines.dpo.pipeline import DPOPipeline
 
 
-class DPO(PipelineDefinition):
+class DPO(SupervisedDefinition):
     """Learning from preferences: DPO and its relatives."""
 
     name = "dpo"
@@ -60,15 +54,10 @@ class DPO(PipelineDefinition):
     def plan(self, config: DPOConfig, exp_name: str, written: Written) -> DPOPlan:
         return plan_dpo(self, config, exp_name, written)
 
-    def run(self, loaded: LoadedConfig[DPOConfig]) -> None:
+    def pipeline(self) -> type[DPOPipeline]:
         from roll.pipelines.dpo.pipeline import DPOPipeline
 
-        DPOPipeline(loaded).run()
-
-    def replay(self, loaded: LoadedConfig[DPOConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
-        from roll.pipelines.dpo.pipeline import DPOPipeline
-
-        return DPOPipeline(loaded).replay(recorded)
+        return DPOPipeline
 
     def models(self, config: DPOConfig) -> dict[str, WorkerConfig]:
         found = super().models(config)
@@ -80,18 +69,3 @@ class DPO(PipelineDefinition):
     def longest_row(self, config: DPOConfig) -> int:
         """Of a pair: both responses are computed in one micro-batch."""
         return 2 * config.sequence_length
-
-    def readable_sets(self, loaded: LoadedConfig[DPOConfig]) -> dict[str, ReadableSet]:
-        from roll.pipelines.dpo.pipeline import read_pairs
-
-        def read(data_args: DataArguments, tokenizer: Any) -> PreferenceDataset | JudgedDataset:
-            return read_pairs(loaded.config, data_args, tokenizer)
-
-        assert isinstance(loaded.plan, DPOPlan)
-        sets = {"train": loaded.plan.data_args, "validation": loaded.plan.val_data_args}
-        limit = loaded.config.sequence_length
-        return {
-            name: ReadableSet(name, data_args, limit, partial(read, data_args))
-            for name, data_args in sets.items()
-            if data_args is not None
-        }

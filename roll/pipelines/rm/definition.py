@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from roll.config.checks.base import Checks
-from roll.config.pipelines import TRAINS, Headline, Panel, PipelineDefinition, ReadableSet, Role, Written
+from roll.config.pipelines import TRAINS, Headline, Panel, Role, Written
 from roll.config.reward_models import RewardLossConfig
 from roll.config.run import RunConfig
 from roll.pipelines.rm.config import RMConfig, RMPlan, check_rm, plan_rm
+from roll.pipelines.supervised import SupervisedDefinition
 
 if TYPE_CHECKING:
-    from roll.config.loader import LoadedConfig
-    from roll.config.roles import DataArguments
-    from roll.datasets.rankings import JudgedDataset
-    from roll.pipelines.batches import RecordedBatch
+    from roll.pipelines.rm.pipeline import RMPipeline
 
 
-class RewardModel(PipelineDefinition):
+class RewardModel(SupervisedDefinition):
     """Reward models from rankings, grades and labels."""
 
     name = "rm"
@@ -48,32 +45,12 @@ class RewardModel(PipelineDefinition):
     def plan(self, config: RMConfig, exp_name: str, written: Written) -> RMPlan:
         return plan_rm(self, config, exp_name, written)
 
-    def run(self, loaded: LoadedConfig[RMConfig]) -> None:
+    def pipeline(self) -> type[RMPipeline]:
         from roll.pipelines.rm.pipeline import RMPipeline
 
-        RMPipeline(loaded).run()
-
-    def replay(self, loaded: LoadedConfig[RMConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
-        from roll.pipelines.rm.pipeline import RMPipeline
-
-        return RMPipeline(loaded).replay(recorded)
+        return RMPipeline
 
     def longest_row(self, config: RMConfig) -> int:
         """Of a pair: all responses to a prompt are computed in one micro-batch. Longer rankings need a larger budget,
         which the first of them says."""
         return (2 if config.loss_type == "bradley_terry" else 1) * config.sequence_length
-
-    def readable_sets(self, loaded: LoadedConfig[RMConfig]) -> dict[str, ReadableSet]:
-        from roll.pipelines.rm.pipeline import read_judged
-
-        def read(data_args: DataArguments, tokenizer: Any) -> JudgedDataset:
-            return read_judged(loaded.config, data_args, tokenizer)
-
-        assert isinstance(loaded.plan, RMPlan)
-        sets = {"train": loaded.plan.data_args, "validation": loaded.plan.val_data_args}
-        limit = loaded.config.sequence_length
-        return {
-            name: ReadableSet(name, data_args, limit, partial(read, data_args))
-            for name, data_args in sets.items()
-            if data_args is not None
-        }

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from roll.config.checks.base import Checks
-from roll.config.pipelines import TRAINS, Headline, Panel, PipelineDefinition, ReadableSet, Role, Written
+from roll.config.pipelines import TRAINS, Headline, Panel, Role, Written
 from roll.config.run import RunConfig
 from roll.pipelines.sft.config import SFTConfig, SFTPlan, check_sft, plan_sft
+from roll.pipelines.supervised import SupervisedDefinition
 
 if TYPE_CHECKING:
-    from roll.config.loader import LoadedConfig
-    from roll.config.roles import DataArguments
-    from roll.datasets import SftDataset
-    from roll.pipelines.batches import RecordedBatch
+    from roll.pipelines.sft.pipeline import SFTPipeline
 
 
-class SFT(PipelineDefinition):
+class SFT(SupervisedDefinition):
     """Supervised learning from demonstrations."""
 
     name = "sft"
@@ -44,28 +41,7 @@ class SFT(PipelineDefinition):
     def plan(self, config: SFTConfig, exp_name: str, written: Written) -> SFTPlan:
         return plan_sft(self, config, exp_name, written)
 
-    def run(self, loaded: LoadedConfig[SFTConfig]) -> None:
+    def pipeline(self) -> type[SFTPipeline]:
         from roll.pipelines.sft.pipeline import SFTPipeline
 
-        SFTPipeline(loaded).run()
-
-    def replay(self, loaded: LoadedConfig[SFTConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
-        from roll.pipelines.sft.pipeline import SFTPipeline
-
-        return SFTPipeline(loaded).replay(recorded)
-
-    def readable_sets(self, loaded: LoadedConfig[SFTConfig]) -> dict[str, ReadableSet]:
-        from roll.pipelines.sft.pipeline import read_demonstrations
-
-        def read(data_args: DataArguments, tokenizer: Any) -> SftDataset:
-            assert isinstance(loaded.plan, SFTPlan)
-            return read_demonstrations(loaded.config, loaded.plan, data_args, tokenizer)
-
-        assert isinstance(loaded.plan, SFTPlan)
-        sets = {"train": loaded.plan.data_args, "validation": loaded.plan.val_data_args}
-        limit = loaded.config.sequence_length
-        return {
-            name: ReadableSet(name, data_args, limit, partial(read, data_args))
-            for name, data_args in sets.items()
-            if data_args is not None
-        }
+        return SFTPipeline

@@ -1,0 +1,96 @@
+"""Calls that must be made: the ids that a response begins with, in every template's form, and which tool is called."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from roll.agents.chat_ids import TemplateError
+from roll.agents.demanded_calls import call_opening, drawn_opening
+from roll.agents.episode import Limits, Model
+from roll.agents.tool_calls import detect_format, parse_response
+from tests.agents.playing import Recorded
+from tests.agents.templates import WRITTEN_HERE, Family, published
+
+CHATML = WRITTEN_HERE[0]
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
+
+
+_REST = {
+    "hermes": ' {"x": "1"}}\n</tool_call>',
+    "qwen_xml": "<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
+    "glm": "<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "deepseek": '{"x": "1"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "llama3": ' {"x": "1"}}',
+    "gpt_oss": '{"x": "1"}<|call|>',
+}
+"""What a policy writes behind an opening."""
+
+
+@pytest.mark.parametrize("family", [*WRITTEN_HERE, *published()], ids=lambda family: family.name)
+def test_a_response_that_goes_on_from_an_opening_is_a_call(family: Family) -> None:
+    """With the ids of the opening in front, what a policy writes is read as the call; the opening is never trained."""
+    template = family.chat_template([tool("calc")])
+    tool_format = detect_format(template.source)
+    engine = Recorded(template, lambda _: _REST[tool_format])
+    model = Model(engine, template, tool_format, Limits(context=100_000))
+    response = asyncio.run(model.chat(HELLO, must_call=["calc"]))
+    (call,) = model.conversations.calls
+    opening = template.decode(call.new_ids[-call.opening :])
+    assert [(one.name, str(one.arguments["x"])) for one in response.parsed.calls] == [("calc", "1")]
+    assert engine.turns[0][0] == template.prompt(HELLO) + template.encode(opening) == call.new_ids
+    (branch,) = model.conversations.branches()
+    assert branch.token_ids[branch.trained].tolist() == engine.turns[0][1]
+    # As the template writes such a call, thinking left out.
+    made = {"id": "call00000", "type": "function", "function": response.message["tool_calls"][0]["function"]}
+    text = template.render([*HELLO, {"role": "assistant", "content": "", "tool_calls": [made]}], False)
+    if "calc" in text[len(template.render(HELLO)) :]:
+        assert opening.removeprefix("\n</think>\n\n") in text
+
+
+def test_several_tools_are_chosen_among_as_the_policy_would() -> None:
+    """The token at which openings part has the policy's distribution restricted to the tokens that go on."""
+    template = CHATML.chat_template()
+    openings = [template.encode(call_opening(template, "hermes", HELLO, name)) for name in ("left", "right", "rest")]
+    rng = random.Random(0)
+    asked = Counter[int]()
+
+    async def draw(ids: list[int]) -> int:
+        """Half of the draws go on with no opening; of the others three in four go to the first tool."""
+        asked[len(ids)] += 1
+        here = sorted({one[len(ids)] for one in openings if one[: len(ids)] == ids})
+        assert len(here) == 2
+        return rng.choice([here[0], here[0], here[0], here[1], 0, 0, 0, 0])
+
+    chosen = Counter(asyncio.run(_many(openings, draw, 2000)))
+    shares = [chosen[index] / 2000 for index in range(3)]
+    assert shares == pytest.approx([0.75, 0.25 * 0.25, 0.25 * 0.75], abs=0.04)
+    assert len(asked) == 2, "shared ids are given, not drawn"
+
+
+async def _many(openings: list[list[int]], draw: Any, count: int) -> list[int]:
+    return [await drawn_opening(openings, [], draw) for _ in range(count)]
+
+
+def test_arguments_that_cannot_be_read_are_a_call_all_the_same() -> None:
+    engine = Recorded(CHATML.chat_template(), lambda _: " not json")
+    model = Model(engine, engine.template, "hermes", Limits(context=100_000))
+    response = asyncio.run(model.chat(HELLO, [tool("calc")], must_call=["calc"]))
+    assert response.message["tool_calls"][0]["function"] == {"name": "calc", "arguments": "not json"}
+    assert response.message["content"] == ""
+
+
+def test_a_form_that_the_template_does_not_write_is_refused() -> None:
+    template = published()[0].chat_template() if published() else CHATML.chat_template()
+    with pytest.raises(TemplateError, match="mistral"):
+        call_opening(template, "mistral", HELLO, "calc")
+    assert parse_response(json.dumps({"name": "calc"}), "hermes").calls == []

@@ -1,0 +1,155 @@
+"""Every block of commands of every page is run, or says why not (``page_commands`` has the marks)."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.examples.page_commands import EXTRA, REASONS, command_blocks, warm_programs
+from tests.examples.pages import ROOT, named_files
+from tests.examples.test_docs import PAGES
+
+BLOCKS = [block for page in PAGES for block in command_blocks(page)]
+RUN = {page: [block for block in BLOCKS if block.page == page and block.runs] for page in PAGES}
+LEFT_BEHIND = "output/tiny_grpo/seed0"
+"""A run that the pages speak of: the tiny example's, of two steps."""
+SMALL = """defaults:
+  - examples/tiny/rlvr_config@_here_
+
+exp_name: my_recipe
+max_steps: 1
+"""
+
+
+def test_every_block_says_whether_it_is_run() -> None:
+    assert len(BLOCKS) > 70
+    assert [block.place for block in BLOCKS if block.runs is None] == [], f"reasons: {', '.join(REASONS)}"
+
+
+def test_marks(tmp_path: Path) -> None:
+    """What they mean, and that others are seen."""
+    page = ROOT / "docs/made_up.md"
+    marks = {
+        "<!-- run -->": (True, (), (0,)),
+        "<!-- run: shortened max_steps=1 +a.b=[1,2] -->": (True, ("max_steps=1", "+a.b=[1,2]"), (0,)),
+        "<!-- run: shortened eval_steps=0, exit status 2 -->": (True, ("eval_steps=0",), (2,)),
+        "<!-- run: exit status 0 or 1 -->": (True, (), (0, 1)),
+        "<!-- not run: a GPU -->": (False, (), (0,)),
+        "<!-- not run: tests/examples/test_docs.py -->": (False, (), (0,)),
+        "<!-- not run: tests/examples/test_nothing.py -->": (None, (), (0,)),
+        "<!-- not run: too much work -->": (None, (), (0,)),
+        "<!-- run: slowly -->": (None, (), (0,)),
+        "text": (None, (), (0,)),
+    }
+    text = "\n".join(f"{mark}\n```bash\nroll check {n}\n```\n" for n, mark in enumerate(marks))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda self, **kwargs: text)
+        found = command_blocks(page)
+    assert [(block.runs, block.overrides, block.statuses) for block in found] == list(marks.values())
+    assert found[1].text == "roll check 1" and found[1].place == "docs/made_up.md:8"
+
+
+def test_flags_of_commands_exist() -> None:
+    """Of every line that begins with ``roll``, run or not: ``docs/commands.md`` is written from the parsers."""
+    help_of = {}
+    for section in re.split(r"^## ", (ROOT / "docs/commands.md").read_text(encoding="utf-8"), flags=re.M)[1:]:
+        help_of[section.split()[1] if section.startswith("roll ") else ""] = section
+    wrong = []
+    for block in BLOCKS:
+        for line in block.text.replace("\\\n", " ").splitlines():
+            if match := re.match(r"(?:\w+=\S+ )*roll ([\w-]+)(.*)", re.split(r" #| [>|]", line)[0]):
+                flags = re.findall(r"(?<![\w=])--?[a-z][\w-]*", match[2]) if match[1] != "translate" else []
+                known = help_of.get(match[1], "")
+                wrong += [f"{block.place}: roll {match[1]} {flag}" for flag in flags if flag not in known]
+                wrong += [f"{block.place}: roll {match[1]}"] if match[1] not in help_of else []
+    assert wrong == []
+
+
+@dataclass(frozen=True)
+class Clone:
+    """A copy of the repository in which somebody has run the tiny example."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    def bash(self, text: str, overrides: tuple[str, ...] = (), stops: bool = True) -> subprocess.CompletedProcess[str]:
+        """``stops``: at the first command that fails."""
+        environment = self.environment | {EXTRA: " ".join(overrides)}
+        command = ["bash", *(["-e"] if stops else []), "-o", "pipefail", "-c", text]
+        return subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+
+
+@pytest.fixture(scope="module")
+def clone(shared_ray: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
+    folder = tmp_path_factory.mktemp("clone")
+    ignored = shutil.ignore_patterns("artifacts", "__pycache__")
+    for name in ("examples", "configs", "docs", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    (folder / ".venv/bin").mkdir(parents=True)
+    (folder / ".venv/bin/activate").touch()
+    for name in ("my_recipe.yaml", "recipe.yaml"):
+        (folder / name).write_text(SMALL, encoding="utf-8")
+    with warm_programs(tmp_path_factory.mktemp("programs")) as programs:
+        environment = os.environ | {
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "RAY_ADDRESS": shared_ray,
+            "COLUMNS": "120",
+        }
+        made = Clone(folder, environment)
+        untrained_models(folder)
+        first = made.bash("roll run examples/tiny/rlvr_config.yaml max_steps=2 eval_steps=2")
+        assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-4000:]
+        for name in ("a", "b", "my_recipe"):
+            shutil.copytree(folder / LEFT_BEHIND, folder / "output" / name)
+        yield made
+
+
+def untrained_models(folder: Path) -> None:
+    """In place of the warm starts of the examples, under the marks by which these are known."""
+    tiny = folder / "examples/tiny"
+    command = [sys.executable, str(tiny / "prepare.py"), "--seeds", "0", "1"]
+    subprocess.run(command, check=True, capture_output=True)
+    for seed in (0, 1):
+        model = tiny / f"artifacts/seed{seed}"
+        shutil.copytree(model / "init", model / "warm_start/model")
+    shutil.copy(model / "init/config.json", folder / "config.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples/tiny"))
+        patch.syspath_prepend(str(ROOT / "examples/tiny_agentic"))
+        spec = importlib.util.spec_from_file_location(
+            "agentic_warm_start", ROOT / "examples/tiny_agentic/warm_start.py"
+        )
+        assert spec is not None and spec.loader is not None
+        warm_start = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(warm_start)
+        for task in warm_start.PHASES:
+            target = folder / f"examples/tiny_agentic/artifacts/{task}/seed0/warm_start"
+            shutil.copytree(tiny / "artifacts/seed0/init", target / "model")
+            (target / warm_start.FINGERPRINT).write_text(f'{{"recipe": "{warm_start.recipe_hash(task)}"}}')
+    for name in [name for name in sys.modules if name in ("demonstrations", "tiny_model", "word_problems", "prepare")]:
+        del sys.modules[name]
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "page", [page for page, blocks in RUN.items() if blocks], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_commands_of_a_page(clone: Clone, page: Path) -> None:
+    for name, text in named_files(page).items():
+        (clone.folder / name).write_text(text, encoding="utf-8")
+    for block in RUN[page]:
+        done = clone.bash(block.text, block.overrides, stops=len(block.statuses) == 1)
+        assert done.returncode in block.statuses, f"{block.place}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
