@@ -98,6 +98,9 @@ def test_a_killed_rank_costs_no_number(start: Start, run: Run, world: TinyWorld,
     undisturbed = run(changes | {"system_envs": {DEATHS_ENV: str(deaths)}}, pipeline, tmp_path / "whole")
     deaths.write_text("4" if pipeline in ("rlvr", "sft") else "3")
     output = tmp_path / "killed"
+    if pipeline == "sft":  # its checkpoints are in a store only
+        bucket = f"file://{tmp_path}/bucket"
+        changes = changes | {"checkpoint_config": {"output_dir": bucket, "keep_local_file": False}}
     load_changed(SETTINGS[pipeline](world, output), changes | SURVIVES | {"system_envs": {DEATHS_ENV: str(deaths)}})
     status, errors = start(output / "input" / "config.yaml", output).finish(240)
     assert status == 0, errors
@@ -106,6 +109,7 @@ def test_a_killed_rank_costs_no_number(start: Start, run: Run, world: TinyWorld,
     assert "restart 1 of 3 in 0.1 s, from" in errors, errors
     assert pipeline != "rlvr" or "checkpoint-2:" in errors, errors  # short steps may end before a checkpoint is written
     assert differences(FinishedRun(output), undisturbed) == []
+    assert pipeline != "sft" or f"from {bucket}/checkpoint-2:" in errors, errors
 
 
 def test_engines_and_environments_of_episodes_die_and_none_is_lost(
@@ -128,7 +132,7 @@ def test_engines_and_environments_of_episodes_die_and_none_is_lost(
         "actor_infer.max_restarts": 0,
         "rollout_dump_dir": str(tmp_path / "rollouts"),
     }
-    deaths.write_text("60")
+    deaths.write_text("20")
     load_changed(agentic_settings(world, tmp_path), changes | SURVIVES | envs)
     status, errors = start(tmp_path / "input" / "config.yaml", tmp_path).finish(240)
     assert status == 0, errors
