@@ -165,7 +165,6 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"custom_envs.lake.env_type": GONE}, "custom_envs.lake.env_type", "is needed"),
     ({"custom_envs.lake.env_type": "webshop"}, "custom_envs.lake.env_type", "is not part of this package"),
     ({"custom_envs.lake.env_manager_cls": "my.Manager"}, "custom_envs.lake.env_manager_cls", "TrajEnvManager"),
-    ({"custom_envs.lake.env_manager_cls": "a.VLTrajEnvManager"}, "custom_envs.lake.env_manager_cls", "images"),
     ({"custom_envs.lake.agent_template": "{observatoin}"}, "custom_envs.lake.agent_template", "{observation}"),
     ({"custom_envs.lake.agent_template": "{observation"}, "custom_envs.lake.agent_template", "written twice"),
     ({"custom_envs.lake.agent_template": "{history}"}, "custom_envs.lake.agent_template", "context: append"),
