@@ -36,10 +36,6 @@ INFER = "actor_infer.strategy_args.strategy_config"
 MEGATRON = {"actor_train.strategy_args.strategy_name": "megatron_train", TRAIN: {}}
 VLLM = {"actor_infer.strategy_args.strategy_name": "vllm", INFER: {}, "actor_infer.device_mapping": "list(range(0,8))"}
 SGLANG = VLLM | {"actor_infer.strategy_args.strategy_name": "sglang"}
-    "actor_infer.strategy_args.strategy_name": "sglang",
-    INFER: {},
-    "actor_infer.device_mapping": "list(range(0,8))",
-}
 
 
 @pytest.fixture

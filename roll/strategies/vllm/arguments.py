@@ -251,8 +251,9 @@ def recorded_routes(
     dtype = np.uint8 if num_experts <= 255 else np.int16
     routes = np.array(rows, dtype=dtype)
     if begun is not None:
-        known = begun.routes is not None and len(begun.routes) == num_begun_inputs
-        routes[:num_begun_inputs] = begun.routes if known else (255 if dtype is np.uint8 else -1)
+        routes[:num_begun_inputs] = 255 if dtype is np.uint8 else -1
+        if begun.routes is not None and len(begun.routes) == num_begun_inputs:
+            routes[:num_begun_inputs] = begun.routes
     return routes
 
 
