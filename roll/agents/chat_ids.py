@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from roll.agents.images import ChatImages
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -54,6 +56,7 @@ class ChatTemplate:
         end_tokens: ids that end a turn (the model's end tokens; empty: the tokenizer's).
         tools: JSON schemas in OpenAI's form, given to the template.
         arguments: further variables of the template (``enable_thinking``).
+        images: of a vision-language policy; None: a model of text.
 
     Raises:
         TemplateError: the tokenizer has no chat template.
@@ -65,12 +68,14 @@ class ChatTemplate:
         end_tokens: Sequence[int] = (),
         tools: Sequence[Message] | None = None,
         arguments: dict[str, Any] | None = None,
+        images: ChatImages | None = None,
     ) -> None:
         if not tokenizer.chat_template:
             raise TemplateError("the tokenizer has no chat template: give one with `template` or `chat_template`")
         self._tokenizer = tokenizer
         self._tools: list[Any] | None = list(tools) if tools else None
         self._arguments = dict(arguments or {})
+        self.images = images
         ends = list(end_tokens) or ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
         self._ends = {str(tokenizer.convert_ids_to_tokens(token)): token for token in ends}
         self._json_arguments: bool | None = None
@@ -116,6 +121,7 @@ class ChatTemplate:
         Raises:
             TemplateError: with the template's own message.
         """
+        messages = self._as_text(messages)
         if not any(message.get("tool_calls") for message in messages):
             return self._render(messages, generation_prompt)
         forms = (False, True) if self._json_arguments is None else (self._json_arguments,)
@@ -161,6 +167,7 @@ class ChatTemplate:
         """
         assert history and history[-1]["role"] == "assistant"
         assert new and all(message["role"] != "assistant" for message in new)
+        new = self._as_text(new)
         whole = self._with_markers([*history, *new])
         marker = _MARKER.format(len(history) - 1)
         text = self.render(whole)
@@ -177,7 +184,7 @@ class ChatTemplate:
         # What both renderings begin with is the messages; templates may end a conversation with a token of its own.
         shown = _common_beginning(begun, bare)
         moved = None if text.startswith(shown) else _difference(shown, text)
-        only_thoughts = moved is not None and _without_thoughts(text).startswith(_without_thoughts(shown))
+        only_thoughts = moved is not None and without_thoughts(text).startswith(without_thoughts(shown))
         return Bridge(ids, None if end is None else self._ends[end], moved, only_thoughts)
 
     def extended(self, prompt_ids: Sequence[int], response: Sequence[int], bridge: Bridge) -> list[int]:
@@ -201,7 +208,11 @@ class ChatTemplate:
         except TemplateError:
             return True
         text = str(response.get("content") or "")
-        return not followed.startswith(alone) and _without_thoughts(text) != text
+        return not followed.startswith(alone) and without_thoughts(text) != text
+
+    def _as_text(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """``messages`` with placeholders in place of images."""
+        return messages if self.images is None else [self.images.as_text(message) for message in messages]
 
     @staticmethod
     def _assert_shown(message: Message, tail: str) -> None:
@@ -252,7 +263,8 @@ def _as_json(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
-def _without_thoughts(text: str) -> str:
+def without_thoughts(text: str) -> str:
+    """A text without the thinking in it."""
     return _THOUGHTS.sub("", text)
 
 

@@ -7,12 +7,16 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from roll.agents.chat_ids import Bridge, ChatTemplate, Message, TemplateError, Thinking
+from roll.agents.images import digests, refuse_images
+
+if TYPE_CHECKING:
+    from roll.protocol.vision import EncodedImage, VisionInputs
 
 
 @dataclass
@@ -27,7 +31,7 @@ class Call:
     parent: int | None
     new_ids: list[int]
     messages: list[Message]
-    """The whole conversation that was asked about."""
+    """The whole conversation that was asked about; images in it by their digests."""
     tools: list[Message] = field(default_factory=list)
     """Schemas that the conversation was offered."""
     response_ids: list[int] = field(default_factory=list)
@@ -46,6 +50,8 @@ class Call:
     """Ids at the end of ``new_ids`` with which the response was made to begin (:mod:`roll.agents.demanded_calls`)."""
     role: str = ""
     """Who speaks, where the policy plays several parts: each has rewards and baselines of its own."""
+    images: tuple[EncodedImage, ...] = ()
+    """Of ``new_ids``, in the order of their placeholders."""
 
     @property
     def finished(self) -> bool:
@@ -74,6 +80,8 @@ class Branch:
     """Shape (length,): index of the call that sampled an id, -1 elsewhere."""
     rewards: NDArray[np.float32]
     """Shape (length,): the reward of a call on its last trained id, 0 elsewhere."""
+    images: tuple[EncodedImage, ...] = ()
+    """In the order of their placeholders in ``token_ids``."""
 
 
 @dataclass
@@ -101,28 +109,69 @@ class Conversations:
         self.calls: list[Call] = []
         self.counts = ConversationCounts()
         self._answered: dict[str, int] = {}
-        """Digest of a conversation that ends with a response that a call gave, to the newest such call."""
+        """Digest of a conversation that ends with a response that a call gave, to the newest such call; behind the name
+        of a role, to the newest of that role."""
+        self.images: dict[str, EncodedImage] = {}
+        """By digest, those of all messages."""
         self._templates: dict[str, ChatTemplate] = {}
         """JSON of tools to the template with them."""
 
-    def ask(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> Call:
+    def ask(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, role: str = "") -> Call:
         """A new call whose prompt is ``messages``, from the ids of an earlier call where it goes on from one.
 
         Args:
+            role: who asks; of calls that were answered alike it goes on from the one of its own role.
             tools: schemas that the conversation is offered; None: those of the run's template.  A conversation that
                 goes on with other tools than before begins anew, as its prompt does.
 
         Raises:
             TemplateError: the chat template cannot render them.
+            ImageError: an image that cannot be read.
+            BlindPolicyError: an image, and the policy is a model of text.
         """
-        messages = [dict(message) for message in messages]
+        messages = self._seen(messages)
         template = self._with_tools(tools)
-        parent, new_ids = self._grown(messages, template, tools or ())
+        parent, new_ids = self._grown(messages, template, tools or (), role)
         if parent is None:
             new_ids = template.prompt(messages)
-        call = Call(len(self.calls), parent, new_ids, messages, list(tools or ()))
+        new_ids, images = self._expanded(new_ids, messages if parent is None else self._behind(parent, messages))
+        call = Call(len(self.calls), parent, new_ids, messages, list(tools or ()), role=role, images=images)
         self.calls.append(call)
         return call
+
+    def count_tokens(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> int:
+        """The tokens of ``messages`` as a prompt of their own.
+
+        Raises:
+            see :meth:`ask`.
+        """
+        messages = self._seen(messages)
+        return len(self._expanded(self._with_tools(tools).prompt(messages), messages)[0])
+
+    def _seen(self, messages: Sequence[Message]) -> list[Message]:
+        """Copies of ``messages``; their images are held, and named by their digests."""
+        if self._template.images is None:
+            refuse_images(messages)
+            return [dict(message) for message in messages]
+        return [self._template.images.take(message, self.images) for message in messages]
+
+    def _behind(self, parent: int, messages: list[Message]) -> list[Message]:
+        """Those of ``messages`` that answer the response of ``parent``."""
+        return messages[len(self.calls[parent].messages) + 1 :]
+
+    def _expanded(self, token_ids: list[int], messages: list[Message]) -> tuple[list[int], tuple[EncodedImage, ...]]:
+        """The ids of ``messages`` with all placeholders, and the images that these stand for."""
+        if self._template.images is None:
+            return token_ids, ()
+        images = tuple(self.images[digest] for digest in digests(messages))
+        return self._template.images.expanded(token_ids, images), images
+
+    def restore(self, images: Sequence[EncodedImage]) -> None:
+        """Give calls of an earlier process, which are here without, their images."""
+        self.images = {image.digest: image for image in images}
+        for call in self.calls:
+            fresh = call.messages if call.parent is None else self._behind(call.parent, call.messages)
+            call.images = tuple(self.images[digest] for digest in digests(fresh))
 
     def answer(
         self,
@@ -141,7 +190,8 @@ class Conversations:
 
     def known_as(self, call: Call, message: Message) -> None:
         """Recognise ``message`` as the response of ``call``: a further form in which an agent gets it."""
-        self._answered[_digest([*call.messages, message])] = call.index
+        digest = _digest([*call.messages, message])
+        self._answered[digest] = self._answered[call.role + digest] = call.index
 
     def _with_tools(self, tools: Sequence[Message] | None) -> ChatTemplate:
         if tools is None:
@@ -159,6 +209,14 @@ class Conversations:
             ids += one.new_ids
             ids += one.response_ids
         return ids + call.new_ids
+
+    def vision(self, call: Call) -> VisionInputs | None:
+        """The images of :meth:`prompt_ids`; None without any."""
+        return self.inputs([image for one in self._chain(call) for image in one.images])
+
+    def inputs(self, images: Sequence[EncodedImage]) -> VisionInputs | None:
+        """Images of a prompt or :class:`Branch`, as engines and trainers take them."""
+        return None if self._template is None or self._template.images is None else self._template.images.inputs(images)
 
     def branches(self) -> list[Branch]:
         """Samples whose union is every call, each sampled id trained once: in the first branch that holds it."""
@@ -183,14 +241,15 @@ class Conversations:
         return chain[::-1]
 
     def _grown(
-        self, messages: list[Message], template: ChatTemplate, tools: Sequence[Message]
+        self, messages: list[Message], template: ChatTemplate, tools: Sequence[Message], role: str
     ) -> tuple[int | None, list[int]]:
         """The call that ``messages`` go on from, and the ids that come behind its response."""
         responses = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not responses:
             return None, []
         last = responses[-1]
-        known = self._answered.get(_digest(messages[: last + 1]))
+        digest = _digest(messages[: last + 1])
+        known = self._answered.get(role + digest, self._answered.get(digest))
         if known is None or last + 1 == len(messages):
             self.counts.foreign_responses += known is None
             self.counts.breaks += known is not None
@@ -238,7 +297,8 @@ def _branch(chain: Sequence[Call], trained: set[int]) -> Branch:
                 mask[here] = True
                 rewards[at + size - 1] = call.reward
         at += size
-    return Branch(tuple(call.index for call in chain), token_ids, mask, log_probs, versions, turns, rewards)
+    images = tuple(image for call in chain for image in call.images)
+    return Branch(tuple(call.index for call in chain), token_ids, mask, log_probs, versions, turns, rewards, images)
 
 
 def _parts(chain: Sequence[Call]) -> Iterator[tuple[list[int], Call | None]]:

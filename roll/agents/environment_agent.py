@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 from roll.agents.chat_ids import Message
 from roll.agents.episode import Episode, EpisodeOver, Model, Task
+from roll.agents.images import content_text, has_images, is_image
 from roll.environments.base import Environment, Turn, read_reset, read_step, takes_task
 from roll.environments.off_loop import call_off_loop
 from roll.tracking.timeline import span_log
@@ -148,7 +150,7 @@ class _Memory:
     def prompt(self, turn: Turn) -> list[Message]:
         options = self._options
         if options.context == "observation":
-            return [*self._messages, {"role": "user", "content": self._step_text(turn)}]
+            return [*self._messages, {"role": "user", "content": self._step_content(turn)}]
         if options.context == "own":
             return [*self._messages, *turn.observation]
         shown = self._shown(turn)
@@ -169,9 +171,9 @@ class _Memory:
         """The observation's messages, the last user message of them in the template."""
         options = self._options
         messages = [dict(message) for message in turn.observation]
-        users = [message for message in messages if message["role"] == "user" and isinstance(message["content"], str)]
+        users = [message for message in messages if message["role"] == "user" and _is_shown(message["content"])]
         if users:
-            users[-1]["content"] = _filled(
+            users[-1]["content"] = _filled_content(
                 options.template,
                 observation=users[-1]["content"],
                 turn_idx=self.turns + 1,
@@ -181,22 +183,23 @@ class _Memory:
             )
         return messages
 
-    def _step_text(self, turn: Turn) -> str:
+    def _step_content(self, turn: Turn) -> Any:
         remembered = self._told[max(0, self.turns - self._options.history_length) :]
         first = self.turns - len(remembered) + 1
         history = "\n".join(
             f"Turn {first + number}: observation: {seen}\naction: {answer}"
             for number, (seen, answer) in enumerate(remembered)
         )
-        return _filled(
+        observation = _content_of(turn.observation)
+        return _filled_content(
             self._options.template,
             env_instruction=self._instruction,
             history=history,
             step_count=self.turns,
             history_length=len(remembered),
             current_step=self.turns + 1,
-            current_observation=_text_of(turn.observation),
-            observation=_text_of(turn.observation),
+            current_observation=observation,
+            observation=observation,
             max_response_length=self._options.max_tokens,
             actions_left=self._options.max_steps - self.turns,
         )
@@ -211,9 +214,49 @@ def _note(episode: Episode, turn: Turn) -> None:
 
 
 def _text_of(observation: Sequence[Message]) -> str:
-    return "\n".join(str(message["content"]) for message in observation)
+    return "\n".join(content_text(message["content"]) for message in observation)
 
 
-def _filled(template: str, **values: Any) -> str:
-    """``str.format`` with the values alone: no attribute or index of them."""
-    return template.format_map({name: str(value) for name, value in values.items()})
+def _content_of(observation: Sequence[Message]) -> Any:
+    """One content of all messages: a text, or parts where there are images."""
+    if not any(has_images(message["content"]) for message in observation):
+        return _text_of(observation)
+    parts: list[Any] = []
+    for number, message in enumerate(observation):
+        content = message["content"]
+        parts += ["\n"] * bool(number) + (list(content) if has_images(content) else [content_text(content)])
+    return parts
+
+
+def _is_shown(content: Any) -> bool:
+    """A template can be put around it."""
+    return isinstance(content, str) or has_images(content)
+
+
+def _filled_content(template: str, **values: Any) -> Any:
+    """The template with its values as a text, or as parts where a value has images; each image stands in the place of
+    the value's own."""
+    images: list[Any] = []
+    texts = {name: _marked(value, images) if has_images(value) else str(value) for name, value in values.items()}
+    text = template.format_map(texts)  # of texts alone: no attribute or index of anything else
+    if not images:
+        return text
+    pieces = _MARK.split(text)  # texts and numbers of images in turn
+    parts = [images[int(piece)] if place % 2 else {"type": "text", "text": piece} for place, piece in enumerate(pieces)]
+    return [part for part in parts if is_image(part) or part["text"]]
+
+
+_MARK = re.compile("\0([0-9]+)\0")
+"""Stands for an image while a template is filled."""
+
+
+def _marked(content: Sequence[Any], images: list[Any]) -> str:
+    """The text of ``content``, in which marks stand for images, which are put into ``images``."""
+    texts = []
+    for part in content:
+        if is_image(part):
+            texts.append(f"\0{len(images)}\0")
+            images.append(part)
+        else:
+            texts.append(content_text([part]).replace("\0", ""))
+    return "".join(texts)

@@ -7,12 +7,17 @@ import copy
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from roll.agents.chat_ids import ChatTemplate, Message, Thinking
 from roll.agents.conversation import Call, Conversations
 from roll.agents.demanded_calls import call_opening, drawn_opening
+from roll.agents.images import BlindPolicyError
 from roll.agents.tool_calls import ParsedResponse, parse_response
+
+if TYPE_CHECKING:
+    from roll.protocol.vision import VisionInputs
 
 Outcome = Literal[
     "terminated", "truncated", "turn_limit", "context_limit", "time_limit", "environment_error", "agent_error"
@@ -62,8 +67,19 @@ class Sampled:
 class Sample(Protocol):
     """An engine, as a model's handle calls it."""
 
-    def __call__(self, prompt_ids: list[int], max_new_tokens: int, options: Mapping[str, Any]) -> Awaitable[Sampled]:
-        """``options``: sampling parameters that the agent asked for, such as ``temperature``."""
+    def __call__(
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        options: Mapping[str, Any],
+        vision: VisionInputs | None = None,
+    ) -> Awaitable[Sampled]:
+        """The response to a prompt.
+
+        Args:
+            options: sampling parameters that the agent asked for, such as ``temperature``.
+            vision: images of the prompt.
+        """
         ...
 
 
@@ -143,9 +159,12 @@ class EpisodeGroup:
         """What went wrong in an episode, if anything did."""
         return next((one.error for one in self.episodes if one.error is not None), None)
 
-    def scores(self) -> list[float]:
-        """The rewards of the episodes that no fault has ended."""
-        return [one.reward for one in self.episodes if not one.failed]
+    def scores(self, role: str | None = None) -> list[float]:
+        """The rewards of the episodes that no fault has ended, or what ``role`` has earned in them."""
+        sound = [one for one in self.episodes if not one.failed]
+        if role is None:
+            return [one.reward for one in sound]
+        return [sum(call.reward for call in one.calls if call.role == role) for one in sound]
 
     def mean_score(self) -> float:
         """Their mean; NaN where there is none."""
@@ -198,39 +217,46 @@ class Model:
         Raises:
             EpisodeOver: no turn is left, or the prompt leaves no room for a response.
             TemplateError: the chat template cannot render the messages, or no call that must be made.
+            ImageError: an image of them cannot be read.
+            EngineFault: they have an image, and the policy is a model of text.
         """
         if self.turns_left <= 0:
             raise EpisodeOver("turn_limit")
         template = self._template if tools is None else self._template.with_tools(tools)
         openings = [call_opening(template, self._tool_format, messages, name) for name in must_call]
-        call = self.conversations.ask(messages, tools)
-        call.role = self.role
-        prompt_ids = self.conversations.prompt_ids(call)
+        try:
+            call = self.conversations.ask(messages, tools, self.role)
+        except BlindPolicyError as error:
+            raise EngineFault(str(error)) from error
+        prompt_ids, vision = self.conversations.prompt_ids(call), self.conversations.vision(call)
         demanded = None
         if openings:
             ids = [template.encode(text) for text in openings]
             if len(prompt_ids) + max(map(len, ids)) >= self._limits.context:
                 raise EpisodeOver("context_limit")
-            chosen = await drawn_opening(ids, prompt_ids, self._draw)
+            chosen = await drawn_opening(ids, prompt_ids, partial(self._draw, vision))
             call.new_ids, call.opening, demanded = [*call.new_ids, *ids[chosen]], len(ids[chosen]), must_call[chosen]
             prompt_ids += ids[chosen]
         wanted = int(options.pop("max_new_tokens", self._limits.new_tokens))
         room = min(wanted, self._limits.new_tokens, self._limits.context - len(prompt_ids))
         if room <= 0:
             raise EpisodeOver("context_limit")
-        return self._answered(call, await self._sampled(prompt_ids, room, options), demanded)
+        return self._answered(call, await self._sampled(prompt_ids, room, options, vision), demanded)
 
-    async def _sampled(self, prompt_ids: list[int], room: int, options: Mapping[str, Any]) -> Sampled:
+    async def _sampled(
+        self, prompt_ids: list[int], room: int, options: Mapping[str, Any], vision: VisionInputs | None
+    ) -> Sampled:
+        images = {} if vision is None else {"vision": vision}
         begin = time.perf_counter()
         try:
-            return await self._sample(prompt_ids, room, options)
+            return await self._sample(prompt_ids, room, options, **images)
         except Exception as error:
             raise EngineFault(str(error)) from error
         finally:
             self._seconds.model += time.perf_counter() - begin
 
-    async def _draw(self, ids: list[int]) -> int:
-        return (await self._sampled(ids, 1, {})).token_ids[0]
+    async def _draw(self, vision: VisionInputs | None, ids: list[int]) -> int:
+        return (await self._sampled(ids, 1, {}, vision)).token_ids[0]
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> int:
         """The tokens of ``messages`` as a prompt of their own.
@@ -238,8 +264,7 @@ class Model:
         Raises:
             TemplateError: the chat template cannot render them.
         """
-        template = self._template if tools is None else self._template.with_tools(tools)
-        return len(template.prompt(messages))
+        return self.conversations.count_tokens(messages, tools)
 
     def text_of(self, token_ids: Sequence[int], ended: bool = False) -> str:
         """The text of ids, special tokens included.

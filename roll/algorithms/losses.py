@@ -32,6 +32,7 @@ from roll.algorithms.registry import Registry
 from roll.config.algorithm import POLICY_LOSSES, PPOConfig
 from roll.config.corrections import CorrectionOptions, CorrectionRule, correction_options
 from roll.config.reading.schema import rules_of
+from roll.protocol.metrics import Metrics
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: Me
     old = inputs.log_probs if follow_gradient else inputs.proximal_log_probs
     clipped = torch.zeros_like(inputs.mask)
     for rule in options.rules:
+        if rule.action == "reject":
+            continue
         policy = inputs.log_probs.detach() if rule.policy == "current" else old
         log_ratio = torch.where(inputs.mask, policy - inputs.rollout_log_probs, 0.0)
         applies = inputs.mask & (inputs.advantages < 0) if rule.only_negative else inputs.mask
@@ -85,6 +88,36 @@ def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: Me
     metrics.mean("actor/is_weight_mean", torch.where(inputs.mask, weights.detach(), 0.0).sum(), inputs.num_tokens)
     metrics.mean("actor/train_infer_final_mask_mean", keep.sum(), inputs.num_tokens)
     return Correction(weights, keep)
+
+
+@torch.no_grad()
+def rejection_mask(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, options: CorrectionOptions, turn_ids: Tensor | None
+) -> tuple[Tensor, Metrics]:
+    """bool (B, L): tokens of ``mask`` that no rule with ``action: reject`` drops, and the share that is dropped.
+
+    It takes the place of the mask for the whole update, so denominators count what is left (verl's ``rollout_rs``).
+
+    Args:
+        old_log_probs, rollout_log_probs: float (B, L), of the trainer before the update and of the engine.
+        mask: bool (B, L).
+        turn_ids: int64 (B, L) for ``level: segment``; None: runs of masked tokens.
+    """
+    inputs = LossInputs(
+        log_probs=old_log_probs,
+        advantages=torch.zeros_like(old_log_probs),
+        mask=mask,
+        rollout_log_probs=rollout_log_probs,
+        turn_ids=turn_ids,
+    )
+    log_ratio, keep = torch.where(mask, old_log_probs - rollout_log_probs, 0.0), mask
+    for rule in options.rejections:
+        leveled = level_log_ratio(log_ratio, mask, rule.level, turn_ids)
+        ratio = leveled.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        keep = keep & ~_outside(_rule_metric(inputs, rule, log_ratio, ratio, old_log_probs), rule)
+    metrics = MetricBuilder()
+    metrics.mean("actor/rejected_token_ratio", (mask & ~keep).sum(), mask.sum())
+    return keep, metrics.build()
 
 
 def _outside(values: Tensor, rule: CorrectionRule) -> Tensor:

@@ -17,7 +17,7 @@ from roll.config.reading.schema import SchemaReader, build
 
 Level = Literal["token", "segment", "geometric", "sequence"]
 RuleLevel = Literal["token", "segment", "geometric", "sequence", "max"]
-Action = Literal["truncate", "mask", "both"]
+Action = Literal["truncate", "mask", "both", "reject"]
 MismatchMetric = Literal["ratio", "log_diff", "prob_diff", "k1", "k2", "k3"]
 
 
@@ -74,7 +74,8 @@ class CorrectionRule:
     level: RuleLevel = "token"
     """Level at which trainer and engine are compared."""
     action: Action = "truncate"
-    """Weigh by the ratio, mask what lies outside the bounds, or both."""
+    """Weigh by the ratio, mask what lies outside the bounds, or both; ``reject`` what lies outside before the update,
+    out of the denominators, the KL and the entropy too."""
     metric: MismatchMetric = "ratio"
     """What the bounds speak of."""
     low: float | None = None
@@ -100,6 +101,11 @@ class CorrectionOptions:
     @property
     def is_active(self) -> bool:
         return bool(self.rules) or self.function is not None
+
+    @property
+    def rejections(self) -> tuple[CorrectionRule, ...]:
+        """Rules that are applied to the whole batch before the update."""
+        return tuple(rule for rule in self.rules if rule.action == "reject")
 
 
 CORRECTION_PRESETS: dict[str, CorrectionOptions] = {
@@ -128,10 +134,15 @@ CORRECTION_PRESETS: dict[str, CorrectionOptions] = {
 
 def check_rule(rule: CorrectionRule, path: str, problems: Problems) -> None:
     """Keys of a rule against one another."""
-    if rule.action != "mask" and rule.metric != "ratio":
+    weighs = rule.action in ("truncate", "both")
+    if weighs and rule.metric != "ratio":
         problems.add(f"{path}.metric", rule.metric, f"needs action: mask; {rule.action} weighs by the ratio", "ratio")
-    if rule.action != "mask" and rule.level == "max":
+    if weighs and rule.level == "max":
         problems.add(f"{path}.level", rule.level, f"needs action: mask; {rule.action} has no weight there", "sequence")
+    if rule.action == "reject" and rule.policy != "old":
+        problems.add(f"{path}.policy", rule.policy, "needs action: mask; reject comes before the update", "old")
+    if rule.action == "reject" and rule.only_negative:
+        problems.add(f"{path}.only_negative", True, "needs action: mask; reject comes before the advantages", False)
     if rule.low is not None and rule.high is not None and rule.low > rule.high:
         problems.add(f"{path}.low", rule.low, f"must not be greater than high {rule.high:g}", rule.high)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -288,24 +285,23 @@ class ImageReader:
         Raises:
             DataError: none of these, or one that cannot be read.
         """
-        from roll.protocol.vision import EncodedImage
+        from roll.protocol.vision import EncodedImage, ImageError, encoded_image
 
         where = f"{source.place}: image {number + 1} of column {self.column!r}"
         if isinstance(value, Mapping):  # what the library `datasets` writes
             value = value.get("bytes") or value.get("path") or value.get("url")
-        if isinstance(value, bytes):
-            return EncodedImage.of(value)
-        if hasattr(value, "save") and hasattr(value, "mode"):
-            file = io.BytesIO()
-            value.save(file, "PNG")
-            return EncodedImage.of(file.getvalue())
-        if not isinstance(value, str) or not value:
-            raise DataError(f"{where}: expected bytes or a path, found {type(value).__name__}")
+        if not isinstance(value, str):
+            try:
+                return encoded_image(value)
+            except ImageError as error:
+                raise DataError(f"{where}: expected bytes or a path, found {type(value).__name__}") from error
+        if not value:
+            raise DataError(f"{where}: expected bytes or a path, found an empty text")
         if value.startswith("data:"):
             try:
-                return EncodedImage.of(base64.b64decode(value.partition(",")[2], validate=True))
-            except binascii.Error as error:
-                raise DataError(f"{where}: not base64: {error}") from error
+                return encoded_image(value)
+            except ImageError as error:
+                raise DataError(f"{where}: {error}") from error
         if _is_url(value):
             return EncodedImage.of(self._fetch(where, value))
         return EncodedImage.of(self._file(where, source, value.removeprefix("file://")))

@@ -59,31 +59,36 @@ class _Wrapped:
 
 
 class GymnasiumEnvironment(_Wrapped):
-    """A gymnasium environment; observations are shown by ``str``, actions read as Python literals.
+    """A gymnasium environment; observations are shown by ``str`` or as pictures, actions read as Python literals.
 
     An action that is no literal of the action space is penalised by ``format_penalty`` and not performed.
     """
 
-    def __init__(self, inner: Any, format_penalty: float = 0.0, instruction: str = "") -> None:
+    def __init__(self, inner: Any, format_penalty: float = 0.0, instruction: str = "", pictures: bool = False) -> None:
         super().__init__(inner)
         self._format_penalty = format_penalty
         self._instruction = instruction
-        self._text = ""
+        self._pictures = pictures
+        self._last: Any = ""
 
-    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+    def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
         with self._generators(seed):
             observation, info = self.inner.reset(seed=seed)
-        self._text = _shown(observation)
-        return f"{self._instruction}{self._text}", dict(info)
+        self._last = self._seen(observation)
+        first = [self._instruction, *self._last] if self._pictures else f"{self._instruction}{self._last}"
+        return first, dict(info)
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         chosen = self._action(action)
         if chosen is None:
-            return self._text, self._format_penalty, False, False, {"valid": False}
+            return self._last, self._format_penalty, False, False, {"valid": False}
         with self._generators():
             observation, reward, terminated, truncated, info = self.inner.step(chosen)
-        self._text = _shown(observation)
-        return self._text, float(reward), bool(terminated), bool(truncated), {"valid": True, **info}
+        self._last = self._seen(observation)
+        return self._last, float(reward), bool(terminated), bool(truncated), {"valid": True, **info}
+
+    def _seen(self, observation: Any) -> Any:
+        return [self.inner.render()] if self._pictures else _shown(observation)
 
     def sample_action(self, rng: random.Random) -> str:
         space = self.inner.action_space
@@ -107,10 +112,13 @@ class GymnasiumEnvironment(_Wrapped):
 
 
 def gymnasium_environment(identifier: str, **config: Any) -> GymnasiumEnvironment:
-    """``gymnasium:ID``; ``format_penalty`` and ``instruction`` are ours, the rest goes to ``gymnasium.make``."""
+    """``gymnasium:ID``; ``format_penalty``, ``instruction`` and ``pictures`` (show what ``render`` draws) are ours, the
+    rest goes to ``gymnasium.make``."""
     import gymnasium
 
-    own = {key: config.pop(key) for key in ("format_penalty", "instruction") if key in config}
+    own = {key: config.pop(key) for key in ("format_penalty", "instruction", "pictures") if key in config}
+    if own.get("pictures"):
+        config["render_mode"] = "rgb_array"
     try:
         return GymnasiumEnvironment(gymnasium.make(identifier, **config), **own)
     except gymnasium.error.Error as error:

@@ -1,4 +1,4 @@
-"""The contract of a text environment: gymnasium's five-tuple with texts or chat messages as observations."""
+"""The contract of an environment: gymnasium's five-tuple with texts, images or chat messages as observations."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 Message = dict[str, Any]
-Observation = str | list[Message]
-"""A text, which becomes the content of a user message, or chat messages (``role`` and ``content``)."""
+Observation = str | list[Any]
+"""A text or an image (of PIL, or uint8 pixels of shape (height, width, 3)), which becomes the content of a user
+message; a list of both, which stand there in their order; or chat messages (``role`` and ``content``), whose content
+may have parts ``{"type": "image", "image": ...}``."""
 
 
 class BrokenContract(RuntimeError):
@@ -130,14 +132,50 @@ def _flag(name: str, which: str, value: Any) -> bool:
 
 
 def _messages(name: str, method: str, observation: Any, info: Mapping[str, Any]) -> list[Message]:
+    role = str(info.get("role", "user"))
     if isinstance(observation, str):
-        return [{"role": str(info.get("role", "user")), "content": observation}]
+        return [{"role": role, "content": observation}]
     if isinstance(observation, Sequence) and all(_is_message(one) for one in observation):
-        return [dict(one) for one in observation]
+        return [_with_images(name, method, dict(one)) for one in observation]
+    parts = list(observation) if isinstance(observation, Sequence) else [observation]
+    if parts and all(isinstance(one, str) or _is_picture(one) for one in parts):
+        content = [one if isinstance(one, str) else {"type": "image", "image": one} for one in parts]
+        return [_with_images(name, method, {"role": role, "content": content})]
     raise BrokenContract(
-        f"{name}: the observation of {method} must be a text or a list of messages with role and content, "
-        f"got {_shape(observation)}"
+        f"{name}: the observation of {method} must be a text, an image, a list of both, or a list of messages with "
+        f"role and content, got {_shape(observation)}"
     )
+
+
+def _is_picture(value: Any) -> bool:
+    """An image of PIL or an array of pixels."""
+    return (hasattr(value, "save") and hasattr(value, "mode")) or (hasattr(value, "dtype") and hasattr(value, "shape"))
+
+
+def _with_images(name: str, method: str, message: Message) -> Message:
+    """The message with its images as :class:`~roll.protocol.vision.EncodedImage`.
+
+    Raises:
+        BrokenContract: an image that is none.
+    """
+    content = message["content"]
+    if not isinstance(content, list | tuple) or not any(map(_is_image_part, content)):
+        return message
+    from roll.protocol.vision import ImageError, encoded_image
+
+    parts = []
+    for part in content:
+        if _is_image_part(part):
+            try:
+                part = {"type": "image", "image": encoded_image(part.get("image"))}
+            except ImageError as error:
+                raise BrokenContract(f"{name}: an image in the observation of {method}: {error}") from error
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def _is_image_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
 
 
 def _is_message(value: Any) -> bool:

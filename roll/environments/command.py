@@ -14,6 +14,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from roll.agents.images import content_text, has_images
 from roll.config.pipelines import find_own_modules
 from roll.environments.base import Environment, Turn, read_reset, read_step, resolved
 from roll.environments.checking import EnvironmentReport, check_environment
@@ -132,7 +133,9 @@ async def _play(
 
 def _show(console: Console, turn: Turn) -> None:
     for message in turn.observation:
-        console.print(str(message["content"]), markup=False, highlight=False)
+        console.print(content_text(message["content"]), markup=False, highlight=False)
+        if has_images(message["content"]):
+            console.print(f"state: {turn.state}", style="dim", markup=False, highlight=False)
     if turn.reward:
         console.print(f"reward {turn.reward:g}", style="green", markup=False)
 

@@ -1,4 +1,4 @@
-"""FrozenLake as text: reach the goal over ice without falling into a hole."""
+"""FrozenLake as text or pictures: reach the goal over ice without falling into a hole."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from roll.environments.actions import MOVES, ActionPattern, move_named, moved
+from roll.environments.pictures import Pixels, Sprite, check_rendering, grid_picture
 
 Cell = tuple[int, int]
 
@@ -17,6 +18,20 @@ _INSTRUCTION = (
     "you in a hole, √ is you on the goal.{slippery} The actions are Up, Down, Left and Right."
 )
 _SLIPPERY = " The ice is slippery: with probability 2/3 you slide to one side of where you meant to go."
+_PICTURE_INSTRUCTION = (
+    "You are walking on a frozen lake. Reach the goal (the green square) without falling into a hole (a black disc). "
+    "You are the red disc; a cross marks you in a hole or on the goal.{slippery} The actions are Up, Down, Left and "
+    "Right."
+)
+_ICE, _HOLE, _GOAL, _PLAYER = (190, 225, 245), (20, 20, 30), (40, 160, 60), (210, 40, 40)
+_SPRITES = {
+    0: Sprite(_ICE, "disc", _PLAYER),
+    1: Sprite(_ICE),
+    2: Sprite(_ICE, "disc", _HOLE),
+    3: Sprite(_ICE, "square", _GOAL),
+    4: Sprite(_HOLE, "cross", _PLAYER),
+    5: Sprite(_GOAL, "cross", _PLAYER),
+}
 _SYMBOLS: dict[int | str, str] = {0: "P", 1: "_", 2: "O", 3: "G", 4: "X", 5: "√"}
 _MAX_TRIES = 1000
 
@@ -45,8 +60,13 @@ class FrozenLake:
     """Symbols by code: 0 player, 1 ice, 2 hole, 3 goal, 4 player in a hole, 5 player on the goal."""
     show_instruction: bool = True
     """Put the rules of the game before the first observation."""
+    render_mode: str = "text"
+    """``rgb_array``: observations are pictures, for policies that see images."""
+    cell_pixels: int = 32
+    """Side of a cell of a picture."""
 
     def __post_init__(self) -> None:
+        check_rendering("frozen_lake", self.render_mode, self.cell_pixels)
         if self.size < 2:
             raise ValueError(f"size of frozen_lake must be at least 2, got {self.size}")
         if not 0 < self.p <= 1:
@@ -58,15 +78,18 @@ class FrozenLake:
         if set(self._symbols) != set(range(6)):
             raise ValueError(f"grid_lookup of frozen_lake needs the codes 0 to 5, got {sorted(self._symbols)}")
 
-    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+    def reset(self, seed: int) -> tuple[str | list[Any], dict[str, Any]]:
         self._rng = random.Random(f"frozen_lake/{seed}")
         self._draw_map(self._rng if self.map_seed is None else random.Random(f"frozen_lake/map/{self.map_seed}"))
         self._steps = 0
-        rules = _INSTRUCTION.format(slippery=_SLIPPERY if self.is_slippery else "") + "\n"
+        instruction = _INSTRUCTION if self.render_mode == "text" else _PICTURE_INSTRUCTION
+        rules = instruction.format(slippery=_SLIPPERY if self.is_slippery else "") + "\n"
         text = self.render()
-        return (rules if self.show_instruction else "") + text, {"state": text, "instruction": rules}
+        info = {"state": text, "instruction": rules}
+        shown = rules if self.show_instruction else ""
+        return (shown + text if self.render_mode == "text" else [shown, self.picture()]), info
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[str | list[Any], float, bool, bool, dict[str, Any]]:
         self._steps += 1
         move = move_named(self._pattern.find(action))
         before = self.position
@@ -78,12 +101,19 @@ class FrozenLake:
         text = self.render()
         metrics = {"valid": float(move is not None), "effective": float(self.position != before)}
         info = {"success": success, "valid": move is not None, "state": text, "metrics": metrics}
-        return text, reward, success or fallen, truncated, info
+        observation = text if self.render_mode == "text" else [self.picture()]
+        return observation, reward, success or fallen, truncated, info
 
     def render(self) -> str:
         """The lake as ``size`` lines."""
         cells = range(self.size)
-        return "\n".join("".join(f" {self._symbol((row, column))}" for column in cells) for row in cells)
+        return "\n".join("".join(f" {self._symbols[self._code((row, column))]}" for column in cells) for row in cells)
+
+    def picture(self) -> Pixels:
+        """The lake as uint8 pixels (size * cell_pixels, size * cell_pixels, 3)."""
+        cells = range(self.size)
+        codes = [[self._code((row, column)) for column in cells] for row in cells]
+        return grid_picture(codes, _SPRITES, self.cell_pixels)
 
     def sample_action(self, rng: random.Random) -> str:
         return rng.choice(list(MOVES))
@@ -131,8 +161,8 @@ class FrozenLake:
     def _inside(self, cell: Cell) -> bool:
         return 0 <= cell[0] < self.size and 0 <= cell[1] < self.size
 
-    def _symbol(self, cell: Cell) -> str:
+    def _code(self, cell: Cell) -> int:
         hole, goal = cell in self.holes, cell == self.goal
         if cell == self.position:
-            return self._symbols[4 if hole else 5 if goal else 0]
-        return self._symbols[2 if hole else 3 if goal else 1]
+            return 4 if hole else 5 if goal else 0
+        return 2 if hole else 3 if goal else 1

@@ -1,4 +1,4 @@
-"""Sokoban as text: push every box onto a target."""
+"""Sokoban as text or pictures: push every box onto a target."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll.environments.actions import MOVES, ActionPattern, move_named, moved
+from roll.environments.pictures import Pixels, Sprite, check_rendering, grid_picture
 
 Cell = tuple[int, int]
 Position = tuple[Cell, frozenset[Cell]]
@@ -24,6 +25,21 @@ _NAMES = {
     PLAYER: "player",
     PLAYER_ON_TARGET: "player on target",
 }
+_WALL, _FLOOR, _TARGET = (90, 80, 70), (235, 230, 215), (240, 160, 170)
+_BOX, _DONE, _PLAYER = (150, 100, 40), (40, 150, 60), (40, 90, 200)
+_SPRITES = {
+    WALL: Sprite(_WALL),
+    FLOOR: Sprite(_FLOOR),
+    TARGET: Sprite(_FLOOR, "cross", _TARGET),
+    BOX_ON_TARGET: Sprite(_TARGET, "square", _DONE),
+    BOX: Sprite(_FLOOR, "square", _BOX),
+    PLAYER: Sprite(_FLOOR, "disc", _PLAYER),
+    PLAYER_ON_TARGET: Sprite(_TARGET, "disc", _PLAYER),
+}
+_PICTURE_LEGEND = (
+    "Dark cells are wall, crosses are targets, brown squares are boxes, green squares are boxes on targets, the blue "
+    "disc is you"
+)
 _STEP_REWARD, _BOX_REWARD, _SUCCESS_REWARD = -0.1, 1.0, 10.0
 """As in gym-sokoban: a move, a box onto (or, negated, off) its target, all boxes on targets."""
 _MAX_TRIES = 100
@@ -52,8 +68,13 @@ class Sokoban:
     """Symbols to words for the rules."""
     show_instruction: bool = True
     """Put the rules of the game before the first observation."""
+    render_mode: str = "text"
+    """``rgb_array``: observations are pictures, for policies that see images."""
+    cell_pixels: int = 32
+    """Side of a cell of a picture."""
 
     def __post_init__(self) -> None:
+        check_rendering("sokoban", self.render_mode, self.cell_pixels)
         if len(self.dim_room) != 2 or min(self.dim_room) < 5:
             raise ValueError(f"dim_room of sokoban is [rows, columns], each at least 5, got {list(self.dim_room)}")
         floor = (self.dim_room[0] - 2) * (self.dim_room[1] - 2)
@@ -71,7 +92,7 @@ class Sokoban:
         if set(self._symbols) != set(range(7)):
             raise ValueError(f"grid_lookup of sokoban needs the codes 0 to 6, got {sorted(self._symbols)}")
 
-    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+    def reset(self, seed: int) -> tuple[str | list[Any], dict[str, Any]]:
         rng = random.Random(f"sokoban/{seed}")
         for _ in range(_MAX_TRIES):
             if self._draw_room(rng):
@@ -81,9 +102,10 @@ class Sokoban:
         self._steps = 0
         text = self.render()
         rules = f"{self._rules()}\n"
-        return (rules if self.show_instruction else "") + text, {"state": text, "instruction": rules}
+        shown, info = rules if self.show_instruction else "", {"state": text, "instruction": rules}
+        return (shown + text if self.render_mode == "text" else [shown, self.picture()]), info
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[str | list[Any], float, bool, bool, dict[str, Any]]:
         self._steps += 1
         move = move_named(self._pattern.find(action))
         before, on_target = (self.player, self.boxes), len(self.boxes & self.targets)
@@ -95,7 +117,8 @@ class Sokoban:
         text = self.render()
         metrics = {"valid": float(move is not None), "effective": float((self.player, self.boxes) != before)}
         info = {"success": success, "valid": move is not None, "state": text, "metrics": metrics}
-        return text, reward, success, not success and self._steps >= self.max_steps, info
+        observation = text if self.render_mode == "text" else [self.picture()]
+        return observation, reward, success, not success and self._steps >= self.max_steps, info
 
     def after(self, position: Position, move: str) -> Position:
         """The position that ``move`` leads to: the same one where a wall or a second box is in the way."""
@@ -115,12 +138,20 @@ class Sokoban:
         rows, columns = self.dim_room
         return "\n".join("".join(self._symbols[self._code((r, c))] for c in range(columns)) for r in range(rows))
 
+    def picture(self) -> Pixels:
+        """The room as uint8 pixels (rows * cell_pixels, columns * cell_pixels, 3)."""
+        rows, columns = self.dim_room
+        codes = [[self._code((row, column)) for column in range(columns)] for row in range(rows)]
+        return grid_picture(codes, _SPRITES, self.cell_pixels)
+
     def sample_action(self, rng: random.Random) -> str:
         return rng.choice(list(MOVES))
 
     def _rules(self) -> str:
         words = self.grid_vocab or {self._symbols[code]: name for code, name in _NAMES.items()}
         legend = ", ".join(f"{symbol} is {name}" for symbol, name in words.items())
+        if self.render_mode != "text":
+            legend = _PICTURE_LEGEND
         return (
             "You are solving a Sokoban puzzle: push every box onto a target. Boxes can be pushed, not pulled. "
             f"{legend}. The actions are Up, Down, Left and Right."

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll.distributed import Cluster, PendingCall
+    from roll.protocol.vision import EncodedImage
 
 
 logger = logging.getLogger(__name__)
@@ -175,17 +176,18 @@ def sample_table(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
 def dumped_table(groups: Sequence[SampleGroup], dump_dir: Path | None) -> SampleTable:
     """:func:`sample_table`; where samples are dumped, the images of their prompts go alongside."""
     if dump_dir is not None:
-        write_images(dump_dir / "images", groups)
+        seen = (group.prompt.vision for group in groups if group.prompt.vision is not None)
+        write_images(dump_dir / "images", (image for vision in seen for image in vision.images))
     return sample_table(groups)
 
 
-def write_images(folder: Path, groups: Sequence[SampleGroup]) -> None:
-    """The prompts' images as their files had them, under the names that :func:`sample_table` gives."""
-    for vision in (group.prompt.vision for group in groups if group.prompt.vision is not None):
+def write_images(folder: Path, images: Iterable[EncodedImage]) -> None:
+    """Images as their files had them, under the names that tables of samples give."""
+    for image in images:
         folder.mkdir(parents=True, exist_ok=True)
-        for image, name in zip(vision.images, vision.file_names, strict=True):
-            if not (folder / name).is_file():
-                (folder / name).write_bytes(image.data.tobytes())
+        file = folder / image.file_name
+        if not file.is_file():
+            file.write_bytes(image.data.tobytes())
 
 
 def write_samples(file: Path, rows: SampleTable) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.config.algorithm import estimator
+from roll.config.corrections import correction_options
 from roll.config.lora import adapter_rank, uses_lora
 from roll.config.plan.plan import Plan, TrainingPlan
 from roll.config.plan.planning import training_plan
@@ -158,7 +159,7 @@ def engine_log_probs_as_old(config: PolicyRunConfig) -> bool:
     asynchronous runs, whose samples come from older weights, unless a correction compares both or something else needs
     the trainer's."""
     if config.force_disable_old_logprobs_recompute:
-        return uses_old_log_probs(config) or not config.train_infer_correction
+        return uses_old_log_probs(config) or not corrects_old_log_probs(config)
     return is_async(config) and not (config.train_infer_correction or trainer_is_old(config))
 
 
@@ -183,8 +184,19 @@ def needs_old_log_probs(config: PolicyRunConfig) -> bool:
     the two force keys have the last word."""
     if config.force_disable_old_logprobs_recompute or engine_log_probs_as_old(config):
         return False
-    compared = uses_old_log_probs(config) or taught_by_advantage(config)
+    compared = uses_old_log_probs(config) or taught_by_advantage(config) or rejects(config)
     return compared or needs_old_distribution(config) or config.enable_old_logprobs_recompute
+
+
+def corrects_old_log_probs(config: PolicyRunConfig) -> bool:
+    """A correction compares the engine with the trainer's policy before the update."""
+    options = correction_options(config.train_infer_correction)
+    return options.function is not None or any(rule.policy == "old" for rule in options.rules)
+
+
+def rejects(config: PolicyRunConfig) -> bool:
+    """A correction takes tokens out of the batch before the update."""
+    return bool(correction_options(config.train_infer_correction).rejections)
 
 
 def needs_old_entropy(config: PolicyRunConfig) -> bool:

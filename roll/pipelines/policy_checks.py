@@ -10,11 +10,11 @@ from roll.config.checks.base import Checks
 from roll.config.lora import adapter_rank, uses_lora
 from roll.config.model_files import EXPERTS, model_config, needed
 from roll.config.plan.planning import shares_devices
-from roll.config.policy import PolicyRunConfig
+from roll.config.policy import PolicyRunConfig, update_mode
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import BACKENDS, backend_of
-from roll.config.weight_sync import update_mode
 from roll.pipelines.policy import (
+    corrects_old_log_probs,
     engine_log_probs_as_old,
     is_async,
     needs_critic,
@@ -25,6 +25,7 @@ from roll.pipelines.policy import (
     needs_sum_of_squares,
     policy_training_plans,
     reference_is_actor,
+    rejects,
     rollout_file,
     trainer_is_old,
     uses_old_log_probs,
@@ -169,7 +170,12 @@ def check_passes(config: PolicyRunConfig, checks: Checks) -> None:
     if needs_sum_of_squares(config):
         rule = f"leaves no sums of squared probabilities for adv_estimator: {config.adv_estimator}"
         checks.add(key, True, rule, False)
-    if config.train_infer_correction and uses_old_log_probs(config):
+    if rejects(config):
+        rule = (
+            "leaves no log-probs of the trainer before the update, which action: reject of train_infer_correction asks"
+        )
+        checks.add(key, True, rule, False)
+    elif corrects_old_log_probs(config) and uses_old_log_probs(config):
         checks.note("train_infer_correction", f"has no effect with {key}: old and engine log-probs are the same")
 
 

@@ -38,7 +38,7 @@ from roll.pipelines.sample_records import SampleRecorder
 from roll.pipelines.stragglers import StragglerWatch
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
-from roll.report.at_end import ending_command, write_report
+from roll.report.page import ending_command, write_report
 from roll.report.run_files import REPORT_NAME, RunFiles
 from roll.report.traces import write_traces
 from roll.tracking import (

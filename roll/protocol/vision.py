@@ -8,6 +8,8 @@ engine and trainer compute with the same numbers.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import io
 import math
@@ -96,6 +98,15 @@ class EncodedImage:
     def of(cls, data: bytes) -> EncodedImage:
         return cls(np.frombuffer(data, dtype=np.uint8), hashlib.blake2b(data, digest_size=16).hexdigest())
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EncodedImage) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"image {self.digest}"
+
     @property
     def size(self) -> tuple[int, int]:
         """Width and height, by the file's beginning.
@@ -110,6 +121,11 @@ class EncodedImage:
         """``png``, ``jpeg`` ..."""
         return self._header()[1]
 
+    @property
+    def file_name(self) -> str:
+        """By its content, for files of a run that speak of it."""
+        return f"{self.digest}.{self.format}"
+
     def _header(self) -> tuple[tuple[int, int], str]:
         from PIL import Image as PilImage
 
@@ -118,6 +134,18 @@ class EncodedImage:
                 return image.size, str(image.format).lower()
         except (OSError, ValueError, SyntaxError, PilImage.DecompressionBombError) as error:
             raise ImageError(f"{type(error).__name__}: {error}") from error
+
+    def thumbnail(self, side: int) -> bytes:
+        """A PNG of the image, shrunk to ``side`` pixels where it is longer or wider.
+
+        Raises:
+            ImageError: see :meth:`decode`.
+        """
+        small = self.decode()
+        small.thumbnail((side, side))
+        file = io.BytesIO()
+        small.save(file, "PNG")
+        return file.getvalue()
 
     def decode(self) -> Image:
         """The image in RGB; what is transparent lies on white.
@@ -140,6 +168,36 @@ class EncodedImage:
                 return image.convert("RGB")
         except (OSError, ValueError, SyntaxError, PilImage.DecompressionBombError, Warning) as error:
             raise ImageError(f"{type(error).__name__}: {error}") from error
+
+
+def encoded_image(value: Any) -> EncodedImage:
+    """An image of a program: bytes of a file, a ``data:`` URI, an image of PIL, or uint8 pixels (height, width, 3).
+
+    Raises:
+        ImageError: none of these.
+    """
+    if isinstance(value, EncodedImage):
+        return value
+    if isinstance(value, bytes):
+        return EncodedImage.of(value)
+    if isinstance(value, str) and value.startswith("data:"):
+        try:
+            return EncodedImage.of(base64.b64decode(value.partition(",")[2], validate=True))
+        except binascii.Error as error:
+            raise ImageError(f"not base64: {error}") from error
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] in (3, 4):
+        from PIL import Image as PilImage
+
+        value = PilImage.fromarray(np.ascontiguousarray(value))
+    if hasattr(value, "save") and hasattr(value, "mode"):
+        file = io.BytesIO()
+        value.save(file, "PNG")
+        return EncodedImage.of(file.getvalue())
+    shape = f" {value.dtype} {value.shape}" if isinstance(value, np.ndarray) else ""
+    raise ImageError(
+        f"expected bytes, a data: URI, an image of PIL or uint8 pixels (height, width, 3), "
+        f"found {type(value).__name__}{shape}"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +227,7 @@ class VisionInputs:
     @property
     def file_names(self) -> list[str]:
         """Of each image, by its content, for files of a run that speak of it."""
-        return [f"{image.digest}.{image.format}" for image in self.images]
+        return [image.file_name for image in self.images]
 
     def grids(self) -> torch.Tensor:
         """``image_grid_thw`` as a tensor of its own, int64 (images, 3)."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from roll.agents.conversation import Branch, Call
 from roll.agents.episode import Episode, EpisodeGroup, Task
 from roll.protocol import DataProto
+from roll.protocol.vision import IMAGES, VisionInputs
 from roll.rollout.batch import object_column, placed
 
 SampleRule = Literal["trajectory", "step"]
@@ -78,7 +79,7 @@ def build_episode_batch(
         elsewhere; ``turn_rewards`` float32, the reward of a turn on its last token; ``state_ids`` int32, equal for
         turns of the same task, role and state, -1 outside trained tokens.  With shape (B,): ``episode_ids``,
         ``trajectory_ids``, ``task_ids`` and ``step_index`` (first trained turn of the row) int64, ``terminated`` and
-        ``truncated`` bool; objects ``role`` and ``outcome``.
+        ``truncated`` bool; objects ``role`` and ``outcome``, and ``images`` where a row has some.
     """
     rows = list(_rows(groups, rule, roles, on_error))
     left_at = _left_at(rows) if bootstrap else np.full(len(rows), -1)
@@ -221,6 +222,18 @@ def _state_ids(rows: Sequence[_Row]) -> NDArray[np.int64]:
     return np.concatenate(found)
 
 
+def _images(rows: Sequence[_Row]) -> list[VisionInputs | None]:
+    """Those of each row; rows with the same images hold the same object."""
+    known: dict[tuple[str, ...], VisionInputs | None] = {(): None}
+    found = []
+    for row in rows:
+        key = tuple(image.digest for image in row.branch.images)
+        if key not in known:
+            known[key] = row.source.conversations.inputs(row.branch.images)
+        found.append(known[key])
+    return found
+
+
 def _task_key(task: Task) -> str:
     return json.dumps([task.tag, task.seed, task.row], sort_keys=True, default=str)
 
@@ -229,7 +242,9 @@ def _object_columns(rows: Sequence[_Row], groups: Sequence[EpisodeGroup]) -> dic
     orders = [groups[row.group].order for row in rows]
     first = {row.group: row.episode for row in reversed(rows)}
     places = [f"{row.episode - first[row.group]}-{number}" for number, row in enumerate(rows)]
-    return {
+    images = _images(rows)
+    seen = {} if all(one is None for one in images) else {IMAGES: object_column(images)}
+    return seen | {
         "prompt_id": object_column([f"{order}" for order in orders]),
         "domain": object_column([row.source.task.tag for row in rows]),
         "tag": object_column([row.source.task.tag for row in rows]),

@@ -16,6 +16,7 @@ import numpy as np
 from roll.agents.chat_ids import ChatTemplate, Thinking
 from roll.agents.conversation import Call, ConversationCounts, Conversations
 from roll.agents.episode import Agent, Episode, EpisodeGroup, Limits, Model, Sampled, Seconds, Task, run_episode
+from roll.protocol.vision import EncodedImage, VisionInputs
 from roll.rollout.engines import EngineClient, Generation
 from roll.rollout.group_flow import GroupFlow
 from roll.rollout.mending import SetAside
@@ -63,15 +64,21 @@ class EngineSampler:
         self._in_flight: dict[int, tuple[str, Generation]] = {}
         self._asked = 0
 
-    async def __call__(self, prompt_ids: list[int], max_new_tokens: int, options: Mapping[str, Any]) -> Sampled:
-        number, digest = self._asked, _digest(prompt_ids)
+    async def __call__(
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        options: Mapping[str, Any],
+        vision: VisionInputs | None = None,
+    ) -> Sampled:
+        number, digest = self._asked, _digest(prompt_ids, vision)
         self._asked += 1
         known = self._known(number, digest)
         if known is not None:
             await asyncio.sleep(0)
             self._answered[number] = known
             return _sampled(known)
-        request = self._request(number, prompt_ids, max_new_tokens, options)
+        request = replace(self._request(number, prompt_ids, max_new_tokens, options), vision=vision)
         begun = self._begun.get(str(number))
         if begun is not None and begun["prompt"] == digest:
             request = with_progress(request, begun["progress"])
@@ -125,8 +132,11 @@ class EngineSampler:
         return GenerationRequest(f"{self._name}.{number}", prompt_ids, params, conversation=self._name)
 
 
-def _digest(prompt_ids: Sequence[int]) -> str:
-    return hashlib.blake2b(np.asarray(prompt_ids, dtype=np.int64).tobytes(), digest_size=12).hexdigest()
+def _digest(prompt_ids: Sequence[int], vision: VisionInputs | None = None) -> str:
+    digest = hashlib.blake2b(np.asarray(prompt_ids, dtype=np.int64).tobytes(), digest_size=12)
+    if vision is not None:
+        digest.update(" ".join(vision.image_keys).encode())
+    return digest.hexdigest()
 
 
 def _by_token(spans: Sequence[tuple[int, int, int]], length: int) -> np.ndarray:
@@ -337,7 +347,8 @@ def _member_state(member: _Member) -> State:
 def episode_state(episode: Episode) -> State:
     """An episode without its task, as plain values and arrays."""
     conversations = episode.conversations
-    return {
+    images = [image.data.tobytes() for image in conversations.images.values()]
+    return ({"images": images} if images else {}) | {
         "outcome": episode.outcome,
         "reward": float(episode.reward),
         "success": episode.success,
@@ -346,6 +357,11 @@ def episode_state(episode: Episode) -> State:
         "seconds": asdict(episode.seconds),
         "counts": asdict(conversations.counts),
         "messages": json.dumps([[call.messages, call.message] for call in conversations.calls], default=str),
+        **(
+            {"images": [image.data.tobytes() for image in conversations.images.values()]}
+            if conversations.images
+            else {}
+        ),
         "calls": [
             {
                 "parent": call.parent,
@@ -374,6 +390,7 @@ def episode_from(state: Mapping[str, Any], task: Task, player: Player) -> Episod
         plain["opening"] = entry.get("opening", 0)
         call = Call(index=len(conversations.calls), messages=messages, message=message, **arrays, **plain)
         conversations.calls.append(call)
+    conversations.restore([EncodedImage.of(data) for data in state.get("images", ())])
     plain = {name: state[name] for name in ("outcome", "reward", "success", "metrics", "error")}
     return Episode(task, conversations, seconds=Seconds(**state["seconds"]), **plain)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roll.translation.algorithms import put_algorithm
+from roll.translation.families import put_family, put_routes
 from roll.translation.placement import (
     devices,
     put_batches,
@@ -19,24 +20,12 @@ from roll.translation.placement import (
     put_strategies,
     put_switches,
     put_token_budgets,
+    strategy_of,
 )
 from roll.translation.rules import Dialect, Draft
 from roll.translation.sampling import put_sampling
-from roll.translation.tables import EXPERTS, MULTIMODAL
 
-TRACKERS_WITH_PROJECT = {"wandb", "swanlab"}
-OF_EXPERTS = re.compile(
-    r"(?i)(?<![a-z])moe(?![a-z])|-a\d+(?:\.\d+)?b\b|mixtral|671b|moonlight|gpt-oss|deepseek-(?:v[23]|r1$|r1-0528$|moe)"
-    r"|glm-4\.[5-9]|kimi-k|minimax-m|llama-4|qwen3-next|olmoe|dbrx"
-)
-"""Names of mixtures of experts."""
-OF_IMAGES = re.compile(
-    r"(?i)(?<![a-z])vl(?:a|m)?(?![a-z])|[\d.]vl(?![a-z])|vision|minicpm-?[ov]|omni(?![a-z])|llava|internvl|openvla|pixtral"
-    r"|glm-?4\.?\d?v|kimi-vl|paligemma|idefics|smolvlm"
-)
-"""Names of models that see or hear."""
-PARTS = 2
-"""Parts of a path that name the model; folders above them say nothing."""
+TRACKERS_WITH_PROJECT = {"wandb", "swanlab", "trackio"}
 GSM8K = "gsm8k"
 FUNCTION_FILE = "roll.rewards.function_file.score"
 REWARD, ROLE = "rewards.reward_model", "reward_model"
@@ -116,7 +105,7 @@ def put_tracking(draft: Draft) -> None:
         if used:
             draft.put("tracker_kwargs.project", draft.facts["project"], "project")
         else:
-            draft.remark(["project"], "left out: neither wandb nor swanlab is used")
+            draft.remark(["project"], "left out: no tracker with projects is used")
     resume = draft.get("resume")
     if draft.states("resume_path") and draft.get("resume_path") is not None:
         draft.put("resume_from_checkpoint", draft.facts["resume_path"], "resume_path")
@@ -132,18 +121,9 @@ def data_name(draft: Draft, name: str, split: str, default: str) -> str:
 
 
 def put_models(draft: Draft) -> None:
-    put_family(draft)
+    put_family(draft, {role: strategy_of(draft, role) for role, _ in draft.sections()})
+    put_routes(draft)
     put_adapters(draft)
-
-
-def put_family(draft: Draft) -> None:
-    """Refuse families that are not supported, where the name tells."""
-    for fact in ("model", "rm_path"):
-        name = "/".join(str(draft.facts.get(fact, "")).rstrip("/").split("/")[-PARTS:])
-        for pattern, reason in ((OF_IMAGES, MULTIMODAL), (OF_EXPERTS, EXPERTS)):
-            if pattern.search(name) and draft.states(fact):
-                draft.problems.add(draft.names.get(fact, "model"), draft.facts[fact], reason)
-                break
 
 
 def put_adapters(draft: Draft) -> None:

@@ -13,6 +13,7 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.config.strategies.registry import strategy_keys
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.translation.assembly import assemble, find_roles
+from roll.translation.families import find_family
 from roll.translation.openrlhf import OPENRLHF
 from roll.translation.placement import strategy_of
 from roll.translation.reading import UNSET, Source
@@ -304,6 +305,7 @@ def _put_all(
 ) -> list[Note]:
     if dialect.prepare is not None:
         dialect.prepare(draft)
+    find_family(draft)
     find_roles(draft)
     if draft.whole:
         draft.put("pipeline", dialect.pipeline)

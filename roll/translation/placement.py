@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from roll.translation.families import backend_for
 from roll.translation.rules import OPTIONS, Draft
 
 CUTTING = ("tensor", "pipeline", "context")
@@ -15,7 +16,12 @@ CUTTING = ("tensor", "pipeline", "context")
 
 
 def strategy_of(draft: Draft, role: str) -> str:
-    """``fsdp``, ``fsdp2``, ``deepspeed`` or ``megatron``. A reference without one of its own follows the actor."""
+    """``fsdp``, ``fsdp2``, ``deepspeed`` or ``megatron``, as far as it has a model of the family."""
+    return backend_for(draft, written_strategy(draft, role))
+
+
+def written_strategy(draft: Draft, role: str) -> str:
+    """The backend that their keys name. A reference without one of its own follows the actor."""
     if draft.get("config_name") == "megatron":
         return str(draft.get(f"strategy.{role}.written", default="megatron"))
     names = (f"strategy.{role}", "strategy", *(("strategy.actor",) if role == "reference" else ()))
@@ -29,6 +35,11 @@ def put_strategies(draft: Draft) -> None:
         if draft.states(*because):
             kind = "infer" if role == "reference" else "train"
             draft.put(f"{section}.strategy_args.strategy_name", f"{strategy_of(draft, role)}_{kind}", *because)
+        if strategy_of(draft, role) != written_strategy(draft, role):
+            draft.facts[f"stands_in.{role}"] = True
+            if (context := int(draft.get(f"context.{role}", default=1))) > 1:
+                draft.facts[f"ulysses.{role}"] = context
+                draft.put(f"{section}.model_args.ulysses_size", context, f"context.{role}")
 
 
 def put_host_memory(draft: Draft) -> None:
@@ -88,7 +99,7 @@ def put_devices(draft: Draft) -> None:
 
 def put_engine_devices(draft: Draft, trainers: int, together: bool, next_free: int) -> None:
     """Engines on the trainer's devices, or on those behind all others."""
-    size, engines = draft.get("engine_tensor", default=1), draft.get("engines")
+    size, engines = engine_ranks(draft), draft.get("engines")
     wanted = trainers if engines is None else engines * size
     if draft.states("engine_gpus"):
         wanted = int(draft.facts["engine_gpus"]) * int(draft.get("engine_nodes", default=1))
@@ -109,6 +120,11 @@ def put_engine_devices(draft: Draft, trainers: int, together: bool, next_free: i
         draft.facts["devices"] = next_free if together else next_free + wanted
 
 
+def engine_ranks(draft: Draft) -> int:
+    """Devices of one engine: those that hold one copy of the model."""
+    return int(draft.get("engine_tensor", default=1)) * int(draft.get("engine_data", default=1))
+
+
 def devices(start: int, count: int) -> str:
     return f"list(range({start},{start + count}))"
 
@@ -124,11 +140,16 @@ def put_run_ahead(draft: Draft) -> None:
 
 def put_engine(draft: Draft) -> None:
     """Tensor-parallel ranks of an engine, and a length that cuts responses."""
-    if draft.states("engine_tensor") and draft.get("engine") != "hf_infer":
-        size = draft.facts["engine_tensor"]
+    if draft.states("engine_tensor", "engine_data") and draft.get("engine") != "hf_infer":
+        size, because = engine_ranks(draft), ("engine_tensor", "engine_data")
         name = "tp_size" if draft.get("engine") == "sglang" else "tensor_parallel_size"
-        draft.put(f"actor_infer.{OPTIONS}.{name}", size, "engine_tensor")
-        draft.put("actor_infer.num_gpus_per_worker", size, "engine_tensor")
+        draft.put(f"actor_infer.{OPTIONS}.{name}", size, *because)
+        draft.put("actor_infer.num_gpus_per_worker", size, *because)
+    if draft.get("engine_expert", default=1) > 1:
+        if draft.get("engine") == "vllm":
+            draft.put(f"actor_infer.{OPTIONS}.engine_args.enable_expert_parallel", True, "engine_expert")
+        else:
+            draft.remark(["engine_expert"], "left out: another way to place the same experts")
     longest = draft.get("max_model_len")
     if draft.states("max_model_len") and longest is not None:
         draft.put(f"actor_infer.{OPTIONS}.max_model_len", int(longest), "max_model_len")
@@ -172,13 +193,23 @@ def put_batches(draft: Draft) -> None:
         if mini is None or micro is None:
             draft.problems.missing(f"micro-batch of {section}", "is needed: samples of a micro-batch on one device", 1)
             continue
+        if draft.get(f"dynamic.{role}", "dynamic.actor"):
+            micro = fitting(draft, role, Fraction(mini), int(micro))
         put_accumulation(draft, role, section, Fraction(mini), int(micro))
+
+
+def fitting(draft: Draft, role: str, mini: Fraction, micro: int) -> int:
+    """``micro``, or 1 where it does not divide: it is tokens that form micro-batches, not a number of samples."""
+    total = mini * int(draft.get("samples", default=1)) / data_parallel_size(draft, role)
+    return micro if (total / micro).denominator == 1 else 1
 
 
 def put_accumulation(draft: Draft, role: str, section: str, mini: Fraction, micro: int) -> None:
     """Set the two keys of a trained role's batch, with the arithmetic as a remark."""
     samples, ranks = int(draft.get("samples", default=1)), data_parallel_size(draft, role)
     total = mini * samples
+    if total / ranks < micro and (total / ranks).denominator == 1:
+        micro = int(total / ranks)  # a rank has fewer samples than a micro-batch may hold
     steps = total / (micro * ranks)
     because = (f"mini.{role}", f"micro.{role}", "micro", f"micro_of_all.{role}")
     text = f"{float(mini):g} prompts x {samples} = {float(total):g} samples an optimizer step"

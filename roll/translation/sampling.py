@@ -34,32 +34,105 @@ def put_correction(draft: Draft) -> None:
     """Weights and masks against the mismatch of engine and trainer."""
     rules = [*verl_rules(draft), *skyrl_rules(draft)]
     if rules:
-        because = ("is_level", "is_bound", "bypass_loss", "tis_type", "use_tis", "tis_cap", "mask_metric")
+        because = (
+            "is_level",
+            "is_bound",
+            "rejection",
+            "rejection_bound",
+            "bypass_loss",
+            "tis_type",
+            "use_tis",
+            "tis_cap",
+            "mask_metric",
+        )
         draft.put("train_infer_correction", rules, *because)
 
 
+LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
+OLDER_LEVELS = {"token": "token", "sequence": "sequence", "geometric": "geometric"}
+"""Beginnings of verl's criteria of rejection, and its older names of three of them, by our levels."""
+OUTCOMES = ("grpo", "rloo", "roll.algorithms.verl_estimators.gpg", "roll.algorithms.verl_estimators.grpo_passk")
+"""Estimators whose advantages are the same with and without the tokens that are rejected."""
+
+
 def verl_rules(draft: Draft) -> list[dict[str, Any]]:
-    """verl's ``rollout_correction``: importance weights, truncated (TIS) or 0 outside a band (IcePop)."""
-    if draft.get("rejection") is not None:
-        rule = (
-            "also takes what it rejects out of the denominators; masks of train_infer_correction leave them as they are"
-        )
-        draft.refuse("rejection", rule)
+    """verl's ``rollout_correction``: weights, truncated (TIS) or 0 outside a band (IcePop), and rejection."""
     cap = draft.get("actor_tis_cap")
     if cap is not None and cap > 0:
         return [{"level": "token", "action": "truncate", "high": float(cap)}]
     level, bypass = draft.get("is_level"), bool(draft.get("bypass"))
     if draft.get("estimator") == "optimal_token_baseline":
         refuse_weighted_baseline(draft, level, bypass)
+    rejections = rejection_rules(draft, level, bypass)
     if level is None:
         draft.without_effect("without rollout_is there are no weights", "is_bound")
-        return []
+        return rejections
     if bypass and draft.value_of("bypass_loss") != "reinforce":
         draft.without_effect("ppo_clip in bypass_mode has its ratio and no weights", "is_level", "is_bound")
-        return []
+        return rejections
     low, high = bounds(draft.value_of("is_bound"))
     band = {"action": "truncate", "high": high} if low is None else {"action": "both", "low": low, "high": high}
-    return [{"level": level, **band, **({"policy": "current"} if bypass else {})}]
+    return [{"level": level, **band, **({"policy": "current"} if bypass else {})}, *rejections]
+
+
+def rejection_rules(draft: Draft, weight_level: Any, bypass: bool) -> list[dict[str, Any]]:
+    """verl's ``rollout_rs``: criteria that a token or its response must fulfil, all of them.
+
+    Before the update it takes what it rejects out of the mask, in ``bypass_mode`` (which compares the policy under
+    training) out of the numerators alone; numbers of responses stay as they are in both.
+    """
+    names = [name.strip() for name in str(draft.get("rejection", default="")).split(",") if name.strip()]
+    given = str(draft.get("rejection_bound", default="")).split(",")
+    if not names:
+        draft.without_effect("without rollout_rs nothing is rejected", "rejection_bound", "rejection_low")
+        return []
+    if len(given) not in (1, len(names)) or not given[0]:
+        draft.refuse("rejection", "needs rollout_rs_threshold: one for all criteria, or one for each")
+        return []
+    rules = [
+        rejection_rule(draft, name, bound.strip())
+        for name, bound in zip(names, given * len(names) if len(given) == 1 else given, strict=True)
+    ]
+    if any(rule is None for rule in rules):
+        return []
+    of_tokens = any(rule["level"] == "token" for rule in rules if rule)
+    mode = "seq-mean-token-mean" if draft.get("loss") in draft.facts.get("sequence_mean_losses", ()) else None
+    mode = mode or str(draft.value_of("aggregation"))
+    if of_tokens and mode == "seq-mean-token-mean":
+        rule = "divides by the tokens of a response that are left, and by all responses, there; no rule here does"
+        draft.refuse("rejection", f"{rule}: loss_agg_mode token-mean is the same")
+    if bypass:
+        return [{**rule, "action": "mask", "policy": "current"} for rule in rules if rule]
+    if draft.get("estimator") not in OUTCOMES or draft.get("kl_in_reward"):
+        rule = (
+            "also takes what it rejects out of the advantages of this estimator and out of the KL in the reward there"
+        )
+        draft.refuse("rejection", f"{rule}; with grpo, rloo and gpg without use_kl_in_reward it is the same")
+    if mode in ("token-mean", "token-sum"):
+        if of_tokens and weight_level == "sequence":
+            draft.refuse("rejection", "leaves the weights of sequences as they were there; here they lose its tokens")
+        return [{**rule, "action": "reject"} for rule in rules if rule]
+    if draft.get("kl_loss") or draft.get("entropy_coef"):
+        rule = "takes what it rejects out of the KL and the entropy, and leaves the number of responses as it is, there"
+        draft.refuse("rejection", f"{rule}: loss_agg_mode token-mean, or no such term, is the same")
+    return [{**rule, "action": "mask"} for rule in rules if rule]
+
+
+def rejection_rule(draft: Draft, name: str, bound: str) -> dict[str, Any] | None:
+    """One criterion: level, metric and bounds."""
+    low, _, high = bound.rpartition("_")
+    if name in OLDER_LEVELS:
+        least = draft.get("rejection_low", default=float(low) if low else 1 / float(high))
+        return {"level": OLDER_LEVELS[name], "metric": "ratio", "low": float(least), "high": float(high)}
+    level, _, metric = name.rpartition("_")
+    if level not in LEVELS or metric not in ("k1", "k2", "k3") or name == "seq_max_k1":
+        known = ", ".join(f"{level}_k1, {level}_k2, {level}_k3" for level in ("token", "seq_sum", "seq_mean"))
+        draft.refuse("rejection", f"names a criterion without an equal here; known: {known}, seq_max_k2, seq_max_k3")
+        return None
+    if metric != "k1":
+        return {"level": LEVELS[level], "metric": metric, "high": float(high)}
+    band = {"low": math.log(float(low)) if low else -math.log(float(high)), "high": math.log(float(high))}
+    return {"level": LEVELS[level], "metric": metric, **band}
 
 
 def refuse_weighted_baseline(draft: Draft, level: Any, bypass: bool) -> None:

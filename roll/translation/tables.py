@@ -35,12 +35,10 @@ from roll.translation.rules import OPTIONS, Convert, Rule, Section, as_written
 TEXTS = {
     "STRATEGY": "strategy_args.strategy_name",
     "OPTIONS": OPTIONS,
-    "MULTIMODAL": "images, video and audio are not supported yet",
-    "EXPERTS": "mixtures of experts are not supported yet",
-    "TURNS": "several turns, tools and agents are not supported yet",
+    "TURNS": "several turns, tools and agents have no translation: the agentic pipeline has keys of its own",
 }
 """``$NAME`` in every table: the ends of many of our keys, and what whole families of configurations are refused for."""
-MULTIMODAL, EXPERTS, TURNS = TEXTS["MULTIMODAL"], TEXTS["EXPERTS"], TEXTS["TURNS"]
+TURNS = TEXTS["TURNS"]
 TABLES = Path(__file__).parent
 DEFINED = re.compile(r"\$([A-Z_]+)")
 FACT = re.compile(r"(.*?)(?:(?:^| )([>=]) (\S+))?")
@@ -219,6 +217,7 @@ LOGGERS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "swanlab": "swanlab",
+    "trackio": "trackio",
     "file": "jsonl",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from roll.translation.families import LANGUAGE_PART
 from roll.translation.rules import Dialect
 from roll.translation.tables import TEXTS, one_of, read_table
 
@@ -90,6 +91,16 @@ def hugging_face_layers(value: object) -> object:
     return [name for layer in value for name in _LAYERS.get(str(layer), (layer,))]
 
 
+def exclude_modules(value: object) -> object:
+    """
+    Raises:
+        ValueError: other modules than the vision tower.
+    """
+    if value is None or LANGUAGE_PART.fullmatch(str(value)):
+        return value
+    raise ValueError("has no translation: lora_target names the layers that adapters are put on")
+
+
 PROGRAMS: tuple[tuple[str, dict[str, bool]], ...] = (
     (r"verl\.trainer\.main_ppo\w*|verl\.experimental\.(?:transfer_queue|separation)\.main_\w+", {}),
     (
@@ -103,7 +114,7 @@ CONVERSIONS = {
     "estimator": one_of(ESTIMATORS),
     "kl_type": one_of(KL_TYPES, OTHER_KL_TYPES),
     "loss": one_of(LOSSES),
-    **{f.__name__: f for f in (config_name, nullable, level, hugging_face_layers)},
+    **{f.__name__: f for f in (config_name, nullable, level, hugging_face_layers, exclude_modules)},
 }
 VERL = Dialect(
     "verl",

@@ -8,6 +8,7 @@ beginning.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,7 +50,7 @@ def mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def row_means(values: Tensor, mask: Tensor) -> Tensor:
-    return (values * mask).sum(-1) / mask.sum(-1)
+    return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
@@ -237,12 +238,17 @@ def dppo(batch: Responses, advantages: Tensor, kind: str, low: float, high: floa
 # verl
 
 
-def verl_aggregate(batch: Responses, loss: Tensor, mode: str, length: float | None = None) -> Tensor:
+def verl_aggregate(
+    batch: Responses, loss: Tensor, mode: str, length: float | None = None, tokens: Tensor | None = None
+) -> Tensor:
+    """``tokens``: the number that ``token-mean`` divides by, where it is another than that of the mask. Responses count
+    whether they have a token in the mask or not."""
     rows = (loss * batch.mask).sum(-1)
     if mode in ("token-mean", "token-sum"):
-        return rows.sum() / (batch.mask.sum() if mode == "token-mean" else 1.0)
+        number = batch.mask.sum() if tokens is None else tokens
+        return rows.sum() / (number if mode == "token-mean" else 1.0)
     if mode == "seq-mean-token-mean":
-        return row_means(loss, batch.mask).mean()
+        return (rows / (batch.mask.sum(-1) + 1e-8)).mean()
     return rows.mean() / ((length or batch.response_length) if mode == "seq-mean-token-sum-norm" else 1.0)
 
 
@@ -253,7 +259,8 @@ def verl_actor(batch: Responses, settings: Settings) -> Tensor:
     low, high = get("actor.clip_ratio_low", 0.2), get("actor.clip_ratio_high", 0.2)
     bound = get("actor.clip_ratio_c", 3.0)
     name = get("actor.policy_loss.loss_mode", "vanilla")
-    if get("algorithm.rollout_correction.bypass_mode", False):
+    bypass = get("algorithm.rollout_correction.bypass_mode", False)
+    if bypass:
         batch = replace(batch, old=batch.rollout)
         name = {"ppo_clip": "vanilla", "reinforce": "gpg"}[get("algorithm.rollout_correction.loss_type", "ppo_clip")]
     losses: dict[str, Callable[[], Tensor]] = {
@@ -278,15 +285,54 @@ def verl_actor(batch: Responses, settings: Settings) -> Tensor:
         "dppo_kl": lambda: dppo(batch, advantages, name, low, high, bound),
     }
     mode, length = get("actor.loss_agg_mode", "token-mean"), get("actor.loss_scale_factor")
+    weights, tokens, whole = verl_weights(batch, settings), None, batch
+    batch = replace(batch, mask=verl_kept(batch, settings))
+    if bypass:
+        tokens = whole.mask.sum()
+    else:
+        whole = batch
     if name == "geo_mean":
         total = geo_mean(batch, advantages, low, high).mean()
     else:
         of_policy = "seq-mean-token-mean" if name in ("gspo", "sapo") else mode
-        total = verl_aggregate(batch, verl_weights(batch, settings) * losses[name](), of_policy, length)
+        total = verl_aggregate(batch, weights * losses[name](), of_policy, length, tokens)
     if get("actor.use_kl_loss", False):
         kl = divergence(batch.log_probs, batch.reference, get("actor.kl_loss_type", "low_var_kl"))
-        total = total + get("actor.kl_loss_coef", 0.001) * verl_aggregate(batch, kl, mode, length)
-    return total - get("actor.entropy_coeff", 0.0) * verl_aggregate(batch, batch.entropy, mode, length)
+        total = total + get("actor.kl_loss_coef", 0.001) * verl_aggregate(whole, kl, mode, length)
+    return total - get("actor.entropy_coeff", 0.0) * verl_aggregate(whole, batch.entropy, mode, length)
+
+
+def verl_kept(batch: Responses, settings: Settings) -> Tensor:
+    """The mask without what ``rollout_rs`` rejects by k1, k2, k3 of tokens, or their sum, mean, largest."""
+    criteria = settings.get("algorithm.rollout_correction.rollout_rs")
+    if criteria is None:
+        return batch.mask
+    bypass = settings.get("algorithm.rollout_correction.bypass_mode", False)
+    distance = (batch.log_probs.detach() if bypass else batch.old) - batch.rollout
+    kinds = {"k1": -distance, "k2": distance**2 / 2, "k3": distance.exp() - 1 - distance}
+    bounds, kept = (
+        str(settings["algorithm.rollout_correction.rollout_rs_threshold"]).strip("\"'").split(","),
+        batch.mask,
+    )
+    names = criteria.strip("\"'").split(",")
+    for name, bound in zip(names, bounds * (len(names) // len(bounds)), strict=True):
+        low, _, high = bound.rpartition("_")
+        if name == "geometric":
+            statistic = row_means(distance, batch.mask).exp()[:, None]
+            least, most = 1 / float(high), float(high)
+        else:
+            values, level = kinds[name[-2:]] * batch.mask, name[:-3]
+            at_level = {
+                "seq_sum": values.sum(-1),
+                "seq_mean": row_means(values, batch.mask),
+                "seq_max": values.amax(-1),
+            }
+            statistic = values if level == "token" else at_level[level][:, None]
+            least, most = (
+                (math.log(float(low or 1 / float(high))), math.log(float(high))) if "k1" in name else (-1, float(high))
+            )
+        kept = kept * ((statistic >= least) & (statistic <= most))
+    return kept
 
 
 def verl_advantages(batch: Responses, settings: Settings) -> tuple[Tensor, Tensor]:

@@ -302,6 +302,43 @@ CORRECTIONS: list[Settings] = [
     GRPO | BYPASS | {IS: "token", BOUND: 1.2},
     *(GRPO | BYPASS | {LOSS_TYPE: "reinforce", IS: level, BOUND: 1.2} for level in (None, "token", "sequence")),
 ]
+RS, RS_BOUND = "algorithm.rollout_correction.rollout_rs", "algorithm.rollout_correction.rollout_rs_threshold"
+MULTIPLE: Settings = {RS: "\"'token_k1,seq_max_k2'\"", RS_BOUND: "\"'0.6_1.6,0.2'\""}
+WITH_TERMS: Settings = GRPO | IN_LOSS | {"actor.entropy_coeff": 0.1}
+REJECTIONS: list[Settings] = [
+    *(
+        WITH_TERMS | {RS: name, RS_BOUND: bound}
+        for name, bound in (
+            ("token_k1", "0.7_1.3"),
+            ("token_k2", 0.05),
+            ("token_k3", 0.04),
+            ("seq_sum_k1", 2.0),
+            ("seq_sum_k2", 0.3),
+            ("seq_sum_k3", 0.3),
+            ("seq_mean_k1", "0.9_1.1"),
+            ("seq_mean_k2", 0.05),
+            ("seq_mean_k3", 0.05),
+            ("seq_max_k2", 0.15),
+            ("seq_max_k3", 0.15),
+            ("geometric", 1.1),
+        )
+    ),
+    WITH_TERMS | MULTIPLE | {IS: "token", BOUND: 1.1},
+    GRPO | {RS: "seq_mean_k1", RS_BOUND: 1.1, IS: "sequence", BOUND: 1.1},
+    GRPO | {RS: "seq_mean_k2", RS_BOUND: 0.05, "actor.policy_loss.loss_mode": "gspo"},
+    *(
+        {"algorithm.adv_estimator": "rloo", RS: "token_k1", RS_BOUND: 1.3, "actor.loss_agg_mode": mode}
+        for mode in ("seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum")
+    ),
+    WITH_TERMS | BYPASS | MULTIPLE | {IS: "token"},
+    *(
+        WITH_TERMS
+        | BYPASS
+        | {LOSS_TYPE: "reinforce", IS: level, RS: "seq_mean_k3", RS_BOUND: 0.5, "actor.loss_agg_mode": mode}
+        for level, mode in (("token", "seq-mean-token-mean"), ("sequence", "token-mean"))
+    ),
+    {**BYPASS, RS: "token_k2", RS_BOUND: 0.3},
+]
 OVERLONG: list[Settings] = [
     GRPO | {"manager": "dapo", "overlong.enable": True, "overlong.len": 6, "overlong.penalty_factor": 0.5},
     GRPO | {"manager": "dapo", "overlong.enable": True, "overlong.len": 4},
@@ -313,7 +350,7 @@ def name_of(settings: Settings) -> str:
 
 
 @pytest.mark.parametrize(
-    "settings", [*ADVANTAGES, *LOSSES, *AGGREGATIONS, *IN_THE_LOSS, *CORRECTIONS, *OVERLONG], ids=name_of
+    "settings", [*ADVANTAGES, *LOSSES, *AGGREGATIONS, *IN_THE_LOSS, *CORRECTIONS, *REJECTIONS, *OVERLONG], ids=name_of
 )
 def test_verl(settings: Settings, translated: Translate) -> None:
     compare(translated, VERL, settings)
@@ -476,7 +513,12 @@ REFUSED: list[tuple[str, Settings, str]] = [
     (VERL, GRPO | {"actor.clip_ratio": 0.3}, "write clip_ratio_low and clip_ratio_high"),
     (VERL, GRPO | {"actor.policy_loss.loss_mode": "dppo_tv", "actor.clip_ratio_high": 0.3}, "one threshold"),
     (VERL, GRPO | IN_LOSS | {"actor.kl_loss_type": "full"}, "not implemented in verl"),
-    (VERL, GRPO | {"algorithm.rollout_correction.rollout_rs": "token_k1"}, "out of the denominators"),
+    (VERL, GRPO | {RS: "token_k1"}, "needs rollout_rs_threshold"),
+    (VERL, GRPO | {RS: "binary_kl", RS_BOUND: 0.1}, "criterion without an equal here"),
+    (VERL, GRPO | {RS: "token_k2", RS_BOUND: 1, "actor.loss_agg_mode": MODES[1]}, "by all responses, there"),
+    (VERL, {RS: "token_k2", RS_BOUND: 1}, "out of the advantages of this estimator"),
+    (VERL, GRPO | {RS: "token_k2", RS_BOUND: 1, IS: "sequence"}, "leaves the weights of sequences"),
+    (VERL, GRPO | IN_LOSS | {RS: "seq_sum_k2", RS_BOUND: 1, "actor.loss_agg_mode": MODES[2]}, "number of responses"),
     (VERL, GRPO | {IS: "token", "algorithm.rollout_correction.rollout_is_batch_normalize": True}, "mean of 1"),
     (VERL, {"actor.loss_agg_mode": MODES[3], "actor.loss_scale_factor": 30}, "counts for the actor alone"),
     (VERL, {"critic.ppo_epochs": 2}, "one number of passes"),

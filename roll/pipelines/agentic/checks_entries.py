@@ -7,7 +7,7 @@ import string
 from roll.config.checks.base import Checks, check_data_files
 from roll.config.reading.errors import closest
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig
-from roll.pipelines.agentic.planning import MANAGERS, agent_of, played_as, used_entries
+from roll.pipelines.agentic.plan import MANAGERS, agent_of, played_as, used_entries
 
 FIELDS = {
     "append": ("observation", "turn_idx", "suffix", "actions_left", "max_response_length"),
@@ -25,7 +25,7 @@ ELSEWHERE = {
     "sokoban_sandbox": "its game runs in a sandbox service of its own",
     "sokoban_native_env": "its game runs in a sandbox service of its own",
     "sokoban_tool_call": "it is played by tool calls of a proxy's agent",
-    "deepeyes": "its observations are images",
+    "deepeyes": "its tools zoom into and turn images in a package of its own",
     "rock_tb_native_env": "it needs the ROCK sandbox service",
     "openreward_env": "it needs the OpenReward service",
     "atropos_env": "it needs an Atropos server",
@@ -90,9 +90,7 @@ def check_manager(key: str, section: CustomEnvConfig, checks: Checks) -> None:
     if path is None:
         return
     name = path.rpartition(".")[2]
-    if name == "VLTrajEnvManager":
-        checks.problems.not_available(f"{key}.env_manager_cls", path, "images from environments")
-    elif name not in MANAGERS:
+    if name not in MANAGERS:
         near = closest(name, MANAGERS) or "TrajEnvManager"
         rule = f"is not known: {', '.join(MANAGERS)} are; context and samples say the same without a class"
         checks.add(f"{key}.env_manager_cls", path, rule, near)
@@ -116,9 +114,8 @@ def check_door(key: str, section: CustomEnvConfig, checks: Checks) -> None:
         checks.add(f"{key}.env_type", section.env_type, rule, remedy)
     if agent is not None:
         check_agent_keys(key, agent, section, checks)
-    elif section.verifier or section.agent_config:
-        name = "verifier" if section.verifier else "agent_config"
-        checks.note(f"{key}.{name}", "has no effect without agent, tools or command: an environment gives rewards")
+    elif section.agent_config:
+        checks.note(f"{key}.agent_config", "has no effect without agent, tools or command")
     if section.data_args is not None:
         check_data_files(f"{key}.data_args", section.data_args, checks)
 
@@ -157,14 +154,24 @@ def check_tool_wrapper(key: str, section: CustomEnvConfig, checks: Checks) -> No
 
 
 def check_texts(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    """The turn's text names what there is in its context."""
-    context = played_as(section).context
-    path, text = f"{key}.agent_template", section.agent_template
-    if text is None or agent_of(section)[0] is not None:
+    """The texts of a turn name what there is in its context."""
+    if agent_of(section)[0] is not None:
         return
-    if context == "own":
-        checks.note(path, "has no effect with context: own, whose messages are the environment's")
-        return
+    context, whole = played_as(section).context, section.agent_template is not None
+    for name in ("agent_template", "pre_step_template", "next_step_template"):
+        path, text = f"{key}.{name}", getattr(section, name)
+        if text is None:
+            continue
+        if context == "own":
+            checks.note(path, "has no effect with context: own, whose messages are the environment's")
+        elif whole and name != "agent_template":
+            checks.note(path, "has no effect with agent_template, which is the whole text of a turn")
+        else:
+            check_text(path, text, context, name == "agent_template", checks)
+
+
+def check_text(path: str, text: str, context: str, whole: bool, checks: Checks) -> None:
+    """A format string of names that its context has; ``whole``: one of them shows the environment."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
     except ValueError as error:
@@ -178,5 +185,5 @@ def check_texts(key: str, section: CustomEnvConfig, checks: Checks) -> None:
             rule = f"names {{{name}}}; with context: {context} there are {', '.join(known)}"
             checks.add(path, text, rule, f"{{{near or 'observation'}}}")
             return
-    if not {"observation", "current_observation", "history"} & set(names):
+    if whole and not {"observation", "current_observation", "history"} & set(names):
         checks.note(path, "names no observation: the policy does not see the environment")

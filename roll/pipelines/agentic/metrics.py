@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.episode import Episode, EpisodeGroup
+from roll.agents.images import content_text
+from roll.pipelines.files import write_images
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 
@@ -181,6 +184,7 @@ def episode_table(groups: Sequence[EpisodeGroup], templates: dict[str, ChatTempl
             },
             "metrics": episode.metrics,
             "turns": [_turn(call, templates[group.task.tag]) for call in episode.calls],
+            **images_of(episode),
         }
         for group in groups
         for member, episode in enumerate(group.episodes)
@@ -189,7 +193,23 @@ def episode_table(groups: Sequence[EpisodeGroup], templates: dict[str, ChatTempl
 
 def _asked(episode: Episode) -> str:
     calls = episode.calls
-    return "\n".join(str(message.get("content", "")) for message in calls[0].messages) if calls else ""
+    return "\n".join(content_text(message.get("content", "")) for message in calls[0].messages) if calls else ""
+
+
+def dumped_episodes(
+    groups: Sequence[EpisodeGroup], templates: dict[str, ChatTemplate], dump_dir: Path | None
+) -> list[dict[str, Any]]:
+    """:func:`episode_table`; where samples are dumped, the images of observations go alongside."""
+    if dump_dir is not None:
+        episodes = (episode for group in groups for episode in group.episodes)
+        write_images(dump_dir / "images", (image for one in episodes for call in one.calls for image in call.images))
+    return episode_table(groups, templates)
+
+
+def images_of(episode: Episode) -> dict[str, Any]:
+    """Names of the files of an episode's images, in the order in which they were shown; nothing without images."""
+    names = [image.file_name for call in episode.calls for image in call.images]
+    return {"images": list(dict.fromkeys(names))} if names else {}
 
 
 def _turn(call: Any, template: ChatTemplate) -> dict[str, Any]:
@@ -205,4 +225,5 @@ def _turn(call: Any, template: ChatTemplate) -> dict[str, Any]:
         "finish_reason": call.finish_reason,
         "reward": call.reward,
         "state": call.state,
+        **({"images": [image.file_name for image in call.images]} if call.images else {}),
     }

@@ -18,7 +18,7 @@ from roll.algorithms.advantages import (
     resolve_norm_types,
 )
 from roll.algorithms.kl import EntropyController, KLOptions, kl_estimate, make_kl_controller
-from roll.algorithms.losses import options_from
+from roll.algorithms.losses import options_from, rejection_mask
 from roll.algorithms.masked import masked_mean, row_mean
 from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics
 from roll.algorithms.samples import (
@@ -30,6 +30,7 @@ from roll.algorithms.samples import (
     token_level_rewards,
     top_entropy_mask,
 )
+from roll.config.corrections import correction_options
 from roll.config.plan.plan import TrainingPlan
 from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, PendingCall
@@ -244,6 +245,7 @@ class AdvantageComputer:
         self.entropy_coef = config.entropy_loss_coef
         """Weight of the entropy bonus in the update of the batch that was scored last."""
         self._advantages = options_from(AdvantageOptions, vars(config))
+        self._correction = correction_options(config.train_infer_correction)
         self._ignores_rewards = is_taught(config) and config.is_pure_opd
         if self._ignores_rewards:
             self._advantages = replace(self._advantages, adv_estimator="reinforce", gamma=config.opd_gamma)
@@ -300,6 +302,10 @@ class AdvantageComputer:
         keep, metrics = sample_mask(self._config, scores, lengths, truncated, group_ids, filtered)
         mask = tensors["response_mask"]
         tensors["loss_mask"] = mask if bool(keep.all()) else mask & keep[:, None]
+        if self._correction.rejections:
+            old, sampled, turns = tensors["old_log_probs"], tensors["rollout_log_probs"], tensors.get("turn_ids")
+            kept, rejected = rejection_mask(old, sampled, mask, self._correction, turns)
+            tensors["loss_mask"], metrics = tensors["loss_mask"] & kept, metrics | rejected
         weights = sample_weights(self._config, scores, lengths, group_ids)
         if weights is not None:
             tensors["sample_weights"] = weights

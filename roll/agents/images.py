@@ -1,0 +1,143 @@
+"""Images of conversations: a text for the chat template, placeholder ids for the policy, patches for both sides.
+
+A message may have parts in place of a text, ``{"type": "text", "text": ...}`` and ``{"type": "image", "image": ...}``.
+In the conversations of an episode an image is named by its digest, so that messages stay small, can be compared and
+be stored; the image itself is held once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+if TYPE_CHECKING:
+    from roll.datasets.images import VisionModel
+    from roll.protocol.vision import EncodedImage, VisionInputs
+
+Message = dict[str, Any]
+IMAGE_NAMED = "(image)"
+"""Stands for an image where a text tells of it."""
+
+
+class BlindPolicyError(ValueError):
+    """A conversation has an image, and the policy is a model of text."""
+
+
+class ChatImages:
+    """How a vision-language policy sees the images of conversations.
+
+    Args:
+        model: what the data layer knows of it, with the run's limits of pixels.
+    """
+
+    def __init__(self, model: VisionModel) -> None:
+        self._model = model
+        self._known: WeakValueDictionary[str, EncodedImage] = WeakValueDictionary()
+
+    def take(self, message: Mapping[str, Any], held: dict[str, EncodedImage]) -> Message:
+        """The message with digests in place of its images, which are put into ``held``.
+
+        Raises:
+            ImageError: an image that cannot be read, or of another form (a path, a URL).
+        """
+        content = message.get("content")
+        if not has_images(content):
+            return dict(message)
+        return {**message, "content": [self._part(part, held) for part in content]}
+
+    def as_text(self, message: Message) -> Message:
+        """The message as chat templates take it: one text, with the model's placeholder for each image."""
+        content = message.get("content")
+        if not has_images(content):
+            return message
+        return {**message, "content": content_text(content, self._model.placeholder)}
+
+    def expanded(self, token_ids: Sequence[int], images: Sequence[EncodedImage]) -> list[int]:
+        """The ids with as many placeholders for each image as it takes.
+
+        Raises:
+            ImageError: another number of placeholders than images: a text spells one.
+        """
+        from roll.protocol.vision import ImageError
+
+        placeholder = self._model.image_token_id
+        found = sum(token == placeholder for token in token_ids)
+        if found != len(images):
+            raise ImageError(
+                f"the rendered messages have {found} placeholders of images and {len(images)} images: a text spells "
+                f"{self._model.placeholder}, or the chat template leaves out a message"
+            )
+        vision = self.inputs(images)
+        if vision is None:
+            return list(token_ids)
+        counts = iter(vision.num_tokens)
+        return [one for token in token_ids for one in ([token] * next(counts) if token == placeholder else [token])]
+
+    def inputs(self, images: Sequence[EncodedImage]) -> VisionInputs | None:
+        """What engines and trainers compute with; None without images."""
+        from roll.protocol.vision import vision_inputs
+
+        return vision_inputs(images, self._model.processing, whole=False) if images else None
+
+    def _part(self, part: Any, held: dict[str, EncodedImage]) -> Message:
+        from roll.protocol.vision import encoded_image
+
+        if isinstance(part, str):
+            return {"type": "text", "text": part}
+        if not is_image(part):
+            return dict(part)
+        value = part.get("image", part.get("image_url"))
+        value = value.get("url") if isinstance(value, Mapping) else value
+        if isinstance(value, str) and value in held:
+            return {"type": "image", "image": value}
+        image = encoded_image(value)
+        found = self._known.get(image.digest)
+        if found is None:
+            image.decode()  # once for an image that the run has not met
+            self._model.processing.grid(*image.size[::-1])
+            found = self._known[image.digest] = image
+        held[found.digest] = found
+        return {"type": "image", "image": found.digest}
+
+
+def has_images(content: Any) -> bool:
+    """The content of a message is a list with an image in it."""
+    return isinstance(content, list | tuple) and any(map(is_image, content))
+
+
+def is_image(part: Any) -> bool:
+    """The part of a content is an image, in the form of chat templates or of OpenAI."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def digests(messages: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Of the images of messages that :meth:`ChatImages.take` made, in their order."""
+    for message in messages:
+        if has_images(message.get("content")):
+            yield from (part["image"] for part in message["content"] if is_image(part))
+
+
+def content_text(content: Any, image: str = IMAGE_NAMED) -> str:
+    """The content of a message as one text, with ``image`` where an image stands."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list | tuple):
+        return str(content)
+    parts = (
+        image if is_image(part) else part if isinstance(part, str) else str(part.get("text", "")) for part in content
+    )
+    return "".join(parts)
+
+
+def refuse_images(messages: Iterable[Mapping[str, Any]]) -> None:
+    """For a policy that is a model of text.
+
+    Raises:
+        BlindPolicyError: a message has an image.
+    """
+    if any(has_images(message.get("content")) for message in messages):
+        raise BlindPolicyError(
+            "an observation or message has an image, and the policy is a model of text: give pretrain a "
+            "vision-language model (docs/vision-language.md), or take render_mode: text"
+        )

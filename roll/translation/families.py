@@ -1,0 +1,159 @@
+"""Families of models by their names: which backends and engines compute them, and what takes a backend's place.
+
+No file of the model is there when a command is translated, so the name stands for its ``config.json``. What is tested
+is asked of :mod:`roll.config.model_files`, as ``roll check`` asks it of the file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from roll.config.model_files import EXPERTS, NEEDS, VISION, missing, needed
+from roll.translation.rules import OPTIONS, Draft
+
+PARTS = 2
+"""Parts of a path that name the model; folders above them say nothing."""
+_EXPERTS: dict[str, Any] = {"num_experts": 2}
+_SEES: dict[str, Any] = {"vision_config": {}}
+NAMES: tuple[tuple[str, dict[str, Any]], ...] = (
+    (r"qwen2[.-]?5-vl", {"model_type": "qwen2_5_vl", **_SEES}),
+    (r"qwen3-vl-\d+b-a\d+b", {"model_type": "qwen3_vl_moe", **_SEES, **_EXPERTS}),
+    (r"qwen3-vl", {"model_type": "qwen3_vl", **_SEES}),
+    (r"qwen3-omni|qwen2[.-]?5-omni", {"model_type": "qwen_omni", "thinker_config": {"hidden_size": 1}}),
+    (r"qwen3-next", {"model_type": "qwen3_next", **_EXPERTS}),
+    (r"qwen3\.[5-9]-\d+b-a\d+b", {"model_type": "qwen3_5_moe", **_SEES, **_EXPERTS}),
+    (r"qwen3\.[5-9]", {"model_type": "qwen3_5", **_SEES}),
+    (r"qwen3-(?:\w+-)?\d+b-a\d+b|qwen3-?moe", {"model_type": "qwen3_moe", **_EXPERTS}),
+    (r"qwen2-57b-a14b|qwen1\.5-moe", {"model_type": "qwen2_moe", **_EXPERTS}),
+    (r"mixtral", {"model_type": "mixtral", **_EXPERTS}),
+    (r"olmoe", {"model_type": "olmoe", **_EXPERTS}),
+    (
+        r"moonlight|671b|deepseek-v3|deepseek-r1$|deepseek-r1-0528$|(?<![a-z])dsv3",
+        {"model_type": "deepseek_v3", **_EXPERTS},
+    ),
+    (r"deepseek-(?:v2|moe)", {"model_type": "deepseek_v2", **_EXPERTS}),
+    (r"glm-4\.7-flash", {"model_type": "glm4_moe_lite", **_EXPERTS}),
+    (r"glm-4\.[5-9]v", {"model_type": "glm4v_moe", **_SEES, **_EXPERTS}),
+    (r"glm-4\.[5-9]", {"model_type": "glm4_moe", **_EXPERTS}),
+    (r"gpt-oss", {"model_type": "gpt_oss", **_EXPERTS}),
+    (
+        r"(?<![a-z])vl(?:a|m)?(?![a-z])|[\d.]vl(?![a-z])|vision|minicpm-?[ov]|omni(?![a-z])|llava|internvl|openvla|pixtral"
+        r"|glm-?4\.?\d?v|kimi-vl|paligemma|idefics|smolvlm",
+        {"model_type": "", **_SEES},
+    ),
+    (
+        r"(?<![a-z])moe(?![a-z])|-a\d+(?:\.\d+)?b\b|kimi-k|minimax-m|llama-4|dbrx",
+        {"model_type": "", **_EXPERTS},
+    ),
+)
+"""Patterns of names, the first that fits, and as much of a ``config.json`` as says what the family needs."""
+OTHER_FAMILY = ("deepseek_v2", "glm4_moe_lite")
+"""Families with experts of which no backend is tested: their attention is another one."""
+STANDS_IN = "fsdp2"
+"""Backend in the place of Megatron, for families that Megatron Core has no model of here."""
+LANGUAGE_PART = re.compile(r"[.*]*visual[.*]*|[.*]*vision(?:_model|_tower)?[.*]*")
+"""Modules that adapters leave out there: the vision tower."""
+
+
+def family_of(name: str) -> Mapping[str, Any] | None:
+    """As much of the model's ``config.json`` as its name tells; None: nothing but a dense language model."""
+    last = "/".join(name.rstrip("/").split("/")[-PARTS:]).lower()
+    return next((config for pattern, config in NAMES if re.search(pattern, last)), None)
+
+
+def lacks(config: Mapping[str, Any] | None, strategy: str) -> list[str]:
+    """The capabilities that a model of this family needs and ``strategy`` is not tested for."""
+    if config is None:
+        return []
+    if config["model_type"] in OTHER_FAMILY or not config["model_type"]:
+        return needed(config)
+    return missing(config, strategy)
+
+
+def find_family(draft: Draft) -> None:
+    """Learn the family of the policy, before strategies and batches are decided."""
+    if draft.states("model"):
+        draft.facts["family"] = family_of(str(draft.facts.get("model", "")))
+    else:
+        draft.facts.setdefault("family", None)
+
+
+def backend_for(draft: Draft, strategy: str) -> str:
+    """``strategy``, or FSDP2 where Megatron has no model of the family and FSDP2 has."""
+    family = draft.facts.get("family")
+    if strategy == "megatron" and lacks(family, "megatron_train") and not lacks(family, f"{STANDS_IN}_train"):
+        return STANDS_IN
+    return strategy
+
+
+def put_family(draft: Draft, strategies: Mapping[str, str]) -> None:
+    """Refuse families that nothing here computes; set what a family needs.
+
+    Args:
+        strategies: backend of each role with a model of its own, as :func:`backend_for` gives it.
+    """
+    if draft.states("rm_path") and (scorer := family_of(str(draft.facts["rm_path"]))) is not None:
+        draft.refuse("rm_path", f"is {_kinds(needed(scorer))} by its name, and no reward model of that kind is tested")
+    family = draft.facts.get("family")
+    if family is None:
+        return
+    users = _users(draft, strategies)
+    lacking = {name: found for name in users if (found := lacks(family, name))}
+    if lacking:
+        kinds = _kinds(list(dict.fromkeys(kind for found in lacking.values() for kind in found)))
+        rule = f"is {kinds} by its name, and {', '.join(lacking)} is tested with none of this family"
+        draft.refuse("model", f"{rule} (docs/moe.md, docs/vision-language.md)")
+    if any(draft.facts.get(f"stands_in.{role}") for role in strategies):
+        text = "Megatron has no model of this family here: fsdp2 computes the same, over all ranks of the role"
+        draft.remark(["model"], text)
+    has_experts = EXPERTS in needed(family)
+    for role, section in draft.sections():
+        tensor = int(draft.get(f"tensor.{role}", default=1))
+        if strategies[role] == "megatron" and has_experts and tensor > 1:
+            draft.put(f"{section}.{OPTIONS}.sequence_parallel", True, f"tensor.{role}")
+    put_adapters_of_family(draft, VISION in needed(family), has_experts and "megatron" in strategies.values())
+
+
+def _kinds(capabilities: list[str]) -> str:
+    return " and ".join(NEEDS[name] for name in capabilities)
+
+
+def put_adapters_of_family(draft: Draft, sees: bool, experts_under_megatron: bool) -> None:
+    """Adapters go on the language part here, and not on experts."""
+    rank = draft.get("lora_rank", default=0)
+    if not draft.states("lora_rank") or not rank:
+        return
+    left_out = str(draft.get("lora_exclude", default=""))
+    if sees and not LANGUAGE_PART.fullmatch(left_out):
+        rule = "puts adapters on the vision tower too, there; here they go on the language model alone: "
+        draft.refuse("lora_rank", f"{rule}exclude_modules='.*visual.*' is the same")
+    if experts_under_megatron:
+        draft.refuse(
+            "lora_rank", "puts adapters on the experts too, there; under Megatron only attention has them here"
+        )
+
+
+def put_routes(draft: Draft) -> None:
+    """Replay of the experts that were chosen, and what is frozen."""
+    mode = draft.get("replay", default="disabled")
+    if mode == "disabled":
+        draft.without_effect("routes are not replayed", "engine_replay")
+    else:
+        draft.put("actor_train.router_replay.mode", mode, "replay")
+    if mode == "R2":
+        draft.put("enable_old_logprobs_recompute", True, "replay")
+    if mode == "R3":
+        draft.put("actor_infer.router_replay.mode", mode, "replay", "engine_replay")
+    if draft.get("freeze_vision") and draft.facts.get("family"):
+        draft.put("actor_train.model_args.freeze_module_prefix", "vision_model", "freeze_vision")
+    else:
+        draft.without_effect("no vision tower is frozen", "freeze_vision")
+
+
+def _users(draft: Draft, strategies: Mapping[str, str]) -> list[str]:
+    """Strategies that compute the policy's model."""
+    names = {f"{name}_{'infer' if role == 'reference' else 'train'}" for role, name in strategies.items()}
+    engine = draft.get("engine")
+    return sorted(names) + ([] if engine is None else [str(engine)])

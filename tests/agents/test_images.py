@@ -1,0 +1,202 @@
+"""Images of environments in conversations: ids with placeholders that only grow, the images that go with them, and
+what a policy of text says to them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll.agents.chat_ids import ChatTemplate
+from roll.agents.conversation import Conversations
+from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
+from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Sampled, Task, run_episode
+from roll.agents.images import ChatImages
+from roll.datasets.images import VisionModel
+from roll.environments.base import BrokenContract, read_reset, read_step
+from roll.environments.frozen_lake import FrozenLake
+from roll.environments.sokoban import Sokoban
+from roll.protocol.vision import IMAGES, ImageError, VisionInputs
+from roll.rollout.episode_batch import build_episode_batch
+from roll.rollout.episodes import EngineSampler, Player, episode_from, episode_state
+from roll.strategies.engines.requests import SamplingParams
+from tests.vision_models import PROCESSING, tokenizer
+
+LAKE = {"size": 3, "p": 0.9, "max_steps": 4, "render_mode": "rgb_array", "cell_pixels": 16}
+TOKENS = 9
+"""Of a picture of 3 x 3 cells."""
+
+
+class Walker:
+    """An engine that says ``text`` and keeps what it was given."""
+
+    def __init__(self, template: ChatTemplate, text: str = "Up") -> None:
+        self.template, self.text = template, text
+        self.prompts: list[tuple[list[int], VisionInputs | None]] = []
+
+    async def __call__(
+        self, prompt_ids: list[int], most: int, options: Mapping[str, Any], vision: VisionInputs | None = None
+    ) -> Sampled:
+        self.prompts.append((prompt_ids, vision))
+        ids = [*self.template.encode(self.text), *self.template.end_tokens]
+        return Sampled(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
+
+
+@pytest.fixture(scope="module")
+def template() -> ChatTemplate:
+    words = tokenizer()
+    vision = VisionModel(
+        PROCESSING, words.convert_tokens_to_ids("<|image_pad|>"), "<|vision_start|><|image_pad|><|vision_end|>"
+    )
+    return ChatTemplate(words, images=ChatImages(vision))
+
+
+def play(chat: ChatTemplate, engine: Walker, make: Any = None, seed: int = 5, **options: Any) -> Episode:
+    limits = Limits(context=4096)
+    agent = EnvironmentAgent("lake", make or (lambda: FrozenLake(**LAKE)), EnvironmentOptions(**options))
+    return asyncio.run(run_episode(Task("lake", seed), agent, Model(engine, chat, "hermes", limits), limits))
+
+
+def assert_goes_together(template: ChatTemplate, ids: list[int], vision: VisionInputs | None, images: int) -> None:
+    placeholder = template.images._model.image_token_id  # type: ignore[union-attr]
+    assert vision is not None and len(vision.images) == images
+    assert ids.count(placeholder) == sum(vision.num_tokens) == TOKENS * images
+
+
+@pytest.mark.parametrize("context", ["append", "last", "observation"])
+def test_every_prompt_has_the_images_that_its_context_shows(template: ChatTemplate, context: str) -> None:
+    engine = Walker(template)
+    text = "Turn {turn_idx}: {observation} Go!" if context != "observation" else "{history} now {current_observation}"
+    episode = play(template, engine, template=text, context=context, history_length=1)
+    assert episode.outcome in ("terminated", "truncated") and len(engine.prompts) > 1
+    for turn, (ids, vision) in enumerate(engine.prompts):
+        shown = {"append": turn + 1, "last": min(turn, 1) + 1, "observation": 1}[context]
+        assert_goes_together(template, ids, vision, shown)
+        said = template.decode(ids)
+        assert ("(image)" in said) == (context == "observation" and turn > 0)
+        assert context == "observation" or said.count("<|vision_end|> Go!") == shown
+    if context == "append":
+        (branch,) = episode.conversations.branches()
+        last = engine.prompts[-1][0]
+        assert branch.token_ids[: len(last)].tolist() == last
+        assert [image.digest for image in branch.images] == [one.digest for one in engine.prompts[-1][1].images]  # type: ignore[union-attr]
+    steps = episode.conversations.steps()
+    assert [len(one.images) for one in steps] == [len(vision.images) for _, vision in engine.prompts if vision]
+
+
+def test_a_picture_is_the_state(template: ChatTemplate) -> None:
+    """What a cell looks like says what it is; equal states are equal images, held once in a run."""
+    lake = FrozenLake(**LAKE)
+    turn = read_reset("lake", lake.reset(3))
+    rules, part = turn.observation[0]["content"]
+    pixels = np.asarray(part["image"].decode())
+    assert pixels.shape == (48, 48, 3) and "red disc" in rules
+    row, column = lake.position
+    assert tuple(pixels[row * 16 + 8, column * 16 + 8]) == (210, 40, 40)
+    row, column = lake.goal
+    assert tuple(pixels[row * 16 + 8, column * 16 + 8]) == (40, 160, 60)
+    again = read_reset("lake", FrozenLake(**LAKE).reset(3))
+    assert (
+        again == turn
+        and read_step("lake", lake.step("nonsense")).observation[0]["content"][0]["image"] == part["image"]
+    )
+    room = read_reset("room", Sokoban(render_mode="rgb_array", cell_pixels=8).reset(1))
+    assert room.observation[0]["content"][1]["image"].size == (48, 48)
+    first, second = (play(template, Walker(template)) for _ in range(2))
+    assert first.calls[0].images[0] is second.calls[0].images[0]
+
+
+def test_rows_of_a_batch_have_their_images(template: ChatTemplate) -> None:
+    group = EpisodeGroup(0, Task("lake", 5), [play(template, Walker(template, said)) for said in ("Up", "Up", "x")])
+    for rule in ("trajectory", "step"):
+        batch = build_episode_batch([group], rule, 0)  # type: ignore[arg-type]
+        seen = batch.non_tensor_batch[IMAGES]
+        placeholder = template.images._model.image_token_id  # type: ignore[union-attr]
+        for row, vision in enumerate(seen):
+            assert (batch.batch["input_ids"][row] == placeholder).sum() == sum(vision.num_tokens)
+        assert len({id(one) for one in seen}) < len(seen), "rows with the same images hold one object"
+
+
+def test_a_stored_episode_has_its_images(template: ChatTemplate) -> None:
+    episode = play(template, Walker(template), system="Play.")
+    state = episode_state(episode)
+    assert all(isinstance(one, bytes) for one in state["images"])
+    player = Player(None, template, Limits(), SamplingParams(max_new_tokens=4))  # type: ignore[arg-type]
+    again = episode_from(state, episode.task, player)
+    assert [call.images for call in again.calls] == [call.images for call in episode.calls]
+    call = again.calls[-1]
+    ids, vision = again.conversations.prompt_ids(call), again.conversations.vision(call)
+    assert_goes_together(template, ids, vision, len(again.calls))
+
+
+def test_requests_of_an_engine_have_the_images(template: ChatTemplate) -> None:
+    """And a recorded response counts for the same images alone."""
+
+    class Engines:
+        def __init__(self) -> None:
+            self.requests: list[Any] = []
+
+        async def submit(self, request: Any) -> Any:
+            self.requests.append(request)
+            ids, log_probs = np.array([7]), np.array([-1.0])
+            sampled = {"token_ids": ids, "log_probs": log_probs, "finish_reasons": ["stop"]}
+            return SimpleNamespace(**sampled, weight_versions=[[(0, 0, 1)]])
+
+    async def asked(call: Any, recorded: Any = None) -> tuple[Engines, EngineSampler]:
+        engines = Engines()
+        sampler = EngineSampler(engines, "e", SamplingParams(max_new_tokens=4), recorded)  # type: ignore[arg-type]
+        await sampler(conversations.prompt_ids(call), 4, {}, conversations.vision(call))
+        return engines, sampler
+
+    conversations = Conversations(template)
+    lakes = [FrozenLake(**LAKE | {"map_seed": seed}) for seed in (1, 2)]
+    first, second = (conversations.ask(read_reset("lake", one.reset(1)).observation) for one in lakes)
+    assert first.new_ids == second.new_ids and first.images != second.images
+    engines, sampler = asyncio.run(asked(first))
+    assert engines.requests[0].vision.images == first.images
+    recorded = sampler.state_dict()
+    assert not asyncio.run(asked(first, recorded))[0].requests
+    assert asyncio.run(asked(second, recorded))[0].requests[0].vision.images == second.images
+
+
+def test_a_policy_of_text_is_refused(template: ChatTemplate) -> None:
+    blind = ChatTemplate(tokenizer())
+    with pytest.raises(Exception, match="the policy is a model of text") as error:
+        play(blind, Walker(blind))
+    assert "vision-language" in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["bytes", "uri", "pil", "openai"])
+def test_images_of_agents_come_in_many_forms(template: ChatTemplate, form: str) -> None:
+    picture = read_reset("lake", FrozenLake(**LAKE).reset(1)).observation[0]["content"][1]["image"]
+    data = picture.data.tobytes()
+    uri = "data:image/png;base64," + base64.b64encode(data).decode()
+    value = {"bytes": data, "uri": uri, "pil": picture.decode(), "openai": {"url": uri}}[form]
+    part = {"type": "image_url", "image_url": value} if form == "openai" else {"type": "image", "image": value}
+    conversations = Conversations(template)
+    call = conversations.ask([{"role": "user", "content": [part, {"type": "text", "text": "Where?"}]}])
+    assert_goes_together(template, call.new_ids, conversations.vision(call), 1)
+    assert form == "pil" or call.images == (picture,)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([{"type": "image", "image": "/etc/passwd"}], "found str"),
+        ([{"type": "image", "image": b"no picture"}], "UnidentifiedImageError"),
+        ("a text with <|image_pad|> in it", "1 placeholders of images and 0 images"),
+    ],
+)
+def test_what_is_no_image_is_refused(template: ChatTemplate, content: Any, said: str) -> None:
+    with pytest.raises(ImageError, match=said):
+        Conversations(template).ask([{"role": "user", "content": content}])
+
+
+def test_an_environment_with_a_broken_picture_is_named() -> None:
+    with pytest.raises(BrokenContract, match=r"mine: an image in the observation of reset: .*float64 \(4, 4\)"):
+        read_reset("mine", (np.zeros((4, 4)), {}))
