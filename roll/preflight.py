@@ -25,7 +25,7 @@ from roll.checkpoint.contents import (
 from roll.checkpoint.folders import CheckpointDamagedError
 from roll.checkpoint.manager import glance
 from roll.checkpoint.store import ObjectStore, is_url, store_problem
-from roll.config.checks.models import family_problem
+from roll.config.checks.roles import family_problem
 from roll.config.loader import LoadedConfig
 from roll.config.lora import uses_lora
 from roll.config.model_files import CONFIG, looks_like_folder, model_folder, read_model_config

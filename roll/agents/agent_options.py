@@ -9,14 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from roll.config.names import PUBLISHED_REWARDS
 from roll.config.reading.errors import closest
 from roll.config.reading.schema import Mismatch, convert
+from roll.config.rewards import CLUSTER, LLM_JUDGE
 
 T = TypeVar("T")
 Sampling = Literal["run", "refuse"]
 """Where a client sets a temperature or its like: the run's hold all the same, or the request is refused."""
 ToolChoice = Literal["enforce", "auto"]
 """Where a client demands a tool call: the response begins with one, or the policy does as it likes."""
+
+
+def uses_tools(agent: str | None) -> bool:
+    """Conversations of the agent may have tool messages: the chat template must have a place for them."""
+    return agent == "tools"
 
 
 class AgentOptionError(ValueError):
@@ -33,6 +40,9 @@ class VerifierOptions:
     """Options of the reward."""
     answer_key: str = "ground_truth"
     """Column of the row with the right answer."""
+    scores: Literal["answer", "episode"] | None = None
+    """What a reward is shown as the response: the last one (``answer``), or all that was said from the first one on, by
+    the policy and to it, without thoughts (``episode``); null: of an environment the episode, else the answer."""
     command: list[str] = field(default_factory=list)
     """In place of a reward: a program that prints the reward as its last line, or leaves with status 0 or 1."""
     timeout: float = 60.0
@@ -83,6 +93,9 @@ class BlackBoxOptions:
     tool_choice: Literal["enforce", "auto"] = "enforce"
     """What becomes of a request that demands a tool call: ``enforce``: the response begins with one; ``auto``: the
     policy may call or not, and learns to."""
+    roles: list[str] = field(default_factory=list)
+    """Parts that the policy plays in an episode, by the ``model`` of a request, each with rewards and baselines of its
+    own; empty: one, whatever the name."""
     host: str = "127.0.0.1"
     """Address of the endpoint."""
     port: int = 0
@@ -111,10 +124,19 @@ class BlackBoxOptions:
             )
         if self.processes < 0 or (self.processes and not self.command):
             raise AgentOptionError(f"agent_config.processes: {self.processes}: must be at least 0, and needs command")
+        if len(set(self.roles)) < len(self.roles) or not all(self.roles):
+            raise AgentOptionError(f"agent_config.roles: {self.roles}: must be names, each once")
         if self.reward == "exit" and (self.processes or not self.command):
             raise AgentOptionError("agent_config.reward: exit needs a program of its own for every episode")
         if (self.reward == "verifier") != bool(self.verifier):
             raise AgentOptionError("agent_config.verifier: goes with reward: verifier, and only with it")
+
+
+def asks_the_run(verifier: Mapping[str, Any]) -> bool:
+    """Whether a section ``verifier`` is a judge on the run's own role ``reward``."""
+    name, options = verifier.get("worker_cls"), verifier.get("reward_kwargs") or {}
+    is_judge = isinstance(name, str) and PUBLISHED_REWARDS.get(name.rpartition(".")[2], name) == LLM_JUDGE
+    return is_judge and options.get("model_type") == CLUSTER
 
 
 def read_options(kind: type[T], given: Mapping[str, Any], key: str = "agent_config") -> T:

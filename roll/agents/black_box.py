@@ -57,7 +57,8 @@ class BlackBoxAgent:
             EpisodeOver: the agent has made no use of its episode: nobody took it, or its program failed.
         """
         self._endpoint.start()
-        session = Session(task, model, self._options.sampling, self._options.tool_choice)
+        options = self._options
+        session = Session(task, model, options.sampling, options.tool_choice, tuple(options.roles))
         self._endpoint.open(session)
         with tempfile.TemporaryDirectory(prefix="roll-episode-", ignore_cleanup_errors=True) as scratch:
             try:
@@ -70,7 +71,11 @@ class BlackBoxAgent:
                     episode.seconds.environment += max(0.0, busy)
             if session.fault is not None:
                 raise session.fault
-            return await self._reward(session, ended, episode, scratch)
+            reward = await self._reward(session, ended, episode, scratch)
+        if isinstance(reward, float) and not session.roles:
+            return reward
+        session.earn(reward)
+        return 0.0
 
     async def close(self) -> None:
         """End the programs and stop serving."""
@@ -116,7 +121,9 @@ class BlackBoxAgent:
                 ending.cancel()
                 over.cancel()
 
-    async def _reward(self, session: Session, ended: Exit | None, episode: Episode, scratch: str) -> float:
+    async def _reward(
+        self, session: Session, ended: Exit | None, episode: Episode, scratch: str
+    ) -> float | dict[str, float]:
         """The reward by the configured source; the episode's outcome, success and metrics."""
         episode.metrics |= session.metrics
         if session.overridden:

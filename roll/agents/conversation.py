@@ -109,16 +109,18 @@ class Conversations:
         self.calls: list[Call] = []
         self.counts = ConversationCounts()
         self._answered: dict[str, int] = {}
-        """Digest of a conversation that ends with a response that a call gave, to the newest such call."""
+        """Digest of a conversation that ends with a response that a call gave, to the newest such call; behind the name
+        of a role, to the newest of that role."""
         self.images: dict[str, EncodedImage] = {}
         """By digest, those of all messages."""
         self._templates: dict[str, ChatTemplate] = {}
         """JSON of tools to the template with them."""
 
-    def ask(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> Call:
+    def ask(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, role: str = "") -> Call:
         """A new call whose prompt is ``messages``, from the ids of an earlier call where it goes on from one.
 
         Args:
+            role: who asks; of calls that were answered alike it goes on from the one of its own role.
             tools: schemas that the conversation is offered; None: those of the run's template.  A conversation that
                 goes on with other tools than before begins anew, as its prompt does.
 
@@ -129,11 +131,11 @@ class Conversations:
         """
         messages = self._seen(messages)
         template = self._with_tools(tools)
-        parent, new_ids = self._grown(messages, template, tools or ())
+        parent, new_ids = self._grown(messages, template, tools or (), role)
         if parent is None:
             new_ids = template.prompt(messages)
         new_ids, images = self._expanded(new_ids, messages if parent is None else self._behind(parent, messages))
-        call = Call(len(self.calls), parent, new_ids, messages, list(tools or ()), images=images)
+        call = Call(len(self.calls), parent, new_ids, messages, list(tools or ()), role=role, images=images)
         self.calls.append(call)
         return call
 
@@ -188,7 +190,8 @@ class Conversations:
 
     def known_as(self, call: Call, message: Message) -> None:
         """Recognise ``message`` as the response of ``call``: a further form in which an agent gets it."""
-        self._answered[_digest([*call.messages, message])] = call.index
+        digest = _digest([*call.messages, message])
+        self._answered[digest] = self._answered[call.role + digest] = call.index
 
     def _with_tools(self, tools: Sequence[Message] | None) -> ChatTemplate:
         if tools is None:
@@ -238,14 +241,15 @@ class Conversations:
         return chain[::-1]
 
     def _grown(
-        self, messages: list[Message], template: ChatTemplate, tools: Sequence[Message]
+        self, messages: list[Message], template: ChatTemplate, tools: Sequence[Message], role: str
     ) -> tuple[int | None, list[int]]:
         """The call that ``messages`` go on from, and the ids that come behind its response."""
         responses = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not responses:
             return None, []
         last = responses[-1]
-        known = self._answered.get(_digest(messages[: last + 1]))
+        digest = _digest(messages[: last + 1])
+        known = self._answered.get(role + digest, self._answered.get(digest))
         if known is None or last + 1 == len(messages):
             self.counts.foreign_responses += known is None
             self.counts.breaks += known is not None

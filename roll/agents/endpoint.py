@@ -184,8 +184,9 @@ class AgentEndpoint:
         raise Refusal(401, "the API key is missing or wrong", "authentication_error", "invalid_api_key")
 
     async def _models(self, request: Request, session: Session) -> Response:
-        policy = {"id": "policy", "object": "model", "created": self._began, "owned_by": "roll"}
-        return JSONResponse({"object": "list", "data": [policy]})
+        names = session.roles or ("policy",)
+        models = [{"id": name, "object": "model", "created": self._began, "owned_by": "roll"} for name in names]
+        return JSONResponse({"object": "list", "data": models})
 
     async def _task(self, request: Request, session: Session) -> Response:
         return JSONResponse(task_body(session.task))

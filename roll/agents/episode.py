@@ -159,9 +159,12 @@ class EpisodeGroup:
         """What went wrong in an episode, if anything did."""
         return next((one.error for one in self.episodes if one.error is not None), None)
 
-    def scores(self) -> list[float]:
-        """The rewards of the episodes that no fault has ended."""
-        return [one.reward for one in self.episodes if not one.failed]
+    def scores(self, role: str | None = None) -> list[float]:
+        """The rewards of the episodes that no fault has ended, or what ``role`` has earned in them."""
+        sound = [one for one in self.episodes if not one.failed]
+        if role is None:
+            return [one.reward for one in sound]
+        return [sum(call.reward for call in one.calls if call.role == role) for one in sound]
 
     def mean_score(self) -> float:
         """Their mean; NaN where there is none."""
@@ -222,10 +225,9 @@ class Model:
         template = self._template if tools is None else self._template.with_tools(tools)
         openings = [call_opening(template, self._tool_format, messages, name) for name in must_call]
         try:
-            call = self.conversations.ask(messages, tools)
+            call = self.conversations.ask(messages, tools, self.role)
         except BlindPolicyError as error:
             raise EngineFault(str(error)) from error
-        call.role = self.role
         prompt_ids, vision = self.conversations.prompt_ids(call), self.conversations.vision(call)
         demanded = None
         if openings:

@@ -33,10 +33,12 @@ class Session:
     model: Model
     sampling: Sampling = "run"
     tool_choice: ToolChoice = "enforce"
+    roles: tuple[str, ...] = ()
+    """Names of models, each a part of its own that the policy plays; empty: any name is the policy in its only one."""
     key: str = ""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    reward: float | None = None
-    """As posted."""
+    reward: float | dict[str, float] | None = None
+    """As posted: one number, or one by role."""
     success: bool | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -72,6 +74,9 @@ class Session:
         """
         if self.closed:
             raise episode_over()
+        if self.roles and request.model not in self.roles:
+            there = f"model: {request.model!r} is no role of this agent; there are {', '.join(self.roles)}"
+            raise Refusal(404, there, "not_found_error", "model_not_found")
         if request.sampling and self.sampling == "refuse":
             raise Refusal(400, f"{request.sampling[0]}: the run's sampling parameters hold here; leave it out")
         self.overridden += bool(request.sampling)
@@ -91,7 +96,8 @@ class Session:
         if request.max_tokens is not None:
             options["max_new_tokens"] = request.max_tokens
         try:
-            response = await self.model.chat(request.messages, tools=request.tools, **options)
+            model = self.model.as_(request.model) if self.roles else self.model
+            response = await model.chat(request.messages, tools=request.tools, **options)
         except EpisodeOver as over:
             self.limit = over
             if over.outcome != "context_limit":  # an agent may answer that one with a shorter conversation
@@ -117,11 +123,28 @@ class Session:
 
     async def post(self, body: Mapping[str, Any]) -> None:
         """Take the body of ``POST /reward``."""
-        self.reward, self.success = _number(body, "reward"), body.get("success")
+        self.reward, self.success = self._posted_reward(body), body.get("success")
         self.metrics = {str(name): float(value) for name, value in body.get("metrics", {}).items()}
         if body.get("done", True):
             self.closed = True
             self.done.set()
+
+    def _posted_reward(self, body: Mapping[str, Any]) -> float | dict[str, float]:
+        given = body.get("reward")
+        if not isinstance(given, Mapping):
+            return _number(body, "reward")
+        for role in given:
+            if role not in self.roles:
+                there = (
+                    f"there are {', '.join(self.roles)}" if self.roles else "the agent has none (agent_config.roles)"
+                )
+                raise Refusal(400, f"reward: {role!r} is no role of this agent; {there}")
+        return {str(role): _number(given, role) for role in given}
+
+    def earn(self, value: float | Mapping[str, float]) -> None:
+        """Give each role what it has earned: a single number is earned by all of them."""
+        for role in self.roles:
+            self.model.as_(role).reward(value.get(role, 0.0) if isinstance(value, Mapping) else value)
 
 
 def episode_over() -> Refusal:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roll.config.corrections import parse_correction
-from roll.config.reading.fields import parse_dotted_path, rules, setting
-from roll.config.reading.names import Named, Table
+from roll.config.reading.fields import Named, Table, parse_dotted_path, rules, setting
 
 
 @dataclass(frozen=True)

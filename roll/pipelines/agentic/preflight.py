@@ -16,11 +16,8 @@ from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.environments.registry import EnvironmentOptionError, check_environment_options
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, ToolWrapperConfig
-from roll.pipelines.agentic.plan import AgenticPlan
-from roll.pipelines.agentic.planning import agent_of, used_entries
+from roll.pipelines.agentic.plan import AgenticPlan, agent_of, used_entries
 from roll.pipelines.policy_preflight import build_own_filter, policy_functions
-
-TOKENIZER = "tokenizer_config.json"
 
 
 class OwnGroupFilter(Protocol):
@@ -43,6 +40,8 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
         agent, options = agent_of(section)
         if agent is not None:
             problems += agent_problems(f"custom_envs.{tag}", agent, options, loaded)
+        elif section.verifier:
+            problems += verifier_problems(f"custom_envs.{tag}.verifier", section.verifier, loaded)
         if section.env_type is None:
             continue
         problems += wrapper_problems(f"custom_envs.{tag}.tool_wrapper", section.tool_wrapper, loaded)
@@ -84,6 +83,18 @@ def agent_problems(
         yield Problem(f"{key}.{name}", None, rule, source=shown(loaded.source), has_value=False)
 
 
+def verifier_problems(key: str, verifier: dict[str, Any], loaded: LoadedConfig[AgenticConfig]) -> Iterator[Problem]:
+    """What is wrong with the verifier of an environment."""
+    from roll.agents.agent_options import AgentOptionError
+    from roll.agents.doors import make_verifier
+
+    try:
+        make_verifier(verifier, key="verifier", of_environment=True)
+    except AgentOptionError as error:
+        name, _, rule = str(error).partition(": ")
+        yield Problem(key + name.removeprefix("verifier"), None, rule, source=shown(loaded.source), has_value=False)
+
+
 def wrapper_problems(
     key: str, wrapper: ToolWrapperConfig | None, loaded: LoadedConfig[AgenticConfig]
 ) -> Iterator[Problem]:
@@ -123,17 +134,22 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
     assert isinstance(loaded.plan, AgenticPlan)
     role = loaded.plan.roles.get("actor_train") or loaded.plan.roles["actor_infer"]
     folder = model_folder(role.model_path) if role.model_path is not None else None
-    if folder is None or not (folder / TOKENIZER).is_file():
+    if folder is None or not (folder / "tokenizer_config.json").is_file():
         return
+    entries = [one for one in loaded.plan.entries.values() if one.turns > 1 and one.context in ("append", "last")]
+    if not entries:
+        return
+    from roll.agents.agent_options import uses_tools
     from roll.agents.chat_ids import TemplateError, check_template
-    from roll.agents.doors import uses_tools
+    from roll.agents.template_files import TemplateFiles
     from roll.pipelines.agentic.templates import chat_template
-    from roll.pipelines.files import load_tokenizer
 
-    tokenizer = load_tokenizer(role.model_path, role.section.model_args.trust_remote_code)
-    for entry in loaded.plan.entries.values():
-        if entry.turns == 1 or entry.context not in ("append", "last"):
-            continue
+    tokenizer: Any = TemplateFiles(folder)
+    if tokenizer.has_own_code or not tokenizer.chat_template:  # a class of a tokenizer may bring a template
+        from roll.pipelines.files import load_tokenizer
+
+        tokenizer = load_tokenizer(role.model_path, role.section.model_args.trust_remote_code)
+    for entry in entries:
         try:
             template = chat_template(loaded.config, tokenizer)
             check_template(template, entry.section.thinking, uses_tools(entry.agent))

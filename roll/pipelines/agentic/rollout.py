@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -55,8 +55,16 @@ class EpisodeData:
     """Agents without an environment, and tools around environments."""
 
 
-def load_episode_data(config: AgenticConfig, plan: AgenticPlan, tokenizer: PreTrainedTokenizerBase) -> EpisodeData:
+def load_episode_data(
+    config: AgenticConfig,
+    plan: AgenticPlan,
+    tokenizer: PreTrainedTokenizerBase,
+    judge: Mapping[str, str] | None = None,
+) -> EpisodeData:
     """Environments, agents, chat templates and data sets.
+
+    Args:
+        judge: where verifiers find the role ``reward``.
 
     Raises:
         DataError: a file that cannot be read.
@@ -68,8 +76,8 @@ def load_episode_data(config: AgenticConfig, plan: AgenticPlan, tokenizer: PreTr
     shared: dict[str, Any] = {}
     return EpisodeData(
         tokenizer,
-        build_players(config, plan, plan.train, tokenizer, processes, shared),
-        {} if validation is None else build_players(config, plan, validation, tokenizer, processes, shared),
+        build_players(config, plan, plan.train, tokenizer, processes, shared, judge),
+        {} if validation is None else build_players(config, plan, validation, tokenizer, processes, shared, judge),
         TaskSource(plan.train, f"train/{config.seed}", data),
         None if validation is None else TaskSource(validation, "validation", data),
         processes,
@@ -95,7 +103,7 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
             self._engines,
             data.tasks.draw,
             data.players,
-            _settings(plan.train, f"{config.seed}/"),
+            _settings(plan.train, f"{config.seed}/", config.train_roles),
             0,
             SetAside(plan.log_dir),
         )
@@ -168,8 +176,9 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         """End what agents have started: servers of tools, sandboxes, their endpoint."""
         for one in self._data.shared:
             close = getattr(one, "close", None)
-            if close is not None:
-                await close()
+            ending = close() if close is not None else None
+            if ending is not None:
+                await ending
 
     def validation(self) -> Coroutine[Any, Any, EpisodeValidation]:
         """The same tasks each time, sampled from the same seeds: two validations differ by the policy alone."""
@@ -238,19 +247,28 @@ class AsyncEpisodeRollout(RunsAhead[EpisodeValidation, EpisodeGroup], EpisodeRol
         self._take_up(state)
 
 
-def _settings(manager: ManagerPlan, name: str) -> EpisodeSettings:
-    return EpisodeSettings(
-        manager.group_size, name, manager.redundancy, manager.num_groups, keeps=group_filter(manager.section)
-    )
+def _settings(manager: ManagerPlan, name: str, roles: Collection[str] = ()) -> EpisodeSettings:
+    keeps = group_filter(manager.section, roles)
+    return EpisodeSettings(manager.group_size, name, manager.redundancy, manager.num_groups, keeps=keeps)
 
 
-def group_filter(section: EnvManagerConfig) -> Callable[[EpisodeGroup], bool]:
-    """``group_filter_config`` and ``group_filter_cls`` together: true for groups that both keep."""
+def group_filter(section: EnvManagerConfig, roles: Collection[str] = ()) -> Callable[[EpisodeGroup], bool]:
+    """``group_filter_config`` and ``group_filter_cls`` together: true for groups that both keep.
+
+    Where episodes have several roles, a group is kept for any that is trained: what opponents earn may sum to nothing.
+
+    Args:
+        roles: that are trained; empty: all.
+    """
     keep = build_filter(section.group_filter_config.type, section.group_filter_config.filter_args)
     own = None if section.group_filter_cls is None else own_group_filter(section.group_filter_cls)
 
     def keeps(group: EpisodeGroup) -> bool:
-        if not keep(np.array(group.scores() or [np.nan], dtype=np.float32)):
+        found = {call.role for episode in group.episodes for call in episode.calls}
+        trained: list[str | None] = [None]
+        if len(found) > 1:
+            trained = [*sorted(found & set(roles) if roles else found)]
+        if not any(keep(np.array(group.scores(role) or [np.nan], dtype=np.float32)) for role in trained):
             return False
         identity = f"{group.task.tag}_{group.task.seed}"
         return own is None or not own.filter(identity, group.order, group.episodes)

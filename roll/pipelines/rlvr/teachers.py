@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from roll.config.checks.base import Checks
-from roll.config.distillation import DivergenceConfig
+from roll.config.losses import DivergenceConfig
 from roll.config.policy import PolicyRunConfig
 from roll.config.roles import WorkerConfig
 from roll.pipelines.policy import is_taught, taught_by_advantage

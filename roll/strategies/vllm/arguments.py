@@ -63,7 +63,8 @@ def engine_arguments(
         "hf_overrides": dict(role.model_args.model_config_kwargs),
     }
     if getattr(model_config, "vision_config", None) is not None:
-        arguments["limit_mm_per_prompt"] = {"video": 0}  # else the engine keeps room for one
+        # Else the engine keeps room for a video.
+        arguments["limit_mm_per_prompt"] = {"video": 0, **options.limit_mm_per_prompt}
     wanted: dict[str, Any] = {
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "optimization_level": options.optimization_level,
