@@ -133,6 +133,22 @@ def test_refused(tmp_path: Path, keys: dict[str, Any], wrong: str) -> None:
     assert wrong in rules(tmp_path, opd(**keys))
 
 
+@pytest.mark.parametrize(
+    ("keys", "wrong", "said"),
+    [
+        ({"lmbda": 0.5, "opd_form": "topk"}, "lmbda", "num_return_sequences_in_group 1"),
+        ({"lmbda": 0.5, "num_return_sequences_in_group": 1}, "lmbda", "opd_form advantage"),
+        ({"opd_teacher_prompt": "no column"}, "opd_teacher_prompt", "names no column"),
+        ({"opd_teacher_prompt": "{prompt.x}"}, "opd_teacher_prompt", "hold no column's name"),
+        ({"opd_teacher_prompt": "{prompt"}, "opd_teacher_prompt", "no text with columns"),
+    ],
+)
+def test_what_rows_give_besides_prompts(tmp_path: Path, keys: dict[str, Any], wrong: str, said: str) -> None:
+    assert said in rules(tmp_path, opd(**keys))[wrong]
+    one = {"num_return_sequences_in_group": 1, "rollout_batch_size": 256, "adv_estimator": "reinforce"}
+    assert not rules(tmp_path, opd(**one, lmbda=0.5, opd_form="topk", opd_teacher_prompt="{prompt} {hint}"))
+
+
 def test_agents_have_teachers_too(tmp_path: Path) -> None:
     """In a file of environments the same keys mean the same; the sampling that decides is theirs."""
     data = {**LAKE, "is_pure_opd": True, "teacher": TEACHER}

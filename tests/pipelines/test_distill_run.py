@@ -202,6 +202,32 @@ def opd(**changes: Any) -> dict[str, Any]:
     return {"pipeline": "opd", "is_pure_opd": True, "max_steps": 2, **changes}
 
 
+def test_a_share_of_given_responses(run: Run, world: TinyWorld, tmp_path: Path) -> None:
+    """Half of the prompts come with the response of their row, from its first token to the one that ends it."""
+    one = {"num_return_sequences_in_group": 1, "rollout_batch_size": 16, "response_length": 40}
+    changes = {**one, "opd_form": "topk", "opd_topk": 4, "lmbda": 0.5, "adv_estimator": "reinforce"}
+    data = {"file_name": [str(world.demonstrations)], "messages": "messages", "response": "response"}
+    more = {"actor_train.data_args": data, "rollout_dump_dir": str(tmp_path / "rollouts")}
+    done = run(opd(**changes, teacher=teacher(world), **more), output=tmp_path)
+    assert done.values("opd/on_policy_share") == [0.5, 0.5]
+    rows = [json.loads(line) for line in world.demonstrations.read_text().splitlines()]
+    solutions = {row["response"] for row in rows}
+    for file in sorted((done.output / "rollouts").glob("train-*.jsonl")):
+        texts = [json.loads(line)["response"] for line in file.read_text().splitlines()]
+        assert sum(text in solutions for text in texts) == 8
+
+
+def test_teachers_with_prompts_of_their_own(run: Run, world: TinyWorld) -> None:
+    """The same prompt teaches nothing to the model itself; one with the answer in it does."""
+    own = teacher(world, world.model)
+    same = run(opd(opd_form="topk", opd_topk=4, teacher=own, opd_teacher_prompt="{prompt}")).steps[0]
+    assert same["opd/teacher/kl"] == pytest.approx(0.0, abs=1e-6)
+    for form in ("advantage", "full_vocabulary"):
+        hint = "{prompt} The answer is {ground_truth}."
+        told = run(opd(opd_form=form, teacher=own, opd_teacher_prompt=hint, max_steps=1)).steps[0]
+        assert abs(told["opd/teacher/kl"]) > 1e-4 and told["actor/grad_norm"] > 1e-4
+
+
 def test_agents_learn_from_a_teacher(run: Run, world: TinyWorld, served_teacher: dict[str, Any]) -> None:
     """Rows of several turns, what the environment said between them left out: a teacher that is the student has
     nothing to teach; another one teaches the same as a role and behind a URL, by sampled tokens, in addition to rewards

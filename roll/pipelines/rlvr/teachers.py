@@ -6,6 +6,7 @@ it would have done. Arithmetic is in :mod:`roll.pipelines.rlvr.teaching`.
 
 from __future__ import annotations
 
+from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
@@ -112,9 +113,44 @@ def check_opd(
         check_temperature(
             teacher_role(name), section, temperature, whole, f"{sampling_key}.temperature", instead, checks
         )
+    _check_given(config, checks, runs_as)
     if config.opd_form != "advantage":
         _check_routes(config, checks)
     _note_estimator(config, checks, arguments, sampling_key)
+
+
+def _check_given(config: PolicyRunConfig, checks: Checks, runs_as: str) -> None:
+    """``lmbda`` and ``opd_teacher_prompt``, which take more than prompts from the rows."""
+    if config.opd_teacher_prompt is not None:
+        try:
+            names = {name for _, name, _, _ in Formatter().parse(config.opd_teacher_prompt) if name is not None}
+            wrong = None if all(name.isidentifier() for name in names) else "has braces that hold no column's name"
+        except ValueError as error:
+            names, wrong = set(), f"is no text with columns in braces: {error}"
+        if wrong is None and not names:
+            wrong = "names no column in braces, so that every prompt would look the same"
+        if runs_as != "rlvr":
+            wrong = "is for prompts from rows; episodes have none"
+        if wrong is not None:
+            example = "~" if runs_as != "rlvr" else "{prompt} The answer is {ground_truth}."
+            checks.add("opd_teacher_prompt", config.opd_teacher_prompt, wrong, example)
+    if config.lmbda == 1.0:
+        return
+    group = config.group_size
+    rules = (
+        (runs_as == "rlvr", "must be 1 for episodes, of which the data has none"),
+        (config.is_pure_opd, "must be 1 with use_opd: rewards and advantages are for what the student sampled"),
+        (
+            config.opd_form != "advantage",
+            "must be 1 with opd_form advantage, an estimate from the student's samples",
+        ),
+        (config.async_generation_ratio == 0, "must be 1 where generation runs ahead (async_generation_ratio above 0)"),
+        (group == 1, f"needs num_return_sequences_in_group 1, not {group}: a row has one response"),
+        (getattr(config, "user_defined_rollout_loop_cls", None) is None, "must be 1 with a rollout loop of your own"),
+    )
+    rule = next((text for holds, text in rules if not holds), None)
+    if rule is not None:
+        checks.add("lmbda", config.lmbda, rule, 1.0)
 
 
 def _check_routes(config: PolicyRunConfig, checks: Checks) -> None:

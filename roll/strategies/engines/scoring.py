@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from math import log
 
 import numpy as np
 import torch
@@ -33,8 +34,8 @@ from roll.strategies.engines.requests import PromptScore
 
 ALL = -1
 """As a number of most probable tokens: the whole vocabulary."""
-UNKNOWN = 2**31 - 1
-"""As a limit of ids: none is known."""
+LEAST_MASS = 1e-38
+"""As small as float32 gets."""
 
 
 class ScoringStrategy(ModelStrategy):
@@ -133,9 +134,9 @@ def listed_tokens(
     log_probs = np.fromiter((value for _, value in entries), dtype=np.float64, count=len(entries))
     if temperature != 1.0:
         tempered = log_probs / temperature
-        highest = tempered.max()
+        highest = float(tempered.max())
         log_probs = tempered - highest - np.log(np.exp(tempered - highest).sum())
-    order = np.argsort(-log_probs, kind="stable")
+    order = np.argsort(np.negative(log_probs), kind="stable")
     order = order[ids[order] < wanted.limit]
     size = min(wanted.count or len(order), wanted.limit)
     if len(order) < size:
@@ -145,7 +146,7 @@ def listed_tokens(
         )
     order = order[:size]
     rest = max(0.0, 1.0 - float(np.exp(log_probs[order]).sum()))
-    return log_probs[order], ids[order], float(np.log(max(rest, np.finfo(np.float32).tiny)))
+    return log_probs[order], ids[order], log(max(rest, LEAST_MASS))
 
 
 class EngineScoring(ScoringStrategy):
