@@ -72,6 +72,7 @@ TOOLS = {
     ),
     "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
     "export": Tool("roll.checkpoint.export", "turn a training checkpoint into a Hugging Face model, adapter or GGUF"),
+    "merge": Tool("roll.checkpoint.merge", "make one model of several: linear, SLERP, TIES, DARE"),
     "replay": Tool("roll.replay", "take the step of a recorded batch again and compare its metrics"),
     "reproduce": Tool("roll.reproduce", "run a documented table again, and say which rows agree with what is recorded"),
     "report": Tool("roll.report.command", "write one HTML file of runs: curves, timeline, samples, diagnosis", True),
@@ -143,7 +144,9 @@ def ready(load: Callable[[], LoadedConfig[Any]]) -> LoadedConfig[Any]:
     check_parts(loaded)
     check_resumption(loaded)
     require_packages(loaded)
-    return load() if find_models(loaded, say) else loaded
+    loaded = load() if find_models(loaded, say) else loaded
+    loaded.pipeline.check_services(loaded)
+    return loaded
 
 
 def run(loaded: LoadedConfig[Any], work: Callable[[], int | None] | None = None) -> int:

@@ -120,7 +120,7 @@ def try_imports() -> dict[str, str]:
     broken = {}
     for backend in BACKENDS.rows:
         if backend.package is None or is_installed(backend.package.module):
-            paths = filter(None, (backend.computes, backend.generates))
+            paths = filter(None, (backend.computes, backend.generates, backend.scores))
             outcome = trial("imports", *(path.rpartition(".")[0] for path in paths), deadline=IMPORT_SECONDS)
             if outcome.error:
                 broken[backend.name] = outcome.error.rpartition(" | ")[2]

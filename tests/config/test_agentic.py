@@ -19,11 +19,12 @@ from roll.config.reading.schema import section_fields as fields_of
 from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.pipelines.agentic.checks_entries import ELSEWHERE, FIELDS
 from roll.pipelines.agentic.config import TOOL_CALL_FORMATS, AgenticConfig, CustomEnvConfig
-from roll.pipelines.agentic.plan import AgenticPlan, agentic_facts, batch_facts
-from roll.pipelines.agentic.planning import MANAGERS
+from roll.pipelines.agentic.plan import MANAGERS, AgenticPlan, agentic_facts, batch_facts
 from roll.pipelines.agentic.preflight import check_environments, own_group_filter
 from roll.preflight import check_parts
 from tests.config.good import GONE, changed, load, mistakes
+
+JUDGE = {"worker_cls": "llm_judge", "reward_kwargs": {"model_type": "cluster"}}
 
 PUBLISHED = "roll.pipeline.agentic.env_manager"
 PROXY = {"env_manager_cls": f"{PUBLISHED}.x.ProxyEnvManager", "agent_runner_cls": "roll.x.GEMRunner", "http_timeout": 9}
@@ -181,7 +182,12 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"adv_estimator": "rloo", "train_env_manager.group_size": 1}, "train_env_manager.group_size", "at least 2"),
     ({"reward_normalization": {"method": "mean"}, "norm_mean_type": "batch"}, "norm_mean_type", "keep one"),
     ({"reward_normalization": {"grouping": "env"}}, "reward_normalization.grouping", "batch, tags, traj_group_id"),
-    ({"reward": {"device_mapping": [0]}}, "reward", "not available yet"),
+    ({"custom_envs.lake.verifier": JUDGE}, "reward", "is needed by the verifier of custom_envs.lake"),
+    (
+        {"custom_envs.lake.verifier": JUDGE, "reward.device_mapping": [0], "async_generation_ratio": 1},
+        "reward.device_mapping",
+        "must share no device with",
+    ),
     ({"actor_train": GONE}, "actor_train", "without training"),
     ({"actor_train.router_replay.mode": "R3", "actor_infer.router_replay.mode": "R3"},
      "actor_train.router_replay.mode", "several turns"),

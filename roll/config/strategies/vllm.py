@@ -76,6 +76,8 @@ class VllmStrategyConfig(StrategyConfig):
     sleep_level: int = setting(1, ge=1, le=2)
     """While other roles use the GPU: 1 moves the weights to host memory, 2 drops them (the next weight update brings
     them back). The KV cache is dropped either way. No effect on a CPU."""
+    limit_mm_per_prompt: dict[Literal["image"], int] = field(default_factory=dict)
+    """``{image: n}``: most images of a prompt, for which a vision-language model keeps room; empty: vLLM's choice."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Any further argument of vLLM's ``EngineArgs``, passed through."""
     allow_untested_version: bool = False
@@ -115,6 +117,7 @@ VLLM = Backend(
     "vllm",
     VllmStrategyConfig,
     generates="roll.strategies.vllm.VllmStrategy",
+    scores="roll.strategies.engines.scoring.EngineScoring",
     package=Package(
         "vllm",
         "on GPUs pip install 'roll-rl[vllm]', on a CPU make install-vllm; see docs/installation.md",

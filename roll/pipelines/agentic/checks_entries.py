@@ -7,7 +7,7 @@ import string
 from roll.config.checks.base import Checks, check_data_files
 from roll.config.reading.errors import closest
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig
-from roll.pipelines.agentic.planning import MANAGERS, agent_of, played_as, used_entries
+from roll.pipelines.agentic.plan import MANAGERS, agent_of, played_as, used_entries
 
 FIELDS = {
     "append": ("observation", "turn_idx", "suffix", "actions_left", "max_response_length"),
@@ -114,9 +114,8 @@ def check_door(key: str, section: CustomEnvConfig, checks: Checks) -> None:
         checks.add(f"{key}.env_type", section.env_type, rule, remedy)
     if agent is not None:
         check_agent_keys(key, agent, section, checks)
-    elif section.verifier or section.agent_config:
-        name = "verifier" if section.verifier else "agent_config"
-        checks.note(f"{key}.{name}", "has no effect without agent, tools or command: an environment gives rewards")
+    elif section.agent_config:
+        checks.note(f"{key}.agent_config", "has no effect without agent, tools or command")
     if section.data_args is not None:
         check_data_files(f"{key}.data_args", section.data_args, checks)
 
