@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from roll.config.lora import uses_lora
+from roll.config.losses import RANKS, is_unpaired
 from roll.config.pipelines import SCORES
 from roll.config.plan.plan import Plan, RolePlan
 from roll.config.policy import PolicyRunConfig
-from roll.config.preferences import is_unpaired
 from roll.config.reading.errors import ConfigError, Problem
-from roll.config.reward_models import RANKS
 from roll.config.strategies.registry import (
     DeepSpeedStrategyConfig,
     Fsdp1StrategyConfig,

@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from roll.algorithms.distillation import divergence
-from roll.config.distillation import DivergenceConfig
 from roll.config.lora import uses_lora
+from roll.config.losses import DivergenceConfig
 from roll.config.plan.micro_batching import micro_batching
 from roll.config.roles import ModelArguments, WorkerConfig
 from roll.models import attention
