@@ -153,7 +153,7 @@ class ObjectStore:
             if "file" in fs.protocol:
                 fs.mv(f"{root}/{name}", f"{root}/{new_name}", recursive=True)
                 return
-            # An object store has no folders to rename. A manifest makes a checkpoint whole: it comes last, goes first.
+            # An object store renames no folders. The manifest makes a checkpoint whole: it comes last, goes first.
             files = sorted(fs.find(f"{root}/{name}"), key=lambda file: file == f"{root}/{name}/{MANIFEST_NAME}")
             for file in files:
                 fs.copy(file, f"{root}/{new_name}{file.removeprefix(f'{root}/{name}')}")
