@@ -36,7 +36,7 @@ from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import BACKENDS, typed_strategy_config
 
-TRACKERS = {"wandb": "wandb", "swanlab": "swanlab", "prometheus": "prometheus_client"}
+TRACKERS = {"wandb": "wandb", "swanlab": "swanlab", "trackio": "trackio", "prometheus": "prometheus_client"}
 """By tracker: its package, of the same name at the index."""
 
 

@@ -2,8 +2,9 @@
 
 All data of the file is base64 of zlib streams, which the browser inflates by itself (``DecompressionStream``), the
 blocks of samples only when somebody looks at them; an index of numbers answers the filters.  The page's policy
-(``Content-Security-Policy``) lets it run its own script, known by its hash, and load nothing; the script writes text
-only as text.  So what a model has written cannot act in the page."""
+(``Content-Security-Policy``) lets it run its own script, known by its hash, show images that it brings along, and load
+nothing; the script writes text only as text.  So what a model has written cannot act in the page.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +63,7 @@ def _write(out: TextIO, runs: Sequence[Run], max_samples: int) -> int:
     labels = run_labels(runs)
     policy = (
         f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; style-src 'sha256-{_sha256(style)}'; "
+        "img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     title = html.escape(", ".join(labels))
@@ -79,6 +81,7 @@ def _write(out: TextIO, runs: Sequence[Run], max_samples: int) -> int:
         for block, payload in enumerate(_thinned(run, index, max_samples // len(runs))):
             _data(out, f"s{number}-{block}", payload)
         _json(out, f"i{number}", index.columns())
+        _json(out, f"p{number}", _images(run))
         _json(out, f"m{number}", metric_columns(run))
         _json(out, f"t{number}", _timeline(run))
         about.append(_about(run, label) | {"samples": index.size, "left_out": index.left_out})
@@ -229,6 +232,11 @@ class _Index:
         return {"size": self.size, "columns": self._columns, "words": words}
 
 
+def _images(run: Run) -> dict[str, str]:
+    """Small copies of the images of prompts by name, PNG in base64."""
+    return {name: data for block in run.blocks() for name, data in block.get("images", {}).items()}
+
+
 def _thinned(run: Run, index: _Index, limit: int) -> Iterator[bytes]:
     """The blocks that the page gets, entered into the index."""
     sizes = [len(block["samples"]) for block in run.blocks()]
@@ -236,6 +244,8 @@ def _thinned(run: Run, index: _Index, limit: int) -> Iterator[bytes]:
     number = 0
     for size, (_, payload) in zip(sizes, run.payloads(), strict=False):
         seen += size
+        if not size:
+            continue  # images, which all samples share
         # Evenly: never more than the share of the limit that the samples so far are due.
         if total > limit and taken + size > seen * limit / total:
             index.left_out += size

@@ -11,19 +11,29 @@ from functools import partial
 from math import ceil
 from typing import Any, Literal
 
+from roll.agents.agent_options import asks_the_run
+from roll.config.model_files import model_number
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.plan import RunAhead
 from roll.config.plan.planning import shared_plan, with_cache_length
 from roll.config.reading.errors import count
+from roll.config.rewards import judge_length
 from roll.config.roles import GeneratingArguments, WorkerConfig
-from roll.config.strategies.registry import generation_strategies
+from roll.config.strategies.base import own_weights
+from roll.config.strategies.registry import generation_strategies, with_engine_size
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, EnvManagerConfig
 from roll.pipelines.policy import (
     PolicyPlan,
     policy_plan,
+    policy_roles,
     policy_training_plans,
     with_adapter,
 )
+from roll.pipelines.rlvr.teachers import TEACHER, teacher_roles
+from roll.pipelines.teachers import finished_teacher
+
+REWARD = "reward"
+"""The role that judges episodes."""
 
 Context = Literal["append", "observation", "last", "own"]
 Samples = Literal["trajectory", "step"]
@@ -292,8 +302,32 @@ def norm_types(config: AgenticConfig) -> tuple[str | None, str | None]:
     return (None if method == "identity" else kind), (kind if method in ("mean_std", "asym_clip") else None)
 
 
+def model_roles(config: AgenticConfig) -> dict[str, WorkerConfig]:
+    """The sections of roles that hold a model and that this run starts."""
+    roles = policy_roles(config)
+    if config.reward is not None and judged_entries(config):
+        roles[REWARD] = with_engine_size(config.reward)
+    return roles | teacher_roles(config)
+
+
+def judged_entries(config: AgenticConfig) -> list[str]:
+    """The tags whose verifiers ask the role ``reward``."""
+    return [tag for tag, section in used_entries(config).items() if asks_the_run(verifier_of(section))]
+
+
+def verifier_of(section: CustomEnvConfig) -> dict[str, Any]:
+    """The section ``verifier`` of an entry, wherever it is written; empty without one."""
+    given = section.verifier or agent_of(section)[1].get("verifier")
+    return given if isinstance(given, dict) else {}
+
+
 def finished(config: AgenticConfig, name: str, section: WorkerConfig) -> WorkerConfig:
     """The section of a role as its workers get it; engines have room for the longest conversation."""
+    if name == REWARD:
+        positions = model_number(section.model_args.model_name_or_path, "max_position_embeddings")
+        return own_weights(with_cache_length(section, judge_length(config.sequence_length, positions)))
+    if name.partition(".")[0] == TEACHER:
+        return finished_teacher(section, config.sequence_length)
     if section.strategy_args.strategy_name in generation_strategies():
         section = with_cache_length(section, config.sequence_length)
     return with_adapter(section, config) if name == "actor_infer" else section

@@ -11,7 +11,7 @@ from roll.config.strategies.base import own_weights
 from roll.pipelines.agentic.checks import LENGTHS, check_lengths, check_managers, longest_response
 from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig
-from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan, plan_agentic
+from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan, judged_entries, plan_agentic
 from roll.pipelines.evaluate.checks import check_models
 from roll.pipelines.evaluate.config import EvaluationConfig, ModelsPlan, Pass, models_of, own_folders
 
@@ -41,6 +41,10 @@ def check_playing(config: AgenticRolloutConfig, checks: Checks) -> None:
     options = check_roles(config, checks)
     check_managers(played, checks)
     check_entries(played, checks)
+    for tag in judged_entries(played):
+        rule = "asks the role reward, which an evaluation does not start: give a service"
+        remedy = "{model_type: api, base_url: http://host:8000/v1, model: name}"
+        checks.add(f"custom_envs.{tag}.verifier.reward_kwargs.model_type", "cluster", rule, remedy)
     if not checks.broken(*LENGTHS, "train_env_manager", "val_env_manager"):
         check_lengths(played, checks)
         longest = config.sequence_length

@@ -106,8 +106,9 @@ class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan])
         """End what agents have started: servers of tools, sandboxes, their endpoint."""
         for one in self._shared.values():
             close = getattr(one, "close", None)
-            if close is not None:
-                await close()
+            ending = close() if close is not None else None
+            if ending is not None:
+                await ending
 
 
 def settings_of(config: AgenticRolloutConfig, plan: AgenticRolloutPlan) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from roll.pipelines.policy import (
 )
 from roll.pipelines.rlvr.config import RLVRConfig, ValidationSetConfig
 from roll.pipelines.rlvr.teachers import TEACHER, teacher_roles
+from roll.pipelines.teachers import finished_teacher
 from roll.rewards.base import RewardOptionError
 from roll.rewards.composition import concurrent_calls
 
@@ -239,6 +240,8 @@ def finished(config: RLVRConfig, longest: int, name: str, section: WorkerConfig)
     if name in judge_roles(config):
         positions = model_number(section.model_args.model_name_or_path, "max_position_embeddings")
         return own_weights(with_cache_length(section, judge_length(longest, positions)))
+    if name.partition(".")[0] == TEACHER:
+        return finished_teacher(section, longest)
     if section.strategy_args.strategy_name in generation_strategies():
         section = with_cache_length(section, longest)
     return with_adapter(section, config) if name == "actor_infer" else section
