@@ -339,6 +339,22 @@ def test_images_and_a_backend_that_does_not_see(translated: Translate, model: st
     assert any("fsdp2 computes the same" in note.text for note in translation.notes)
 
 
+def test_images_and_an_engine_that_is_not_tested_with_them(translated: Translate) -> None:
+    text = VERL.replace("rollout.name=vllm", "rollout.name=sglang") + ON_8
+    vision = f"{text} actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct "
+    keys = translated(f"{vision} +actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3").keys
+    assert keys["actor_infer.strategy_args.strategy_name"] == "vllm"
+    assert not any("engine_args" in key for key in keys)
+    assert translated(text).keys["actor_infer.strategy_args.strategy_name"] == "sglang"
+
+
+def test_adapters_of_attention_in_a_model_with_experts(translated: Translate) -> None:
+    text = f"{EXPERTS} actor_rollout_ref.model.lora.rank=8 actor_rollout_ref.model.lora.target_modules="
+    keys = translated(f"{text}[linear_qkv,linear_proj]").keys
+    assert keys["actor_train.model_args.lora_target"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert "experts too" in refusal(translated, f"{text}[linear_qkv,linear_fc1]")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
