@@ -123,6 +123,7 @@ VLLM = Backend(
     "vllm",
     VllmStrategyConfig,
     generates="roll.strategies.vllm.VllmStrategy",
+    scores="roll.strategies.engines.scoring.EngineScoring",
     package=Package(
         "vllm",
         "on GPUs pip install 'roll-rl[vllm]', on a CPU make install-vllm; see docs/installation.md",

@@ -16,7 +16,13 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.models.build import DTYPES
 from roll.platforms import Platform
-from roll.strategies.engines.requests import FinishReason, GenerationOutput, PartialSample, SamplingParams
+from roll.strategies.engines.requests import (
+    FinishReason,
+    GenerationOutput,
+    PartialSample,
+    PromptScore,
+    SamplingParams,
+)
 from roll.strategies.engines.sampling import stream_key
 
 WORKER_EXTENSION = "roll.strategies.vllm.worker.WeightReceiver"
@@ -191,6 +197,32 @@ def sampling_params(
         detokenize=bool(params.stop_strings),
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def scoring_params(top: int) -> vllm.SamplingParams:
+    """Those of a prompt whose log-probs are asked for: vLLM samples a token behind it all the same."""
+    return vllm.SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=top,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def prompt_score(flat: Any) -> PromptScore:
+    """From vLLM's log-probs of a prompt: by position the prompt's own token, then the most probable ones; nothing at
+    the first."""
+    spans = list(zip(flat.start_indices, flat.end_indices, strict=True))[1:]
+    return PromptScore(
+        [flat.logprobs[start] for start, _ in spans],
+        [
+            list(zip(flat.token_ids[start + 1 : end], flat.logprobs[start + 1 : end], strict=True))
+            for start, end in spans
+        ],
+        [flat.ranks[start] for start, _ in spans],
     )
 
 

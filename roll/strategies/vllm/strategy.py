@@ -27,6 +27,8 @@ from roll.strategies.engines.requests import (
     GenerationOutput,
     GenerationRequest,
     PartialSample,
+    PromptScore,
+    SamplingParams,
     check_request,
     longest_sequence,
 )
@@ -34,8 +36,10 @@ from roll.strategies.vllm.arguments import (
     behind,
     engine_arguments,
     generation_output,
+    prompt_score,
     recorded_routes,
     sampling_params,
+    scoring_params,
     show_begun_text,
 )
 from roll.strategies.vllm.verification import quieten
@@ -44,6 +48,9 @@ from roll.strategies.vllm.worker import POLICY, SharedBucket, check_results, joi
 from roll.weight_sync.messages import Checksum
 
 logger = logging.getLogger(__name__)
+
+SCORING = "prompt-score/"
+"""Begins vLLM's names of prompts whose log-probs are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,10 @@ class VllmStrategy(GenerationStrategy):
         self._unfinished: dict[str, set[str]] = {}
         """Keys of ``_samples`` by request."""
         self._failures: dict[str, str] = {}
+        self._scoring: dict[str, Any] = {}
+        """Prompts whose log-probs are asked for, and what vLLM says of them when it is done."""
+        self._finished_early: list[GenerationOutput] = []
+        """Samples that were finished while such prompts were computed."""
         self._version = 0
         self._new_version: int | None = None
         self._is_reloading = False
@@ -188,14 +199,51 @@ class VllmStrategy(GenerationStrategy):
     def step(self) -> list[GenerationOutput]:
         if self._new_version is not None:
             raise RuntimeError("vllm: step() between start_weight_update and finish_weight_update")
-        with self._watch.blamed():
-            results = self._running_engine().step()
-        outputs = [self._take(result) for result in results]
+        early, self._finished_early = self._finished_early, []
+        outputs = [*early, *self._step()] if self._samples else early
         failed = not_finite(outputs)
         if failed:
             self.abort(failed)
             self._failures |= failed
         return [output for output in outputs if output.request_id not in failed]
+
+    def _step(self) -> list[GenerationOutput]:
+        with self._watch.blamed():
+            results = self._running_engine().step()
+        for result in results:
+            if result.request_id in self._scoring:
+                self._scoring[result.request_id] = result
+        return [self._take(result) for result in results if result.request_id not in self._scoring]
+
+    def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore:
+        return self.prompt_scores([token_ids], top)[0]
+
+    def prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
+        """See the base class; samples in flight go on meanwhile, and those that finish are the next step's.
+
+        Raises:
+            ValueError: a prompt without room for the token that vLLM samples behind it, or more tokens asked for than
+                the engine's ``max_logprobs``.
+        """
+        engine = self._running_engine()
+        keys = [f"{SCORING}{number}" for number in range(len(prompts))]
+        try:
+            for key, token_ids in zip(keys, prompts, strict=True):
+                check_request(
+                    GenerationRequest(key, token_ids, SamplingParams(1)), (), self._max_model_len, self._vocab_size
+                )
+                rendered = self._rendered(token_ids, None)
+                lora = POLICY if self.takes_adapters else None
+                engine.add_request(key, rendered, scoring_params(min(top, self._vocab_size)), lora_request=lora)
+                self._scoring[key] = None
+            while any(result is None for result in self._scoring.values()):
+                self._finished_early += self._step()
+            return [prompt_score(self._scoring[key].prompt_logprobs) for key in keys]
+        except Exception:
+            engine.abort_request([key for key, result in self._scoring.items() if result is None])
+            raise
+        finally:
+            self._scoring = {}
 
     def take_failures(self) -> dict[str, str]:
         """See the base class: requests with a sample that was not drawn from finite log-probs."""
@@ -204,7 +252,7 @@ class VllmStrategy(GenerationStrategy):
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._samples)
+        return len(self._samples) + len(self._finished_early)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
         """See the base class; unknown or finished requests are passed over."""
