@@ -357,11 +357,6 @@ def episode_state(episode: Episode) -> State:
         "seconds": asdict(episode.seconds),
         "counts": asdict(conversations.counts),
         "messages": json.dumps([[call.messages, call.message] for call in conversations.calls], default=str),
-        **(
-            {"images": [image.data for image in conversations.images.values()]}
-            if conversations.images
-            else {}
-        ),
         "calls": [
             {
                 "parent": call.parent,
