@@ -40,6 +40,12 @@ class EvaluationConfig:
     thresholds: dict[str, float] = field(default_factory=dict)
     """Least values of metrics, such as ``val_correct/all/mean: 0.8``; also of one model: ``trained/val_correct/...``.
     If a model stays below one, the exit status is 3."""
+    against: str | None = None
+    """A model that is served elsewhere and answers the same prompts by chats, under the name ``against``; the others
+    are compared with it. Address of an OpenAI-compatible service up to and with its version, the model's name behind
+    a ``#`` where it lists several: ``https://host/v1#model``."""
+    against_api_key_env: str = setting("", read_if={"against": ()})
+    """Environment variable with the token for ``against``."""
     resume: bool = True
     """Samples that an interrupted evaluation of the same models, sets and settings has written are taken up; false:
     begin anew."""

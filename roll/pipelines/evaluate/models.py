@@ -117,16 +117,23 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
             left = [(way, numbers) for way in self.plan.passes if (numbers := self.unanswered(model, way))]
             if left:
                 with self.context.interruptible():
-                    engines = self.load(model, base, engines)
+                    client = self.client_of(model)
+                    if client is None:
+                        engines = self.load(model, base, engines)
+                        client = engines.client
                     for way, numbers in left:
                         logger.info("%s: %s, %d x %d", model.description, way.name, len(numbers), way.num_samples)
-                        self.driver.run(self.answer(model, way, numbers, engines.client))
+                        self.driver.run(self.answer(model, way, numbers, client))
             metrics = self.results.of_model(model.name)
             self.context.record_validation(metrics, self.plan.models.index(model))
             shown = ", ".join(f"{way.name} {metrics[f'val/{way.name}/accuracy']:.3f}" for way in self.plan.passes)
             logger.info("%s: accuracy %s", model.description, shown)
         if engines is not None:
             engines.close(self.residency)
+
+    def client_of(self, model: EvaluatedModel) -> EngineClient | None:
+        """What stands in place of engines, of a model that needs none of this run's."""
+        return None
 
     def unanswered(self, model: EvaluatedModel, way: Pass) -> list[int]:
         """Numbers of the prompts that a pass still has to ask."""
