@@ -50,9 +50,8 @@ def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.include and not Path(arguments.include).is_dir():
         raise ConfigError([Problem("--include", arguments.include, "no such folder of task files")])
     if arguments.against is not None:
-        raise ConfigError(
-            [Problem("--against", arguments.against, "has no place with --harness, which asks one model")]
-        )
+        rule = "has no place with --harness, whose program asks this run's engines"
+        raise ConfigError([Problem("--against", arguments.against, rule)])
     keys = keys_of(arguments) | {"resume": False}  # it keeps no samples that could be taken up
     loaded = ready(partial(load_evaluation, arguments.config, None, overrides, keys))
     if loaded.pipeline.name != EVALUATE:
