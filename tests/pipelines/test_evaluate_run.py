@@ -186,3 +186,15 @@ def test_against_a_model_that_is_served_elsewhere(
     assert samples(again, "against") == served
     with pytest.raises(ServiceRefused, match="models"):
         run(evaluation(world, {"first": world.model}, temperatures=[0], **keys))
+
+
+def test_the_only_engine_is_killed_and_started_again(
+    run: Run, world: TinyWorld, both: FinishedRun, tmp_path: Path
+) -> None:
+    """With the weights that it began with, as nothing exchanges them; the samples are those of an engine that lived."""
+    changes = evaluation(world, {"first": world.model}, temperatures=[1.0, 0])
+    changes["actor_infer.worker_cls"] = "tests.pipelines.faulty_workers.EngineDyingOnce"
+    changes["actor_infer.system_envs"] = {"DEATH_MARKER": str(tmp_path / "dead")}
+    done = run(changes)
+    assert (tmp_path / "dead").exists()
+    assert samples(done, "first") == [row for row in samples(both, "first") if row[0] in ("t1", "greedy")]
