@@ -19,8 +19,7 @@ from roll.config.reading.schema import section_fields as fields_of
 from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.pipelines.agentic.checks_entries import ELSEWHERE, FIELDS
 from roll.pipelines.agentic.config import TOOL_CALL_FORMATS, AgenticConfig, CustomEnvConfig
-from roll.pipelines.agentic.plan import AgenticPlan, agentic_facts, batch_facts
-from roll.pipelines.agentic.planning import MANAGERS
+from roll.pipelines.agentic.plan import MANAGERS, AgenticPlan, agentic_facts, batch_facts
 from roll.pipelines.agentic.preflight import check_environments, own_group_filter
 from roll.preflight import check_parts
 from tests.config.good import GONE, changed, load, mistakes
@@ -79,6 +78,7 @@ def test_what_a_plan_says(tmp_path: Path) -> None:
     [
         ({}, "append", "trajectory"),
         ({"env_manager_cls": f"{PUBLISHED}.traj_env_manager.TrajEnvManager"}, "append", "trajectory"),
+        ({"env_manager_cls": f"{PUBLISHED}.x.VLTrajEnvManager"}, "append", "trajectory"),
         ({"env_manager_cls": f"{PUBLISHED}.step_env_manager.StepEnvManager"}, "observation", "step"),
         ({"env_manager_cls": f"{PUBLISHED}.step_concat_env_manager.StepConcatEnvManager"}, "last", "step"),
         (
@@ -342,13 +342,16 @@ PAGE = (Path(__file__).parents[2] / "docs" / "agentic.md").read_text(encoding="u
 
 
 def test_the_configurations_of_the_page_load(tmp_path: Path) -> None:
-    first, second = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+    first, second, judged = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
     entries = {**first["custom_envs"], **second["custom_envs"]}
     more = {"custom_envs": entries, "train_env_manager": first["train_env_manager"] | {"tags": list(entries)}}
     assert mistakes(tmp_path, first) == () == mistakes(tmp_path, first | more)
     plan = load(tmp_path, first | more).plan
     assert isinstance(plan, AgenticPlan)
     assert [entry.agent for entry in plan.entries.values()] == [None, "tools", "black_box"]
+    lake = first["custom_envs"]["lake"] | judged["custom_envs"]["lake"]
+    plan = load(tmp_path, first | judged | {"custom_envs": {"lake": lake}}).plan
+    assert "reward" in plan.roles
 
 
 def test_the_tables_of_the_page(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from roll.config.loader import load_config
+from roll.config.model_files import check_vocabularies
 from roll.config.pipelines import definition_of
 from roll.config.reading.errors import ConfigError
-from roll.config.vocabularies import check_vocabularies
 from roll.pipelines.distill.config import DistillPlan
 from roll.pipelines.policy import needs_old_log_probs, needs_reference
 from roll.pipelines.rlvr.teachers import coefficients
 from tests.config.good import GOOD, changed, load, mistakes
+from tests.config.test_agentic import LAKE
 
 TEACHER = {
     "model_args": {"model_name_or_path": "my/teacher"},
@@ -73,7 +74,7 @@ def test_a_teacher_or_a_cache_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_teacher_by_an_engine_is_refused_by_name(tmp_path: Path) -> None:
-    data = {**DISTILL, "teacher": {**DISTILL["teacher"], "strategy_args": {"strategy_name": "vllm"}}}
+    data = {**DISTILL, "teacher": {**DISTILL["teacher"], "strategy_args": {"strategy_name": "sglang"}}}
     assert "log-probs by an engine" in rules(tmp_path, data)["teacher.strategy_args.strategy_name"]
 
 
@@ -86,7 +87,7 @@ def test_rolls_names_of_roles_and_one_teacher(tmp_path: Path) -> None:
     assert loaded.plan.roles["teacher"].model_path == "my/teacher"
     assert needs_old_log_probs(config)
     assert rules(tmp_path, opd(actor_train=GOOD["actor_train"])).keys() == {"student_train"}
-    wrong = opd(teacher={**TEACHER, "device_mapping": None, "strategy_args": {"strategy_name": "vllm"}})
+    wrong = opd(teacher={**TEACHER, "device_mapping": None, "strategy_args": {"strategy_name": "sglang"}})
     wrong["student_train"] = {**wrong["student_train"], "infer_batch_size": 0}
     found = rules(tmp_path, wrong)
     assert {"teacher.device_mapping", "teacher.strategy_args.strategy_name", "student_train.infer_batch_size"} <= set(
@@ -130,6 +131,36 @@ def test_a_differentiated_sampled_estimator_is_refused_with_the_reason(tmp_path:
 )
 def test_refused(tmp_path: Path, keys: dict[str, Any], wrong: str) -> None:
     assert wrong in rules(tmp_path, opd(**keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "wrong", "said"),
+    [
+        ({"lmbda": 0.5, "opd_form": "topk"}, "lmbda", "num_return_sequences_in_group 1"),
+        ({"lmbda": 0.5, "num_return_sequences_in_group": 1}, "lmbda", "opd_form advantage"),
+        ({"opd_teacher_prompt": "no column"}, "opd_teacher_prompt", "names no column"),
+        ({"opd_teacher_prompt": "{prompt.x}"}, "opd_teacher_prompt", "hold no column's name"),
+        ({"opd_teacher_prompt": "{prompt"}, "opd_teacher_prompt", "no text with columns"),
+    ],
+)
+def test_what_rows_give_besides_prompts(tmp_path: Path, keys: dict[str, Any], wrong: str, said: str) -> None:
+    assert said in rules(tmp_path, opd(**keys))[wrong]
+    one = {"num_return_sequences_in_group": 1, "rollout_batch_size": 256, "adv_estimator": "reinforce"}
+    assert not rules(tmp_path, opd(**one, lmbda=0.5, opd_form="topk", opd_teacher_prompt="{prompt} {hint}"))
+
+
+def test_agents_have_teachers_too(tmp_path: Path) -> None:
+    """In a file of environments the same keys mean the same; the sampling that decides is theirs."""
+    data = {**LAKE, "is_pure_opd": True, "teacher": TEACHER}
+    loaded = load(tmp_path, data)
+    assert loaded.plan.roles["teacher"].model_path == "my/teacher" and needs_old_log_probs(loaded.config)
+    assert "teacher" in rules(tmp_path, {**data, "teacher": None})
+    served = {"strategy_name": "remote", "strategy_config": {"base_url": "http://127.0.0.1:1/v1"}}
+    data |= {"teacher": {**TEACHER, "device_mapping": None, "strategy_args": served}}
+    sampled = {**data["train_env_manager"], "generating_args": {"temperature": 0.5}}
+    engines = {"device_mapping": [0, 1]}
+    found = rules(tmp_path, {**data, "train_env_manager": sampled, "actor_infer": engines})
+    assert "full_vocabulary" in found["train_env_manager.generating_args.temperature"]
 
 
 def test_estimators_with_another_minimum_and_truncated_sampling_are_noted(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from roll.config.algorithm import estimator
 from roll.config.checks.base import Checks, check_resume, check_schedule, check_template_file
 from roll.config.checks.keys import note_unread
-from roll.config.checks.models import note_positions
-from roll.config.checks.roles import check_roles, note_engine_length
+from roll.config.checks.roles import check_roles, note_engine_length, note_positions
 from roll.config.names import PUBLISHED_PREFIX
 from roll.config.plan.plan import nearest, working_values
 from roll.config.plan.planning import shares_devices
@@ -15,7 +14,7 @@ from roll.config.rewards import LLM_JUDGE, generates_otherwise
 from roll.config.strategies.registry import backend_of
 from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
-from roll.pipelines.agentic.planning import (
+from roll.pipelines.agentic.plan import (
     REWARD,
     agent_of,
     entry_plan,
@@ -34,6 +33,7 @@ from roll.pipelines.policy_checks import (
     check_weight_sync,
     note_distribution,
 )
+from roll.pipelines.rlvr.teachers import check_opd
 
 LENGTHS = ("sequence_length", "custom_envs")
 
@@ -46,9 +46,9 @@ def check_agentic(config: AgenticConfig, checks: Checks) -> None:
         return
     options = check_roles(config, checks)
     check_needed_roles(config, checks)
-    if config.teacher or config.use_opd or config.is_pure_opd:
-        key = "teacher" if config.teacher else "use_opd" if config.use_opd else "is_pure_opd"
-        checks.problems.not_available(key, "set", "on-policy distillation of agents", "~" if config.teacher else False)
+    sampled_by = "actor_infer" if checks.written("actor_infer.generating_args") else "train_env_manager"
+    sampling = training_sampling(config, checks.written)
+    check_opd(config, checks, sampling, f"{sampled_by}.generating_args", "agentic")
     check_managers(config, checks)
     check_entries(config, checks)
     if not checks.broken(*LENGTHS, "train_env_manager", "val_env_manager"):

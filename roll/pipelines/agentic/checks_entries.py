@@ -7,7 +7,7 @@ import string
 from roll.config.checks.base import Checks, check_data_files
 from roll.config.reading.errors import closest
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig
-from roll.pipelines.agentic.planning import MANAGERS, agent_of, played_as, used_entries
+from roll.pipelines.agentic.plan import MANAGERS, agent_of, played_as, used_entries
 
 FIELDS = {
     "append": ("observation", "turn_idx", "suffix", "actions_left", "max_response_length"),

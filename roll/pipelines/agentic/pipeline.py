@@ -10,8 +10,7 @@ from roll.distributed import ResourceManager
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.learning import EpisodeAdvantageComputer
 from roll.pipelines.agentic.metrics import validation_metrics
-from roll.pipelines.agentic.plan import AgenticPlan
-from roll.pipelines.agentic.planning import REWARD
+from roll.pipelines.agentic.plan import REWARD, AgenticPlan
 from roll.pipelines.agentic.rollout import (
     AsyncEpisodeRollout,
     EpisodeRollout,
@@ -32,6 +31,8 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig, AgenticPlan, EpisodeValidati
         config, plan = loaded.config, loaded.plan
         assert isinstance(plan, AgenticPlan)
         super().__init__(loaded, plan, RecordedRollouts(config, plan.output_dir, None))
+        sampling = plan.train.generating_args
+        self.temperature = sampling.temperature if sampling.do_sample else 1.0
 
     def start_clusters(self, resources: ResourceManager) -> StartingClusters:
         starting = start_policy_clusters(self.config, self.plan, resources, REWARD)

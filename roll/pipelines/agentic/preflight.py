@@ -16,8 +16,7 @@ from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.environments.registry import EnvironmentOptionError, check_environment_options
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, ToolWrapperConfig
-from roll.pipelines.agentic.plan import AgenticPlan
-from roll.pipelines.agentic.planning import agent_of, used_entries
+from roll.pipelines.agentic.plan import AgenticPlan, agent_of, used_entries
 from roll.pipelines.policy_preflight import build_own_filter, policy_functions
 
 

@@ -14,8 +14,8 @@ from roll.pipelines.agentic.metrics import episode_table
 from roll.pipelines.agentic.players import TaskSource, build_players, read_data
 from roll.pipelines.agentic.rollout import SLICE_SECONDS
 from roll.pipelines.agentic_rollout.config import AgenticRolloutConfig, AgenticRolloutPlan
+from roll.pipelines.evaluate.config import EvaluatedModel, Pass
 from roll.pipelines.evaluate.models import ModelRun
-from roll.pipelines.evaluate.plan import EvaluatedModel, Pass
 from roll.pipelines.evaluate.samples import Record, shared_settings
 from roll.rollout.engines import EngineClient
 from roll.rollout.episodes import EpisodeFlow, EpisodeSettings, Player

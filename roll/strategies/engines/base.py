@@ -83,13 +83,19 @@ class GenerationStrategy(ABC):
         that does not count them."""
         return 0, 0
 
+    def prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
+        """:meth:`prompt_score` of several."""
+        return [self.prompt_score(token_ids, top) for token_ids in prompts]
+
     def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore:
-        """Log-probs of a prompt's own tokens, and the ``top`` most probable at each position.
+        """Log-probs of a prompt's own tokens, and the ``top`` most probable at each position (-1: all), descending.
 
         Raises:
             ValueError: an engine that gives none.
         """
-        raise ValueError(f"{type(self).__name__} gives no log-probs of prompts (echo with logprobs); hf_infer does")
+        raise ValueError(
+            f"{type(self).__name__} gives no log-probs of prompts (echo, prompt_logprobs); hf_infer and vllm do"
+        )
 
     @abstractmethod
     def start_weight_update(self, version: int) -> None: ...
