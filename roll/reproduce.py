@@ -209,7 +209,8 @@ class Bench:
             return None
         folder.mkdir(parents=True, exist_ok=True)
         words = [f"seed={seed}", f"output_dir={folder}", f"logging_dir={folder}/logs", "track_with=[jsonl]"]
-        words += ["report_at_end=false", *self.table.overrides, *row.overrides]
+        # One that was interrupted has left a checkpoint; to go on from it changes no figure.
+        words += ["resume_from_checkpoint=true", "report_at_end=false", *self.table.overrides, *row.overrides]
         command = [sys.executable, "-m", "roll.cli", "run", row.config]
         command += [word.replace("{seed}", str(seed)) for word in words]
         log = folder / "console.log"
@@ -310,11 +311,11 @@ def student_quantile(probability: float, freedom: int) -> float:
 
 def show(verdicts: Sequence[Verdict], judged: str, console: Console) -> None:
     """A line a row, as wide as it is, and the count of each verdict."""
-    lines = [("row", "recorded", "measured", "interval", "verdict", "")]
+    lines = [["row", "recorded", "measured", "interval", "verdict", ""]]
     for one in verdicts:
         numbers = ["" if value is None else f"{value:.4g}" for value in (one.recorded, one.measured)]
         width = "" if one.half_width is None else f"+-{one.half_width:.3g}"
-        lines.append((one.row, *numbers, width, one.word, one.why))
+        lines.append([one.row, *numbers, width, one.word, one.why])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for cells in lines:
         text = "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))

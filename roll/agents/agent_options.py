@@ -23,7 +23,7 @@ ToolChoice = Literal["enforce", "auto"]
 
 def uses_tools(agent: str | None) -> bool:
     """Conversations of the agent may have tool messages: the chat template must have a place for them."""
-    return agent == "tools"
+    return agent in ("tools", "repository")
 
 
 class AgentOptionError(ValueError):
@@ -67,6 +67,24 @@ class ToolAgentOptions:
     """Added once to an episode that succeeds and has used a tool."""
     max_tool_uses: int | None = None
     """Tool calls of an episode; null: no limit."""
+
+
+@dataclass(frozen=True)
+class RepositoryOptions:
+    """``agent_config`` of ``agent: repository``."""
+
+    partial: bool = False
+    """The reward is the share of tests that pass; false: 1 where all do, else 0."""
+    timeout: float = 10.0
+    """Seconds of a program, and of a test."""
+    memory_mb: int = 512
+    """Address space of a program."""
+    parallel: int = 4
+    """Programs at a time, over all episodes."""
+    max_result: int = 10_000
+    """Characters of a tool's result; longer ones lose their middle."""
+    require: list[str] | None = None
+    """Protections of the sandbox without which nothing runs; null: those of the reward ``code_sandbox``."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 from roll.agents.agent_options import (
     AgentOptionError,
     BlackBoxOptions,
+    RepositoryOptions,
     ToolAgentOptions,
     VerifierOptions,
     asks_the_run,
@@ -23,7 +24,7 @@ from roll.agents.verifiers import CommandVerifier, RewardVerifier, Verifier
 from roll.config.reading.errors import closest
 from roll.rewards.base import RewardOptionError
 
-BUILT_IN = ("tools", "black_box")
+BUILT_IN = ("tools", "black_box", "repository")
 
 
 def check_agent(agent: str, config: Mapping[str, Any] | None = None) -> None:
@@ -53,7 +54,7 @@ def make_agent(
     """Build an agent; nothing is started yet.
 
     Args:
-        agent: ``tools``, ``black_box``, or the dotted path of a coroutine ``run(task, model)``.
+        agent: ``tools``, ``black_box``, ``repository``, or the dotted path of a coroutine ``run(task, model)``.
         config: options of the agent; of a coroutine its keyword arguments.
         system: system message, for ``tools``.
         template: text of the question, for ``tools``.
@@ -68,6 +69,8 @@ def make_agent(
             return _tool_agent(read_options(ToolAgentOptions, given), system, template, judge)
         if agent == "black_box":
             return _black_box(read_options(BlackBoxOptions, given), judge)
+        if agent == "repository":
+            return _repository(read_options(RepositoryOptions, given), system, template)
         if "." not in agent:
             near = closest(agent, BUILT_IN)
             hint = f"did you mean {near!r}? " if near else ""
@@ -95,6 +98,14 @@ def _black_box(options: BlackBoxOptions, judge: Mapping[str, str] | None) -> Age
 
     options.check()
     return BlackBoxAgent(options, make_verifier(options.verifier, judge) if options.verifier else None)
+
+
+def _repository(options: RepositoryOptions, system: str | None, template: str | None) -> Agent:
+    from roll.agents.repository import TEMPLATE, RepositoryAgent
+
+    agent = RepositoryAgent(options, system, template or TEMPLATE)
+    agent.check_host()
+    return agent
 
 
 def make_verifier(

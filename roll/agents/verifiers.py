@@ -138,6 +138,13 @@ class CommandVerifier:
         """Nothing to release."""
 
 
+class NoVerdict:
+    """The verifier of an agent that judges by itself."""
+
+    async def __call__(self, task: Task, model: Model, episode: Episode, folder: str | None = None) -> float:
+        return 0.0
+
+
 class ScoredAgent:
     """An agent that plays an environment, and whose whole episodes a verifier scores, too: its score is added to the
     reward of the last turn. Episodes that a limit of turns or tokens has ended are scored as they are; a fault or the

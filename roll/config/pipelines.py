@@ -19,7 +19,12 @@ from roll.config.names import PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WOR
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.strategies.base import own_weights
-from roll.config.strategies.registry import generation_strategies, infer_strategies, train_strategies
+from roll.config.strategies.registry import (
+    generation_strategies,
+    infer_strategies,
+    teacher_strategies,
+    train_strategies,
+)
 
 if TYPE_CHECKING:
     from roll.config.plan.plan import Plan
@@ -44,6 +49,7 @@ class Task:
 
 TRAINS = Task("trains", train_strategies)
 COMPUTES_LOG_PROBS = Task("computes log-probs", infer_strategies)
+TEACHES = Task("computes log-probs as a teacher", teacher_strategies)
 GENERATES = Task("generates", generation_strategies)
 SCORES = Task("scores responses", infer_strategies)
 
@@ -64,6 +70,7 @@ POLICY_KEYS = frozenset(("data_args", "pg_variant", "topr_positive_weight", "top
 READ_KEYS = {
     TRAINS: _PLACE | _ROWS | _FORWARD | _TRAIN,
     COMPUTES_LOG_PROBS: _PLACE | _ROWS | _FORWARD,
+    TEACHES: _PLACE | _ROWS | _FORWARD,
     SCORES: _PLACE | _ROWS | _FORWARD,
     GENERATES: _PLACE | {"generating_args"},
 }
@@ -249,6 +256,13 @@ class PipelineDefinition(ABC):
 
     def check_parts(self, loaded: Any) -> None:
         """What only the parts themselves can check, before anything starts.
+
+        Raises:
+            ConfigError: every mistake.
+        """
+
+    def check_services(self, loaded: Any) -> None:
+        """What the run needs from elsewhere, asked right before it starts: services that answer, tokenizers of a hub.
 
         Raises:
             ConfigError: every mistake.

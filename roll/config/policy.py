@@ -129,8 +129,15 @@ class PolicyRunConfig(PPOConfig, RunConfig):
     """``opd_form: topk`` and ``full_vocabulary``: the divergence, as ``kd_objective`` of distillation."""
     opd_topk: int = setting(64, ge=1, read_if={"opd_form": ("topk",)})
     """``opd_form: topk``: the teacher's most probable tokens that are compared, the rest as one bucket."""
+    lmbda: float = setting(1.0, ge=0, le=1, read_if={"is_pure_opd": (True,)})
+    """``opd_form: topk`` and ``full_vocabulary``: share of the prompts that the student answers; the others come with
+    the responses of their rows (``data_args.response``), as in GKD."""
+    opd_teacher_prompt: str | None = setting(None, read_if={"teacher": ()})
+    """What teachers see in place of the last user's message of a prompt: a text with columns of the row, ``prompt``
+    (the message itself) and ``ground_truth`` in braces, as ``"{prompt}\\n\\nThe answer is {ground_truth}."`` for
+    self-distillation with privileged information. null: what the student sees."""
     pure_opd_pipeline_type: Literal["rlvr", "agentic"] | None = None
-    """On-policy distillation: the pipeline it runs on; ``agentic`` is not available yet."""
+    """On-policy distillation: the pipeline it runs on, which a file's other keys say as well."""
     warn_after_steps: int = setting(3, ge=0)
     """A warning says when all scores were the same, all advantages 0, or too many responses were truncated, in so many
     steps in a row; 0: never."""

@@ -209,7 +209,7 @@ def check_router_replay(config: PolicyRunConfig, checks: Checks) -> None:
         checks.add(key, mode, rule, "R2")
 
 
-ROUTE_RECORDERS = ("hf_infer",)
+ROUTE_RECORDERS = ("hf_infer", "vllm")
 """Engines that return the experts of every token."""
 
 

@@ -26,9 +26,9 @@ from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
 from roll.pipelines.residency import TRAINING, WEIGHTS, Residency, moves_states
 from roll.pipelines.run_context import RunContext
 from roll.pipelines.supervised import SupervisedPlan
+from roll.pipelines.teachers import teacher_worker
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
-from roll.workers import REFERENCE_WORKER
 from roll.workers.model import ModelSettings, ModelWorker
 from roll.workers.supervised import SupervisedWorker
 
@@ -102,7 +102,8 @@ class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
         self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
         self.learner = self.cluster(self.role, self.worker, self.settings(), resources)
         if self.frozen_role is not None and self.frozen_role in self.plan.roles:
-            self.frozen = self.cluster(self.frozen_role, REFERENCE_WORKER, None, resources)
+            worker = teacher_worker(self.plan.roles[self.frozen_role].section)
+            self.frozen = self.cluster(self.frozen_role, worker, None, resources)
         self.context.watch([one for one in (self.learner, self.frozen) if one is not None])
         self.load_data()
         for cluster, steps, states in ((self.learner, self.num_steps, TRAINING), (self.frozen, 0, WEIGHTS)):

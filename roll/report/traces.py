@@ -69,8 +69,8 @@ def spans_of(run: Run) -> Iterator[Span]:
             yield Span(service, name, first, last, _containing(steps, first, whole), attributes)
     for number, (name, first, last, found) in enumerate(run.requests):
         service = "requests" if name == "request" else "environments"
-        attributes = (("number", number), *((str(key), value) for key, value in found.items()))
-        yield Span(service, name, first, last, _containing(steps, first, whole), attributes)
+        about = (("number", number), *((str(key), value) for key, value in found.items()))
+        yield Span(service, name, first, last, _containing(steps, first, whole), about)
 
 
 def _containing(steps: Sequence[Span], moment: float, whole: Span) -> Span:

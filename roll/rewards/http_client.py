@@ -50,6 +50,8 @@ class HttpSettings:
     """Longest pause in seconds, also of those that the service asks for by ``Retry-After``."""
     concurrency: int = 32
     """Requests in flight at a time."""
+    max_reply: int = MAX_REPLY
+    """Bytes of an answer; a longer one is refused."""
 
 
 @dataclass(kw_only=True)
@@ -181,7 +183,7 @@ class JsonClient:
         return drawn if asked is None else min(max(asked, drawn), settings.max_backoff)
 
     async def _post_bounded(self, client: httpx2.AsyncClient, body: Any) -> httpx2.Response:
-        """The answer, of which no more than :data:`MAX_REPLY` bytes are ever held.
+        """The answer, of which no more than ``max_reply`` bytes are ever held.
 
         Raises:
             ServiceError: it is longer, or compressed although nobody asked for that.
@@ -193,8 +195,9 @@ class JsonClient:
             content = bytearray()
             async for piece in response.aiter_raw():
                 content += piece
-                if len(content) > MAX_REPLY:
-                    raise ServiceError(f"{self._url}: the answer is longer than {MAX_REPLY} bytes", is_transient=False)
+                if len(content) > self._settings.max_reply:
+                    limit = self._settings.max_reply
+                    raise ServiceError(f"{self._url}: the answer is longer than {limit} bytes", is_transient=False)
         return httpx2.Response(response.status_code, headers=response.headers, content=bytes(content))
 
     async def _try_once(self, body: Any) -> Any:

@@ -90,7 +90,11 @@ class Generation:
         """Hand over its samples (None: it was aborted), or what ended the engines."""
         if group is not None:
             group.request_id = self.name
-            facts = {"id": self.name, "samples": len(group.lengths), "tokens": len(group.token_ids)}
+            facts: dict[str, str | int] = {
+                "id": self.name,
+                "samples": len(group.lengths),
+                "tokens": len(group.token_ids),
+            }
             span_log.note("request", time.perf_counter() - self._began, facts)
             if self.on_finished is not None:
                 self.on_finished(group)

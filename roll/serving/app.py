@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from roll.rollout.groups import FinishedGroup
 from roll.serving.requests import (
+    MAX_TOP_LOG_PROBS,
     BadRequest,
     ParsedChat,
     ParsedCompletion,
@@ -103,8 +104,8 @@ class Endpoint:
         prompts = await self._in_thread(self._completion_prompts, parsed)
         return await self._respond(request, parsed, prompts, self._completion_writer)
 
-    async def _in_thread(self, make: Callable[[Any], Any], parsed: ParsedRequest) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make, parsed)
+    async def _in_thread(self, make: Callable[[Any], Any], given: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make, given)
 
     def _chat_prompt(self, parsed: ParsedChat) -> list[int]:
         if not self._tokenizer.chat_template:
@@ -144,14 +145,26 @@ class Endpoint:
         groups = await self._while_connected(request, parsed, prompts)
         if groups is None:
             return Response(status_code=CLIENT_HAS_GONE)
-        echoed = None
+        echoed = scored = None
+        # Of prompts that an engine has just taken: what is too long, or no token, it has refused.
         if isinstance(parsed, ParsedCompletion) and parsed.echo:
-            # Of prompts that an engine has just taken: what is too long, or no token, it has refused.
-            top = parsed.params.top_log_probs
             wanted = prompts if parsed.log_probs else []
-            scores = [self._service.prompt_score(prompt, top) for prompt in wanted]
-            echoed = await asyncio.gather(*scores) if wanted else [PromptScore([], [])] * len(prompts)
-        return JSONResponse(writer.body(ResponseBody(parsed, prompts, groups, echoed)))
+            scores = await self._prompt_scores(wanted, parsed.params.top_log_probs)
+            echoed = scores if wanted else [PromptScore([], [])] * len(prompts)
+        if isinstance(parsed, ParsedCompletion) and parsed.prompt_log_probs is not None:
+            scored = await self._prompt_scores(prompts, parsed.prompt_log_probs)
+        body = ResponseBody(parsed, prompts, groups, echoed, scored)
+        if scored is None:
+            return JSONResponse(writer.body(body))
+        # Many log-probs at many positions: other requests do not wait while they are written.
+        response: Response = await self._in_thread(lambda body: JSONResponse(writer.body(body)), body)
+        return response
+
+    async def _prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
+        if top < 0 and len(self._tokenizer) > MAX_TOP_LOG_PROBS:
+            rule = f"prompt_logprobs: -1 is for vocabularies of up to {MAX_TOP_LOG_PROBS} tokens"
+            raise BadRequest(rule, "prompt_logprobs")
+        return list(await asyncio.gather(*(self._service.prompt_score(prompt, top) for prompt in prompts)))
 
     async def _stream(
         self, request: Request, parsed: ParsedRequest, prompts: Sequence[Sequence[int]], writer: Writer

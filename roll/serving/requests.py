@@ -46,7 +46,7 @@ SHARED = (
     "top_p",
 )
 CHAT = (*SHARED, "add_generation_prompt", "chat_template_kwargs", "logprobs", "messages", "top_logprobs")
-COMPLETION = (*SHARED, "echo", "logprobs", "prompt")
+COMPLETION = (*SHARED, "echo", "logprobs", "prompt", "prompt_logprobs")
 COMPLETION_TOKENS = 16
 """OpenAI's default for completions; chats go on to the end of the context."""
 NO_LIMIT = 1 << 30
@@ -100,6 +100,9 @@ class ParsedCompletion(ParsedRequest):
     prompts: Sequence[str | Sequence[int]] = ()
     echo: bool = False
     """Responses begin with their prompt, and log-probs with the prompt's own."""
+    prompt_log_probs: int | None = None
+    """Most probable tokens at each position of the prompt that are reported with the prompt's own (-1: all); None:
+    nothing is said of the prompt."""
 
 
 def read_chat(body: Any, model: str) -> ParsedChat:
@@ -137,11 +140,17 @@ def read_completion(body: Any, model: str) -> ParsedCompletion:
     echo = fields.get("echo", bool, False)
     if echo and fields.get("stream", bool, False):
         raise BadRequest("echo: goes with stream: false", "echo")
+    of_prompt = fields.get("prompt_logprobs", int, None)
+    if of_prompt is not None and fields.get("stream", bool, False):
+        raise BadRequest("prompt_logprobs: goes with stream: false", "prompt_logprobs")
+    if of_prompt is not None and not -1 <= of_prompt <= MAX_TOP_LOG_PROBS:
+        raise BadRequest(f"prompt_logprobs: must be from -1 (all) to {MAX_TOP_LOG_PROBS}", "prompt_logprobs")
     return ParsedCompletion(
         **fields.shared(COMPLETION_TOKENS, log_probs or 0, "logprobs", len(prompts)),
         log_probs=log_probs is not None,
         prompts=prompts,
         echo=echo,
+        prompt_log_probs=of_prompt,
     )
 
 

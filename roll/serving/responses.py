@@ -29,12 +29,15 @@ class ResponseBody:
     groups: Sequence[FinishedGroup]
     echoed: Sequence[PromptScore] | None = None
     """With ``echo``: of each prompt."""
+    scored: Sequence[PromptScore] | None = None
+    """With ``prompt_logprobs``: of each prompt."""
 
     def choices(self) -> Iterator[Choice]:
         """Prompt by prompt; the index counts on."""
         index = 0
         echoed: Sequence[PromptScore | None] = self.echoed or [None] * len(self.prompts)
-        for prompt, group, score in zip(self.prompts, self.groups, echoed, strict=True):
+        scored: Sequence[PromptScore | None] = self.scored or [None] * len(self.prompts)
+        for prompt, group, score, of_prompt in zip(self.prompts, self.groups, echoed, scored, strict=True):
             token_ids, log_probs = group.split(group.token_ids), group.split(group.log_probs)
             for sample in range(len(group.lengths)):
                 yield Choice(
@@ -46,6 +49,7 @@ class ResponseBody:
                     top_log_probs=group.top_log_probs[sample] if group.top_log_probs else [],
                     prompt_token_ids=list(prompt),
                     echoed=score,
+                    scored=of_prompt,
                 )
                 index += 1
 
@@ -70,6 +74,8 @@ class Choice:
     """Of the first token, where the choice is a later piece of a sample."""
     echoed: PromptScore | None = None
     """Of the prompt, where the response begins with it."""
+    scored: PromptScore | None = None
+    """Of the prompt, where ``prompt_logprobs`` asks for it."""
 
 
 class Writer:
@@ -139,7 +145,24 @@ class Writer:
         ids: dict[str, Any] = {"token_ids": choice.token_ids} if parsed.return_token_ids else {}
         if ids and not self._chat:
             ids["prompt_token_ids"] = choice.prompt_token_ids
-        return {"index": choice.index} | body | {"logprobs": log_probs, "finish_reason": choice.finish_reason} | ids
+        body |= {"logprobs": log_probs, "finish_reason": choice.finish_reason}
+        if choice.scored is not None:
+            body["prompt_logprobs"] = self._prompt_log_probs(choice.prompt_token_ids, choice.scored)
+        return {"index": choice.index} | body | ids
+
+    def _prompt_log_probs(self, token_ids: Sequence[int], score: PromptScore) -> list[dict[str, Any] | None]:
+        """In vLLM's form: by position an object of token id to log-prob, rank and text, the prompt's own token first;
+        nothing at the first."""
+        rows: list[dict[str, Any] | None] = [None]
+        for token, own, rank, others in zip(token_ids[1:], score.log_probs, score.ranks, score.top, strict=True):
+            row = {token: (own, rank)} | {other: (value, place) for place, (other, value) in enumerate(others, 1)}
+            rows.append(
+                {
+                    str(other): {"logprob": _finite(value), "rank": place, "decoded_token": self._text(other)}
+                    for other, (value, place) in row.items()
+                }
+            )
+        return rows
 
     def _text(self, token_id: int) -> str:
         return str(self._tokenizer.decode([token_id]))

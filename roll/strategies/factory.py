@@ -28,6 +28,16 @@ def create_strategy(
     return _import(role, "computes", "compute batches")(role, head=head, seed=seed, max_grad_norm=max_grad_norm)
 
 
+def create_scoring_strategy(role: WorkerConfig, seed: int = 42) -> ModelStrategy:
+    """The teacher (:class:`roll.strategies.engines.scoring.ScoringStrategy`) that
+    ``role.strategy_args.strategy_name`` names, not yet initialised.
+
+    Raises:
+        ValueError: an unknown name or one that has no such teacher.
+    """
+    return _import(role, "scores", "give log-probs of given tokens only")(role, seed=seed)
+
+
 def create_generation_strategy(role: WorkerConfig, seed: int = 42) -> GenerationStrategy:
     """The generation engine that ``role.strategy_args.strategy_name`` names, not yet initialised.
 
@@ -37,7 +47,7 @@ def create_generation_strategy(role: WorkerConfig, seed: int = 42) -> Generation
     return _import(role, "generates", "generate")(role, seed=seed)
 
 
-def _import(role: WorkerConfig, kind: Literal["computes", "generates"], purpose: str) -> Any:
+def _import(role: WorkerConfig, kind: Literal["computes", "generates", "scores"], purpose: str) -> Any:
     name = role.strategy_args.strategy_name
     paths = {strategy: getattr(backend, kind) for strategy, backend in BACKENDS.items() if getattr(backend, kind)}
     if name not in paths:

@@ -5,6 +5,7 @@ Modules are imported inside the workers' processes, by dotted path; nothing heav
 
 ACTOR_WORKER = "roll.workers.training.ActorWorker"
 CRITIC_WORKER = "roll.workers.training.CriticWorker"
+TEACHER_WORKER = "roll.workers.model.TeacherWorker"
 REFERENCE_WORKER = "roll.workers.model.ModelWorker"
 GENERATION_WORKER = "roll.workers.generation.GenerationWorker"
 REWARD_MODEL_WORKER = "roll.workers.model.RewardModelWorker"

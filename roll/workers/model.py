@@ -22,7 +22,8 @@ from roll.protocol.vision import IMAGES
 from roll.rewards.base import RewardResult, failure
 from roll.rollout.rewarding import ModelInput
 from roll.strategies.base import ModelHead, ModelStrategy, Output, StateKind, TensorBatch
-from roll.strategies.factory import create_strategy
+from roll.strategies.engines.scoring import ScoringStrategy
+from roll.strategies.factory import create_scoring_strategy, create_strategy
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -123,6 +124,29 @@ class ModelWorker(Worker):
     def save_hf(self, path: str) -> None:
         """Collective. Write the model in Hugging Face format to ``path``."""
         self.strategy.save_hf(Path(path))
+
+
+class TeacherWorker(ModelWorker):
+    """A teacher that only gives log-probs of given tokens (an engine, a service): its ranks have no process group."""
+
+    strategy: ScoringStrategy
+
+    @register(Dispatch.ONE_TO_ALL)
+    def initialize(self, num_training_steps: int = 0) -> None:
+        """Build the engine, or find the service."""
+        strategy = create_scoring_strategy(self.context.role, seed=self.context.seed)
+        assert isinstance(strategy, ScoringStrategy), type(strategy)
+        self.strategy = strategy
+        self.strategy.initialize(num_training_steps)
+
+    @property
+    def rank_info(self) -> RankInfo:
+        """Plain data parallelism."""
+        return Worker.rank_info.__get__(self)
+
+    def close(self) -> None:
+        if hasattr(self, "strategy"):
+            self.strategy.shutdown()
 
 
 class RewardModelWorker(ModelWorker):

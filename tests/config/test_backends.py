@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("backend", BACKENDS.rows, ids=lambda backend: backend.name)
 def test_every_class_is_there(backend: Backend) -> None:
     """Read as text: the packages of most backends are optional."""
-    paths = [path for path in (backend.computes, backend.generates) if path]
+    paths = [path for path in (backend.computes, backend.generates, backend.scores) if path]
     assert paths and (not backend.trains or (backend.computes and backend.checkpoints))
     for path in paths:
         module, _, name = path.rpartition(".")
@@ -33,6 +33,8 @@ def test_names_of_every_task() -> None:
         registry.infer_strategies()[:2] == ("fsdp2_infer", "fsdp2_train") and "vllm" not in registry.infer_strategies()
     )
     assert registry.generation_strategies() == ("hf_infer", "vllm", "sglang")
+    assert registry.scoring_strategies() == ("vllm", "remote")
+    assert registry.teacher_strategies() == (*registry.infer_strategies(), "vllm", "remote")
     assert [name for name in BACKENDS if trains(name)] == list(registry.train_strategies())
 
 

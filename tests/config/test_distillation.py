@@ -17,6 +17,7 @@ from roll.pipelines.distill.config import DistillPlan
 from roll.pipelines.policy import needs_old_log_probs, needs_reference
 from roll.pipelines.rlvr.teachers import coefficients
 from tests.config.good import GOOD, changed, load, mistakes
+from tests.config.test_agentic import LAKE
 
 TEACHER = {
     "model_args": {"model_name_or_path": "my/teacher"},
@@ -73,7 +74,7 @@ def test_a_teacher_or_a_cache_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_teacher_by_an_engine_is_refused_by_name(tmp_path: Path) -> None:
-    data = {**DISTILL, "teacher": {**DISTILL["teacher"], "strategy_args": {"strategy_name": "vllm"}}}
+    data = {**DISTILL, "teacher": {**DISTILL["teacher"], "strategy_args": {"strategy_name": "sglang"}}}
     assert "log-probs by an engine" in rules(tmp_path, data)["teacher.strategy_args.strategy_name"]
 
 
@@ -86,7 +87,7 @@ def test_rolls_names_of_roles_and_one_teacher(tmp_path: Path) -> None:
     assert loaded.plan.roles["teacher"].model_path == "my/teacher"
     assert needs_old_log_probs(config)
     assert rules(tmp_path, opd(actor_train=GOOD["actor_train"])).keys() == {"student_train"}
-    wrong = opd(teacher={**TEACHER, "device_mapping": None, "strategy_args": {"strategy_name": "vllm"}})
+    wrong = opd(teacher={**TEACHER, "device_mapping": None, "strategy_args": {"strategy_name": "sglang"}})
     wrong["student_train"] = {**wrong["student_train"], "infer_batch_size": 0}
     found = rules(tmp_path, wrong)
     assert {"teacher.device_mapping", "teacher.strategy_args.strategy_name", "student_train.infer_batch_size"} <= set(
@@ -132,6 +133,36 @@ def test_refused(tmp_path: Path, keys: dict[str, Any], wrong: str) -> None:
     assert wrong in rules(tmp_path, opd(**keys))
 
 
+@pytest.mark.parametrize(
+    ("keys", "wrong", "said"),
+    [
+        ({"lmbda": 0.5, "opd_form": "topk"}, "lmbda", "num_return_sequences_in_group 1"),
+        ({"lmbda": 0.5, "num_return_sequences_in_group": 1}, "lmbda", "opd_form advantage"),
+        ({"opd_teacher_prompt": "no column"}, "opd_teacher_prompt", "names no column"),
+        ({"opd_teacher_prompt": "{prompt.x}"}, "opd_teacher_prompt", "hold no column's name"),
+        ({"opd_teacher_prompt": "{prompt"}, "opd_teacher_prompt", "no text with columns"),
+    ],
+)
+def test_what_rows_give_besides_prompts(tmp_path: Path, keys: dict[str, Any], wrong: str, said: str) -> None:
+    assert said in rules(tmp_path, opd(**keys))[wrong]
+    one = {"num_return_sequences_in_group": 1, "rollout_batch_size": 256, "adv_estimator": "reinforce"}
+    assert not rules(tmp_path, opd(**one, lmbda=0.5, opd_form="topk", opd_teacher_prompt="{prompt} {hint}"))
+
+
+def test_agents_have_teachers_too(tmp_path: Path) -> None:
+    """In a file of environments the same keys mean the same; the sampling that decides is theirs."""
+    data = {**LAKE, "is_pure_opd": True, "teacher": TEACHER}
+    loaded = load(tmp_path, data)
+    assert loaded.plan.roles["teacher"].model_path == "my/teacher" and needs_old_log_probs(loaded.config)
+    assert "teacher" in rules(tmp_path, {**data, "teacher": None})
+    served = {"strategy_name": "remote", "strategy_config": {"base_url": "http://127.0.0.1:1/v1"}}
+    data |= {"teacher": {**TEACHER, "device_mapping": None, "strategy_args": served}}
+    sampled = {**data["train_env_manager"], "generating_args": {"temperature": 0.5}}
+    engines = {"device_mapping": [0, 1]}
+    found = rules(tmp_path, {**data, "train_env_manager": sampled, "actor_infer": engines})
+    assert "full_vocabulary" in found["train_env_manager.generating_args.temperature"]
+
+
 def test_estimators_with_another_minimum_and_truncated_sampling_are_noted(tmp_path: Path) -> None:
     """ROLL's example samples with top_p .99 and top_k 100, and offers k3, abs and mse as rewards."""
     data = opd(kl_penalty="k3")
@@ -166,3 +197,11 @@ def test_the_launcher_of_either_form(tmp_path: Path) -> None:
     assert loaded.pipeline.name == "opd" and load_config(None, file, check_files=False).pipeline.name == "opd"
     mixed = changed({"use_opd": True, "teacher": TEACHER})
     assert load(tmp_path, mixed).pipeline is definition_of("rlvr")
+
+
+@pytest.mark.parametrize("is_taught", [False, True])
+def test_an_evaluation_asks_no_teacher(is_taught: bool) -> None:
+    keys = ["adv_estimator=reinforce", "+is_pure_opd=true", "+teacher.model_args.model_name_or_path=my/teacher"]
+    loaded = load_config(None, "tiny/evaluate_config", None, keys if is_taught else [], check_files=False)
+    loaded.pipeline.check_services(loaded)
+    loaded.pipeline.check_parts(loaded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def flat(data: Any, prefix: str = "") -> list[str]:
     return [f"{prefix[1:]} = {data}"] if data not in (None, False, "") else []
 
 
+@cache
 def outcome(file: Path) -> str:
     """``loaded``, or the reason of the refusal; a message that is none of the known reasons is one by itself."""
     try:

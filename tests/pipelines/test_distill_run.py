@@ -4,6 +4,7 @@ one teacher and with several."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from roll.config.reading.errors import ConfigError
 from roll.datasets import EpochOrder
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, constant_rate, role, training_args, untimed
+from tests.pipelines.tiny_runs import GENERATING, FinishedRun, TinyWorld, constant_rate, role, training_args, untimed
+from tests.serving.conftest import Serving
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -167,6 +169,30 @@ def test_the_prompt_as_well(run: Run, world: TinyWorld) -> None:
     assert_same(done, plain_distillation(world, 1, on_prompt=True), rel=2e-3)
 
 
+@pytest.fixture
+def served_teacher(world: TinyWorld) -> Iterator[dict[str, Any]]:
+    """The section of the teacher behind a server of its own, as ``roll serve`` would be."""
+    serving = Serving(world.teacher, max_open_requests=100)
+    options = {"base_url": f"{serving.server.url}/v1", "concurrency": 4}
+    yield {"strategy_args": {"strategy_name": "remote", "strategy_config": options}}
+    serving.close()
+
+
+def test_a_teacher_behind_a_url_teaches_the_same(
+    run: Run, world: TinyWorld, wanted: list[dict[str, float]], served_teacher: dict[str, Any]
+) -> None:
+    """Offline against the plain loop; on-policy against the same teacher as a role, sampled tokens and most probable
+    ones."""
+    done = run({"teacher": served_teacher}, pipeline="distill")
+    assert_same(done, wanted)
+    named = served_teacher | {"model_args": {"model_name_or_path": str(world.teacher)}}
+    for form in ("advantage", "topk"):
+        both = [run(opd(opd_form=form, opd_topk=4, teacher=one)).steps for one in (named, teacher(world))]
+        for remote, role_ in zip(*both, strict=True):
+            for key in ("opd/kl", "actor/grad_norm", "critic/score/mean"):
+                assert remote[key] == pytest.approx(role_[key], rel=1e-3, abs=1e-6), (form, key)
+
+
 def teacher(world: TinyWorld, folder: Path | None = None, **keys: Any) -> dict[str, Any]:
     section = role("fsdp2_infer", [0], infer_batch_size=8, **keys)
     return section | {"model_args": section["model_args"] | {"model_name_or_path": str(folder or world.teacher)}}
@@ -174,6 +200,48 @@ def teacher(world: TinyWorld, folder: Path | None = None, **keys: Any) -> dict[s
 
 def opd(**changes: Any) -> dict[str, Any]:
     return {"pipeline": "opd", "is_pure_opd": True, "max_steps": 2, **changes}
+
+
+def test_a_share_of_given_responses(run: Run, world: TinyWorld, tmp_path: Path) -> None:
+    """Half of the prompts come with the response of their row, from its first token to the one that ends it."""
+    one = {"num_return_sequences_in_group": 1, "rollout_batch_size": 16, "response_length": 40}
+    changes = {**one, "opd_form": "topk", "opd_topk": 4, "lmbda": 0.5, "adv_estimator": "reinforce"}
+    data = {"file_name": [str(world.demonstrations)], "messages": "messages", "response": "response"}
+    more = {"actor_train.data_args": data, "rollout_dump_dir": str(tmp_path / "rollouts")}
+    done = run(opd(**changes, teacher=teacher(world), **more), output=tmp_path)
+    assert done.values("opd/on_policy_share") == [0.5, 0.5]
+    rows = [json.loads(line) for line in world.demonstrations.read_text().splitlines()]
+    solutions = {row["response"] for row in rows}
+    for file in sorted((done.output / "rollouts").glob("train-*.jsonl")):
+        texts = [json.loads(line)["response"] for line in file.read_text().splitlines()]
+        assert sum(text in solutions for text in texts) == 8
+
+
+def test_teachers_with_prompts_of_their_own(run: Run, world: TinyWorld) -> None:
+    """The same prompt teaches nothing to the model itself; one with the answer in it does."""
+    own = teacher(world, world.model)
+    same = run(opd(opd_form="topk", opd_topk=4, teacher=own, opd_teacher_prompt="{prompt}")).steps[0]
+    assert same["opd/teacher/kl"] == pytest.approx(0.0, abs=1e-6)
+    for form in ("advantage", "full_vocabulary"):
+        hint = "{prompt} The answer is {ground_truth}."
+        told = run(opd(opd_form=form, teacher=own, opd_teacher_prompt=hint, max_steps=1)).steps[0]
+        assert abs(told["opd/teacher/kl"]) > 1e-4 and told["actor/grad_norm"] > 1e-4
+
+
+def test_agents_learn_from_a_teacher(run: Run, world: TinyWorld, served_teacher: dict[str, Any]) -> None:
+    """Rows of several turns, what the environment said between them left out: a teacher that is the student has
+    nothing to teach; another one teaches the same as a role and behind a URL, by sampled tokens, in addition to rewards
+    and by whole distributions."""
+    named = served_teacher | {"model_args": {"model_name_or_path": str(world.teacher)}}
+    pure, sampling = {"is_pure_opd": True}, {"actor_infer.generating_args": GENERATING}
+    same = run({**pure, **sampling, "teacher": teacher(world, world.model)}, "agentic").steps[0]
+    assert same["opd/teacher/kl"] == pytest.approx(0.0, abs=1e-6) and same["actor/grad_norm"] < 1e-4
+    for changes in (pure, {"use_opd": True, "opd_kl_coef": 0.1}, pure | {"opd_form": "topk", "opd_topk": 4}):
+        runs = [run({**changes, **sampling, "teacher": one}, "agentic") for one in (teacher(world), named)]
+        role_, remote = (one.steps[0] for one in runs)
+        assert role_["opd/teacher/kl"] > 0.001
+        for key in ("opd/teacher/kl", "actor/grad_norm", "critic/score/mean"):
+            assert remote[key] == pytest.approx(role_[key], rel=1e-3, abs=1e-6), (changes, key)
 
 
 @pytest.mark.parametrize("form", ["advantage", "topk", "full_vocabulary"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.config.roles import ReferenceWorkerConfig
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.definition import OPDConfig
+from roll.pipelines.rlvr.given import PROMPT_LENGTHS, TEACHER_PROMPTS, as_teachers_see, is_given
 from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.pipelines.rlvr.teaching import add_teacher_divergence, routed
 from roll.protocol import DataProto
@@ -113,3 +115,48 @@ def test_expected_gradients_of_the_sampled_forms(estimator: str, wanted: str) ->
     }
     found, target = (torch.autograd.grad(value, student, retain_graph=True)[0] for value in (expected, exact[wanted]))
     torch.testing.assert_close(found, target, rtol=1e-9, atol=1e-12)
+
+
+def said_of(context: list[int]) -> float:
+    """A log-prob that depends on every token in front and on the token itself."""
+    return -float(sum(place * token for place, token in enumerate(context, 1)) % 17) / 4
+
+
+class Reader(Teacher):
+    """A teacher whose log-probs depend on all that it reads."""
+
+    def call(self, method: Any, batch: DataProto, temperature: float) -> Teacher:
+        tensors = batch.batch
+        column = torch.zeros(tensors["input_ids"].shape)
+        for row, place in tensors["response_mask"].nonzero().tolist():
+            assert bool(tensors["attention_mask"][row, : place + 1].all())
+            column[row, place] = said_of(tensors["input_ids"][row, : place + 1].tolist())
+        self.answer = DataProto.from_dict({"log_probs": column})
+        return self
+
+
+def test_teachers_read_their_own_prompts_in_front_of_the_same_responses() -> None:
+    """Longer and shorter ones than the student's; tokens that count stay where they are, also behind given ones."""
+    ids = torch.tensor([[5, 6, 7, 8, 9, 0], [5, 11, 12, 13, 0, 0]])
+    attention = ids > 0
+    counted = torch.tensor([[0, 0, 1, 0, 1, 0], [0, 1, 1, 1, 0, 0]]).bool()
+    columns = {"input_ids": ids, "attention_mask": attention, "response_mask": counted}
+    columns |= {"old_log_probs": torch.zeros(2, 6), "group_ids": torch.arange(2)}
+    columns |= {TEACHER_PROMPTS: torch.tensor([[1, 2, 3], [4, -1, -1]]), PROMPT_LENGTHS: torch.tensor([2, 1])}
+    batch = DataProto.from_dict(columns, non_tensors={"tag": np.array(["a", "a"], dtype=object)})
+    reader: Any = {"teacher": Reader(0.0)}
+    add_teacher_divergence(batch, reader, OPDConfig(teacher=TEACHERS), 1.0, lambda teacher: None)
+    wanted = torch.zeros(2, 6)
+    for row, prompt, own in ((0, [1, 2, 3], 2), (1, [4], 1)):
+        for place in counted[row].nonzero()[:, 0].tolist():
+            wanted[row, place] = -said_of([*prompt, *ids[row, own : place + 1].tolist()])
+    torch.testing.assert_close(batch.batch["teacher_kl"], wanted)
+    plain = DataProto.from_dict({name: columns[name] for name in columns if name != TEACHER_PROMPTS})
+    assert as_teachers_see(plain) is plain
+
+
+def test_the_share_of_given_responses_is_exact_and_spread() -> None:
+    for lmbda in (0.0, 0.25, 0.3, 0.5, 1.0):
+        given = [is_given(order, lmbda) for order in range(100)]
+        assert sum(given) == round(100 * (1 - lmbda))
+        assert all(abs(sum(given[:end]) - end * (1 - lmbda)) < 1 for end in range(1, 101))

@@ -337,3 +337,31 @@ def test_a_prompt_comes_back_with_its_log_probs(make_serving: Any) -> None:
     echoed = serving.complete(prompt=prompts[0], max_tokens=1, temperature=0, echo=True)["choices"][0]
     assert echoed["text"] == serving.tokenizer.decode(prompts[0]) + plain and echoed["logprobs"] is None
     assert serving.post("completions", model="tiny", prompt="a", echo=True, stream=True).status_code == 400
+
+
+def test_log_probs_of_prompts_in_vllms_form(make_serving: Any) -> None:
+    serving = make_serving()
+    prompts = [PROMPT, [7, 8, 9]]
+    choices = serving.complete(prompt=prompts, max_tokens=1, prompt_logprobs=3)["choices"]
+    model = serving.cluster.workers[0].engine._decoder.model
+    for prompt, choice in zip(prompts, choices, strict=True):
+        rows = choice["prompt_logprobs"]
+        assert len(rows) == len(prompt) and rows[0] is None
+        with torch.no_grad():
+            table = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        for place, (token, row) in enumerate(zip(prompt[1:], rows[1:], strict=True)):
+            best = table[place].topk(3)
+            assert set(map(int, row)) == {token, *best.indices.tolist()}
+            for rank, (other, value) in enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True), 1):
+                assert row[str(other)]["logprob"] == pytest.approx(value, abs=1e-5)
+                assert row[str(other)]["rank"] == rank
+            own = table[place][token]
+            said = row[str(token)]
+            assert said["logprob"] == pytest.approx(float(own), abs=1e-5)
+            assert said["rank"] == int((table[place] > own).sum()) + 1
+            assert said["decoded_token"] == serving.tokenizer.decode([token])
+    whole = serving.complete(prompt=PROMPT, max_tokens=1, prompt_logprobs=-1)["choices"][0]["prompt_logprobs"]
+    assert len(whole[1]) == model.config.vocab_size
+    for wrong in ({"prompt_logprobs": -2}, {"prompt_logprobs": 1, "stream": True}, {"prompt_logprobs": 1 << 20}):
+        response = serving.post("completions", model="tiny", prompt=PROMPT, **wrong)
+        assert response.status_code == 400 and response.json()["error"]["param"] == "prompt_logprobs"

@@ -22,7 +22,7 @@ from roll.config.model_files import (
     read_model_config,
 )
 from roll.config.names import UNPUBLISHED_TRACKERS
-from roll.config.pipelines import COMPUTES_LOG_PROBS, GENERATES, TRAINS
+from roll.config.pipelines import COMPUTES_LOG_PROBS, GENERATES, TEACHES, TRAINS
 from roll.config.plan.micro_batching import check_micro_batching
 from roll.config.plan.planning import devices_per_worker, world_size
 from roll.config.rewards import CLASSIFIER, JUDGE_ROLE, OWN_PREFIX
@@ -31,6 +31,7 @@ from roll.config.run import RunConfig
 from roll.config.strategies.registry import (
     BACKENDS,
     StrategyConfig,
+    backend_of,
     generation_strategies,
     is_sized_engine,
     read_strategy_config,
@@ -129,11 +130,13 @@ def check_roles(config: RunConfig, checks: Checks) -> dict[str, StrategyConfig]:
 
 def check_devices(name: str, role: WorkerConfig, checks: Checks) -> None:
     key, devices = f"{name}.device_mapping", role.device_mapping
+    if devices is None and backend_of(role.strategy_args.strategy_name).is_remote:
+        return
     if devices is None:
         checks.missing(key, "is needed: the devices (CPU slots on a host without accelerators) of this role", "[0]")
         return
     per_worker = role.num_gpus_per_worker
-    if checks.pipeline.task_of(name, role) is not GENERATES and per_worker != 1:
+    if checks.pipeline.task_of(name, role) is not GENERATES and not is_sized_engine(role) and per_worker != 1:
         checks.add(f"{name}.num_gpus_per_worker", per_worker, "must be 1: every device is a rank of its own here", 1)
         return
     size = devices_per_worker(role)
@@ -176,7 +179,7 @@ def check_strategy(name: str, role: WorkerConfig, checks: Checks) -> StrategyCon
     task = checks.pipeline.task_of(name, role)
     able = task.strategies
     if strategy in BACKENDS and strategy not in able:
-        if task is COMPUTES_LOG_PROBS and strategy in generation_strategies():
+        if task in (COMPUTES_LOG_PROBS, TEACHES) and strategy in generation_strategies():
             checks.problems.not_available(f"{path}.strategy_name", strategy, "log-probs by an engine", able[0])
         else:
             checks.add(

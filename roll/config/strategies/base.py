@@ -103,6 +103,11 @@ class Backend:
     """Dotted path of the class that computes batches (:class:`roll.strategies.base.ModelStrategy`)."""
     generates: str | None = None
     """Dotted path of the generation engine."""
+    scores: str | None = None
+    """Dotted path of a class that gives log-probs of given tokens only, as a teacher needs them
+    (:class:`roll.strategies.engines.scoring.ScoringStrategy`)."""
+    is_remote: bool = False
+    """The model is computed elsewhere: its roles have no devices."""
     trains: bool = False
     """The class that computes batches takes optimizer steps as well, under ``<name>_train``; ``<name>_infer`` builds it
     without an optimizer."""

@@ -26,10 +26,12 @@ from roll.config.strategies.hf_infer import HF_INFER
 from roll.config.strategies.hf_infer import HfInferStrategyConfig as HfInferStrategyConfig
 from roll.config.strategies.megatron import MEGATRON
 from roll.config.strategies.megatron import MegatronStrategyConfig as MegatronStrategyConfig
+from roll.config.strategies.remote import REMOTE
+from roll.config.strategies.remote import RemoteStrategyConfig as RemoteStrategyConfig
 from roll.config.strategies.sglang import SGLANG
 from roll.config.strategies.vllm import VLLM
 
-BACKENDS: Table[Backend] = Table("strategy_name", FSDP2, FSDP1, DEEPSPEED, MEGATRON, HF_INFER, VLLM, SGLANG)
+BACKENDS: Table[Backend] = Table("strategy_name", FSDP2, FSDP1, DEEPSPEED, MEGATRON, HF_INFER, VLLM, SGLANG, REMOTE)
 """The only list of backends and engines, by ``strategy_name``."""
 
 
@@ -46,6 +48,16 @@ def train_strategies() -> tuple[str, ...]:
 def infer_strategies() -> tuple[str, ...]:
     """Strategies that compute log-probs, forward-only ones first."""
     return tuple(name for backend in BACKENDS.rows if backend.computes for name in reversed(backend.strategies))
+
+
+def scoring_strategies() -> tuple[str, ...]:
+    """Strategies that only give log-probs of given tokens, at temperature 1: engines and services as teachers."""
+    return BACKENDS.where(lambda backend: backend.scores is not None)
+
+
+def teacher_strategies() -> tuple[str, ...]:
+    """Strategies of a teacher."""
+    return (*infer_strategies(), *scoring_strategies())
 
 
 def generation_strategies() -> tuple[str, ...]:

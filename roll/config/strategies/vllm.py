@@ -102,6 +102,12 @@ class VllmStrategyConfig(StrategyConfig):
                 f"{self.tensor_parallel_size} x pipeline_parallel_size {self.pipeline_parallel_size})"
             )
             problems.note(f"{name}.num_gpus_per_worker", text)
+        if role.router_replay.mode == "R3" and self.pipeline_parallel_size > 1:
+            rule = "must be 1 with router_replay.mode: R3: vLLM returns the experts of tokens without stages only"
+            problems.add(f"{path}.pipeline_parallel_size", self.pipeline_parallel_size, rule, 1)
+        if role.router_replay.mode == "R3" and not self.enable_prefix_caching:
+            rule = "must be on with router_replay.mode: R3: vLLM keeps the experts of a prompt with its blocks"
+            problems.add(f"{path}.enable_prefix_caching", False, rule, True)
         if self.pipeline_parallel_size > 1 and self.in_flight_update == "keep":
             rule = (
                 "needs an engine without stages: some tokens of a batch are in flight between them when weights arrive"
@@ -117,6 +123,7 @@ VLLM = Backend(
     "vllm",
     VllmStrategyConfig,
     generates="roll.strategies.vllm.VllmStrategy",
+    scores="roll.strategies.engines.scoring.EngineScoring",
     package=Package(
         "vllm",
         "on GPUs pip install 'roll-rl[vllm]', on a CPU make install-vllm; see docs/installation.md",

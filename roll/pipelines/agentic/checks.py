@@ -33,6 +33,7 @@ from roll.pipelines.policy_checks import (
     check_weight_sync,
     note_distribution,
 )
+from roll.pipelines.rlvr.teachers import check_opd
 
 LENGTHS = ("sequence_length", "custom_envs")
 
@@ -45,9 +46,9 @@ def check_agentic(config: AgenticConfig, checks: Checks) -> None:
         return
     options = check_roles(config, checks)
     check_needed_roles(config, checks)
-    if config.teacher or config.use_opd or config.is_pure_opd:
-        key = "teacher" if config.teacher else "use_opd" if config.use_opd else "is_pure_opd"
-        checks.problems.not_available(key, "set", "on-policy distillation of agents", "~" if config.teacher else False)
+    sampled_by = "actor_infer" if checks.written("actor_infer.generating_args") else "train_env_manager"
+    sampling = training_sampling(config, checks.written)
+    check_opd(config, checks, sampling, f"{sampled_by}.generating_args", "agentic")
     check_managers(config, checks)
     check_entries(config, checks)
     if not checks.broken(*LENGTHS, "train_env_manager", "val_env_manager"):

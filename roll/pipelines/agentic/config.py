@@ -15,7 +15,7 @@ from roll.config.run import OlderRLVRKeys
 
 NORMALIZATIONS = ("identity", "mean", "mean_std", "asym_clip")
 GROUPINGS = ("batch", "tags", "traj_group_id")
-AGENTS = ("tools", "black_box")
+AGENTS = ("tools", "black_box", "repository")
 TOOL_CALL_FORMATS = ("hermes", "qwen_xml", "glm", "mistral", "deepseek", "llama3", "gpt_oss")
 TOOL_IDS = ("python_code", "search", "mcp")
 
@@ -126,8 +126,8 @@ class CustomEnvConfig:
     """Arguments of the environment; checked by the environment itself."""
     agent: str | None = setting(None, choices=AGENTS, dotted_path=True)
     """In place of ``env_type``, who works on the task: ``tools`` (the policy with tools, until it answers),
-    ``black_box`` (a program that speaks to the policy over HTTP), or the dotted path of a coroutine
-    ``run(task, model)`` of your own."""
+    ``black_box`` (a program that speaks to the policy over HTTP), ``repository`` (the policy with files, programs and
+    tests in the sandbox), or the dotted path of a coroutine ``run(task, model)`` of your own."""
     agent_config: dict[str, Any] = field(default_factory=dict)
     """Options of the agent; of a coroutine its keyword arguments. Checked by the agent itself."""
     tools: list[Any] = field(default_factory=list)

@@ -11,11 +11,13 @@ from roll.config.pipelines import (
     GENERATES,
     POLICY_KEYS,
     READ_KEYS,
+    TEACHES,
     TRAINS,
     Headline,
     Panel,
     PipelineDefinition,
     Role,
+    Task,
     Written,
 )
 from roll.config.policy import PolicyRunConfig
@@ -34,8 +36,9 @@ from roll.pipelines.agentic.config import (
 )
 from roll.pipelines.agentic.plan import REWARD, AgenticPlan, agentic_facts, batch_facts, model_roles, plan_agentic
 from roll.pipelines.agentic.preflight import check_chat_template, check_environments, own_functions
-from roll.pipelines.policy import needs_critic, needs_reference, pg_variant
+from roll.pipelines.policy import is_taught, needs_critic, needs_reference, pg_variant, taught_by_advantage
 from roll.pipelines.policy_preflight import check_transport
+from roll.pipelines.rlvr.teachers import TEACHER, check_teachers_of, check_vocabularies_of
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -108,6 +111,9 @@ class Agentic(PipelineDefinition):
     def models(self, config: AgenticConfig) -> dict[str, WorkerConfig]:
         return model_roles(config)
 
+    def task_of(self, key: str, section: WorkerConfig) -> Task:
+        return TEACHES if key.partition(".")[0] == TEACHER else super().task_of(key, section)
+
     def default_model(self, config: AgenticConfig, role: str) -> tuple[str, str | None]:
         if role in ("critic", REWARD) and config.reward_pretrain:
             return "reward_pretrain", config.reward_pretrain
@@ -122,7 +128,8 @@ class Agentic(PipelineDefinition):
         return {
             "pg_variant": pg_variant(config),
             "critic": needs_critic(config) and config.critic is not None,
-            "reference": needs_reference(config),
+            "reference": needs_reference(config) or taught_by_advantage(config),
+            "teacher": config.teacher if is_taught(config) else {},
         }
 
     def batch_facts(self, plan: AgenticPlan) -> list[tuple[str, str]]:
@@ -136,6 +143,10 @@ class Agentic(PipelineDefinition):
 
     def check_parts(self, loaded: LoadedConfig[AgenticConfig]) -> None:
         check_environments(loaded)
+        check_vocabularies_of(self, loaded)
+
+    def check_services(self, loaded: LoadedConfig[AgenticConfig]) -> None:
+        check_teachers_of(self, loaded)
 
     def check_host(self, loaded: LoadedConfig[AgenticConfig]) -> None:
         check_transport(loaded)

@@ -29,6 +29,7 @@ TOKEN_COLUMNS = (
     "old_sum_of_squares",
     "ref_log_probs",
     "values",
+    "teacher_kl",
 )
 PER_TOKEN = ("loss_mask", "policy_mask", "token_level_rewards", "advantages", "returns")
 PER_TRAJECTORY = ("response_level_rewards", "sample_weights")
@@ -56,7 +57,7 @@ class EpisodeAdvantageComputer(AdvantageComputer):
         mean_type, std_type = resolve_norm_types(config.adv_estimator, *norm_types)
         self._advantages = replace(self._advantages, norm_mean_type=mean_type, norm_std_type=std_type)
         self._by_tag = by_tag or "running" in (mean_type, std_type)
-        self._traits = traits_of(config.adv_estimator)
+        self._traits = traits_of(self._advantages.adv_estimator)
         ended = "were ended by a limit, not by their task"
         remedy = "raise custom_envs.<tag>.max_steps or sequence_length"
         self._watch = BatchWatch(config.warn_after_steps, config.warn_truncated_share, ended, remedy)

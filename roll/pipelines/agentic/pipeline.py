@@ -31,6 +31,8 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig, AgenticPlan, EpisodeValidati
         config, plan = loaded.config, loaded.plan
         assert isinstance(plan, AgenticPlan)
         super().__init__(loaded, plan, RecordedRollouts(config, plan.output_dir, None))
+        sampling = plan.train.generating_args
+        self.temperature = sampling.temperature if sampling.do_sample else 1.0
 
     def start_clusters(self, resources: ResourceManager) -> StartingClusters:
         starting = start_policy_clusters(self.config, self.plan, resources, REWARD)

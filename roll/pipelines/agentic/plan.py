@@ -24,12 +24,13 @@ from roll.config.strategies.registry import generation_strategies, with_engine_s
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, EnvManagerConfig
 from roll.pipelines.policy import (
     PolicyPlan,
-    needs_critic,
-    needs_reference,
     policy_plan,
+    policy_roles,
     policy_training_plans,
     with_adapter,
 )
+from roll.pipelines.rlvr.teachers import TEACHER, teacher_roles
+from roll.pipelines.teachers import finished_teacher
 
 REWARD = "reward"
 """The role that judges episodes."""
@@ -303,17 +304,10 @@ def norm_types(config: AgenticConfig) -> tuple[str | None, str | None]:
 
 def model_roles(config: AgenticConfig) -> dict[str, WorkerConfig]:
     """The sections of roles that hold a model and that this run starts."""
-    roles: dict[str, WorkerConfig] = {
-        "actor_train": config.actor_train,
-        "actor_infer": with_engine_size(config.actor_infer),
-    }
-    if config.reference is not None and needs_reference(config):
-        roles["reference"] = config.reference
-    if config.critic is not None and needs_critic(config):
-        roles["critic"] = config.critic
+    roles = policy_roles(config)
     if config.reward is not None and judged_entries(config):
         roles[REWARD] = with_engine_size(config.reward)
-    return roles
+    return roles | teacher_roles(config)
 
 
 def judged_entries(config: AgenticConfig) -> list[str]:
@@ -332,6 +326,8 @@ def finished(config: AgenticConfig, name: str, section: WorkerConfig) -> WorkerC
     if name == REWARD:
         positions = model_number(section.model_args.model_name_or_path, "max_position_embeddings")
         return own_weights(with_cache_length(section, judge_length(config.sequence_length, positions)))
+    if name.partition(".")[0] == TEACHER:
+        return finished_teacher(section, config.sequence_length)
     if section.strategy_args.strategy_name in generation_strategies():
         section = with_cache_length(section, config.sequence_length)
     return with_adapter(section, config) if name == "actor_infer" else section

@@ -15,6 +15,7 @@ from roll.config.reading.fields import parse_dtype, setting
 from roll.config.roles import DataArguments, ReferenceWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig
 from roll.pipelines.supervised import SupervisedPlan, check_rows, check_supervised, supervised_plan
+from roll.pipelines.teachers import check_temperature, finished_teacher
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,11 @@ def distill_data(config: DistillConfig) -> DataArguments:
 def plan_distill(definition: PipelineDefinition, config: DistillConfig, exp_name: str, written: Written) -> DistillPlan:
     """The plan of a checked distillation configuration."""
     shared = supervised_plan(definition, config, exp_name, written, "student", distill_data(config))
-    alone = "teacher" in shared["roles"] and not shared["roles"]["teacher"].colocated_with
+    roles = shared["roles"]
+    if "teacher" in roles:
+        finished = finished_teacher(roles["teacher"].section, config.sequence_length)
+        roles["teacher"] = replace(roles["teacher"], section=finished)
+    alone = "teacher" in roles and not roles["teacher"].colocated_with
     return DistillPlan(**shared, teacher_runs_ahead=alone)
 
 
@@ -90,6 +95,11 @@ def check_distill(config: DistillConfig, checks: Checks) -> None:
             "is needed: a section with the strategy and devices of the teacher, or a teacher_cache that it has filled"
         )
         checks.missing("teacher", rule, "{strategy_args: {strategy_name: fsdp2_infer}, device_mapping: [0]}")
+    if config.teacher is not None:
+        temperature, whole = config.kd_temperature * config.teacher_temperature, config.logits_topk == 0
+        key = "kd_temperature" if config.kd_temperature != 1.0 else "teacher_temperature"
+        instead = "; logits_topk 0 (the whole vocabulary) allows any"
+        check_temperature("teacher", config.teacher, temperature, whole, key, instead, checks)
     check_supervised(config, "student", options, checks)
 
 

@@ -8,7 +8,7 @@ from roll.config.checks.base import Checks
 from roll.config.losses import DivergenceConfig
 from roll.config.model_files import check_vocabularies
 from roll.config.pipelines import (
-    COMPUTES_LOG_PROBS,
+    TEACHES,
     TRAINS,
     Headline,
     Panel,
@@ -18,6 +18,7 @@ from roll.config.pipelines import (
 from roll.config.run import RunConfig
 from roll.pipelines.distill.config import DistillConfig, DistillPlan, check_distill, plan_distill
 from roll.pipelines.supervised import SupervisedDefinition
+from roll.pipelines.teachers import check_teachers
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -29,7 +30,7 @@ class Distill(SupervisedDefinition):
 
     name = "distill"
     config_class = DistillConfig
-    roles = (Role("student", TRAINS), Role("teacher", COMPUTES_LOG_PROBS, optional=True))
+    roles = (Role("student", TRAINS), Role("teacher", TEACHES, optional=True))
     headlines = (
         Headline("student/loss", "loss", "{:.4f}"),
         Headline("student/kd_loss", "kd", "{:.4f}"),
@@ -70,6 +71,14 @@ class Distill(SupervisedDefinition):
             key, _ = self.model(loaded.config, "teacher", roles["teacher"].section)
             student, teacher = (str(roles[name].model_path) for name in ("student", "teacher"))
             check_vocabularies(student, teacher, key, loaded.source)
+
+    def check_services(self, loaded: LoadedConfig[DistillConfig]) -> None:
+        roles, config = loaded.plan.roles, loaded.config
+        if "teacher" in roles:
+            key, _ = self.model(config, "teacher", roles["teacher"].section)
+            student = str(roles["student"].model_path)
+            teachers = {"teacher": (key, roles["teacher"])}
+            check_teachers(student, teachers, config.logits_topk, config.sequence_length, loaded.source)
 
     def facts(self, plan: DistillPlan) -> list[tuple[str, str]]:
         ahead = "computes the next step's rows while the student learns" if plan.teacher_runs_ahead else "takes turns"

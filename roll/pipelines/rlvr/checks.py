@@ -44,7 +44,7 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
     options = check_roles(config, checks)
     check_needed_roles(config, checks)
-    check_opd(config, checks)
+    check_opd(config, checks, config.actor_infer.generating_args, "actor_infer.generating_args")
     check_lengths(config, checks)
     if not checks.broken("prompt_length", "response_length", "sequence_length"):
         val_prompt, val_sequence = longest_in_validation(config)

@@ -19,6 +19,7 @@ from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.judge import JudgeService
 from roll.pipelines.rlvr.plan import RLVRPlan, judge_roles
 from roll.pipelines.rlvr.teachers import opd_divergence, teacher_role
+from roll.pipelines.teachers import teacher_worker
 from roll.strategies.base import StateKind
 from roll.workers import (
     ACTOR_WORKER,
@@ -179,7 +180,7 @@ class ClusterStarter:
             "reference": self.start("reference", REFERENCE_WORKER) if has_reference else None,
             "critic": self.start("critic", CRITIC_WORKER, critic) if plan.needs_critic else None,
             "teachers": {
-                name: self.start(teacher_role(name), REFERENCE_WORKER)
+                name: self.start(teacher_role(name), teacher_worker(config.teacher[name]))
                 for name in config.teacher
                 if teacher_role(name) in plan.roles
             },

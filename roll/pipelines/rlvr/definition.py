@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll.config.algorithm import PolicyLossConfig, PPOConfig
 from roll.config.checks.base import Checks
-from roll.config.model_files import check_vocabularies
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
     POLICY_KEYS,
     READ_KEYS,
     SCORES,
+    TEACHES,
     TRAINS,
     Headline,
     Panel,
@@ -56,7 +56,7 @@ from roll.pipelines.rlvr.plan import (
     started_roles,
 )
 from roll.pipelines.rlvr.preflight import check_rewards, own_functions, samples_ahead_problems
-from roll.pipelines.rlvr.teachers import TEACHER, teacher_roles
+from roll.pipelines.rlvr.teachers import TEACHER, check_teachers_of, check_vocabularies_of
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -137,7 +137,7 @@ class RLVR(PipelineDefinition):
         """A ``reward_model`` with a classifier's head scores; without, it is a judge, which generates, as one on the
         devices of its own reward section does."""
         if key.partition(".")[0] == TEACHER:
-            return COMPUTES_LOG_PROBS
+            return TEACHES
         if key == REWARD_MODEL and section.model_args.model_type == CLASSIFIER:
             return SCORES
         return super().task_of(REWARD_MODEL if key.startswith("rewards.") else key, section)
@@ -183,10 +183,10 @@ class RLVR(PipelineDefinition):
 
     def check_parts(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         check_rewards(loaded)
-        roles = loaded.plan.roles
-        for name in teacher_roles(loaded.config):
-            key, path = self.model(loaded.config, name, roles[name].section)
-            check_vocabularies(str(roles["actor_train"].model_path), str(path), key, loaded.source)
+        check_vocabularies_of(self, loaded)
+
+    def check_services(self, loaded: LoadedConfig[RLVRConfig]) -> None:
+        check_teachers_of(self, loaded)
 
     def check_host(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         check_transport(loaded)

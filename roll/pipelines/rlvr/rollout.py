@@ -13,9 +13,11 @@ from roll.config.plan.plan import RunAhead
 from roll.config.rewards import model_inputs
 from roll.pipelines.engine_rollout import EngineRollout, RunsAhead
 from roll.pipelines.files import dumped_table, pad_token_id
+from roll.pipelines.policy import is_taught
 from roll.pipelines.rlvr.clusters import Clusters
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData
+from roll.pipelines.rlvr.given import GivenResponses, TeacherPrompts, is_given
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.validation import Validation, ValidationPlan, draw_from, validate
 from roll.pipelines.sample_records import sample_notes
@@ -53,12 +55,20 @@ class RolloutPhase(EngineRollout[Validation]):
         }
         path = config.user_defined_rollout_loop_cls
         self._loop = None if path is None else rollout_loops.resolve(path)()
+        self._given = None
+        if config.lmbda < 1.0 and is_taught(config):
+            data_args = config.actor_train.data_args
+            self._loop = self._given = GivenResponses(data_args, data.tokenizer, config.lmbda, plan.max_new_tokens)
+        privileged = config.opd_teacher_prompt is not None and is_taught(config)
+        self._teacher_prompts = TeacherPrompts(config, data.tokenizer) if privileged else None
         self.num_drawn = 0
         """Prompts drawn since the run began."""
 
     def collect(self, step: int) -> tuple[DataProto, Callable[[], SampleTable], Metrics]:
         groups, metrics = self._groups_of(step)
         batch = build_batch(groups, pad_token_id(self._data.tokenizer))
+        if self._teacher_prompts is not None:
+            self._teacher_prompts.add_columns(batch, groups)
         metrics |= self._sizes(groups) | self._loss_metrics() | reward_metrics(groups) | self._death_metrics()
         if self._config.reward_weights:
             batch.batch["reward_components"] = reward_components(groups, list(self._config.reward_weights))
@@ -79,6 +89,8 @@ class RolloutPhase(EngineRollout[Validation]):
 
     def _groups_of(self, step: int) -> tuple[list[SampleGroup], Metrics]:
         self._busy_before = self._engines.busy_seconds
+        if self._given is not None:
+            self._given.version = step
         result = self._collected(
             draw=self._data.sampler.next_batch,
             num_prompts=self._plan.prompts_per_step,
@@ -90,7 +102,11 @@ class RolloutPhase(EngineRollout[Validation]):
             loop=self._loop,
         )
         self.num_drawn += result.num_drawn
-        return result.groups, {
+        given: Metrics = {}
+        if self._given is not None:
+            sampled = [not is_given(group.order, self._config.lmbda) for group in result.groups]
+            given["opd/on_policy_share"] = Mean(sum(sampled), len(sampled))
+        return result.groups, given | {
             "scheduler/collect_query_count": Mean(result.num_drawn),
             "scheduler/query_use_count": Mean(len(result.groups)),
             "scheduler/filtered_query_count": Mean(result.num_filtered),

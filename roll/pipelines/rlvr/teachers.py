@@ -6,13 +6,20 @@ it would have done. Arithmetic is in :mod:`roll.pipelines.rlvr.teaching`.
 
 from __future__ import annotations
 
-from typing import Any
+from string import Formatter
+from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
 from roll.config.losses import DivergenceConfig
+from roll.config.model_files import check_vocabularies
 from roll.config.policy import PolicyRunConfig
-from roll.config.roles import WorkerConfig
+from roll.config.roles import GeneratingArguments, WorkerConfig
 from roll.pipelines.policy import is_taught, taught_by_advantage
+from roll.pipelines.teachers import check_teachers, check_temperature
+
+if TYPE_CHECKING:
+    from roll.config.loader import LoadedConfig
+    from roll.config.pipelines import PipelineDefinition
 
 TEACHER = "teacher"
 """The section, and the name of a teacher that is the only one."""
@@ -36,6 +43,35 @@ def coefficients(config: PolicyRunConfig) -> dict[str, float]:
     }
 
 
+def check_vocabularies_of(pipeline: PipelineDefinition, loaded: LoadedConfig[Any]) -> None:
+    """Compare the vocabularies of student and teachers that are on this machine.
+
+    Raises:
+        ConfigError: two differ.
+    """
+    roles = loaded.plan.roles
+    for name in _started(loaded):
+        key, path = pipeline.model(loaded.config, name, roles[name].section)
+        check_vocabularies(str(roles["actor_train"].model_path), str(path), key, loaded.source)
+
+
+def _started(loaded: LoadedConfig[Any]) -> list[str]:
+    """Teachers that the run starts: an evaluation of the same file has none."""
+    return [name for name in teacher_roles(loaded.config) if name in loaded.plan.roles]
+
+
+def check_teachers_of(pipeline: PipelineDefinition, loaded: LoadedConfig[Any]) -> None:
+    """:func:`~roll.pipelines.teachers.check_teachers` of a run that learns on its own samples."""
+    roles, config = loaded.plan.roles, loaded.config
+    names = _started(loaded)
+    if not names:
+        return
+    teachers = {name: (pipeline.model(config, name, roles[name].section)[0], roles[name]) for name in names}
+    wanted = {"advantage": -1, "full_vocabulary": 0}.get(config.opd_form, config.opd_topk)
+    student = str(roles["actor_train"].model_path)
+    check_teachers(student, teachers, wanted, loaded.plan.sequence_length, loaded.source)
+
+
 def opd_divergence(config: PolicyRunConfig) -> DivergenceConfig:
     """The divergence of ``opd_form: topk`` and ``full_vocabulary``."""
     count = config.opd_topk if config.opd_form == "topk" else 0
@@ -43,11 +79,24 @@ def opd_divergence(config: PolicyRunConfig) -> DivergenceConfig:
     return DivergenceConfig(kd_objective=objective, logits_topk=count)
 
 
-def check_opd(config: PolicyRunConfig, checks: Checks) -> None:
-    """The keys of on-policy distillation against one another."""
-    if config.pure_opd_pipeline_type == "agentic":
-        feature = "on-policy distillation of agents"
-        checks.problems.not_available("pure_opd_pipeline_type", "agentic", feature, "rlvr")
+def check_opd(
+    config: PolicyRunConfig, checks: Checks, arguments: GeneratingArguments, sampling_key: str, runs_as: str = "rlvr"
+) -> None:
+    """The keys of on-policy distillation against one another.
+
+    Args:
+        arguments: how the student samples.
+        sampling_key: their key.
+        runs_as: what ``pure_opd_pipeline_type`` may say.
+    """
+    if config.pure_opd_pipeline_type not in (None, runs_as):
+        rule = (
+            "is a file of the agentic pipeline: write pipeline: agentic and is_pure_opd: true, and start it with roll "
+            "run or start_agentic_pipeline.py"
+            if runs_as == "rlvr"
+            else "is for files of prompts; this one has environments"
+        )
+        checks.add("pure_opd_pipeline_type", config.pure_opd_pipeline_type, rule, runs_as)
     wanted = "is_pure_opd" if config.is_pure_opd else "use_opd"
     if config.is_pure_opd and config.use_opd:
         checks.add("use_opd", True, "excludes is_pure_opd, which learns from no rewards; keep one of them", False)
@@ -64,9 +113,51 @@ def check_opd(config: PolicyRunConfig, checks: Checks) -> None:
             checks.missing(key, "is needed: the teacher's model, a folder or a hub name", "my/teacher")
     if all(weight == 0 for weight in coefficients(config).values()) and not config.use_opd:
         checks.add("opd_kl_coef", 0.0, "leaves nothing to learn from: every teacher's weight is 0", 1.0)
+    temperature = arguments.temperature if arguments.do_sample else 1.0
+    for name, section in config.teacher.items():
+        whole = config.opd_form == "full_vocabulary"
+        instead = "; opd_form full_vocabulary allows any"
+        check_temperature(
+            teacher_role(name), section, temperature, whole, f"{sampling_key}.temperature", instead, checks
+        )
+    _check_given(config, checks, runs_as)
     if config.opd_form != "advantage":
         _check_routes(config, checks)
-    _note_estimator(config, checks)
+    _note_estimator(config, checks, arguments, sampling_key)
+
+
+def _check_given(config: PolicyRunConfig, checks: Checks, runs_as: str) -> None:
+    """``lmbda`` and ``opd_teacher_prompt``, which take more than prompts from the rows."""
+    if config.opd_teacher_prompt is not None:
+        try:
+            names = {name for _, name, _, _ in Formatter().parse(config.opd_teacher_prompt) if name is not None}
+            wrong = None if all(name.isidentifier() for name in names) else "has braces that hold no column's name"
+        except ValueError as error:
+            names, wrong = set(), f"is no text with columns in braces: {error}"
+        if wrong is None and not names:
+            wrong = "names no column in braces, so that every prompt would look the same"
+        if runs_as != "rlvr":
+            wrong = "is for prompts from rows; episodes have none"
+        if wrong is not None:
+            example = "~" if runs_as != "rlvr" else "{prompt} The answer is {ground_truth}."
+            checks.add("opd_teacher_prompt", config.opd_teacher_prompt, wrong, example)
+    if config.lmbda == 1.0:
+        return
+    group = config.group_size
+    rules = (
+        (runs_as == "rlvr", "must be 1 for episodes, of which the data has none"),
+        (config.is_pure_opd, "must be 1 with use_opd: rewards and advantages are for what the student sampled"),
+        (
+            config.opd_form != "advantage",
+            "must be 1 with opd_form advantage, an estimate from the student's samples",
+        ),
+        (config.async_generation_ratio == 0, "must be 1 where generation runs ahead (async_generation_ratio above 0)"),
+        (group == 1, f"needs num_return_sequences_in_group 1, not {group}: a row has one response"),
+        (getattr(config, "user_defined_rollout_loop_cls", None) is None, "must be 1 with a rollout loop of your own"),
+    )
+    rule = next((text for holds, text in rules if not holds), None)
+    if rule is not None:
+        checks.add("lmbda", config.lmbda, rule, 1.0)
 
 
 def _check_routes(config: PolicyRunConfig, checks: Checks) -> None:
@@ -84,8 +175,7 @@ def _check_routes(config: PolicyRunConfig, checks: Checks) -> None:
                 return
 
 
-def _note_estimator(config: PolicyRunConfig, checks: Checks) -> None:
-    arguments, key = config.actor_infer.generating_args, "actor_infer.generating_args"
+def _note_estimator(config: PolicyRunConfig, checks: Checks, arguments: GeneratingArguments, key: str) -> None:
     truncates = arguments.do_sample and (arguments.top_p < 1 or arguments.top_k > 0 or arguments.min_p > 0)
     if taught_by_advantage(config) and config.force_disable_old_logprobs_recompute:
         rule = "leaves only the engine's log-probs to compare with the teacher's, which are of another distribution"

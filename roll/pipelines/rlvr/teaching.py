@@ -21,6 +21,7 @@ from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, PendingCall
 from roll.models.layouts import TopTokens
+from roll.pipelines.rlvr.given import as_teachers_see, back_in_place
 from roll.pipelines.rlvr.phases import computed
 from roll.pipelines.rlvr.teachers import coefficients
 from roll.protocol import DataProto
@@ -64,7 +65,8 @@ def add_teacher_divergence(
 
         enter(cluster)
         part = batch if rows.all() else batch[rows]
-        of_teacher = computed(part, cluster, compute)["log_probs"]
+        seen = as_teachers_see(part)
+        of_teacher = back_in_place(computed(seen, cluster, compute)["log_probs"], seen, part)
         mask, own = part.batch["response_mask"], part.batch["old_log_probs"]
         estimate = kl_estimate(own, of_teacher, KLOptions(estimator=config.kl_penalty)) * mask
         total[torch.from_numpy(rows)] += weights[name] * estimate
@@ -100,9 +102,10 @@ def add_teacher_targets(
 
         enter(cluster)
         part = batch if rows.all() else batch[rows]
-        found, own = computed(part, cluster, compute), torch.from_numpy(rows)
+        seen, own = as_teachers_see(part), torch.from_numpy(rows)
+        found = computed(seen, cluster, compute)
         for column, source in zip(teacher_columns(TEACHER), TEACHER_COLUMNS, strict=True):
-            values = found[source]
+            values = back_in_place(found[source], seen, part)
             if column not in tensors:
                 tensors[column] = values.new_zeros(len(batch), *values.shape[1:])
             tensors[column][own] = values

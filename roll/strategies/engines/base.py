@@ -22,8 +22,7 @@ from packaging.version import Version
 from roll.config.roles import ModelArguments, WorkerConfig
 from roll.config.strategies.base import Backend
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore, SamplingParams
-from roll.weight_sync.encoding import tensor_checksum
-from roll.weight_sync.messages import Checksum
+from roll.weight_sync.encoding import Checksum, tensor_checksum
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +82,19 @@ class GenerationStrategy(ABC):
         that does not count them."""
         return 0, 0
 
+    def prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
+        """:meth:`prompt_score` of several."""
+        return [self.prompt_score(token_ids, top) for token_ids in prompts]
+
     def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore:
-        """Log-probs of a prompt's own tokens, and the ``top`` most probable at each position.
+        """Log-probs of a prompt's own tokens, and the ``top`` most probable at each position (-1: all), descending.
 
         Raises:
             ValueError: an engine that gives none.
         """
-        raise ValueError(f"{type(self).__name__} gives no log-probs of prompts (echo with logprobs); hf_infer does")
+        raise ValueError(
+            f"{type(self).__name__} gives no log-probs of prompts (echo, prompt_logprobs); hf_infer and vllm do"
+        )
 
     @abstractmethod
     def start_weight_update(self, version: int) -> None: ...

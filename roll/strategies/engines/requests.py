@@ -22,6 +22,8 @@ class PromptScore:
     """Of every token but the first, at temperature 1."""
     top: list[list[tuple[int, float]]]
     """At the same positions the most probable tokens, as many as were asked for."""
+    ranks: Sequence[int] = ()
+    """Of the text's own tokens among all; 1: the most probable."""
 
 
 @dataclass(frozen=True, slots=True)

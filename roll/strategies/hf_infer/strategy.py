@@ -128,14 +128,17 @@ class HfInferStrategy(GenerationStrategy):
         ids = torch.tensor([list(token_ids)], device=decoder.device)
         hidden = decoder.model.model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
         log_probs: list[float] = []
+        ranks: list[int] = []
         tops: list[list[tuple[int, float]]] = []
         for begin in range(0, len(hidden), SCORED_POSITIONS):
             part = decoder.model.lm_head(hidden[begin : begin + SCORED_POSITIONS]).float().log_softmax(-1)
             targets = ids[0, 1 + begin : 1 + begin + len(part), None]
-            log_probs += part.gather(1, targets)[:, 0].tolist()
-            values, indices = part.topk(min(top, part.shape[-1]))
+            own = part.gather(1, targets)
+            log_probs += own[:, 0].tolist()
+            ranks += ((part > own).sum(-1) + 1).tolist()
+            values, indices = part.topk(part.shape[-1] if top < 0 else min(top, part.shape[-1]))
             tops += [list(zip(*row, strict=True)) for row in zip(indices.tolist(), values.tolist(), strict=True)]
-        return PromptScore(log_probs, tops)
+        return PromptScore(log_probs, tops, ranks)
 
     def start_weight_update(self, version: int) -> None:
         if self._new_version is not None:

@@ -410,6 +410,12 @@ class DataParallelStrategy(ModelStrategy):
             layout = replace(layout, teachers=targets_of(layout, part, self._comparisons))
         if Output.ROUTES not in part:
             return layout
+        recorded, own = part[Output.ROUTES].shape[2], len(self.sparse_layers)
+        if recorded != own:
+            raise ValueError(
+                f"{self.role.name}.router_replay: the engine has recorded {recorded} layers, and the model has {own} "
+                "with experts; set router_replay.mode: R2 or disabled"
+            )
         return replace(layout, routes=routes_of(layout, part[Output.ROUTES]))
 
     def _max_over_ranks(self, count: int) -> int:

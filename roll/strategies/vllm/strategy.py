@@ -27,16 +27,30 @@ from roll.strategies.engines.requests import (
     GenerationOutput,
     GenerationRequest,
     PartialSample,
+    PromptScore,
+    SamplingParams,
     check_request,
     longest_sequence,
 )
-from roll.strategies.vllm.arguments import behind, engine_arguments, generation_output, sampling_params, show_begun_text
+from roll.strategies.vllm.arguments import (
+    behind,
+    engine_arguments,
+    generation_output,
+    prompt_score,
+    recorded_routes,
+    sampling_params,
+    scoring_params,
+    show_begun_text,
+)
 from roll.strategies.vllm.verification import quieten
 from roll.strategies.vllm.vision import ImagePrompts, check_torchvision
 from roll.strategies.vllm.worker import POLICY, SharedBucket, check_results, joined_checksums
-from roll.weight_sync.messages import Checksum
+from roll.weight_sync.encoding import Checksum
 
 logger = logging.getLogger(__name__)
+
+SCORING = "prompt-score/"
+"""Begins vLLM's names of prompts whose log-probs are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,8 @@ class _Sample:
     """vLLM's own name of it."""
     begun: PartialSample | None
     """Tokens that it came with."""
+    prompt_length: int
+    """Without those."""
 
 
 class VllmStrategy(GenerationStrategy):
@@ -65,12 +81,18 @@ class VllmStrategy(GenerationStrategy):
         self._unfinished: dict[str, set[str]] = {}
         """Keys of ``_samples`` by request."""
         self._failures: dict[str, str] = {}
+        self._scoring: dict[str, Any] = {}
+        """Prompts whose log-probs are asked for, and what vLLM says of them when it is done."""
+        self._finished_early: list[GenerationOutput] = []
+        """Samples that were finished while such prompts were computed."""
         self._version = 0
         self._new_version: int | None = None
         self._is_reloading = False
         self._checksums: dict[str, Checksum] = {}
         """Checksums of the tensors that the update has brought so far."""
         self._num_ranks = config.devices_per_worker
+        self._records_routes = role.router_replay.mode == "R3"
+        self._num_experts = 0
         self._shared = SharedBucket()
         self._watch = RankWatch([], self._shared.close)
         self._asleep: list[str] = []
@@ -94,6 +116,8 @@ class VllmStrategy(GenerationStrategy):
         self._images = ImagePrompts(model_config, tokenizer)
         if getattr(model_config, "vision_config", None) is not None:
             check_torchvision()
+        if self._records_routes:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that can
         arguments = engine_arguments(self.role, self._config, model_config, self._max_model_len, self.seed, platform)
         if platform.device_type == "cpu" and arguments["enforce_eager"]:
             # The sampler compiles one helper of its own even so, which needs a C++ compiler and takes seconds.
@@ -106,6 +130,7 @@ class VllmStrategy(GenerationStrategy):
         if self.takes_adapters:
             self._ask_ranks("roll_add_adapter")
         self._vocab_size = self._engine.model_config.get_vocab_size()
+        self._num_experts = self._engine.model_config.get_num_experts()
         cache = self._engine.vllm_config.cache_config
         logger.info(
             "vllm %s: up to %d samples of %d tokens; KV cache of %s blocks of %s tokens",
@@ -168,20 +193,57 @@ class VllmStrategy(GenerationStrategy):
         internal_id = engine.add_request(key, prompt, params, lora_request=POLICY if self.takes_adapters else None)
         if begun is not None and request.params.stop_strings:
             show_begun_text(engine.output_processor.request_states[internal_id].detokenizer, begun.token_ids)
-        self._samples[key] = _Sample(request.request_id, index, internal_id, begun)
+        self._samples[key] = _Sample(request.request_id, index, internal_id, begun, len(request.prompt_token_ids))
         self._unfinished[request.request_id].add(key)
 
     def step(self) -> list[GenerationOutput]:
         if self._new_version is not None:
             raise RuntimeError("vllm: step() between start_weight_update and finish_weight_update")
-        with self._watch.blamed():
-            results = self._running_engine().step()
-        outputs = [self._take(result) for result in results]
+        early, self._finished_early = self._finished_early, []
+        outputs = [*early, *self._step()] if self._samples else early
         failed = not_finite(outputs)
         if failed:
             self.abort(failed)
             self._failures |= failed
         return [output for output in outputs if output.request_id not in failed]
+
+    def _step(self) -> list[GenerationOutput]:
+        with self._watch.blamed():
+            results = self._running_engine().step()
+        for result in results:
+            if result.request_id in self._scoring:
+                self._scoring[result.request_id] = result
+        return [self._take(result) for result in results if result.request_id not in self._scoring]
+
+    def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore:
+        return self.prompt_scores([token_ids], top)[0]
+
+    def prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
+        """See the base class; samples in flight go on meanwhile, and those that finish are the next step's.
+
+        Raises:
+            ValueError: a prompt without room for the token that vLLM samples behind it, or more tokens asked for than
+                the engine's ``max_logprobs``.
+        """
+        engine = self._running_engine()
+        keys = [f"{SCORING}{number}" for number in range(len(prompts))]
+        try:
+            for key, token_ids in zip(keys, prompts, strict=True):
+                check_request(
+                    GenerationRequest(key, token_ids, SamplingParams(1)), (), self._max_model_len, self._vocab_size
+                )
+                rendered = self._rendered(token_ids, None)
+                lora = POLICY if self.takes_adapters else None
+                engine.add_request(key, rendered, scoring_params(min(top, self._vocab_size)), lora_request=lora)
+                self._scoring[key] = None
+            while any(result is None for result in self._scoring.values()):
+                self._finished_early += self._step()
+            return [prompt_score(self._scoring[key].prompt_logprobs) for key in keys]
+        except Exception:
+            engine.abort_request([key for key, result in self._scoring.items() if result is None])
+            raise
+        finally:
+            self._scoring = {}
 
     def take_failures(self) -> dict[str, str]:
         """See the base class: requests with a sample that was not drawn from finite log-probs."""
@@ -190,7 +252,7 @@ class VllmStrategy(GenerationStrategy):
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._samples)
+        return len(self._samples) + len(self._finished_early)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
         """See the base class; unknown or finished requests are passed over."""
@@ -234,7 +296,14 @@ class VllmStrategy(GenerationStrategy):
 
     def _output(self, sample: _Sample, result: Any) -> GenerationOutput:
         output = generation_output(sample.request_id, sample.index, result.outputs[0], self._version)
-        return output if sample.begun is None else behind(sample.begun, output)
+        whole = output if sample.begun is None else behind(sample.begun, output)
+        if self._records_routes:
+            before = sample.prompt_length - 1
+            num_begun = 0 if sample.begun is None else before + len(sample.begun.token_ids)
+            rows = result.outputs[0].routed_experts
+            number = before + len(whole.token_ids)
+            whole.routes = recorded_routes(rows, number, self._num_experts, sample.begun, num_begun)
+        return whole
 
     def start_weight_update(self, version: int) -> None:
         if self._new_version is not None:

@@ -257,3 +257,87 @@ def experts_after_updates(folder: Path) -> list[tuple[list[str], bool]]:
             tokens = [outputs[f"{version}.{i}", 0].token_ids for i in range(len(prompts))]
             found.append((wrong, tokens == [helpers.generate_greedy(model, prompt, 10) for prompt in prompts]))
     return found
+
+
+def run_out(started: GenerationStrategy) -> list[GenerationOutput]:
+    outputs: list[GenerationOutput] = []
+    while started.num_unfinished:
+        outputs += started.step()
+    return outputs
+
+
+def prompt_scores(folder: Path) -> dict[str, Any]:
+    """Of prompts that are asked for while a sample is in flight, which goes on as if nothing had been asked."""
+    prompts, model = [[5, 9, 13, 40, 7], [8, 3]], load(folder)
+    with engine(folder, engine_args={"max_logprobs": -1}) as started:
+        request = GenerationRequest("sample", [4, 5, 6], SamplingParams(12, temperature=0.0))
+        started.add_requests([request])
+        plain = [output.token_ids for output in run_out(started)]
+        started.add_requests([request])
+        started.step()
+        found, whole = started.prompt_scores(prompts, 3), started.prompt_scores(prompts[:1], -1)
+        outputs = run_out(started)
+        gaps, same = [], []
+        for prompt, score in zip(prompts, found, strict=True):
+            with torch.no_grad():
+                table = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+            own = table.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+            gaps.append(float((own - torch.tensor(score.log_probs)).abs().max()))
+            best = table.topk(3)
+            listed = [[value for _, value in row] for row in score.top]
+            gaps.append(float((best.values - torch.tensor(listed)).abs().max()))
+            same.append([[token for token, _ in row] for row in score.top] == best.indices.tolist())
+            same.append(score.ranks == ((table > own[:, None]).sum(-1) + 1).tolist())
+        try:
+            started.prompt_scores([[1] * (MAX_MODEL_LEN + 1)], 1)
+            refused = ""
+        except ValueError as error:
+            refused = str(error)
+        return {
+            "gap": max(gaps),
+            "same": all(same),
+            "whole": [len(row) for row in whole[0].top],
+            "undisturbed": [output.token_ids for output in outputs] == plain,
+            "refused": refused,
+            "left": started.num_unfinished,
+        }
+
+
+def teacher_columns(folder: Path) -> dict[str, float]:
+    """Largest distances of a teacher's columns under vLLM from those of the plain model."""
+    from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
+    from roll.distributed import WorkerContext
+    from roll.protocol import DataProto
+    from roll.workers.model import TeacherWorker
+
+    drop_shared_engine()
+    options = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+    args = ModelArguments(model_name_or_path=str(folder), dtype="fp32")
+    role = WorkerConfig(name="teacher", model_args=args, strategy_args=StrategyArguments("vllm", options))
+    worker = TeacherWorker(WorkerContext("teacher", role, 0, 1))
+    worker.initialize()
+    generator = torch.Generator().manual_seed(0)
+    ids, attention = torch.randint(5, 300, (3, 12), generator=generator), torch.ones(3, 12, dtype=torch.bool)
+    attention[1, 9:] = False
+    response = attention.clone()
+    response[:, :5] = False
+    response[2, 7] = False
+    batch = DataProto.from_dict({"input_ids": ids * attention, "attention_mask": attention, "response_mask": response})
+    found = worker.compute_top_tokens(batch, count=4, limit=320).batch
+    own = worker.compute_log_probs(batch).batch["log_probs"]
+    worker.offload_states([])
+    worker.load_states([])
+    worker.close()
+    with torch.no_grad():
+        table = load(folder)(batch.batch["input_ids"], attention_mask=attention.long()).logits.log_softmax(-1)
+    table = torch.nn.functional.pad(table[:, :-1], (0, 0, 1, 0))
+    best = table.topk(4)
+    tail = 1 - best.values.exp().sum(-1)
+    mine = table.gather(2, batch.batch["input_ids"][..., None])[..., 0]
+    gap = {
+        "top": found["top_log_probs"] - best.values,
+        "ids": (found["top_ids"] != best.indices).float(),
+        "tail": found["tail_log_prob"].exp() - tail,
+        "own": own - mine,
+    }
+    return {name: float(values[response].abs().max()) for name, values in gap.items()}

@@ -89,3 +89,17 @@ def test_faults_behind_the_receiver_are_found(in_engine_process: Callable[..., A
 
 def test_an_engine_of_another_dtype(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
     assert in_engine_process(cases.other_dtype, folders["qwen3"]) == ([], ["model.layers.1.mlp.up_proj.weight"])
+
+
+def test_log_probs_of_prompts(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
+    found = in_engine_process(cases.prompt_scores, folders["qwen3"])
+    assert found["gap"] < 2e-5 and found["same"] and found["undisturbed"] and not found["left"]
+    assert found["whole"] == [320] * 4
+    assert "must have 1 to 95" in found["refused"]
+
+
+def test_columns_of_a_teacher_are_those_of_the_model_itself(
+    in_engine_process: Callable[..., Any], folders: dict[str, Path]
+) -> None:
+    found = in_engine_process(cases.teacher_columns, folders["qwen3"])
+    assert found.pop("ids") == 0 and max(found.values()) < 2e-5, found

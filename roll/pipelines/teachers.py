@@ -1,0 +1,145 @@
+"""Teachers of all forms: which worker computes one, the section it gets, and what is checked of it before a start.
+
+A teacher is a model under a strategy that computes batches, an engine that only reads (``vllm``), or a service
+elsewhere (``remote``). The last two give log-probs at temperature 1, of the most probable tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from roll.config.model_files import check_vocabularies
+from roll.config.plan.plan import RolePlan
+from roll.config.plan.planning import with_cache_length
+from roll.config.reading.errors import ConfigError, Problem, count
+from roll.config.reading.yaml_files import shown
+from roll.config.roles import WorkerConfig
+from roll.config.strategies.base import own_weights
+from roll.config.strategies.registry import (
+    RemoteStrategyConfig,
+    backend_of,
+    scoring_strategies,
+    typed_strategy_config,
+)
+from roll.workers import REFERENCE_WORKER, TEACHER_WORKER
+
+if TYPE_CHECKING:
+    from roll.config.checks.base import Checks
+
+PROBED = 96
+"""Ids whose text a service is asked for: added tokens first, then ids spread over the vocabulary."""
+UNFINISHED_CHARACTER = "\ufffd"
+
+
+def only_scores(section: WorkerConfig) -> bool:
+    """True for a teacher that gives log-probs of given tokens and nothing else."""
+    return section.strategy_args.strategy_name in scoring_strategies()
+
+
+def teacher_worker(section: WorkerConfig) -> str:
+    """Dotted path of the worker class."""
+    return TEACHER_WORKER if only_scores(section) else REFERENCE_WORKER
+
+
+def finished_teacher(section: WorkerConfig, longest: int) -> WorkerConfig:
+    """The section of an engine as its workers get it: with the weights of its folder, and room for sequences of
+    ``longest`` tokens and for the token that an engine samples behind them."""
+    if backend_of(section.strategy_args.strategy_name).generates is None or not only_scores(section):
+        return section
+    return own_weights(with_cache_length(section, longest + 1))
+
+
+def check_temperature(
+    name: str, section: WorkerConfig, temperature: float, whole: bool, key: str, instead: str, checks: Checks
+) -> None:
+    """Engines and services give log-probs at temperature 1; another one can be made of the whole vocabulary only.
+
+    Args:
+        name: of the teacher's section.
+        whole: the teacher gives its whole vocabulary.
+        key: the key of ``temperature``.
+        instead: what gives the whole vocabulary.
+    """
+    if only_scores(section) and temperature != 1.0 and not whole:
+        strategy = section.strategy_args.strategy_name
+        rule = (
+            f"must be 1 with {name} under {strategy}, which gives log-probs at temperature 1{instead}; or compute the "
+            "teacher under fsdp2_infer"
+        )
+        checks.add(key, temperature, rule, 1.0)
+
+
+def check_teachers(
+    student: str, teachers: Mapping[str, tuple[str, RolePlan]], wanted: int, longest: int, source: Any
+) -> None:
+    """Compare vocabularies, tokenizers of the hub included, and ask every service for what the run will ask it for.
+
+    Args:
+        student: the student's model.
+        teachers: by section, the key that names the teacher's model, and its plan.
+        wanted: most probable tokens that the run asks for; 0: all; -1: none.
+        longest: tokens of the longest row.
+
+    Raises:
+        ConfigError: another vocabulary, a service that does not answer, or one that serves another model.
+    """
+    problems: list[Problem] = []
+    for name, (key, plan) in teachers.items():
+        check_vocabularies(student, str(plan.model_path), key, source, fetch=True)
+        options = typed_strategy_config(plan.section.strategy_args)
+        if isinstance(options, RemoteStrategyConfig):
+            path = f"{name}.strategy_args.strategy_config.base_url"
+            for rule in service_problems(options, student, wanted, longest):
+                problems.append(Problem(path, options.base_url, rule, source=shown(source)))
+    if problems:
+        raise ConfigError(problems)
+
+
+def service_problems(options: RemoteStrategyConfig, student: str, wanted: int, longest: int) -> Iterator[str]:
+    """Why a run cannot have this service as a teacher: found by asking it about a few ids of the student's."""
+    from transformers import AutoTokenizer
+
+    from roll.strategies.engines.scoring import ALL
+    from roll.strategies.remote import PromptLogProbs, ServiceRefused
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(student)
+    prompt = probe_ids(len(tokenizer), tokenizer.added_tokens_encoder.values(), min(PROBED, longest))
+    try:
+        service = PromptLogProbs(replace(options, max_retries=1, total_timeout=options.request_timeout))
+    except ServiceRefused as error:
+        yield f"does not answer: {error}"
+        return
+    try:
+        (rows,) = service.ask([prompt], {0: ALL, -1: 0}.get(wanted, wanted))
+    except ServiceRefused as error:
+        yield f"does not give the log-probs of a prompt: {error}{hint(wanted)}"
+        return
+    finally:
+        service.close()
+    if service.max_model_len is not None and service.max_model_len <= longest:
+        yield f"serves {service.max_model_len} tokens at most, and rows have up to {longest} and one sampled token"
+    differing = []
+    for token, row in zip(prompt[1:], rows[1:], strict=True):
+        said, own = (row or {})[str(token)].get("decoded_token"), str(tokenizer.decode([token]))
+        if said is not None and said != own and UNFINISHED_CHARACTER not in said + own:
+            differing.append((token, own, said))
+    if differing:
+        token, own, said = differing[0]
+        yield (
+            f"serves a model of another vocabulary: {count(len(differing), 'id')} of {len(prompt) - 1} asked differ, "
+            f"for instance {token} (student {own!r}, service {said!r})"
+        )
+
+
+def hint(wanted: int) -> str:
+    return "" if wanted < 0 else "; vLLM's server needs --max-logprobs with at least as many (-1 for all)"
+
+
+def probe_ids(size: int, added: Any, length: int) -> list[int]:
+    """Up to ``length`` ids below ``size``: half of them added tokens if there are so many, the others evenly spread."""
+    first = sorted(set(added))[: max(1, length // 2)]
+    rest = max(1, length - len(first))
+    spread = [(place * size) // rest for place in range(rest)]
+    return list(dict.fromkeys([*first, *spread]))[:length]

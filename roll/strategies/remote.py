@@ -1,0 +1,182 @@
+"""A teacher behind a URL: ``prompt_logprobs`` of an OpenAI-compatible server (vLLM's, ``roll serve``)."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx2
+
+from roll.config.roles import WorkerConfig
+from roll.config.strategies.registry import RemoteStrategyConfig, typed_strategy_config
+from roll.rewards.http_client import LOOPBACK, HttpSettings, JsonClient
+from roll.strategies.base import ModelHead
+from roll.strategies.engines.requests import PromptScore
+from roll.strategies.engines.scoring import ALL, ScoringStrategy
+
+MAX_REPLY = 512 * 2**20
+"""Bytes of an answer: about 70 for each token that is listed."""
+LOOK_SECONDS = 10.0
+"""Limit for the list of models."""
+
+
+class ServiceRefused(RuntimeError):
+    """The service does not answer, or not with what was asked for; the message says what it said."""
+
+
+class RemoteService:
+    """An OpenAI-compatible service.
+
+    Args:
+        path: of the requests, below ``base_url``.
+
+    Raises:
+        ServiceRefused: it cannot be reached, or the name of its model cannot be found out.
+    """
+
+    def __init__(self, options: RemoteStrategyConfig, path: str) -> None:
+        self._base_url = options.base_url.rstrip("/")
+        self._key = os.environ.get(options.api_key_env, "") if options.api_key_env else ""
+        settings = HttpSettings(
+            request_timeout=options.request_timeout,
+            total_timeout=options.total_timeout,
+            max_retries=options.max_retries,
+            concurrency=options.concurrency,
+            max_reply=MAX_REPLY,
+        )
+        self.max_model_len: int | None = None
+        """Tokens that the model takes, where the service says so."""
+        self.model = self._look_up(options.model)
+        self._client = JsonClient(f"{self._base_url}/{path}", settings, self._key)
+
+    def _look_up(self, wanted: str | None) -> str:
+        url = f"{self._base_url}/models"
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        trust = httpx2.URL(url).host not in LOOPBACK
+        try:
+            with httpx2.Client(timeout=LOOK_SECONDS, trust_env=trust, headers=headers) as client:
+                response = client.get(url)
+            response.raise_for_status()
+            found = {str(entry["id"]): entry for entry in response.json()["data"]}
+        except (httpx2.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise ServiceRefused(f"{url}: {type(error).__name__}: {error}") from error
+        if (wanted is None and len(found) != 1) or (wanted is not None and wanted not in found):
+            raise ServiceRefused(
+                f"{url} lists {', '.join(sorted(found)) or 'no model'}; strategy_config.model names one"
+            )
+        name = wanted if wanted is not None else next(iter(found))
+        length = found[name].get("max_model_len")
+        self.max_model_len = length if isinstance(length, int) else None
+        return name
+
+    def post(self, bodies: Sequence[Any]) -> list[Any]:
+        """The answer to each body.
+
+        Raises:
+            ServiceRefused: one of them is not answered.
+        """
+        replies = self._client.post(bodies)
+        for reply in replies:
+            if reply.error is not None:
+                raise ServiceRefused(reply.error)
+        return [reply.body for reply in replies]
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class PromptLogProbs(RemoteService):
+    """A service that gives log-probs of prompts."""
+
+    def __init__(self, options: RemoteStrategyConfig) -> None:
+        super().__init__(options, "completions")
+
+    def ask(self, prompts: Sequence[Sequence[int]], top: int) -> list[list[Mapping[str, Any] | None]]:
+        """``prompt_logprobs`` of each prompt: by position an object of id to ``logprob``, ``rank`` and
+        ``decoded_token``.
+
+        Raises:
+            ServiceRefused: one of them is not answered.
+        """
+        shared = {"model": self.model, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top}
+        answers = self.post([shared | {"prompt": list(prompt)} for prompt in prompts])
+        return [self._read(body, prompt) for prompt, body in zip(prompts, answers, strict=True)]
+
+    def _read(self, body: Any, prompt: Sequence[int]) -> list[Mapping[str, Any] | None]:
+        try:
+            rows: Any = body["choices"][0]["prompt_logprobs"]
+        except (KeyError, IndexError, TypeError):
+            rows = None
+        if not isinstance(rows, list):
+            raise ServiceRefused(f"{self._base_url}: the answer has no prompt_logprobs")
+        if len(rows) != len(prompt):
+            raise ServiceRefused(
+                f"{self._base_url}: prompt_logprobs has {len(rows)} positions for a prompt of {len(prompt)} tokens"
+            )
+        for place, (row, token) in enumerate(zip(rows[1:], prompt[1:], strict=True), start=1):
+            if not isinstance(row, Mapping) or str(token) not in row:
+                raise ServiceRefused(
+                    f"{self._base_url}: position {place} of prompt_logprobs is not about token {token}, which is there"
+                )
+        return rows
+
+
+def as_score(rows: Sequence[Mapping[str, Any] | None], prompt: Sequence[int], top: int) -> PromptScore:
+    """What the service says of a prompt, in this project's form.
+
+    Raises:
+        ServiceRefused: a log-prob that is none.
+    """
+    log_probs, tops, ranks = [], [], []
+    for token, row in zip(prompt[1:], rows[1:], strict=True):
+        assert row is not None
+        try:
+            entries = [(int(one), float(said["logprob"])) for one, said in row.items()]
+            rank = row[str(token)].get("rank")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ServiceRefused(f"prompt_logprobs: {type(error).__name__}: {error}") from error
+        if not all(math.isfinite(value) for _, value in entries):
+            raise ServiceRefused("prompt_logprobs has log-probs that are not finite")
+        # The prompt's own token is listed as well; it is the last where it is none of the most probable.
+        entries.sort(key=lambda entry: -entry[1])
+        tops.append(entries if top == ALL else entries[:top])
+        log_probs.append(float(row[str(token)]["logprob"]))
+        ranks.append(rank if isinstance(rank, int) else 0)
+    return PromptScore(log_probs, tops, ranks)
+
+
+class RemoteScoring(ScoringStrategy):
+    """A teacher that is served elsewhere."""
+
+    def __init__(
+        self,
+        role: WorkerConfig,
+        head: ModelHead = ModelHead.CAUSAL_LM,
+        seed: int = 42,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(role, head, seed, max_grad_norm)
+        options = typed_strategy_config(role.strategy_args)
+        assert isinstance(options, RemoteStrategyConfig)
+        self._options = options
+        self._service: PromptLogProbs | None = None
+
+    def initialize(self, num_training_steps: int = 0) -> None:
+        """Find the service.
+
+        Raises:
+            ServiceRefused: it does not answer.
+        """
+        self._refuse_steps(num_training_steps)
+        self._service = PromptLogProbs(self._options)
+
+    def scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
+        assert self._service is not None, "initialize() comes first"
+        answers = self._service.ask(prompts, top)
+        return [as_score(rows, prompt, top) for rows, prompt in zip(answers, prompts, strict=True)]
+
+    def shutdown(self) -> None:
+        if self._service is not None:
+            self._service.close()

@@ -1,0 +1,219 @@
+"""Teachers behind a URL: over real HTTP, what they say is what the model itself says, at the same places."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from roll.config.reading.errors import ConfigError
+from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
+from roll.config.strategies.remote import RemoteStrategyConfig
+from roll.distributed import WorkerContext
+from roll.models.distributions import top_tokens
+from roll.models.layouts import TopTokens
+from roll.pipelines.teachers import check_teachers, probe_ids, service_problems
+from roll.protocol import DataProto
+from roll.strategies.engines.scoring import listed_tokens
+from roll.strategies.remote import PromptLogProbs, RemoteScoring, ServiceRefused
+from roll.workers.model import TeacherWorker
+from tests.config.good import mistakes
+
+LENGTHS = ((9, 4), (6, 5))
+"""Tokens of a row, and those of its prompt."""
+LIMIT = 300
+
+
+def teacher_role(url: str, **options: Any) -> WorkerConfig:
+    return WorkerConfig(
+        name="teacher",
+        model_args=ModelArguments(model_name_or_path="unused"),
+        strategy_args=StrategyArguments("remote", {"base_url": f"{url}/v1", "max_retries": 0, **options}),
+    )
+
+
+def rows() -> DataProto:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(5, LIMIT, (2, 9), generator=generator)
+    places = torch.arange(9)
+    total, prompt = (torch.tensor(column)[:, None] for column in zip(*LENGTHS, strict=True))
+    attention = places < total
+    response = attention & (places >= prompt)
+    response[0, 5] = False  # a token of a tool, say, which does not count
+    return DataProto.from_dict({"input_ids": ids * attention, "attention_mask": attention, "response_mask": response})
+
+
+@pytest.mark.parametrize(
+    ("count", "limit", "temperature"), [(5, 2**31 - 1, 1.0), pytest.param(0, LIMIT, 1.7, marks=pytest.mark.long)]
+)
+def test_columns_are_those_of_the_model_itself(make_serving: Any, count: int, limit: int, temperature: float) -> None:
+    """Of a row, and at places where something does not count; another temperature from the whole vocabulary."""
+    serving = make_serving(api_key="sesame")
+    model, batch = serving.cluster.workers[0].engine._decoder.model, rows()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEACHER_KEY", "sesame")
+        role = teacher_role(serving.server.url, api_key_env="TEACHER_KEY")
+        worker = TeacherWorker(WorkerContext("teacher", role, 1, 2))
+        worker.initialize()
+    assert (worker.rank_info.dp_rank, worker.rank_info.dp_size) == (1, 2)
+    found = worker.compute_top_tokens(batch, count=count, limit=limit, temperature=temperature).batch
+    log_probs = worker.compute_log_probs(batch).batch["log_probs"]
+    worker.close()
+    mask = batch.batch["response_mask"]
+    for row, (length, _) in enumerate(LENGTHS):
+        with torch.no_grad():
+            logits = model(batch.batch["input_ids"][row : row + 1, :length]).logits[0, :-1].float()
+        places = mask[row].nonzero()[:, 0]
+        plain = top_tokens(logits[places - 1].__getitem__, len(places), 64, temperature, TopTokens(count, limit))
+        torch.testing.assert_close(found["top_log_probs"][row][places], plain["top_log_probs"], atol=2e-5, rtol=0)
+        assert torch.equal(found["top_ids"][row][places][:, :5], plain["top_ids"][:, :5])
+        torch.testing.assert_close(
+            found["tail_log_prob"][row][places].exp(), plain["tail_log_prob"].exp(), atol=1e-5, rtol=0
+        )
+        own = logits.log_softmax(-1)[places - 1].gather(1, batch.batch["input_ids"][row][places][:, None])[:, 0]
+        torch.testing.assert_close(log_probs[row][places], own, atol=2e-5, rtol=0)
+    assert not log_probs[~mask].any() and not found["top_log_probs"][~mask].any()
+
+
+@pytest.mark.long
+def test_a_service_is_looked_at_before_anything_starts(make_serving: Any, tmp_path: Path, served_model: Path) -> None:
+    serving = make_serving()
+    options = RemoteStrategyConfig(base_url=f"{serving.server.url}/v1", request_timeout=20)
+    assert list(service_problems(options, str(served_model), 5, 100)) == []
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in served_model.iterdir():
+        content = file.read_bytes()
+        if file.name == "tokenizer.json":
+            tree = json.loads(content)
+            tree["model"]["vocab"] = {token: (id_ + 7) % 200 for token, id_ in tree["model"]["vocab"].items()}
+            content = json.dumps(tree).encode()
+        (other / file.name).write_bytes(content)
+    (problem,) = service_problems(options, str(other), 5, 100)
+    assert "another vocabulary" in problem and "(student " in problem
+    (problem,) = service_problems(RemoteStrategyConfig(base_url="http://127.0.0.1:9/v1"), str(served_model), 5, 100)
+    assert problem.startswith("does not answer")
+    (problem,) = service_problems(options, str(served_model), 1 << 20, 100)
+    assert "prompt_logprobs: must be from -1" in problem and "--max-logprobs" in problem
+    named = RemoteStrategyConfig(base_url=options.base_url, model="mine")
+    (problem,) = service_problems(named, str(served_model), 5, 100)
+    assert "lists tiny; strategy_config.model" in problem
+    plan: Any = SimpleNamespace(section=teacher_role(serving.server.url, model="mine"), model_path=str(served_model))
+    with pytest.raises(ConfigError, match=r"teacher\.strategy_args\.strategy_config\.base_url"):
+        check_teachers(str(served_model), {"teacher": ("teacher_pretrain", plan)}, 5, 64, Path("a.yaml"))
+
+
+@pytest.fixture
+def wrong_service() -> Iterator[Any]:
+    """A service whose answer to the prompt [1, 2, 3] the test decides about."""
+
+    class Handler(BaseHTTPRequestHandler):
+        rows: Any = None
+
+        def answer(self, body: Any) -> None:
+            content = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def do_GET(self) -> None:
+            self.answer({"data": [{"id": "one", "max_model_len": 8}]})
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer({"choices": [{"prompt_logprobs": self.rows}]})
+
+        def log_message(self, *_: Any) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", Handler
+    server.shutdown()
+    server.server_close()
+
+
+def said(token: int, value: float = -1.0) -> dict[str, Any]:
+    return {str(token): {"logprob": value, "rank": 1, "decoded_token": "x"}}
+
+
+def test_answers_that_would_teach_something_else_are_refused(wrong_service: Any) -> None:
+    """Positions that are one off, log-probs that are none, too few tokens, and no log-probs at all."""
+    url, handler = wrong_service
+    teacher = RemoteScoring(teacher_role(url))
+    teacher.initialize()
+    for answer, words in (
+        ([None, said(3), said(2)], "position 1 of prompt_logprobs is not about token 2"),
+        ([None, said(2)], "2 positions for a prompt of 3"),
+        (None, "has no prompt_logprobs"),
+        ([None, said(2), said(3, float("nan"))], "not finite"),
+    ):
+        handler.rows = answer
+        with pytest.raises(ServiceRefused, match=words):
+            teacher.scores([[1, 2, 3]], 1)
+    handler.rows = [None, said(2), said(3)]
+    assert teacher.scores([[1, 2, 3]], 1)[0].log_probs == [-1.0, -1.0]
+    teacher.shutdown()
+    service = PromptLogProbs(RemoteStrategyConfig(base_url=f"{url}/v1"))
+    assert service.model == "one" and service.max_model_len == 8
+    service.close()
+
+
+def test_listed_tokens() -> None:
+    """Ids that the student does not know are left out of the list, and their mass is in the rest."""
+    table = np.log([0.5, 0.3, 0.15, 0.05])
+    entries = [(7, table[0]), (1, table[1]), (2, table[2])]
+    log_probs, ids, rest = listed_tokens(entries, TopTokens(2, 5), 1.0)
+    assert ids.tolist() == [1, 2] and np.exp(log_probs) == pytest.approx([0.3, 0.15])
+    assert np.exp(rest) == pytest.approx(0.55)
+    with pytest.raises(ValueError, match="2 of 3 most probable tokens below id 5"):
+        listed_tokens(entries, TopTokens(3, 5), 1.0)
+
+
+def test_keys(tmp_path: Path, world_settings: dict[str, Any]) -> None:
+    def problems(**changes: Any) -> str:
+        return " | ".join(map(str, mistakes(tmp_path, world_settings | changes)))
+
+    def teacher(**options: Any) -> dict[str, Any]:
+        return {"strategy_args": {"strategy_name": "remote", "strategy_config": options}}
+
+    good = teacher(base_url="http://127.0.0.1:8000/v1")
+    assert problems(teacher=good) == "", "no devices, no worker's size"
+    assert "is needed: the address of the service" in problems(teacher=teacher())
+    assert "must be the service's address" in problems(teacher=teacher(base_url="ftp://x"))
+    assert "no such variable" in problems(teacher=teacher(base_url="http://x/v1", api_key_env="NO_SUCH_KEY"))
+    assert "logits_topk 0 (the whole vocabulary)" in problems(teacher=good, kd_temperature=2.0)
+    assert problems(teacher=good, kd_temperature=2.0, logits_topk=0) == ""
+    engine = {"strategy_args": {"strategy_name": "vllm", "strategy_config": {"tensor_parallel_size": 2}}}
+    assert problems(teacher=engine | {"device_mapping": [0, 1]}) == ""
+    assert "vllm" in problems(teacher=engine | {"device_mapping": [0, 1]}, kd_temperature=2.0)
+
+
+@pytest.fixture
+def world_settings() -> dict[str, Any]:
+    return {
+        "pipeline": "distill",
+        "exp_name": "kd",
+        "student_pretrain": "my/student",
+        "teacher_pretrain": "my/teacher",
+        "student": {
+            "data_args": {"file_name": "rows.jsonl"},
+            "strategy_args": {"strategy_name": "fsdp2_train"},
+            "device_mapping": [0],
+        },
+    }
+
+
+def test_ids_that_a_service_is_asked_for() -> None:
+    ids = probe_ids(1000, [990, 991, 5], 10)
+    assert ids[:3] == [5, 990, 991] and len(ids) == 10 and max(ids) < 1000
+    assert len(set(probe_ids(4, [], 10))) == 4
