@@ -54,7 +54,7 @@ def masked_discounted_sum(values: Tensor, mask: Tensor, discount: float) -> Tens
         return reverse_discounted_sum(values, discount)
     # 0 has no inverse; what 1e-12 lets through is far below the rounding of float32.
     exponent = math.log(max(discount, 1e-12))
-    deep = -exponent * length < _DEEPEST_OF_BLOCKS
+    is_shallow = -exponent * length < _DEEPEST_OF_BLOCKS
     width = min(_BLOCK, length, max(int(_DEEPEST_EXPONENT / -exponent), 1))
     blocks = -(-length // width)
     missing = blocks * width - length
@@ -66,7 +66,7 @@ def masked_discounted_sum(values: Tensor, mask: Tensor, discount: float) -> Tens
     inside = values.view(rows, blocks, width).mul_(weights) @ suffix
     if blocks > 1:
         whole = weights[..., -1]
-        starts = _starts(inside[..., 0], counts[..., -1], exponent) if deep else _scan(inside[..., 0], whole)
+        starts = _starts(inside[..., 0], counts[..., -1], exponent) if is_shallow else _scan(inside[..., 0], whole)
         inside[:, :-1].add_((whole[:, :-1] * starts[:, 1:]).unsqueeze(-1))
     return inside.div_(weights).view(rows, blocks * width)[:, :length]
 
