@@ -74,6 +74,8 @@ EXTRAS = {
     "peft": ["peft==0.21.2"],
     # `roll export --to gguf`.
     "gguf": ["gguf>=0.19"],
+    # `roll merge`.
+    "merge": ["mergekit==0.1.5"],
     # Tools of agents: MCP servers, and checks of arguments. The clients of black boxes are their programs' own.
     "agents": ["jsonschema>=4.20", "mcp>=2.0"],
     # Languages of responses, for the reward `ifeval`.
@@ -88,8 +90,9 @@ EXTRAS = {
     "wandb": ["wandb>=0.20"],
     # SwanLab wants an older protobuf than constraints/cpu.txt: install it without the constraints.
     "swanlab": ["swanlab>=0.10"],
+    "trackio": ["trackio>=0.40"],
     "prometheus": ["prometheus-client>=0.20"],
-    "trackers": ["wandb>=0.20", "swanlab>=0.10", "prometheus-client>=0.20"],
+    "trackers": ["wandb>=0.20", "swanlab>=0.10", "trackio>=0.40", "prometheus-client>=0.20"],
     "gpu": ["deepspeed==0.19.8", "megatron-core==0.16.1", "peft==0.21.2", "vllm==0.32.0"],
     "test": [
         "anthropic==2.12.0",
@@ -100,6 +103,7 @@ EXTRAS = {
         "langdetect>=1.0.9",
         "mcp>=2.0",
         "megatron-core==0.16.1",
+        "mergekit==0.1.5",
         "mypy>=2.0",
         "openai==3.54.0",
         "openai-agents==0.24.0",

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from benchmarks.train_step import SHAPES, write_model
 from roll.algorithms.preferences import PairSums, pair_sums, preference_loss, unpaired_loss
-from roll.config.preferences import PREFERENCE_LOSSES, PreferenceLossConfig
+from roll.config.losses import PREFERENCE_LOSSES, PreferenceLossConfig
 from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
 from roll.strategies.base import ModelStrategy, Output, TensorBatch
 from roll.strategies.factory import create_strategy

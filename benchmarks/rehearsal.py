@@ -42,6 +42,8 @@ RECIPES = (
     "qwen2.5-0.5B-rlvr_deepspeed/rlvr_config",
     "qwen2.5-0.5B-rlvr_megatron/rlvr_config",
     "qwen2.5-0.5B-agentic/agentic_val_sokoban",
+    "qwen2.5-0.5B-agentic/agentic_val_sokoban_async",
+    "qwen2.5-0.5B-agentic/agentic_val_sokoban_gigpo",
     "gsm8k/rlvr_config",
     "qwen2.5-7B-rlvr_fsdp2/rlvr_config",
     "qwen2.5-7B-rlvr_fsdp2/rlvr_config_2nodes",

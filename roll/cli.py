@@ -29,7 +29,9 @@ from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import dump_yaml, masked_text
 from roll.preflight import check_parts, check_resumption, find_models, require_packages
+from roll.rehearsal.engines import misfits
 from roll.rehearsal.formulas import quick_lines
+from roll.rehearsal.hardware import find_gpu
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""
@@ -70,6 +72,7 @@ TOOLS = {
     ),
     "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
     "export": Tool("roll.checkpoint.export", "turn a training checkpoint into a Hugging Face model, adapter or GGUF"),
+    "merge": Tool("roll.checkpoint.merge", "make one model of several: linear, SLERP, TIES, DARE"),
     "replay": Tool("roll.replay", "take the step of a recorded batch again and compare its metrics"),
     "reproduce": Tool("roll.reproduce", "run a documented table again, and say which rows agree with what is recorded"),
     "report": Tool("roll.report.command", "write one HTML file of runs: curves, timeline, samples, diagnosis", True),
@@ -230,7 +233,8 @@ def run_supervised(loaded: LoadedConfig[Any]) -> int:
             return False
         return True
 
-    policy = RestartPolicy(loaded.config.max_restarts, loaded.config.restart_backoff)
+    config = loaded.config
+    policy = RestartPolicy(config.max_restarts, config.restart_backoff, saves_on_usr1=config.on_usr1 == "save")
     return Supervisor(command, policy, loaded.plan.log_dir, is_whole, say).run()
 
 
@@ -277,6 +281,8 @@ def check(arguments: argparse.Namespace) -> int:
     check_parts(loaded)
     if not arguments.skip_files:
         check_resumption(loaded)
+    if arguments.gpu is not None and (problems := misfits(loaded.plan, find_gpu(arguments.gpu))):
+        raise ConfigError(problems)
     if arguments.resolved:
         sys.stdout.write(dump_yaml(loaded.resolved) + filled_in(loaded))
     else:
@@ -384,6 +390,7 @@ def build_parser() -> argparse.ArgumentParser:
             help="print the effective YAML and, as comments, what the plan fills in; secrets masked",
         )
         command.add_argument("--skip-files", action="store_true", help="do not ask whether data and models exist")
+        command.add_argument("--gpu", help="refuse what cannot fit on this accelerator, a name as of roll rehearse")
     command = add_config_command(commands, "inspect-data", "show the data of a configuration as the model will see it")
     command.add_argument("--rows", type=int, default=2, help="rows of each domain (2)")
     command.add_argument("--set", help="one set: train, validation, or the name of a validation set")

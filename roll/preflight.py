@@ -25,7 +25,7 @@ from roll.checkpoint.contents import (
 from roll.checkpoint.folders import CheckpointDamagedError
 from roll.checkpoint.manager import glance
 from roll.checkpoint.store import ObjectStore, is_url, store_problem
-from roll.config.checks.models import family_problem
+from roll.config.checks.roles import family_problem
 from roll.config.loader import LoadedConfig
 from roll.config.lora import uses_lora
 from roll.config.model_files import CONFIG, looks_like_folder, model_folder, read_model_config
@@ -36,7 +36,7 @@ from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import BACKENDS, typed_strategy_config
 
-TRACKERS = {"wandb": "wandb", "swanlab": "swanlab", "prometheus": "prometheus_client"}
+TRACKERS = {"wandb": "wandb", "swanlab": "swanlab", "trackio": "trackio", "prometheus": "prometheus_client"}
 """By tracker: its package, of the same name at the index."""
 
 

@@ -310,11 +310,11 @@ def student_quantile(probability: float, freedom: int) -> float:
 
 def show(verdicts: Sequence[Verdict], judged: str, console: Console) -> None:
     """A line a row, as wide as it is, and the count of each verdict."""
-    lines = [("row", "recorded", "measured", "interval", "verdict", "")]
+    lines = [["row", "recorded", "measured", "interval", "verdict", ""]]
     for one in verdicts:
         numbers = ["" if value is None else f"{value:.4g}" for value in (one.recorded, one.measured)]
         width = "" if one.half_width is None else f"+-{one.half_width:.3g}"
-        lines.append((one.row, *numbers, width, one.word, one.why))
+        lines.append([one.row, *numbers, width, one.word, one.why])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for cells in lines:
         text = "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))

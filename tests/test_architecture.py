@@ -32,7 +32,19 @@ FLOORS = {
 }
 FLOOR_OF = {area: floor for floor, areas in FLOORS.items() for area in areas}
 STRANGERS = {("algorithms", "strategies"), ("strategies", "algorithms")}
-OPTIONAL = {"vllm", "sglang", "deepspeed", "megatron", "peft", "gguf", "wandb", "swanlab", "tensordict", "trl"}
+OPTIONAL = {
+    "vllm",
+    "sglang",
+    "deepspeed",
+    "megatron",
+    "peft",
+    "gguf",
+    "mergekit",
+    "wandb",
+    "swanlab",
+    "tensordict",
+    "trl",
+}
 BACKEND_FOLDERS = {name: f"strategies/{name}" for name in ("megatron", "vllm", "sglang")}
 """Packages whose classes a backend derives its own from: the modules of its folder import them, and no module outside
 imports that folder before the backend is chosen."""

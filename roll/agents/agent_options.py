@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from roll.config.names import PUBLISHED_REWARDS
 from roll.config.reading.errors import closest
 from roll.config.reading.schema import Mismatch, convert
+from roll.config.rewards import CLUSTER, LLM_JUDGE
 
 T = TypeVar("T")
 Sampling = Literal["run", "refuse"]
@@ -21,7 +23,7 @@ ToolChoice = Literal["enforce", "auto"]
 
 def uses_tools(agent: str | None) -> bool:
     """Conversations of the agent may have tool messages: the chat template must have a place for them."""
-    return agent == "tools"
+    return agent in ("tools", "repository")
 
 
 class AgentOptionError(ValueError):
@@ -38,6 +40,9 @@ class VerifierOptions:
     """Options of the reward."""
     answer_key: str = "ground_truth"
     """Column of the row with the right answer."""
+    scores: Literal["answer", "episode"] | None = None
+    """What a reward is shown as the response: the last one (``answer``), or all that was said from the first one on, by
+    the policy and to it, without thoughts (``episode``); null: of an environment the episode, else the answer."""
     command: list[str] = field(default_factory=list)
     """In place of a reward: a program that prints the reward as its last line, or leaves with status 0 or 1."""
     timeout: float = 60.0
@@ -62,6 +67,24 @@ class ToolAgentOptions:
     """Added once to an episode that succeeds and has used a tool."""
     max_tool_uses: int | None = None
     """Tool calls of an episode; null: no limit."""
+
+
+@dataclass(frozen=True)
+class RepositoryOptions:
+    """``agent_config`` of ``agent: repository``."""
+
+    partial: bool = False
+    """The reward is the share of tests that pass; false: 1 where all do, else 0."""
+    timeout: float = 10.0
+    """Seconds of a program, and of a test."""
+    memory_mb: int = 512
+    """Address space of a program."""
+    parallel: int = 4
+    """Programs at a time, over all episodes."""
+    max_result: int = 10_000
+    """Characters of a tool's result; longer ones lose their middle."""
+    require: list[str] | None = None
+    """Protections of the sandbox without which nothing runs; null: those of the reward ``code_sandbox``."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +148,13 @@ class BlackBoxOptions:
             raise AgentOptionError("agent_config.reward: exit needs a program of its own for every episode")
         if (self.reward == "verifier") != bool(self.verifier):
             raise AgentOptionError("agent_config.verifier: goes with reward: verifier, and only with it")
+
+
+def asks_the_run(verifier: Mapping[str, Any]) -> bool:
+    """Whether a section ``verifier`` is a judge on the run's own role ``reward``."""
+    name, options = verifier.get("worker_cls"), verifier.get("reward_kwargs") or {}
+    is_judge = isinstance(name, str) and PUBLISHED_REWARDS.get(name.rpartition(".")[2], name) == LLM_JUDGE
+    return is_judge and options.get("model_type") == CLUSTER
 
 
 def read_options(kind: type[T], given: Mapping[str, Any], key: str = "agent_config") -> T:

@@ -184,7 +184,7 @@ class ChatTemplate:
         # What both renderings begin with is the messages; templates may end a conversation with a token of its own.
         shown = _common_beginning(begun, bare)
         moved = None if text.startswith(shown) else _difference(shown, text)
-        only_thoughts = moved is not None and _without_thoughts(text).startswith(_without_thoughts(shown))
+        only_thoughts = moved is not None and without_thoughts(text).startswith(without_thoughts(shown))
         return Bridge(ids, None if end is None else self._ends[end], moved, only_thoughts)
 
     def extended(self, prompt_ids: Sequence[int], response: Sequence[int], bridge: Bridge) -> list[int]:
@@ -208,7 +208,7 @@ class ChatTemplate:
         except TemplateError:
             return True
         text = str(response.get("content") or "")
-        return not followed.startswith(alone) and _without_thoughts(text) != text
+        return not followed.startswith(alone) and without_thoughts(text) != text
 
     def _as_text(self, messages: Sequence[Message]) -> Sequence[Message]:
         """``messages`` with placeholders in place of images."""
@@ -263,7 +263,8 @@ def _as_json(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
-def _without_thoughts(text: str) -> str:
+def without_thoughts(text: str) -> str:
+    """A text without the thinking in it."""
     return _THOUGHTS.sub("", text)
 
 

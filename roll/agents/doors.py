@@ -9,8 +9,10 @@ from typing import Any
 from roll.agents.agent_options import (
     AgentOptionError,
     BlackBoxOptions,
+    RepositoryOptions,
     ToolAgentOptions,
     VerifierOptions,
+    asks_the_run,
     read_options,
 )
 from roll.agents.built_in_tools import ToolSet
@@ -22,7 +24,7 @@ from roll.agents.verifiers import CommandVerifier, RewardVerifier, Verifier
 from roll.config.reading.errors import closest
 from roll.rewards.base import RewardOptionError
 
-BUILT_IN = ("tools", "black_box")
+BUILT_IN = ("tools", "black_box", "repository")
 
 
 def check_agent(agent: str, config: Mapping[str, Any] | None = None) -> None:
@@ -37,21 +39,26 @@ def check_agent(agent: str, config: Mapping[str, Any] | None = None) -> None:
     options = read_options(BlackBoxOptions, dict(config or {}))
     options.check()
     if options.verifier:
-        _verifier(options.verifier)
+        make_verifier(options.verifier)
     if options.command and shutil.which(options.command[0], path=program_environment(options.env)["PATH"]) is None:
         raise AgentOptionError(f"agent_config.command: there is no program {options.command[0]!r} here")
 
 
 def make_agent(
-    agent: str, config: Mapping[str, Any] | None = None, system: str | None = None, template: str | None = None
+    agent: str,
+    config: Mapping[str, Any] | None = None,
+    system: str | None = None,
+    template: str | None = None,
+    judge: Mapping[str, str] | None = None,
 ) -> Agent:
     """Build an agent; nothing is started yet.
 
     Args:
-        agent: ``tools``, ``black_box``, or the dotted path of a coroutine ``run(task, model)``.
+        agent: ``tools``, ``black_box``, ``repository``, or the dotted path of a coroutine ``run(task, model)``.
         config: options of the agent; of a coroutine its keyword arguments.
         system: system message, for ``tools``.
         template: text of the question, for ``tools``.
+        judge: where verifiers find the role ``reward``, as :func:`make_verifier` takes it.
 
     Raises:
         AgentOptionError: see there; the message begins with the key.
@@ -59,9 +66,11 @@ def make_agent(
     given = dict(config or {})
     try:
         if agent == "tools":
-            return _tool_agent(read_options(ToolAgentOptions, given), system, template)
+            return _tool_agent(read_options(ToolAgentOptions, given), system, template, judge)
         if agent == "black_box":
-            return _black_box(read_options(BlackBoxOptions, given))
+            return _black_box(read_options(BlackBoxOptions, given), judge)
+        if agent == "repository":
+            return _repository(read_options(RepositoryOptions, given), system, template)
         if "." not in agent:
             near = closest(agent, BUILT_IN)
             hint = f"did you mean {near!r}? " if near else ""
@@ -73,31 +82,58 @@ def make_agent(
         raise AgentOptionError(f"{key}{error}") from error
 
 
-def _tool_agent(options: ToolAgentOptions, system: str | None, template: str | None) -> ToolAgent:
+def _tool_agent(
+    options: ToolAgentOptions, system: str | None, template: str | None, judge: Mapping[str, str] | None
+) -> ToolAgent:
     if not options.verifier:
         example = "{worker_cls: math_rule}"
         raise AgentOptionError(f"agent_config.verifier: is needed: the reward of the last answer, as in {example}")
     tools = ToolSet(options.tools, options.timeout, options.max_result)
     tools.check_host()
-    return ToolAgent(tools, _verifier(options.verifier), options, system, template)
+    return ToolAgent(tools, make_verifier(options.verifier, judge), options, system, template)
 
 
-def _black_box(options: BlackBoxOptions) -> Agent:
+def _black_box(options: BlackBoxOptions, judge: Mapping[str, str] | None) -> Agent:
     from roll.agents.black_box import BlackBoxAgent
 
     options.check()
-    return BlackBoxAgent(options, _verifier(options.verifier) if options.verifier else None)
+    return BlackBoxAgent(options, make_verifier(options.verifier, judge) if options.verifier else None)
 
 
-def _verifier(given: Mapping[str, Any]) -> Verifier:
-    options = read_options(VerifierOptions, given, "agent_config.verifier")
+def _repository(options: RepositoryOptions, system: str | None, template: str | None) -> Agent:
+    from roll.agents.repository import TEMPLATE, RepositoryAgent
+
+    agent = RepositoryAgent(options, system, template or TEMPLATE)
+    agent.check_host()
+    return agent
+
+
+def make_verifier(
+    given: Mapping[str, Any],
+    judge: Mapping[str, str] | None = None,
+    key: str = "agent_config.verifier",
+    of_environment: bool = False,
+) -> Verifier:
+    """What a section ``verifier`` asks for.
+
+    Args:
+        judge: options of a judge on the run's own role ``reward`` (``base_url``, ``api_key``, ``model``), which are
+            known only while it runs.
+        of_environment: of whole episodes, unless the section says otherwise.
+
+    Raises:
+        AgentOptionError: see there.
+    """
+    options = read_options(VerifierOptions, given, key)
     if bool(options.worker_cls) == bool(options.command):
-        raise AgentOptionError("agent_config.verifier: has either worker_cls (a reward) or command (a program)")
+        raise AgentOptionError(f"{key}: has either worker_cls (a reward) or command (a program)")
     if options.worker_cls is None:
         return CommandVerifier(options.command, options.timeout)
     try:
-        verifier = RewardVerifier(options.worker_cls, options.reward_kwargs, options.answer_key, options.timeout)
+        whole = options.scores == "episode" or (of_environment and options.scores is None)
+        known = options.reward_kwargs | (judge or {} if asks_the_run(given) else {})
+        verifier = RewardVerifier(options.worker_cls, known, options.answer_key, options.timeout, whole)
         verifier.check_host()
     except RewardOptionError as error:
-        raise AgentOptionError(f"agent_config.verifier: {error}") from error
+        raise AgentOptionError(f"{key}: {error}") from error
     return verifier

@@ -15,6 +15,7 @@ from roll.agents.episode import Episode, EpisodeOver, Model, Task
 from roll.agents.images import content_text, has_images, is_image
 from roll.environments.base import Environment, Turn, read_reset, read_step, takes_task
 from roll.environments.off_loop import call_off_loop
+from roll.tracking.timeline import span_log
 
 Context = Literal["append", "observation", "last", "own"]
 """What the next prompt holds: everything so far; the current observation with the last turns told in a template; the
@@ -112,7 +113,9 @@ class EnvironmentAgent:
             async with self._place():
                 return await asyncio.wait_for(call_off_loop(method, *args, **options), limit)
         finally:
-            episode.seconds.environment += time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
+            episode.seconds.environment += seconds
+            span_log.note(getattr(method, "__name__", "call"), seconds, {"environment": self._name})
 
     def _place(self) -> contextlib.AbstractAsyncContextManager[object]:
         """One of the places for calls; waiting for it counts against no deadline."""

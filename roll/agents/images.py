@@ -41,7 +41,7 @@ class ChatImages:
         Raises:
             ImageError: an image that cannot be read, or of another form (a path, a URL).
         """
-        content = message.get("content")
+        content: Any = message.get("content")
         if not has_images(content):
             return dict(message)
         return {**message, "content": [self._part(part, held) for part in content]}

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
+from roll.agents.chat_ids import without_thoughts
 from roll.agents.conversation import Call
-from roll.agents.episode import Episode, EpisodeOver, Model, Task
+from roll.agents.episode import Agent, Episode, EpisodeOver, Model, Task
 from roll.agents.programs import ProgramError, program_environment, running
 from roll.rewards.base import GuardedReward, RewardSample
 from roll.rewards.custom import Limits
@@ -38,6 +39,7 @@ class RewardVerifier:
         worker_cls: as in a section ``rewards.<name>``: a short name, or the dotted path of a function
             ``(prompt, response, ground_truth, **row) -> float | dict``.
         answer_key: column of the row with the ground truth.
+        whole_episodes: the response is all that was said from the first one on; else the last one.
 
     Raises:
         RewardOptionError: a reward that does not exist, or an option that it does not have or cannot use.
@@ -49,7 +51,9 @@ class RewardVerifier:
         options: Mapping[str, Any] | None = None,
         answer_key: str = "ground_truth",
         timeout: float | None = None,
+        whole_episodes: bool = False,
     ) -> None:
+        self._whole_episodes = whole_episodes
         reward = build_reward(worker_cls, options, Limits(timeout))
         self._reward = GuardedReward(worker_cls, reward)
         self._answer_key = answer_key
@@ -67,13 +71,21 @@ class RewardVerifier:
         call = _last_call(episode)
         if call is None:
             return 0.0
+        prompt, response = (
+            _transcript(model, episode)
+            if self._whole_episodes
+            else (
+                model.text_of(model.conversations.prompt_ids(call)[: -call.opening or None]),
+                model.text_of(call.whole_response, ended=True),
+            )
+        )
         sample = RewardSample(
-            prompt=model.text_of(model.conversations.prompt_ids(call)[: -call.opening or None]),
-            response=model.text_of(call.whole_response, ended=True),
+            prompt=prompt,
+            response=response,
             ground_truth=task.row.get(self._answer_key),
             finish_reason=call.finish_reason,
             row=dict(task.row),
-            num_tokens=len(call.response_ids),
+            num_tokens=sum(len(one.response_ids) for one in (episode.calls if self._whole_episodes else [call])),
         )
         loop = asyncio.get_running_loop()
         (result,) = await loop.run_in_executor(self._threads, self._reward, [sample])
@@ -124,6 +136,55 @@ class CommandVerifier:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+class NoVerdict:
+    """The verifier of an agent that judges by itself."""
+
+    async def __call__(self, task: Task, model: Model, episode: Episode, folder: str | None = None) -> float:
+        return 0.0
+
+
+class ScoredAgent:
+    """An agent that plays an environment, and whose whole episodes a verifier scores, too: its score is added to the
+    reward of the last turn. Episodes that a limit of turns or tokens has ended are scored as they are; a fault or the
+    deadline leaves nothing to score.
+    """
+
+    def __init__(self, agent: Agent, verifier: Verifier) -> None:
+        self._agent, self._verifier = agent, verifier
+
+    async def run(self, task: Task, model: Model, episode: Episode) -> float:
+        """
+        Raises:
+            EpisodeOver: as the agent; ``environment_error`` where the verifier has failed.
+        """
+        ended: EpisodeOver | None = None
+        earned: float | None = None
+        try:
+            earned = await self._agent.run(task, model, episode)
+        except EpisodeOver as over:
+            if over.outcome in ("environment_error", "agent_error") or not episode.calls:
+                raise
+            ended = over
+        score = await self._verifier(task, model, episode)
+        episode.metrics["verifier_score"] = score
+        if ended is not None:
+            model.reward(score)
+            raise ended
+        return score + (earned or 0.0)
+
+
+def _transcript(model: Model, episode: Episode) -> tuple[str, str]:
+    """The first prompt, and all that follows: responses without thoughts, and what each call was told since."""
+    calls = episode.calls
+    first = calls[0]
+    prompt = model.text_of(first.new_ids[: len(first.new_ids) - first.opening])
+    said = []
+    for call in calls:
+        told = "" if call is first else model.text_of(call.new_ids[: len(call.new_ids) - call.opening])
+        said.append(told + without_thoughts(model.text_of(call.whole_response)))
+    return prompt, "".join(said)
 
 
 def _last_call(episode: Episode) -> Call | None:

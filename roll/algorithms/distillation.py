@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.config.distillation import DivergenceConfig
+from roll.config.losses import DivergenceConfig
 from roll.protocol.metrics import Mean, Metrics
 
 

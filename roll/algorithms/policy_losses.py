@@ -27,8 +27,9 @@ def _clipped_surrogate(inputs: LossInputs, log_ratio: Tensor, options: PPOConfig
     bound = options.dual_clip_bound
     with torch.no_grad():
         ratio = inputs.ratio if log_ratio is inputs.log_ratio else log_ratio.exp()
-        loss = torch.empty_like(ratio)
-        slope = torch.empty_like(ratio, dtype=torch.result_type(ratio, inputs.advantages))
+        # Of the wider type of the two: a product that is rounded to the narrower one compares as another number.
+        loss = torch.empty_like(ratio, dtype=torch.result_type(ratio, inputs.advantages))
+        slope = torch.empty_like(loss)
         counts = []
         # With -A in place of A the objective is a loss, and the smaller of two is the larger.
         for r, advantages, surrogate, unclipped in row_blocks(ratio, inputs.advantages, loss, slope):
@@ -43,7 +44,9 @@ def _clipped_surrogate(inputs: LossInputs, log_ratio: Tensor, options: PPOConfig
             alive = torch.le(surrogate, unclipped, out=scratch)
             if bound is not None:
                 ceiling = torch.where(advantages < 0, bound * negated, torch.inf)
-                alive.masked_fill_(ceiling < surrogate, 0.0)
+                # By the ratio: its products with the advantage may round to the bound's. On the bound itself the
+                # gradient is that of ratios below it, where autograd takes half.
+                alive.masked_fill_((advantages < 0) & (r > bound), 0.0)
                 torch.minimum(surrogate, ceiling, out=surrogate)
             counts.append((above, below, alive.sum()))
             unclipped.mul_(alive)
@@ -70,7 +73,10 @@ def vanilla(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> T
 
 @register_policy_loss("gspo")
 def gspo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
-    """PPO's clip on s = exp(mean log r) of the response; arXiv 2507.18071 eq. 5. Made for seq-mean-token-mean."""
+    """PPO's clip on s = exp(mean log r) of the response; arXiv 2507.18071 eq. 5. Made for seq-mean-token-mean.
+
+    With seq-mean-token-sum each response counts by its length: LUSPO, arXiv 2602.05261 (TRL's ``luspo`` is the same).
+    """
     return _clipped_surrogate(inputs, level_log_ratio(inputs.log_ratio, inputs.mask, "seq"), options, metrics)
 
 
@@ -95,15 +101,15 @@ def tis(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tenso
 def cispo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi; arXiv 2506.13585 eq. 4-5.
 
-    With ``cispo_unified_mask``, eq. 6-7: -M sg(r) A log pi, M dropping what PPO's clip takes the gradient of.
+    With ``cispo_unified_mask``, eq. 6-7: the same times M, which drops what PPO's clip takes the gradient of; ROLL's
+    ``cispo_use_unified_mask``.
     """
     ratio = inputs.ratio
     low, high = 1.0 - options.cispo_epsilon_low, 1.0 + options.cispo_epsilon_high
+    weight = ratio.clamp(low, high)
     if options.cispo_unified_mask:
         dropped = torch.where(inputs.advantages > 0, ratio > high, (ratio < low) & (inputs.advantages < 0))
-        weight = ratio.masked_fill(dropped, 0.0)
-    else:
-        weight = ratio.clamp(low, high)
+        weight = weight.masked_fill(dropped, 0.0)
     _count_clipped(metrics, weight != ratio, inputs)
     return -weight * inputs.advantages * inputs.log_probs
 
@@ -137,7 +143,9 @@ def m2po(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tens
 def vespo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-sg(phi(w)) A log pi, w the response's ratio, phi(w) = w^k exp(lambda (1 - w)) by the sign of A; 2602.10693.
 
-    A smooth weight with its largest value at w = k / lambda, where others clip.
+    A smooth weight with its largest value at w = k / lambda, where others clip, and 1 at w = 1.  Formula, defaults and
+    bounds of w are those of the authors' code (github.com/FloyedShen/VESPO, ``recipe/vespo/code/core_algos.py``), where
+    a correction of the engine's mismatch is a factor of w; here it is one of the loss.
     """
     log_weight = level_log_ratio(inputs.log_ratio.detach(), inputs.mask, "sequence")
     log_weight = log_weight.clamp(math.log(1e-8), LOG_RATIO_BOUND)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from roll.algorithms.registry import Registry
-from roll.config.preferences import PREFERENCE_LOSSES, PreferenceLossConfig, loss_names, weighted_losses
+from roll.config.losses import PREFERENCE_LOSSES, PreferenceLossConfig, loss_names, weighted_losses
 from roll.protocol.metrics import Mean, Metrics
 
 

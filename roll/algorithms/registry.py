@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from roll.config.reading.errors import closest
-from roll.config.reading.names import Row, Table
+from roll.config.reading.fields import Row, Table
 
 F = TypeVar("F", bound=Callable[..., Any])
 

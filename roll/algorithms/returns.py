@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from roll.algorithms.masked import Keep, has_holes
+from roll.algorithms.masked import Keep, has_holes, kept_, row_blocks
 
 _BLOCK = 32
 _DEEPEST_EXPONENT = 2.0
@@ -62,19 +62,30 @@ def masked_discounted_sum(values: Tensor, mask: Tensor, discount: float) -> Tens
     suffix = torch.ones(width, width, dtype=values.dtype, device=values.device).tril_()
     inside = values.view(rows, blocks, width).mul_(weights) @ suffix
     if blocks > 1:
-        starts, whole = (edge.t().contiguous().unbind() for edge in (inside[..., 0], weights[..., -1]))
-        inflow = [torch.zeros_like(starts[-1])]
-        for block in range(blocks - 2, -1, -1):
-            inflow.append(whole[block] * starts[block + 1])
-            starts[block].add_(inflow[-1])
-        inside += torch.stack(inflow[::-1], -1).unsqueeze(-1)
+        whole = weights[..., -1]
+        starts = _scan(inside[..., 0], whole)
+        inside[:, :-1].add_((whole[:, :-1] * starts[:, 1:]).unsqueeze(-1))
     return inside.div_(weights).view(rows, blocks * width)[:, :length]
+
+
+def _scan(values: Tensor, factors: Tensor) -> Tensor:
+    """y_b = x_b + f_b y_{b+1} along the last dimension, in log2 of its length steps: float (B, N), (B, N) -> (B, N)."""
+    step = 1
+    while step < values.shape[1]:
+        reached = values.clone()
+        reached[:, :-step].addcmul_(factors[:, :-step], values[:, step:])
+        factors = torch.cat([factors[:, :-step] * factors[:, step:], factors[:, -step:]], 1)
+        values, step = reached, 2 * step
+    return values
 
 
 def discounted_returns(token_level_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """G_t = R_t + gamma G_{next masked token}: float (B, L) -> (B, L), 0 outside the mask."""
-    keep = Keep(mask, token_level_rewards.dtype)
-    return keep.in_place(_recursion(keep(token_level_rewards), mask, gamma))
+    has_gaps, sums = _has_gaps(mask, gamma), torch.empty_like(token_level_rewards)
+    for rewards, rows, result in row_blocks(token_level_rewards, mask, sums):
+        keep = Keep(rows, rewards.dtype)
+        kept_(_recursion(keep(rewards), rows, gamma, has_gaps), keep.bits, result)
+    return sums
 
 
 def generalized_advantages(
@@ -93,18 +104,27 @@ def generalized_advantages(
     Returns:
         (advantages, returns = advantages + values), float (B, L), 0 outside the mask.
     """
-    keep = Keep(mask, values.dtype)
-    kept_values = keep(values)
-    delta = keep(token_level_rewards).sub_(kept_values)
-    # The hole before a turn gets gamma times the value of the turn's first token: of all tokens left of it, it is the
-    # last one of the turn before that has it undiscounted, as its delta asks for.
-    delta[:, :-1].add_(kept_values[:, 1:], alpha=gamma)
-    advantages = keep.in_place(_recursion(delta, mask, gamma * lambd))
-    return advantages, kept_values.add_(advantages)
+    discount = gamma * lambd
+    has_gaps, advantages, returns = _has_gaps(mask, discount), torch.empty_like(values), torch.empty_like(values)
+    for of_rewards, of_values, rows, result, target in row_blocks(
+        token_level_rewards, values, mask, advantages, returns
+    ):
+        keep = Keep(rows, of_values.dtype)
+        kept_values = keep(of_values)
+        delta = keep(of_rewards).sub_(kept_values)
+        # The hole before a turn gets gamma times the value of the turn's first token: of all tokens left of it, it is
+        # the last one of the turn before that has it undiscounted, as its delta asks for.
+        delta[:, :-1].add_(kept_values[:, 1:], alpha=gamma)
+        kept_(_recursion(delta, rows, discount, has_gaps), keep.bits, result)
+        torch.add(kept_values, result, out=target)
+    return advantages, returns
 
 
-def _recursion(values: Tensor, mask: Tensor, discount: float) -> Tensor:
+def _has_gaps(mask: Tensor, discount: float) -> bool:
+    """Some row has unmasked tokens between masked ones, and they make a difference."""
+    return discount != 1.0 and bool(has_holes(mask))
+
+
+def _recursion(values: Tensor, mask: Tensor, discount: float, has_gaps: bool) -> Tensor:
     """The discounted sum of each masked token; what stands left of a row's first one is meaningless."""
-    if discount != 1.0 and bool(has_holes(mask)):
-        return masked_discounted_sum(values, mask, discount)
-    return reverse_discounted_sum(values, discount)
+    return masked_discounted_sum(values, mask, discount) if has_gaps else reverse_discounted_sum(values, discount)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roll.config.corrections import parse_correction
-from roll.config.reading.fields import parse_dotted_path, rules, setting
-from roll.config.reading.names import Named, Table
+from roll.config.reading.fields import Named, Table, parse_dotted_path, rules, setting
 
 
 @dataclass(frozen=True)
@@ -148,9 +147,8 @@ class PolicyLossConfig:
     """``cispo``: weights are clipped at 1 - this from below."""
     cispo_epsilon_high: float = setting(0.1, ge=0, read_if=readers("cispo"))
     """``cispo``: weights are clipped at 1 + this from above."""
-    cispo_unified_mask: bool = setting(False, read_if=readers("cispo"))
-    """``cispo``: drop the tokens that PPO's clip would drop, and weigh the others by their ratio, instead of clipping
-    the weight."""
+    cispo_unified_mask: bool = setting(False, read_if=readers("cispo"), aliases=("cispo_use_unified_mask",))
+    """``cispo``: drop the tokens that PPO's clip would drop, too."""
     m2po_threshold: float = setting(0.04, gt=0, read_if=readers("m2po"))
     """``m2po``: greatest mean squared log-ratio of the tokens that stay; those of the largest are dropped."""
     m2po_all_tokens: bool = setting(False, read_if=readers("m2po"))

@@ -1,15 +1,20 @@
-"""What lies on disk of a model: its folder or the hub's cache, and its ``config.json``. Torch-free, no network."""
+"""What lies on disk of a model: its folder or the hub's cache, its ``config.json``, and its tokenizer's vocabulary.
+Torch-free; only the hub's vocabularies are fetched."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.yaml_files import shown
 
 CONFIG = "config.json"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -128,7 +133,10 @@ SUPPORT: dict[str, tuple[str, ...]] = {
 }
 """By capability: the strategies (by the beginning of their name) under which it is tested."""
 FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
-    EXPERTS: dict.fromkeys(("deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"), ("fsdp2",)),
+    EXPERTS: {
+        **dict.fromkeys(("deepseek_v3", "qwen3_next", "qwen3_5_moe_text"), ("fsdp2",)),
+        **dict.fromkeys(("glm4_moe", "gpt_oss"), ("fsdp2", "hf_infer")),
+    },
     RECURRENT: dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), ("fsdp2",)),
 }
 """The same for values of ``model_type`` that are tested under other strategies than the rest."""
@@ -222,3 +230,74 @@ def _has_state_layers(config: Mapping[str, Any]) -> bool:
     return isinstance(layers, list) and any(
         isinstance(kind, str) and ("linear" in kind or "mamba" in kind or "recurrent" in kind) for kind in layers
     )
+
+
+TOKENIZER = "tokenizer.json"
+
+
+@lru_cache(maxsize=8)
+def vocabulary_of(path: str, fetch: bool = False) -> Mapping[int, str] | None:
+    """Token by id, added tokens included; None where the tokenizer is not on this machine.
+
+    Args:
+        fetch: load it all the same, from wherever transformers finds it.
+    """
+    folder = model_folder(path)
+    if folder is not None and (folder / TOKENIZER).is_file():
+        return _stored(folder / TOKENIZER)
+    if not fetch:
+        return None
+    from transformers import AutoTokenizer
+
+    return {number: token for token, number in AutoTokenizer.from_pretrained(path).get_vocab().items()}
+
+
+def _stored(file: Path) -> dict[int, str]:
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"].get("vocab", {})
+    pairs = (
+        vocabulary.items()
+        if isinstance(vocabulary, dict)
+        else ((entry[0], number) for number, entry in enumerate(vocabulary))  # Unigram: [token, score]
+    )
+    found = {number: token for token, number in pairs}
+    return found | {added["id"]: added["content"] for added in content.get("added_tokens") or ()}
+
+
+def vocabulary_hash(path: str) -> str:
+    """A fingerprint of id -> token, in hexadecimal."""
+    digest = hashlib.blake2b(digest_size=16)
+    for number, token in sorted((vocabulary_of(path, fetch=True) or {}).items()):
+        digest.update(f"{number}\t{token}\n".encode())
+    return digest.hexdigest()
+
+
+def check_vocabularies(student: str, teacher: str, key: str, source: Any, fetch: bool = False) -> None:
+    """Compare the vocabularies of two models.
+
+    Args:
+        key: names the teacher's model, for the message.
+        source: the configuration's file.
+        fetch: also where a tokenizer is not on this machine yet.
+
+    Raises:
+        ConfigError: an id that is another token, or is a token on one side only.
+    """
+    if student == teacher:
+        return
+    ours, theirs = vocabulary_of(student, fetch), vocabulary_of(teacher, fetch)
+    if ours is None or theirs is None or ours == theirs:
+        return
+    differing = sorted(number for number in ours.keys() | theirs.keys() if ours.get(number) != theirs.get(number))
+    first = differing[0]
+    count = f"{len(differing)} token ids differ" if len(differing) > 1 else "1 token id differs"
+    rule = (
+        f"has another vocabulary than the student's {student}: {count}, the first is {first} (student "
+        f"{_shown(ours.get(first))}, teacher {_shown(theirs.get(first))}); distributions are compared id by id, so "
+        "both need one tokenizer, added tokens included"
+    )
+    raise ConfigError([Problem(key, teacher, rule, source=shown(source))])
+
+
+def _shown(token: str | None) -> str:
+    return "has none" if token is None else repr(token)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from roll.config.reading.names import Named, Table
+from roll.config.reading.fields import Named, Table
 
 LR_SCHEDULER_OPTIONS: dict[str, tuple[str, ...]] = {
     "linear": (),
@@ -27,8 +27,7 @@ LR_SCHEDULERS = tuple(LR_SCHEDULER_OPTIONS)
 DECAYING_SCHEDULERS = tuple(name for name in LR_SCHEDULERS if not name.startswith("constant"))
 """Those that read ``min_lr_ratio``."""
 ATTENTION = ("sdpa", "eager", "fa2", "flash_attention_2", "auto")
-TRACKERS = ("tensorboard", "stdout", "jsonl", "prometheus", "wandb", "swanlab", "ml_tracker")
-PLANNED_TRACKERS = ("trackio",)
+TRACKERS = ("tensorboard", "stdout", "jsonl", "prometheus", "wandb", "swanlab", "trackio", "ml_tracker")
 UNPUBLISHED_TRACKERS = {"ml_tracker": "tensorboard"}
 """Trackers of ROLL's files that are not public, and what writes the metrics in their place."""
 

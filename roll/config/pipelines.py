@@ -350,7 +350,7 @@ PIPELINES = (
     PipelineEntry(
         "opd",
         ("student_train", "student_infer", "is_pure_opd", "pure_opd_pipeline_type"),
-        "roll.pipelines.rlvr.opd.OPD",
+        "roll.pipelines.rlvr.definition.OPD",
     ),
     PipelineEntry("rlvr", ("rewards", "actor_infer", "rollout_batch_size"), "roll.pipelines.rlvr.definition.RLVR"),
 )

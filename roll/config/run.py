@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll.config.names import PLANNED_TRACKERS, TRACKERS
+from roll.config.names import TRACKERS
 from roll.config.reading.fields import rules, setting
 
 
@@ -94,11 +94,9 @@ class RunConfig:
     """The record of samples that ``roll report`` and ``roll diagnose`` read."""
     report_at_end: bool = True
     """Write ``report.html`` into ``output_dir`` when the run ends, however it ends."""
-    track_with: str | list[str] = field(
-        default="tensorboard", metadata=rules(choices=TRACKERS, planned=PLANNED_TRACKERS, example="tensorboard")
-    )
-    """Tracker or list of trackers: ``tensorboard``, ``stdout``, ``jsonl``, ``prometheus``, ``wandb``, ``swanlab``;
-    ``ml_tracker`` of ROLL's files, which is not public, is taken as ``tensorboard``."""
+    track_with: str | list[str] = field(default="tensorboard", metadata=rules(choices=TRACKERS, example="tensorboard"))
+    """Tracker or list of trackers: ``tensorboard``, ``stdout``, ``jsonl``, ``prometheus``, ``wandb``, ``swanlab``,
+    ``trackio``; ``ml_tracker`` of ROLL's files, which is not public, is taken as ``tensorboard``."""
     tracker_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the tracker, such as ``log_dir`` or ``project``. Keys and tokens come from the environment."""
     save_steps: int = setting(50, ge=-1)
@@ -159,7 +157,8 @@ class RunConfig:
     profiler_calls: list[int] = field(default_factory=lambda: [1])
     """Calls of each worker's methods that are recorded, from 0. Most methods are called once a step."""
     otlp_output_dir: str | None = None
-    """Folder that gets the run's steps, phases and worker calls as OpenTelemetry traces at its end; null: none."""
+    """Folder that gets the run's steps, phases, worker calls, requests to engines and calls of environments as
+    OpenTelemetry traces at its end; null: none."""
     rollout_mock: RolloutMockConfig = field(default_factory=RolloutMockConfig)
     """Write rollouts to disk, or train on written ones."""
     transfer_backend: TransferBackendConfig = field(default_factory=TransferBackendConfig)

@@ -181,15 +181,18 @@ def versions() -> dict[str, str]:
     return found
 
 
-def check_same_versions(head: NodeCard, others: list[NodeCard]) -> None:
+def check_same_versions(head: NodeCard, others: list[NodeCard], head_name: str | None = None) -> None:
     """
+    Args:
+        head_name: in place of its number.
+
     Raises:
         NodeError: nodes whose versions differ from the head's, each with what it has and what the head has.
     """
-    lines = []
+    lines, head_name = [], head_name or f"node {head.rank}"
     for card in others:
         different = [
-            f"{name} {card.versions.get(name, 'unknown')} (node {head.rank}: {version})"
+            f"{name} {card.versions.get(name, 'unknown')} ({head_name}: {version})"
             for name, version in head.versions.items()
             if card.versions.get(name) != version
         ]

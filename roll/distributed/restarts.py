@@ -45,6 +45,7 @@ MOST_REWINDS = 3
 FAILED, INTERRUPTED, DONE, WRONG, REWIND = "failed", "interrupted", "done", "wrong", "rewind"
 """Reasons of an end: a fault that a restart may mend, a signal, the last step, a mistake that stays one, a batch that
 gave a number that is not finite."""
+_SAVE = getattr(signal, "SIGUSR1", None)
 _CLEANUP_SECONDS = 5.0
 _START_SECONDS = 120.0
 """For the head to end what is left of a run, and to start anew."""
@@ -139,6 +140,8 @@ class RestartPolicy:
     max_restarts: int
     backoff: float
     """Seconds before the first restart; twice as many before each further one from the same checkpoint."""
+    saves_on_usr1: bool = False
+    """SIGUSR1 asks the run for a checkpoint, and ends nothing."""
 
 
 class Supervisor:
@@ -304,8 +307,9 @@ class Supervisor:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
-        self._woken.set()
+        if number != _SAVE or not self._policy.saves_on_usr1:
+            self._signal = number
+            self._woken.set()
         if self._child is not None and self._child.returncode is None:
             with suppress(ProcessLookupError):
                 self._child.send_signal(number)

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll.config.reading.errors import ConfigError, Problem
 from roll.distributed.actor import LOG_DIR_ENV
 from roll.distributed.failures import NodeError, RayLost
 from roll.distributed.guard import MARK_ENV, Guard, end_run
 from roll.distributed.nodes import (
+    EQUAL_PACKAGES,
     NodeCard,
     NodeEnvironment,
     check_all_present,
@@ -81,6 +83,8 @@ _HEAD_POLL_SECONDS = 1.0
 _HEAD_MISSES = 3
 _OVER = "over"
 _POLL_SECONDS = 0.1
+_ANSWER_SECONDS = 120.0
+"""For a node of a cluster that was there to start a process and say which versions it has."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,7 @@ def ray_runtime(
     with _private_auth(nodes), _environment({**DRIVER_SETTINGS, **exported}), ending.handled():
         if nodes.ray_address is not None:
             with _guarded(mark, None) as guard, _connected(nodes.ray_address, None, inherited):
+                _compare_nodes()
                 yield RayRuntime(nodes.ray_address, owned=False, log_dir=log_dir, mark=mark, guard=guard)
             return
         options = _node_options(nodes, num_devices_per_node, object_store_bytes)
@@ -357,6 +362,53 @@ def _wait_for_nodes(gcs_address: str, address: str, world_size: int, num_nodes: 
         if time.monotonic() > give_up:
             check_all_present(world_size, set(ranks), cards, join_timeout)
         time.sleep(_POLL_SECONDS)
+
+
+def _compare_nodes(seconds: float = _ANSWER_SECONDS) -> None:
+    """Compare the versions of the other nodes of a cluster that was there with those of this one.
+
+    Raises:
+        NodeError: some differ, or do not answer.
+    """
+
+    def installed(names: tuple[str, ...]) -> dict[str, str]:  # pickled by value: a node may have no roll at all
+        import importlib
+        import platform
+        from importlib import metadata
+
+        found = {"python": platform.python_version(), "roll": "not installed"}
+        with contextlib.suppress(ImportError):
+            found["roll"] = importlib.import_module("roll").__version__
+        for name in names:
+            found[name] = "not installed"
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found[name] = metadata.version(name).partition("+")[0]
+        return found
+
+    own = ray.get_runtime_context().get_node_id()
+    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
+    look = ray.remote(num_cpus=0, max_retries=0)(installed)
+    answers = [
+        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
+            EQUAL_PACKAGES
+        )
+        for node in others
+    ]
+    done, _ = ray.wait(answers, num_returns=len(answers), timeout=seconds) if answers else ([], [])
+    silent = [node["NodeManagerHostname"] for node, one in zip(others, answers, strict=True) if one not in done]
+    if silent:
+        raise NodeError(
+            f"node {', '.join(silent)} of the cluster did not say within {seconds:g} s which versions it has"
+        )
+    cards = []
+    for number, (node, one) in enumerate(zip(others, answers, strict=True), start=1):
+        try:
+            cards.append(NodeCard(number, node["NodeManagerHostname"], node["NodeManagerAddress"], ray.get(one)))
+        except ray.exceptions.RayError as error:
+            raise NodeError(
+                f"node {node['NodeManagerHostname']} of the cluster cannot start a worker: {error}"
+            ) from error
+    check_same_versions(NodeCard.of_this_node(0, ""), cards, "this one")
 
 
 @contextlib.contextmanager

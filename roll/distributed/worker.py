@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from roll.config.roles import WorkerConfig
+from roll.distributed.effort import Effort
 from roll.platforms import current_platform
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ class Worker:
         self.context = context
         self.settings = kind() if context.settings is None and kind is not None else context.settings
         self._store: Store | None = None
+        self._effort: Effort | None = None
 
     @property
     def rank_info(self) -> RankInfo:
@@ -202,9 +204,11 @@ class Worker:
         return peak
 
     @register(Dispatch.ONE_TO_ALL)
-    def processor_seconds(self) -> float:
-        """Seconds that the processor has worked for this process, all threads together."""
-        return time.process_time()
+    def effort_seconds(self) -> float:
+        """Seconds that this process has worked, or was kept from working (:mod:`roll.distributed.effort`)."""
+        if self._effort is None:
+            self._effort = Effort()
+        return self._effort.seconds()
 
     def close(self) -> None:
         """Hook: free what the worker holds; called once, before its process ends in good order."""

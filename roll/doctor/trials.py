@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -246,12 +247,13 @@ def try_collectives(ranks: int) -> Iterator[Finding]:
         what = f"{backend}, {world} ranks"
         yield Finding("collectives", what, "; ".join(errors), rule, Severity.ERROR, remedy, seconds)
         return
+    nominal = "" if on_cpu or world == 1 else nominal_speed()
     for word in outcomes[0].words:
         if "rate" in word and word is not link:
             slowest = min(
                 other["rate"] for outcome in outcomes for other in outcome.words if other["did"] == word["did"]
             )
-            beside = "" if link is None else f"; a copy {link['between']}: {link['rate'] / 1e9:.2f} GB/s"
+            beside = "" if link is None else f"; a copy {link['between']}: {link['rate'] / 1e9:.2f} GB/s{nominal}"
             yield Finding(
                 "collectives",
                 word["did"],
@@ -260,6 +262,31 @@ def try_collectives(ranks: int) -> Iterator[Finding]:
                 seconds=word["seconds"],
                 data={"bytes_per_second": slowest, "ranks": world, "bytes": word["bytes"]},
             )
+
+
+PCIE_LANE_GB = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""GB/s of a lane in one direction, by generation of PCI Express."""
+
+
+def nominal_speed() -> str:
+    """What NVIDIA's tool says of the first device's links, as the end of a sentence; empty where it says nothing."""
+    links = [float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", _asked(["nvlink", "--status", "-i", "0"]))]
+    if links:
+        return f", nominally {sum(links):.0f} GB/s ({len(links)} NVLinks)"
+    query = ["--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader", "-i", "0"]
+    parts = [part.strip() for part in _asked(query).split(",")]
+    if len(parts) != 2 or not all(part.isdigit() for part in parts) or int(parts[0]) not in PCIE_LANE_GB:
+        return ""
+    generation, lanes = map(int, parts)
+    return f", nominally {PCIE_LANE_GB[generation] * lanes:.0f} GB/s (PCIe {generation} x{lanes})"
+
+
+def _asked(words: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
 
 
 def collectives(rank_text: str, world_text: str, store: str) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -158,14 +161,22 @@ def gem_environment(identifier: str, **config: Any) -> GemEnvironment:
 
 
 class SkyRLEnvironment(_Wrapped):
-    """A SkyRL-Gym environment: ``init(prompt)`` and ``step(text)``; the prompt comes with the task."""
+    """A SkyRL-Gym environment: ``init(prompt)`` and ``step(text)``. It is made anew for each task, of which it is given
+    every column but ``prompt`` as ``extras`` (``reward_spec``, ``db_id`` ...), as SkyRL's generator does it."""
+
+    def __init__(self, make: Callable[[dict[str, Any]], Any], extras: Mapping[str, Any]) -> None:
+        super().__init__(None)
+        self._make, self._extras = make, dict(extras)
 
     def reset(self, seed: int, task: Mapping[str, Any] | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        prompt = (task or {}).get("prompt")
+        row = dict(task or {})
+        prompt = row.pop("prompt", None)
         if prompt is None:
             raise BrokenContract("skyrl: an environment of SkyRL-Gym needs a data set with a column `prompt`")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        self.close()
         with self._generators(seed):
+            self.inner = self._make({**row, **self._extras})
             observation, info = self.inner.init(messages)
         return list(observation), dict(info or {})
 
@@ -176,11 +187,35 @@ class SkyRLEnvironment(_Wrapped):
         return list(output["observations"]), float(output["reward"]), bool(output["done"]), False, info
 
 
-def skyrl_environment(identifier: str, **config: Any) -> SkyRLEnvironment:
-    """``skyrl:ID``; the configuration goes to the environment as SkyRL passes it (``env_config`` and ``extras``)."""
+def skyrl_environment(
+    identifier: str, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None
+) -> SkyRLEnvironment:
+    """``skyrl:ID``; ``env_config`` is its section of SkyRL's ``environment.skyrl_gym``, ``extras`` go to it with the
+    columns of each task (``max_turns``)."""
     import skyrl_gym
+    from skyrl_gym.envs.registration import registry
 
-    return SkyRLEnvironment(skyrl_gym.make(identifier, **config))
+    if identifier not in registry:
+        near = closest(identifier, registry)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise ValueError(f"the installed skyrl-gym has no environment {identifier!r}{hint}")
+    section = SimpleNamespace(**{**_defaults_of(registry[identifier].entry_point), **(env_config or {})})
+
+    def make(of_task: dict[str, Any]) -> Any:
+        return skyrl_gym.make(identifier, env_config=section, extras=of_task)
+
+    return SkyRLEnvironment(make, extras or {})
+
+
+def _defaults_of(entry_point: Any) -> dict[str, Any]:
+    """Defaults of the configuration class that stands in the module of an environment of SkyRL-Gym."""
+    name = entry_point.partition(":")[0] if isinstance(entry_point, str) else entry_point.__module__
+    found = [
+        item
+        for item in vars(importlib.import_module(name)).values()
+        if isinstance(item, type) and is_dataclass(item) and item.__name__.endswith("EnvConfig")
+    ]
+    return {field.name: field.default for item in found for field in fields(item) if field.default is not MISSING}
 
 
 class TextArenaEnvironment(_Wrapped):
@@ -234,8 +269,6 @@ class TextArenaEnvironment(_Wrapped):
 
 def textarena_environment(identifier: str, **config: Any) -> TextArenaEnvironment:
     """``textarena:ID``; ``num_players``, ``player`` and ``opponent`` are ours, the rest goes to ``textarena.make``."""
-    import importlib
-
     import textarena
 
     own = {key: config.pop(key) for key in ("num_players", "player", "opponent") if key in config}

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from roll.agents.images import content_text, has_images
+from roll.config.pipelines import find_own_modules
 from roll.environments.base import Environment, Turn, read_reset, read_step, resolved
 from roll.environments.checking import EnvironmentReport, check_environment
 from roll.environments.registry import (
@@ -32,6 +33,7 @@ _EXIT_USAGE = 2
 def main(argv: Sequence[str]) -> int:
     """Run ``roll env ...``; the exit status is 0, 1 where a check found faults, or 2 for a wrong command line."""
     arguments = _parser().parse_args(argv)
+    find_own_modules()
     console = Console()
     try:
         if arguments.action == "list":

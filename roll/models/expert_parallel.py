@@ -56,7 +56,7 @@ class ExpertMesh:
                 setattr(layer.experts, name, part)
             experts: Any = layer.experts
             experts.num_experts = own.stop - own.start
-            experts.forward = _Dispatched(experts.forward, layer.num_experts, self.mesh.get_group("ep"))
+            experts.forward = DispatchedExperts(experts.forward, layer.num_experts, self.mesh.get_group("ep"))
         return [layer.experts for layer in layers]
 
     def _own_experts(self, number: int) -> slice:
@@ -104,7 +104,7 @@ def _chunks(run: slice, number: int) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(ends)]
 
 
-class _Dispatched:
+class DispatchedExperts:
     """The forward pass of a layer's experts, of which this rank holds some.
 
     Args:
@@ -114,26 +114,31 @@ class _Dispatched:
     """
 
     def __init__(self, forward: Any, num_experts: int, group: ProcessGroup) -> None:
-        self._forward, self._num_experts, self._group = forward, num_experts, group
+        self._forward, self.num_experts, self.group = forward, num_experts, group
 
     def __call__(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         top_k = top_k_index.shape[-1]
         chosen = top_k_index.reshape(-1)
-        ranks = self._group.size()
         # In the order of experts, and so of the ranks that hold them.
         order = chosen.argsort(stable=True)
         token = order // top_k
-        counts = torch.bincount(chosen, minlength=self._num_experts).view(ranks, -1)
-        arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts, group=self._group)
-        sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
-        rows = exchange(hidden[token], sent, received, self._group)
-        local = torch.arange(counts.shape[1], device=hidden.device).expand(ranks, -1)
-        experts = local.reshape(-1).repeat_interleave(arriving.reshape(-1))
+        sent, received, experts = self.destinations(chosen)
+        rows = exchange(hidden[token], sent, received, self.group)
         computed = self._compute(rows, experts)
-        back = exchange(computed, received, sent, self._group)
+        back = exchange(computed, received, sent, self.group)
         weighted = back * top_k_weights.reshape(-1)[order, None].to(back.dtype)
         return torch.zeros_like(hidden).index_add(0, token, weighted)
+
+    def destinations(self, chosen: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """Collective. Rows that go to and come from each rank of the group, and the expert (N,) of this rank for each
+        row that comes."""
+        ranks = self.group.size()
+        counts = torch.bincount(chosen, minlength=self.num_experts).view(ranks, -1)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self.group)
+        local = torch.arange(counts.shape[1], device=chosen.device).expand(ranks, -1)
+        experts = local.reshape(-1).repeat_interleave(arriving.reshape(-1))
+        return counts.sum(1).tolist(), arriving.sum(1).tolist(), experts
 
     def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Each row (N, H) by its expert (N,) of this rank."""

@@ -304,6 +304,7 @@ def _target_modules(
     else:
         matches = {wanted: [name for name in names if _is_meant(name, wanted)] for wanted in names_of(target)}
     for wanted, found in matches.items():
+        _refuse_experts(model, wanted, found, where)
         if not found:
             raise ValueError(
                 f"{where}: no module of the model matches {wanted!r}; its linear layers are {known}, or all of them: "
@@ -319,6 +320,24 @@ def _target_modules(
         return str(target)
     # peft goes by the ends of names, which modules of a vision tower may share.
     return [name for found in matches.values() for name in found] if any(map(_in_tower, names)) else list(matches)
+
+
+def _refuse_experts(model: PreTrainedModel, wanted: str, found: Sequence[str], where: str) -> None:
+    """
+    Raises:
+        ValueError: a target that is a tensor of all experts of a layer, or the module that holds them.
+    """
+    for layer in sparse_layers(model):
+        tensors = [name for name, _ in layer.experts.named_parameters(recurse=False)] if layer.is_fused else []
+        meant = [f"{layer.name}.experts", *(f"{layer.name}.experts.{name}" for name in tensors)]
+        is_module, is_tensor = meant[0] in found, not found and any(_is_named(name, wanted) for name in meant)
+        if tensors and (is_module or is_tensor):
+            raise ValueError(
+                f"{where}: {wanted!r} means the experts of {layer.name}, which are {' and '.join(tensors)}, one tensor "
+                "each for all experts: they have no adapters here, because engines and exports hold matrices of single "
+                f"experts, and adapters would have to be merged into each; {ALL_LINEAR} adapts attention and shared "
+                "experts, training without lora_target all weights"
+            )
 
 
 def _adaptable(model: PreTrainedModel, whole: Sequence[str]) -> list[str]:

@@ -50,6 +50,22 @@ class Part:
         return live.view(-1, live.shape[-1])[self.begin : self.end].view(self.shape)
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive stored tensors of a live one, as elements of it, flattened."""
+
+    begin: int
+    end: int
+    parts: tuple[tuple[str, int, tuple[int, ...]], ...]
+    """Name, first element and shape of each."""
+
+    def of(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The stored tensors, as views of the elements ``begin:end``."""
+        for name, begin, shape in self.parts:
+            first = begin - self.begin
+            yield name, flat[first : first + torch.Size(shape).numel()].view(shape)
+
+
 class StoredLayout:
     """The stored tensors of one model."""
 
@@ -86,6 +102,23 @@ class StoredLayout:
     def parts(self, name: str) -> tuple[Part, ...]:
         """The stored tensors of a live one, in the order of its rows; one that the model does not have is its own."""
         return self._parts.get(name) or (Part(name, 0, 0, ()),)
+
+    def stretches(self, name: str, most: int) -> list[Stretch]:
+        """A live tensor of several stored ones as stretches of at most ``most`` elements; a larger stored tensor is one
+        by itself."""
+        columns, found = self._shapes[name][-1], list[list[Part]]([[]])
+        for part in self._parts[name]:
+            if found[-1] and (part.end - found[-1][0].begin) * columns > most:
+                found.append([])
+            found[-1].append(part)
+        return [
+            Stretch(
+                run[0].begin * columns,
+                run[-1].end * columns,
+                tuple((part.name, part.begin * columns, part.shape) for part in run),
+            )
+            for run in found
+        ]
 
     def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The stored tensors of a live one, as views."""

@@ -10,10 +10,9 @@ from roll.config.checks.base import Checks
 from roll.config.lora import adapter_rank, uses_lora
 from roll.config.model_files import EXPERTS, model_config, needed
 from roll.config.plan.planning import shares_devices
-from roll.config.policy import PolicyRunConfig
+from roll.config.policy import PolicyRunConfig, update_mode
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import BACKENDS, backend_of
-from roll.config.weight_sync import update_mode
 from roll.pipelines.policy import (
     corrects_old_log_probs,
     engine_log_probs_as_old,
@@ -210,7 +209,7 @@ def check_router_replay(config: PolicyRunConfig, checks: Checks) -> None:
         checks.add(key, mode, rule, "R2")
 
 
-ROUTE_RECORDERS = ("hf_infer",)
+ROUTE_RECORDERS = ("hf_infer", "vllm")
 """Engines that return the experts of every token."""
 
 

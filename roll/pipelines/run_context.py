@@ -38,7 +38,7 @@ from roll.pipelines.sample_records import SampleRecorder
 from roll.pipelines.stragglers import StragglerWatch
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
-from roll.report.at_end import ending_command, write_report
+from roll.report.page import ending_command, write_report
 from roll.report.run_files import REPORT_NAME, RunFiles
 from roll.report.traces import write_traces
 from roll.tracking import (
@@ -56,7 +56,7 @@ from roll.tracking import (
 from roll.tracking.console import INTERVAL_ENDS
 from roll.tracking.plots import plot_run
 from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, SampleLog
-from roll.tracking.timeline import TIMELINE_NAME, TimelineLog
+from roll.tracking.timeline import REQUESTS_NAME, TIMELINE_NAME, TimelineLog, span_log
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +163,9 @@ class RunContext:
         self._timeline = TimelineLog(folder / TIMELINE_NAME, resumed=last_step is not None)
         log = SampleLog(folder / SAMPLES_NAME, settings.max_megabytes << 20, last_step) if settings.enabled else None
         self.samples = SampleRecorder(log, settings)
+        if self.config.otlp_output_dir is not None:
+            span_log.open(folder / REQUESTS_NAME, resumed=last_step is not None)
+            stack.callback(span_log.close)
         stack.callback(self._timeline.close)
         stack.callback(self.samples.close)
         self._files.write()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from roll.config.run import SampleLogConfig
 from roll.datasets.preferences import JudgedRow
 from roll.datasets.types import SftRow
 from roll.protocol import DataProto
+from roll.protocol.vision import IMAGES, VisionInputs
 from roll.rollout.groups import SampleGroup
 from roll.tracking import SampleTable
 from roll.tracking.sample_log import SampleLog
@@ -30,6 +32,10 @@ Notes = Sequence[Mapping[str, Any]]
 ``prompt``."""
 
 LOG_PROB_SCALE, MISMATCH_SCALE = 1e3, 1e5
+THUMBNAIL = 128
+"""Longest side of an image's copy in the record, in pixels."""
+MAX_IMAGES = 1000
+"""Of a process; later ones are named only."""
 _MAX_TEXT = 20_000
 """Characters of a prompt, or of a response without tokens."""
 
@@ -79,6 +85,8 @@ class SampleRecorder:
         self._settings = settings
         self._pieces: dict[int, str] = {}
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._shown: set[str] = set()
+        """Names of the images that the record has."""
 
     def flush(self) -> None:
         """Wait until everything is on disk."""
@@ -133,6 +141,19 @@ class SampleRecorder:
             sample["m"] = {name: _number(value) for name, value in note.get("m", {}).items()}
             block.add(prompt, sample | taken.sample(place), taken.response_ids(place))
         self._log.append(block.finished())
+        if IMAGES in batch.non_tensor_batch:
+            self._show(step, batch.non_tensor_batch[IMAGES][rows])
+
+    def _show(self, step: int, seen: Iterable[VisionInputs | None]) -> None:
+        """Write small copies of images that the record does not have yet, up to :data:`MAX_IMAGES` of them."""
+        fresh: dict[str, str] = {}
+        for image in (image for vision in seen if vision is not None for image in vision.images):
+            if image.file_name not in self._shown and len(self._shown) < MAX_IMAGES:
+                self._shown.add(image.file_name)
+                fresh[image.file_name] = base64.b64encode(image.thumbnail(THUMBNAIL)).decode("ascii")
+        if fresh and self._log is not None:
+            empty: dict[str, list[Any]] = {name: [] for name in ("prompts", "samples", "ids", "pieces")}
+            self._log.append({"step": step, "kind": "images", "time": time.time(), **empty, "images": fresh})
 
     def _chosen(self, group_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows of whole groups, up to the limit; of a first group above it, its first rows."""
@@ -192,6 +213,7 @@ class SampleRecorder:
             }
             block.add(prompt, {"g": row.row_id, "n": len(response)}, response)
         self._log.append(block.finished())
+        self._show(step, [row.vision for row in rows[: self._settings.max_samples_per_step]])
 
     def pairs(
         self,

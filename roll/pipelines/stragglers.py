@@ -1,8 +1,9 @@
 """A watch over ranks that are slower than their peers.
 
 Ranks that compute together wait for each other, so the wall-clock time of a phase is the same for all of them and says
-nothing about who is late. The processor time that each has used says it: who waits uses none. On accelerators that is
-the host's part of the work (launching kernels, preparing data): a device that is throttled does not show in it.
+nothing about who is late. What says it is the time in which each has worked or was kept from working
+(:mod:`roll.distributed.effort`): who waits for a peer does neither. On accelerators that is the host's part of the work
+(launching kernels, preparing data): a device that is throttled does not show in it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MOST_RANKS = 16
 _ASK_SECONDS = 30.0
 
 Readings = Mapping[str, Sequence[float]]
-"""Processor seconds of every rank since its start, by role."""
+"""Seconds of every rank so far, by role."""
 
 
 def stragglers(seconds: Sequence[float]) -> list[int]:
@@ -70,13 +71,13 @@ class StragglerWatch:
         for rank in stragglers(seconds):
             where = cluster.addresses[rank]
             logger.warning(
-                "%s rank %d (pid %d on %s) is slow: %.2f s of its processor in %s, the median of %d ranks is %.2f s",
+                "%s rank %d (pid %d on %s) is slow: it needed %.2f s in %s, the median of %d ranks is %.2f s",
                 *(cluster.name, rank, where.pid, where.node_ip, seconds[rank], phase, len(seconds), median),
             )
 
     def _read(self) -> Readings:
         several = [cluster for cluster in self._clusters() if len(cluster.live_ranks) > 1]
-        calls = [(one.name, one.call_all(Worker.processor_seconds).within(_ASK_SECONDS)) for one in several]
+        calls = [(one.name, one.call_all(Worker.effort_seconds).within(_ASK_SECONDS)) for one in several]
         readings = {}
         for name, call in calls:
             try:

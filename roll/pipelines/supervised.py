@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks, check_columns, check_data_files, check_resume, check_schedule
 from roll.config.checks.keys import note_unread
-from roll.config.checks.models import note_positions
+from roll.config.checks.roles import note_positions
 from roll.config.pipelines import PipelineDefinition, ReadableSet, Written
 from roll.config.plan.plan import Plan
 from roll.config.plan.planning import shared_plan, training_plan, validation_data

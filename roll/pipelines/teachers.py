@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from roll.config.model_files import check_vocabularies
 from roll.config.plan.plan import RolePlan
 from roll.config.plan.planning import with_cache_length
 from roll.config.reading.errors import ConfigError, Problem, count
@@ -22,7 +23,6 @@ from roll.config.strategies.registry import (
     scoring_strategies,
     typed_strategy_config,
 )
-from roll.config.vocabularies import check_vocabularies
 from roll.workers import REFERENCE_WORKER, TEACHER_WORKER
 
 if TYPE_CHECKING:

@@ -135,6 +135,18 @@ class EncodedImage:
         except (OSError, ValueError, SyntaxError, PilImage.DecompressionBombError) as error:
             raise ImageError(f"{type(error).__name__}: {error}") from error
 
+    def thumbnail(self, side: int) -> bytes:
+        """A PNG of the image, shrunk to ``side`` pixels where it is longer or wider.
+
+        Raises:
+            ImageError: see :meth:`decode`.
+        """
+        small = self.decode()
+        small.thumbnail((side, side))
+        file = io.BytesIO()
+        small.save(file, "PNG")
+        return file.getvalue()
+
     def decode(self) -> Image:
         """The image in RGB; what is transparent lies on white.
 

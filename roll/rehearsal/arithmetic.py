@@ -137,18 +137,36 @@ def with_megatron(
         _divide_tokens(work, options.context_parallel_size)
         if name == "train":
             _add_megatron_traffic(work, options, shape, task, weights, compute, copies)
-            hidden = work.tokens * shape.hidden * compute
-            if options.sequence_parallel:
-                hidden = hidden // tensor
+            recomputes = not task.role.model_args.disable_gradient_checkpointing
+            layers, tokens = -(-shape.layers // stages), work.tokens // options.context_parallel_size
+            own = (
+                _kept_by_fused_layers(shape, options.bias_activation_fusion and not task.on_cpu)
+                // tensor
+                * tokens
+                * compute
+            )
+            work.peak[Kind.ACTIVATIONS] += own * (1 if recomputes else layers)
+            hidden = tokens * shape.hidden * compute // (tensor if options.sequence_parallel else 1)
             in_flight = min(stages, work.micro_batches // max(1, task.updates))
-            kept = -(-shape.layers // stages) * hidden * (in_flight - 1)
-            work.peak[Kind.ACTIVATIONS] += int(kept)
+            kept = layers * hidden if recomputes else work.peak[Kind.ACTIVATIONS]
+            work.peak[Kind.ACTIVATIONS] += int(kept) * (in_flight - 1)
     if task.sends:
         bucket = min(task.bucket_bytes, int(shape.total * compute))
         run.works["send"] = Work({Kind.COMMUNICATION: 2 * bucket})
         flow = Collective("gather", tuple(range(tensor * stages)), int(shape.total * compute))
         run.works["send"].collectives[flow] += 1
     return run
+
+
+def _kept_by_fused_layers(shape: ModelShape, activation_is_fused: bool) -> int:
+    """Numbers of a token that a layer of Megatron keeps for its backward pass and the slice's layer does not.
+
+    Queries, keys and values are one product: a view of the values keeps it, when the rotated queries and keys have been
+    made of it.  So are both halves of the gated MLP: the second, to which an offset is added, is there twice unless the
+    activation is one kernel.  And what attention gives is copied into the order (length, batch).
+    """
+    mlp = 0 if activation_is_fused else shape.intermediate
+    return mlp + (shape.heads + shape.kv_heads) * shape.head_dim + shape.heads * shape.head_dim
 
 
 def _slice_of(

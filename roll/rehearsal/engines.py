@@ -1,15 +1,21 @@
-"""Memory and time of generation engines by arithmetic: no fake tensor can stand in for vLLM or SGLang. Torch-free."""
+"""Memory and time of generation engines by arithmetic: no fake tensor can stand in for vLLM or SGLang. Torch-free.
+
+And which roles of a plan cannot fit on a device, whatever their micro-batches (``roll check --gpu``).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from roll.config.plan.plan import RolePlan
-from roll.config.strategies.registry import HfInferStrategyConfig, typed_strategy_config
+from roll.config.model_files import model_config
+from roll.config.plan.plan import Plan, RolePlan
+from roll.config.reading.errors import Problem
+from roll.config.strategies.registry import HfInferStrategyConfig, generation_strategies, typed_strategy_config
 from roll.config.strategies.sglang import SglangStrategyConfig
 from roll.config.strategies.vllm import VllmStrategyConfig
-from roll.rehearsal.formulas import BYTES, ModelShape, size
+from roll.rehearsal.formulas import BYTES, ModelShape, model_shape, role_states, size
 from roll.rehearsal.hardware import Gpu
+from roll.rehearsal.models import known_config
 
 VLLM_SHARE, SGLANG_SHARE = 0.9, 0.85
 """Share of a device that the engines take where nothing is written; their own choice differs a little by version."""
@@ -67,6 +73,37 @@ def engine_use(role: RolePlan, shape: ModelShape, gpu: Gpu) -> EngineUse:
     if isinstance(config, HfInferStrategyConfig):
         tokens += config.prefix_cache_tokens
     return EngineUse(weights, tokens * per_token, shape.vocabulary * most * 4.0 * 2, tokens, most)
+
+
+def misfits(plan: Plan, gpu: Gpu) -> list[Problem]:
+    """Roles that cannot fit: engines without room for a sample, and models whose states alone, without a single
+    activation, are larger than the device."""
+    found = []
+    for role in plan.roles.values():
+        path = role.model_path if role.strategy_name is not None else None
+        config = model_config(path) or known_config(path or "")
+        shape = model_shape(config) if config is not None else None
+        if shape is None:
+            continue
+        if role.strategy_name in generation_strategies():
+            problem = engine_use(role, shape, gpu).problem
+            if problem:
+                found.append(Problem(role.key, path, f"cannot fit on {gpu.name}: {problem}"))
+            continue
+        states = role_states(role, shape)
+        held = 0.0 if states is None else states.total - states.gathered
+        if states is not None and held > gpu.memory:
+            parts = {"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer}
+            if states.optimizer_on_host:
+                del parts["optimizer"]
+            terms = " + ".join(f"{part} {size(number)}" for part, number in parts.items() if number)
+            rule = (
+                f"cannot fit on {gpu.name}, which has {size(gpu.memory)}: {shape.total / 1e9:.2f}B weights over "
+                f"{role.world_size} ranks are {terms} = {size(held)} a device, without activations; `roll rehearse` "
+                "looks for changes with which it fits"
+            )
+            found.append(Problem(role.key, path, rule))
+    return found
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,16 @@ class Hardware:
         return f"{self.gpu.name}, {self.network}, {self.per_node} a node"
 
 
+def find_gpu(name: str) -> Gpu:
+    """
+    Raises:
+        ConfigError: a name that is not in the table.
+    """
+    if name not in GPUS:
+        raise ConfigError([Problem("--gpu", name, f"is not known: {', '.join(GPUS)} are", DEFAULT_GPU)])
+    return GPUS[name]
+
+
 def hardware(gpu: str, network: str, per_node: int) -> Hardware:
     """
     Args:
@@ -79,14 +89,12 @@ def hardware(gpu: str, network: str, per_node: int) -> Hardware:
     Raises:
         ConfigError: a name that is in no table.
     """
-    if gpu not in GPUS:
-        raise ConfigError([Problem("--gpu", gpu, f"is not known: {', '.join(GPUS)} are", DEFAULT_GPU)])
+    found = find_gpu(gpu)
     within, _, between = network.partition("+")
     between = between or "ib400"
     if within not in WITHIN or between not in BETWEEN:
         rule = f"must be one of {', '.join(WITHIN)}, a plus sign, and one of {', '.join(BETWEEN)}"
         raise ConfigError([Problem("--network", network, rule, DEFAULT_NETWORK)])
-    found = GPUS[gpu]
     inside = found.nvlink if within == "nvlink" else WITHIN[within]
     if not inside:
         raise ConfigError([Problem("--network", network, f"{gpu} has no NVLink", f"pcie4+{between}")])

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from roll.config.lora import uses_lora
+from roll.config.losses import RANKS, is_unpaired
 from roll.config.pipelines import SCORES
 from roll.config.plan.plan import Plan, RolePlan
+from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.strategies.registry import (
     DeepSpeedStrategyConfig,
@@ -25,7 +27,9 @@ from roll.config.strategies.registry import (
     generation_strategies,
     typed_strategy_config,
 )
+from roll.pipelines.policy import is_taught, taught_by_advantage
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
+from roll.pipelines.rlvr.teachers import TEACHER, opd_divergence
 from roll.rehearsal.arithmetic import with_deepspeed, with_megatron
 from roll.rehearsal.engines import EngineUse, engine_use, generation_time
 from roll.rehearsal.formulas import ModelShape, model_shape
@@ -34,12 +38,10 @@ from roll.rehearsal.models import KNOWN, find_config
 from roll.rehearsal.roofline import PhaseTime, Traffic, kernel_times, network_time, traffic
 from roll.rehearsal.simulate import RoleRun, Task, rehearse
 from roll.rehearsal.tracker import Kind
-from roll.strategies.base import ModelHead, StateKind
+from roll.strategies.base import ModelHead, Output, StateKind
 
 CONTEXT_BYTES = int(0.75 * GIB)
 """Of a process on a device: the driver's context, kernels and the buffers of NCCL. Assumed."""
-PAIR_PIPELINES = ("dpo", "rm")
-"""Their batch sizes count pairs of rows."""
 
 
 @dataclass
@@ -95,6 +97,8 @@ class Rehearsal:
     problems: list[str] = field(default_factory=list)
     """Why it cannot run."""
     offloads: bool = True
+    concurrent: tuple[str, ...] = ()
+    """Phases that other devices work on while the rest of the step goes on."""
 
     @property
     def fits(self) -> bool:
@@ -106,8 +110,11 @@ class Rehearsal:
 
     @property
     def seconds(self) -> float:
-        """Lower bound of a step, its phases one after another."""
-        return sum(time.seconds for time in self.times.values())
+        """Lower bound of a step: its phases one after another, those that are concurrent as one other row."""
+        rows = {True: 0.0, False: 0.0}
+        for name, time in self.times.items():
+            rows[name in self.concurrent] += time.seconds
+        return max(rows.values())
 
 
 @dataclass(frozen=True)
@@ -171,9 +178,16 @@ def rehearse_recipe(
         host=_host(plan, loaded, runs, engines),
         problems=[use.problem for use in engines.values() if use.problem],
         offloads=offloads,
+        concurrent=_concurrent(plan, engines),
     )
     _add_times(report, loaded, phases)
     return report
+
+
+def _concurrent(plan: Any, engines: Mapping[str, EngineUse]) -> tuple[str, ...]:
+    if "actor_infer" in engines and plan.is_async:
+        return ("generation",)
+    return (f"forward of {TEACHER}",) if getattr(plan, "teacher_runs_ahead", False) else ()
 
 
 def _model_configs(plan: Plan, given: Mapping[str, Path]) -> dict[str, Mapping[str, Any]]:
@@ -207,11 +221,11 @@ def _task(loaded: Any, name: str) -> Task:
     role: RolePlan = plan.roles[name]
     training = plan.training.get(name)
     learner = training or next(iter(plan.training.values()))
-    units = 2 if plan.pipeline in PAIR_PIPELINES else 1
+    units = _rows_of_unit(loaded)
     response = min(getattr(plan, "max_new_tokens", role.sequence_length - 1), role.sequence_length - 1)
     per_rank = -(-learner.samples_per_step // role.dp_size) * units
     looks = name != "actor_train" if training is None or name == "critic" else _looks_back(loaded, name)
-    is_scored = loaded.pipeline.task_of(role.key, role.section) is SCORES
+    compared, given = _teaching(loaded, name)
     return Task(
         role=role.section,
         world_size=role.world_size,
@@ -224,9 +238,51 @@ def _task(loaded: Any, name: str) -> Task:
         forward_rows=per_rank if looks else 0,
         sends=name == "actor_train" and "actor_infer" in plan.roles,
         bucket_bytes=loaded.config.model_update_buffer_size_mb * 2**20,
-        head=ModelHead.VALUE if name == "critic" or is_scored else ModelHead.CAUSAL_LM,
+        head=_head(loaded, name),
         units=units,
+        more_outputs=_more_outputs(loaded, name),
+        compared_tokens=compared,
+        top_tokens=given,
     )
+
+
+def _rows_of_unit(loaded: Any) -> int:
+    """Rows of what a batch size counts: a pair has two."""
+    config = loaded.config
+    if loaded.plan.pipeline == "rm":
+        return 2 if config.loss_type in RANKS else 1
+    return 2 if loaded.plan.pipeline == "dpo" and not is_unpaired(config) else 1
+
+
+def _head(loaded: Any, name: str) -> ModelHead:
+    role = loaded.plan.roles[name]
+    if name == "critic":
+        return ModelHead.VALUE
+    is_scored = loaded.plan.pipeline == "rm" or loaded.pipeline.task_of(role.key, role.section) is SCORES
+    return ModelHead.SCORE if is_scored else ModelHead.CAUSAL_LM
+
+
+def _more_outputs(loaded: Any, name: str) -> tuple[Output, ...]:
+    """What the losses of the policy need besides log-probs."""
+    config = loaded.config
+    if loaded.plan.pipeline == "dpo":
+        return (Output.SUM_OF_SQUARES,) if config.use_weighting else ()
+    if name != "actor_train" or not isinstance(config, PolicyRunConfig):
+        return ()
+    return (Output.ENTROPY,) if config.log_entropy or config.entropy_loss_coef else ()
+
+
+def _teaching(loaded: Any, name: str) -> tuple[int | None, int | None]:
+    """Tokens of each distribution: those that the role is compared with, and those that it gives as a teacher."""
+    config = loaded.config
+    if loaded.plan.pipeline == "distill":
+        count = config.logits_topk
+    elif isinstance(config, PolicyRunConfig) and is_taught(config) and not taught_by_advantage(config):
+        count = opd_divergence(config).logits_topk
+    else:
+        return None, None
+    learns = name in ("student", "actor_train")
+    return (count, None) if learns else (None, count if name.partition(".")[0] == TEACHER else None)
 
 
 def _looks_back(loaded: Any, name: str) -> bool:

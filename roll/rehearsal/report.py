@@ -44,7 +44,10 @@ def render(report: Rehearsal, console: Console) -> None:
     console.print(_time_table(report))
     for text in traffic_sentences(report):
         _line(console, text)
-    _line(console, f"a step takes at least {report.seconds:,.1f} s (samples of full length, phases one after another)")
+    order = (
+        f"{', '.join(report.concurrent)} while the rest goes on" if report.concurrent else "phases one after another"
+    )
+    _line(console, f"a step takes at least {report.seconds:,.1f} s (samples of full length, {order})")
     for text in verdict(report):
         _line(console, text, "bold green" if report.fits else "bold red")
 

@@ -18,13 +18,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from roll.algorithms.distillation import divergence
 from roll.config.lora import uses_lora
+from roll.config.losses import DivergenceConfig
 from roll.config.plan.micro_batching import micro_batching
 from roll.config.roles import ModelArguments, WorkerConfig
 from roll.models import attention
@@ -38,13 +41,14 @@ from roll.models.build import (
     freeze_modules,
     tile_mlp_layers,
 )
+from roll.models.expert_parallel import DispatchedExperts
 from roll.models.experts import sparse_layers
-from roll.models.layouts import PackedSequences, TokenLayout
+from roll.models.layouts import PackedSequences, TokenLayout, TopTokens
 from roll.models.log_probs import HeadMemory
 from roll.models.lora import add_adapters
 from roll.protocol.metrics import Metrics
 from roll.rehearsal.tracker import Collective, Kind, Operation, Tally, Tracker
-from roll.strategies.base import ALL_WEIGHTS, ModelHead, Output, StateKind, TensorBatch
+from roll.strategies.base import ALL_WEIGHTS, Comparison, ModelHead, Output, StateKind, TensorBatch, teacher_columns
 from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
 from roll.strategies.training import gather
 from roll.strategies.training.data_parallel import DataParallelStrategy
@@ -124,6 +128,12 @@ class Task:
     head: ModelHead = ModelHead.CAUSAL_LM
     units: int = 1
     """Adjacent rows that a loss compares."""
+    more_outputs: tuple[Output, ...] = ()
+    """Needed by the loss, besides log-probs."""
+    compared_tokens: int | None = None
+    """The model is compared with a teacher's distributions of so many tokens each; 0: of the whole vocabulary."""
+    top_tokens: int | None = None
+    """As a teacher it gives its distributions, so many tokens of each; 0: the whole vocabulary."""
     on_cpu: bool = False
     """Count as on a CPU: its allocator, its head, its attention."""
 
@@ -320,22 +330,49 @@ def _make_optimizer_states(strategy: Any, tracker: Tracker) -> None:
         tracker.mark(state_tensors(strategy.optimizer), Kind.OPTIMIZER)
 
 
-def _first_micro_batches(strategy: Any, task: Task, rows: int, trains: bool) -> tuple[TensorBatch, int]:
-    """The rows of the first two micro-batches, which are the largest, and the number of all."""
+def _outputs(task: Task) -> list[Output]:
+    return [Output.LOG_PROBS, *task.more_outputs] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
+
+
+def _vocabulary(strategy: Any) -> int:
+    return int(strategy.model.language_model.config.get_text_config().vocab_size)
+
+
+def _teacher_of(strategy: Any, batch: TensorBatch, task: Task) -> tuple[TensorBatch, list[Comparison]]:
+    """The batch with a teacher's columns, which take memory when a micro-batch is made of them."""
+    if task.compared_tokens is None:
+        return batch, []
+    count = task.compared_tokens or _vocabulary(strategy)
+    shape = batch["input_ids"].shape
+    contents = (torch.zeros(()), torch.zeros((), dtype=torch.int64), torch.zeros(()))
+    sizes = ((*shape, count), (*shape, count), shape)
+    columns = {
+        name: one.expand(size) for name, one, size in zip(teacher_columns("teacher"), contents, sizes, strict=True)
+    }
+    options = DivergenceConfig(logits_topk=task.compared_tokens)
+
+    def compare(student: Tensor, teacher: Tensor, has_tail: bool) -> Tensor:
+        return divergence(student, teacher, options, has_tail)
+
+    return batch | columns, [Comparison("teacher", 1.0, compare)]
+
+
+def _first_micro_batches(strategy: Any, task: Task, rows: int, trains: bool, most: int = 2) -> tuple[TensorBatch, int]:
+    """The rows of the first micro-batches, which are the largest, and the number of all."""
     with unset_fake_temporarily():
         batch = full_rows(rows, task)
         rule = micro_batching(task.role, trains)
         plan = plan_micro_batches(batch, rule, lambda count: count, task.role.use_prefix_sharing)
-        chosen = sorted(row for micro_batch in plan[:2] for row in micro_batch)
+        chosen = sorted(row for micro_batch in plan[:most] for row in micro_batch)
         return {name: column[chosen] for name, column in batch.items()}, len(plan)
 
 
 def _train(strategy: Any, task: Task) -> Work:
     batch, count = _first_micro_batches(strategy, task, task.rows_per_update, trains=True)
-    outputs = [Output.LOG_PROBS] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
+    batch, teachers = _teacher_of(strategy, batch, task)
     strategy.passes = []
     with strategy.tracker.counting() as step:
-        strategy.train_step(batch, sum_of_outputs, outputs)
+        strategy.train_step(batch, sum_of_outputs, _outputs(task), 1.0, teachers)
     passes = strategy.passes
     work = Work(step.peak, micro_batches=count * task.updates, tokens=_tokens(passes, batch))
     for counts in ("operations", "collectives"):
@@ -349,11 +386,15 @@ def _train(strategy: Any, task: Task) -> Work:
 
 
 def _forward(strategy: Any, task: Task) -> Work:
-    batch, count = _first_micro_batches(strategy, task, task.forward_rows, trains=False)
-    outputs = [Output.LOG_PROBS] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
+    teaches = task.top_tokens is not None
+    # A teacher's columns are gathered in host memory: more passes would count them as the device's.
+    batch, count = _first_micro_batches(strategy, task, task.forward_rows, trains=False, most=1 if teaches else 2)
     strategy.passes = []
     with strategy.tracker.counting() as tally:
-        strategy.forward(batch, outputs)
+        if task.top_tokens is not None:
+            strategy.forward_top_tokens(batch, TopTokens(task.top_tokens, _vocabulary(strategy)))
+        else:
+            strategy.forward(batch, [Output.LOG_PROBS] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES])
     passes = strategy.passes
     work = Work(tally.peak, micro_batches=count, tokens=_tokens(passes, batch))
     for counts in ("operations", "collectives"):
@@ -387,7 +428,14 @@ def _send(strategy: Any, task: Task) -> Work:
 
 def sum_of_outputs(outputs: TensorBatch, batch: TensorBatch) -> tuple[Tensor, Metrics]:
     """A loss that needs every output; what a run's own adds is as small as the batch's columns."""
-    return -torch.stack([values.sum() for values in outputs.values()]).sum(), {}
+    return -torch.stack([values.sum() for values in outputs.values() if values.requires_grad]).sum(), {}
+
+
+def _even_destinations(experts: DispatchedExperts, chosen: Tensor) -> tuple[list[int], list[int], Tensor]:
+    """Every rank's experts are chosen equally often."""
+    size, own = chosen.shape[0], experts.num_experts // experts.group.size()
+    counts = [len(part) for part in np.array_split(range(size), experts.group.size())]
+    return counts, counts, torch.arange(size, device=chosen.device) % own
 
 
 @contextmanager
@@ -404,6 +452,7 @@ def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
     patches: list[tuple[Any, str, Any]] = [
         (gather, "copy_into", lambda target, source: target.copy_(source)),
         (masking_utils, "find_packed_sequence_indices", packed_indices),
+        (DispatchedExperts, "destinations", _even_destinations),
     ]
     if not on_cpu:
         patches += [

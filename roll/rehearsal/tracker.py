@@ -173,7 +173,7 @@ class Tracker(TorchDispatchMode):
         if func.namespace == "c10d":
             self._communicate(func, args, inputs)
             return func(*args, **kwargs)
-        result = func(*args, **kwargs)
+        result = _grouped_mm(func, args, kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not func.is_view:
             moved = _bytes_moved(func, inputs, outputs)
@@ -226,6 +226,13 @@ class Tracker(TorchDispatchMode):
         if self._total > self._peak:
             self._peak = self._total
             self.tally.peak = dict(self.live)
+
+
+def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """On fake tensors it refuses other types than bf16, which the kernel computes all the same."""
+    first, second, *rest = args
+    result: Tensor = func(first.bfloat16(), second.bfloat16(), *rest, **kwargs)
+    return result.to(first.dtype)
 
 
 def id_of(storage: torch.UntypedStorage) -> int:

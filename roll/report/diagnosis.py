@@ -535,7 +535,7 @@ def straggler(facts: Facts) -> Finding | None:
         if times >= 0.8 * len(rows) and own > 2 * others and own - others > 0.2 * _step_seconds(facts):
             found.append((own - others, role, rank, own, others, times, len(rows)))
     if not found:
-        return _slow_processor(facts)
+        return _slow_process(facts)
     _, role, rank, own, others, times, total = max(found)
     return Finding(
         "straggler",
@@ -548,8 +548,9 @@ def straggler(facts: Facts) -> Finding | None:
     )
 
 
-def _slow_processor(facts: Facts) -> Finding | None:
-    """Of ranks that wait for one another in every call the processor time tells them apart (with ``memory_steps``)."""
+def _slow_process(facts: Facts) -> Finding | None:
+    """Ranks that wait for one another in every call are told apart by the time in which each worked or was kept from
+    working (with ``memory_steps``)."""
     by_phase: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(dict)
     for name, values in facts.matching(r"time/[^/]+/.+/rank_\d+").items():
         _, phase, rest = name.split("/", 2)
@@ -563,13 +564,13 @@ def _slow_processor(facts: Facts) -> Finding | None:
         place, times = slowest.most_common(1)[0]
         own = median(row[place] for row in steps)
         others = median(median(value for other, value in enumerate(row) if other != place) for row in steps)
-        if times >= 0.8 * len(steps) and own > 3 * others and own - others > 0.1 * _step_seconds(facts):
+        if times >= 0.8 * len(steps) and own > 2 * others and own - others > 0.1 * _step_seconds(facts):
             late = list(ranks)[place]
             return Finding(
                 "straggler",
                 f"Rank {late} of {role} is slower than the others, which wait for it",
                 (
-                    f"processor time in {phase}: {own:.2f} s, the other ranks {others:.2f} s (medians)",
+                    f"worked or was held up in {phase} for {own:.2f} s, the other ranks {others:.2f} s (medians)",
                     f"it is the slowest in {times} of {len(steps)} steps that were measured",
                 ),
                 "look at that host and process: other jobs, threads, preparation of data, its log and timeline",

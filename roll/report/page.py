@@ -2,8 +2,8 @@
 
 All data of the file is base64 of zlib streams, which the browser inflates by itself (``DecompressionStream``), the
 blocks of samples only when somebody looks at them; an index of numbers answers the filters.  The page's policy
-(``Content-Security-Policy``) lets it run its own script, known by its hash, and load nothing; the script writes text
-only as text.  So what a model has written cannot act in the page.
+(``Content-Security-Policy``) lets it run its own script, known by its hash, show images that it brings along, and load
+nothing; the script writes text only as text.  So what a model has written cannot act in the page.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import html
 import json
 import logging
 import math
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,11 +24,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from roll import __version__
+from roll.config.pipelines import Panel
+from roll.config.reading.errors import ConfigError
 from roll.report.diagnosis import diagnose
-from roll.report.run_files import Run
+from roll.report.run_files import REPORT_NAME, Run, read_run
+from roll.tracking.plots import plot_run
 from roll.tracking.sample_log import decoded
 
 logger = logging.getLogger(__name__)
+
 
 MAX_SAMPLES = 100_000
 MAX_CALLS = 200_000
@@ -58,6 +63,7 @@ def _write(out: TextIO, runs: Sequence[Run], max_samples: int) -> int:
     labels = run_labels(runs)
     policy = (
         f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; style-src 'sha256-{_sha256(style)}'; "
+        "img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     title = html.escape(", ".join(labels))
@@ -75,6 +81,7 @@ def _write(out: TextIO, runs: Sequence[Run], max_samples: int) -> int:
         for block, payload in enumerate(_thinned(run, index, max_samples // len(runs))):
             _data(out, f"s{number}-{block}", payload)
         _json(out, f"i{number}", index.columns())
+        _json(out, f"p{number}", _images(run))
         _json(out, f"m{number}", metric_columns(run))
         _json(out, f"t{number}", _timeline(run))
         about.append(_about(run, label) | {"samples": index.size, "left_out": index.left_out})
@@ -225,6 +232,11 @@ class _Index:
         return {"size": self.size, "columns": self._columns, "words": words}
 
 
+def _images(run: Run) -> dict[str, str]:
+    """Small copies of the images of prompts by name, PNG in base64."""
+    return {name: data for block in run.blocks() for name, data in block.get("images", {}).items()}
+
+
 def _thinned(run: Run, index: _Index, limit: int) -> Iterator[bytes]:
     """The blocks that the page gets, entered into the index."""
     sizes = [len(block["samples"]) for block in run.blocks()]
@@ -232,6 +244,8 @@ def _thinned(run: Run, index: _Index, limit: int) -> Iterator[bytes]:
     number = 0
     for size, (_, payload) in zip(sizes, run.payloads(), strict=False):
         seen += size
+        if not size:
+            continue  # images, which all samples share
         # Evenly: never more than the share of the limit that the samples so far are due.
         if total > limit and taken + size > seen * limit / total:
             index.left_out += size
@@ -253,3 +267,36 @@ def _data(out: TextIO, name: str, payload: bytes) -> None:
 
 def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
+
+
+def write_report(output_dir: Path) -> None:
+    """``report.html`` in the folder of the run; what prevents it is logged, and the run's end does not fail of it."""
+    try:
+        write_page([read_run(output_dir)], output_dir / REPORT_NAME)
+    except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+        logger.warning("the report could not be written: %s: %s", type(error).__name__, error)
+
+
+def ending_command(
+    metrics_path: Path, image_path: Path, title: str, panels: Sequence[Panel], output_dir: Path | None
+) -> list[str]:
+    """The command that draws what :func:`plot_run` does and writes the report, for a process that has nothing of this
+    one. ``output_dir``: None for no report."""
+    files = [str(path.resolve()) for path in (metrics_path, image_path)]
+    drawn = [title, json.dumps([asdict(panel) for panel in panels])]
+    report = [] if output_dir is None else [str(output_dir.resolve())]
+    return [sys.executable, "-m", "roll.report.page", *files, *drawn, *report]
+
+
+def main(words: Sequence[str]) -> None:
+    """Do what :func:`ending_command` says; both parts are tried."""
+    metrics, image, title, panels, *output = words
+    try:
+        plot_run(Path(metrics), Path(image), title, [Panel(**panel) for panel in json.loads(panels)])
+    finally:
+        for folder in output:
+            write_report(Path(folder))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -20,7 +20,7 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import masked_text
 from roll.tracking.records import METRICS_NAME, read_metrics
 from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, decoded, read_payloads
-from roll.tracking.timeline import TIMELINE_NAME, WorkerCalls, read_calls, read_timeline
+from roll.tracking.timeline import REQUESTS_NAME, TIMELINE_NAME, WorkerCalls, read_calls, read_requests, read_timeline
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +121,12 @@ class Run:
     def calls(self) -> list[WorkerCalls]:
         since = float(self.about.get("began") or 0.0) - 1.0
         return read_calls(self.log_dir / WORKERS_FOLDER, since)
+
+    @cached_property
+    def requests(self) -> list[tuple[str, float, float, dict[str, Any]]]:
+        """Single requests and calls of environments; [] without ``otlp_output_dir``."""
+        since = float(self.about.get("began") or 0.0) - 1.0
+        return [row for row in read_requests(self.folder / RECORD_FOLDER / REQUESTS_NAME) if row[2] >= since]
 
     def payloads(self) -> Iterator[tuple[int, bytes]]:
         """Step and compressed block, see :mod:`roll.tracking.sample_log`."""

@@ -1,11 +1,11 @@
-"""A run's phases and worker calls as OpenTelemetry spans, and as a trace for Perfetto."""
+"""A run's phases, worker calls and single requests as OpenTelemetry spans, and as a trace for Perfetto."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ class Span:
     """One piece of work.
 
     Attributes:
-        service: who did it: ``driver``, or a worker such as ``actor_train-0``.
+        service: who did it: ``driver``, a worker such as ``actor_train-0``, ``requests`` or ``environments``.
         name: phase or method.
         begin, end: seconds since the epoch.
         parent: the span that contains it; None: the run's root has none.
@@ -41,8 +41,10 @@ class Span:
 
     @property
     def span_id(self) -> str:
-        """16 hexadecimal digits."""
-        return _digest(self.service, self.name, self.begin, self.end)[:16]
+        """16 hexadecimal digits; requests may begin and end at the same moments, and differ in their number."""
+        number = dict(self.attributes).get("number")
+        parts = (self.service, self.name, self.begin, self.end)
+        return _digest(*parts, *([] if number is None else [number]))[:16]
 
 
 def spans_of(run: Run) -> Iterator[Span]:
@@ -64,8 +66,16 @@ def spans_of(run: Run) -> Iterator[Span]:
         service = f"{worker.role}-{worker.rank}"
         attributes = (("host", worker.host), ("devices", ",".join(map(str, worker.devices))))
         for name, first, last in worker.spans:
-            parent = next((step for step in reversed(steps) if step.begin <= first <= step.end), whole)
-            yield Span(service, name, first, last, parent, attributes)
+            yield Span(service, name, first, last, _containing(steps, first, whole), attributes)
+    for number, (name, first, last, found) in enumerate(run.requests):
+        service = "requests" if name == "request" else "environments"
+        about = (("number", number), *((str(key), value) for key, value in found.items()))
+        yield Span(service, name, first, last, _containing(steps, first, whole), about)
+
+
+def _containing(steps: Sequence[Span], moment: float, whole: Span) -> Span:
+    """The step in which something began; what began in none, is the run's."""
+    return next((step for step in reversed(steps) if step.begin <= moment <= step.end), whole)
 
 
 def otlp(run: Run) -> dict[str, Any]:
@@ -99,11 +109,21 @@ def otlp(run: Run) -> dict[str, Any]:
 
 
 def perfetto(run: Run) -> dict[str, Any]:
-    """The trace-event format of Chrome, which Perfetto reads: a track for the driver and one for each worker."""
+    """The trace-event format of Chrome, which Perfetto reads: a track for the driver and one for each worker, and as
+    many for requests and environments as are in flight at a time."""
     tracks: dict[str, int] = {}
     events: list[dict[str, Any]] = []
-    for span in spans_of(run):
-        track = tracks.setdefault(span.service, len(tracks))
+    ends: dict[str, list[float]] = {"requests": [], "environments": []}
+    for span in sorted(spans_of(run), key=lambda one: one.begin if one.service in ends else -1.0):
+        service = span.service
+        if lanes := ends.get(service):
+            lane = next((place for place, end in enumerate(lanes) if end <= span.begin), len(lanes))
+        else:
+            lane = 0
+        if service in ends:
+            ends[service][lane : lane + 1] = [span.end]
+            service = f"{service} {lane}"
+        track = tracks.setdefault(service, len(tracks))
         seconds = {"ts": span.begin * 1e6, "dur": (span.end - span.begin) * 1e6}
         events.append({"name": span.name, "ph": "X", "pid": 0, "tid": track, **seconds, "args": dict(span.attributes)})
     names = [

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from roll.config.reward_models import SCORE_MEAN, SCORE_STD
+from roll.config.losses import SCORE_MEAN, SCORE_STD
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.http_client import JsonClient, Reply, ServiceOptions
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from roll.distributed import Cluster, PendingCall, RemoteError
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.rollout.routing import EngineAccount, PromptAffinityRouter, Router, num_unfinished
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore
+from roll.tracking.timeline import span_log
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,18 @@ class Generation:
     Cancelling whoever awaits it aborts it.
     """
 
-    __slots__ = ("_client", "_error", "_waiters", "done", "listener", "name", "on_finished", "request", "value")
+    __slots__ = (
+        "_began",
+        "_client",
+        "_error",
+        "_waiters",
+        "done",
+        "listener",
+        "name",
+        "on_finished",
+        "request",
+        "value",
+    )
 
     def __init__(
         self,
@@ -40,6 +53,7 @@ class Generation:
         listener: Listener | None,
         on_finished: Callable[[FinishedGroup], None] | None,
     ) -> None:
+        self._began = time.perf_counter()
         self._client = client
         self._waiters: list[asyncio.Future[None]] = []
         self._error: Exception | None = None
@@ -76,6 +90,12 @@ class Generation:
         """Hand over its samples (None: it was aborted), or what ended the engines."""
         if group is not None:
             group.request_id = self.name
+            facts: dict[str, str | int] = {
+                "id": self.name,
+                "samples": len(group.lengths),
+                "tokens": len(group.token_ids),
+            }
+            span_log.note("request", time.perf_counter() - self._began, facts)
             if self.on_finished is not None:
                 self.on_finished(group)
         self.done, self.value, self._error = True, group, error

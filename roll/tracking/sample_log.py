@@ -13,7 +13,10 @@ The JSON of a block of samples (:mod:`roll.pipelines.sample_records` makes it)::
      "ids": [...], "pieces": [...],            # the vocabulary of this block: token ids and their texts
      "samples": [{"p": 0, "g": "17", "s": 1.0, ...}]}
 
-with these keys of a sample, all but ``p`` left out where there is nothing to say:
+A block of the kind ``images`` has no samples but ``"images": {name: PNG in base64}``, small copies of the images that
+prompts name.
+
+The keys of a sample, all but ``p`` left out where there is nothing to say:
 
 ====  ================================================================================================================
 p     index of its prompt
@@ -24,6 +27,7 @@ m     reward parts by name
 e     error of the reward or of the episode
 f     finish reason
 o     outcome of an episode
+i     names of the images that an episode has shown
 n     sampled tokens
 t     places in the block's vocabulary of the tokens behind the first prompt
 x     text, where the tokens are not known

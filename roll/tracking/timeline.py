@@ -9,17 +9,24 @@ CallTimes`)::
 
     {"role": "actor_train", "rank": 0, "devices": [0], "host": "node-1"}
     ["update", begin, end]
+
+With ``otlp_output_dir``, ``requests.jsonl`` next to the driver's file has a line for every single request to an engine
+and every call of an environment (:class:`SpanLog`)::
+
+    ["request", begin, end, {"id": "12", "samples": 8, "tokens": 210}]
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 TIMELINE_NAME = "timeline.jsonl"
+REQUESTS_NAME = "requests.jsonl"
 CALLS_SUFFIX = ".calls.jsonl"
 
 Span = tuple[str, float, float]
@@ -49,6 +56,34 @@ class TimelineLog:
         self._file.close()
 
 
+class SpanLog:
+    """Single pieces of work of the driver's event loop, by whoever does them; nothing is kept while it is closed."""
+
+    def __init__(self) -> None:
+        self._file: TextIO | None = None
+
+    def open(self, path: Path, resumed: bool) -> None:
+        """Keep them in ``path`` from now on; ``resumed``: behind those of an earlier run."""
+        self.close()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a" if resumed else "w", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+
+    def note(self, name: str, seconds: float, attributes: Mapping[str, str | int]) -> None:
+        """Something called ``name`` has ended now, after ``seconds``."""
+        if self._file is not None:
+            end = time.time()
+            self._file.write(json.dumps([name, round(end - seconds, 4), round(end, 4), dict(attributes)]) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+span_log = SpanLog()
+"""That of this process: a driver has one run at a time."""
+
+
 @dataclass(frozen=True)
 class WorkerCalls:
     """The calls of one rank's process."""
@@ -63,6 +98,11 @@ class WorkerCalls:
 def read_timeline(path: Path) -> list[dict[str, Any]]:
     """The driver's lines, in order; [] where there is no file."""
     return [row for row in _lines(path) if isinstance(row, dict) and "phases" in row]
+
+
+def read_requests(path: Path) -> list[tuple[str, float, float, dict[str, Any]]]:
+    """Name, begin, end and attributes of single requests and calls of environments; [] where there is no file."""
+    return [(row[0], row[1], row[2], row[3]) for row in _lines(path) if isinstance(row, list) and len(row) == 4]
 
 
 def read_calls(folder: Path, since: float = 0.0) -> list[WorkerCalls]:

@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and SwanLab, and all trackers of a run as ``track_with`` names them."""
+"""TensorBoard, Weights & Biases, SwanLab and Trackio, and all trackers of a run as ``track_with`` names them."""
 
 from __future__ import annotations
 
@@ -196,6 +196,48 @@ class SwanLabTracker(OnlineTracker):
             self._run.log({f"samples/{name}": [self._module.Text(text) for text in texts]}, step=step)
 
 
+class TrackioTracker(Tracker):
+    """A Trackio run: a database on this machine, or a Space. A resumed run goes on in the newest one of its name.
+
+    Args:
+        folder: of the databases, which ``TRACKIO_DIR`` names for ``trackio show``; None: the package's own place.
+        run_config: shown as the run's configuration; secrets are masked by the caller.
+        resume_step: the last step that counts; None: a new run.
+        options: ``project``, ``name``, ``group``, ``space_id``, ``server_url`` of ``trackio.init``. A key for a Space
+            comes from the environment (``HF_TOKEN``).
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+    """
+
+    def __init__(
+        self, folder: Path | None, run_config: Mapping[str, Any], *, resume_step: int | None = None, **options: Any
+    ) -> None:
+        if folder is not None:
+            os.environ["TRACKIO_DIR"] = str(folder)  # read when the package is imported
+        try:
+            self._module = importlib.import_module("trackio")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("track_with: trackio is not installed; pip install 'roll-rl[trackio]'") from error
+        resume = "never" if resume_step is None else "allow"
+        self._run = self._module.init(config=dict(run_config), resume=resume, embed=False, **options)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
+        if rows:
+            columns = list(rows[0])
+            data = [[_table_cell(row.get(column)) for column in columns] for row in rows]
+            self._run.log({f"samples/{name}": self._module.Table(columns=columns, data=data)}, step=step)
+
+    def files(self) -> dict[str, Path]:
+        return {"Trackio": Path(self._module.TRACKIO_DIR)}
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 def run_id(path: Path, resumed: bool) -> str:
     """Read the id in ``path`` if the run is resumed; else make a new one and keep it there."""
     if resumed and path.exists():
@@ -216,6 +258,7 @@ OPTIONS: dict[str, frozenset[str]] = {
     "tensorboard": frozenset({"log_dir", "flush_secs"}),
     "wandb": _ONLINE_OPTIONS | {"entity"},
     "swanlab": _ONLINE_OPTIONS | {"workspace"},
+    "trackio": frozenset({"log_dir", "project", "name", "group", "space_id", "server_url"}),
     "ml_tracker": _ONLINE_OPTIONS,
     "prometheus": frozenset({"host", "port"}),
     "stdout": frozenset(),
@@ -310,6 +353,8 @@ def _build(name: str, options: dict[str, Any], run: TrackedRun) -> Tracker:
         options = {key: value for key, value in options.items() if key in OPTIONS["tensorboard"]}
         return TensorBoardTracker(folder, run.resume_step, **options)
     options = {"project": "roll", "name": run.exp_name, **options, "resume_step": run.resume_step}
+    if name == "trackio":
+        return TrackioTracker(Path(log_dir) if log_dir else None, run.config, **options)
     if name == "wandb":
         return WandbTracker(folder, run.config, **options)
     return SwanLabTracker(folder, run.config, **options)

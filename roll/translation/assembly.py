@@ -25,7 +25,7 @@ from roll.translation.placement import (
 from roll.translation.rules import Dialect, Draft
 from roll.translation.sampling import put_sampling
 
-TRACKERS_WITH_PROJECT = {"wandb", "swanlab"}
+TRACKERS_WITH_PROJECT = {"wandb", "swanlab", "trackio"}
 GSM8K = "gsm8k"
 FUNCTION_FILE = "roll.rewards.function_file.score"
 REWARD, ROLE = "rewards.reward_model", "reward_model"
@@ -105,7 +105,7 @@ def put_tracking(draft: Draft) -> None:
         if used:
             draft.put("tracker_kwargs.project", draft.facts["project"], "project")
         else:
-            draft.remark(["project"], "left out: neither wandb nor swanlab is used")
+            draft.remark(["project"], "left out: no tracker with projects is used")
     resume = draft.get("resume")
     if draft.states("resume_path") and draft.get("resume_path") is not None:
         draft.put("resume_from_checkpoint", draft.facts["resume_path"], "resume_path")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from roll.translation.rules import Dialect
-from roll.translation.tables import TEXTS, one_of, read_table, whole
+from roll.translation.tables import one_of, read_table, whole
 
 ESTIMATORS = {name: name for name in ("grpo", "gae", "rloo", "reinforce++", "maxrl")}
 LOSSES = {
@@ -67,7 +67,10 @@ def environment(value: object) -> str:
     if value in ENVIRONMENTS:
         return ENVIRONMENTS[str(value)]
     known = ", ".join(ENVIRONMENTS)
-    raise ValueError(f"is an environment of theirs, and {TEXTS['TURNS']}; as rewards: {known}")
+    raise ValueError(
+        f"is an environment of theirs: an agentic run plays it as custom_envs.<tag>.env_type: skyrl:{value} "
+        f"(docs/environments.md), and this command has no translation into one; as rewards: {known}"
+    )
 
 
 def positive(value: Any) -> bool:

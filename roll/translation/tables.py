@@ -217,6 +217,7 @@ LOGGERS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "swanlab": "swanlab",
+    "trackio": "trackio",
     "file": "jsonl",
 }
 

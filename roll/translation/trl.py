@@ -14,7 +14,14 @@ from roll.translation.placement import devices
 from roll.translation.rules import Convert, Dialect, Draft
 from roll.translation.tables import listed, number, one_of, read_table, whole
 
-TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard", "swanlab": "swanlab", "none": "stdout", "all": "stdout"}
+TRACKERS = {
+    "wandb": "wandb",
+    "tensorboard": "tensorboard",
+    "swanlab": "swanlab",
+    "trackio": "trackio",
+    "none": "stdout",
+    "all": "stdout",
+}
 MODES = {
     "grpo": "seq-mean-token-mean",
     "dapo": "token-mean",

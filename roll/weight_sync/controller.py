@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from roll.config.plan.plan import Plan
+from roll.config.policy import WeightSyncConfig, transport_name, update_mode
 from roll.config.roles import GenerationWorkerConfig
 from roll.config.run import RunConfig
-from roll.config.weight_sync import WeightSyncConfig, transport_name, update_mode
 from roll.distributed import Cluster, RemoteError, Worker, WorkerFailed
 from roll.distributed.failures import RankReport
 from roll.platforms import current_platform

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll.config.weight_sync import TransportName, UpdateMode
+from roll.config.policy import TransportName, UpdateMode
 
 MIB = 2**20
 _PIPELINED_BYTES = 64 * MIB

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 import torch
 
-from roll.config.weight_sync import TransportName
+from roll.config.policy import TransportName
 from roll.distributed.calls import is_peer_trouble
 from roll.weight_sync.device_transports import BroadcastSender, CudaIpcSender
 from roll.weight_sync.encoding import ChecksumKind, DeltaEncoder, tensor_checksum

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roll.config.reward_models import SCORE_MEAN, SCORE_STD
+from roll.algorithms.reward_models import end_scores, scoring_batch
+from roll.config.losses import SCORE_MEAN, SCORE_STD
 from roll.datasets.templates import chat_text
 from roll.distributed import Dispatch, Worker, register
 from roll.models.build import load_config
 from roll.models.layouts import TopTokens
-from roll.models.scoring import end_scores, scoring_batch
 from roll.protocol import DataProto
 from roll.protocol.metrics import RankInfo
 from roll.protocol.vision import IMAGES

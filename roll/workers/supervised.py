@@ -19,9 +19,7 @@ from roll.algorithms.preferences import (
     unpaired_metrics,
 )
 from roll.algorithms.reward_models import reward_model_loss, units_of
-from roll.config.distillation import DivergenceConfig
-from roll.config.preferences import PreferenceLossConfig, is_unpaired
-from roll.config.reward_models import RewardLossConfig
+from roll.config.losses import DivergenceConfig, PreferenceLossConfig, RewardLossConfig, is_unpaired
 from roll.distributed import Dispatch, register
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics

@@ -21,7 +21,7 @@ from roll.algorithms.aggregation import (
 from roll.algorithms.distillation import comparison_metrics, divergence
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.losses import ActorLossOptions, actor_loss, value_loss
-from roll.config.distillation import DivergenceConfig
+from roll.config.losses import DivergenceConfig
 from roll.distributed import Dispatch, register
 from roll.platforms import current_platform
 from roll.protocol import DataProto

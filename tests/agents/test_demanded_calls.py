@@ -12,8 +12,10 @@ import pytest
 
 from roll.agents.chat_ids import TemplateError
 from roll.agents.demanded_calls import call_opening, drawn_opening
-from roll.agents.episode import Limits, Model
+from roll.agents.episode import Limits, Model, Task
+from roll.agents.session import Session
 from roll.agents.tool_calls import detect_format, parse_response
+from roll.agents.wire_messages import messages_body, read_messages_request
 from tests.agents.playing import Recorded
 from tests.agents.templates import WRITTEN_HERE, Family, published
 
@@ -94,3 +96,24 @@ def test_a_form_that_the_template_does_not_write_is_refused() -> None:
     with pytest.raises(TemplateError, match="mistral"):
         call_opening(template, "mistral", HELLO, "calc")
     assert parse_response(json.dumps({"name": "calc"}), "hermes").calls == []
+
+
+@pytest.mark.parametrize("written", [" not json", ""])
+def test_arguments_that_cannot_be_read_go_to_and_fro(written: str) -> None:
+    """Anthropic's inputs are objects: what is none is wrapped, and recognised when the client sends it back."""
+    engine = Recorded(CHATML.chat_template(), lambda _: written)
+    tools = [{"name": "calc", "input_schema": {"type": "object"}}]
+    body = {"model": "x", "max_tokens": 50, "messages": HELLO, "tools": tools, "tool_choice": {"type": "any"}}
+
+    async def talk() -> tuple[Any, Session]:
+        model = Model(engine, engine.template, "hermes", Limits(context=100_000))
+        session = Session(Task("t", 0), model)
+        content = messages_body(await session.answer(read_messages_request(body)))["content"]
+        result = {"type": "tool_result", "tool_use_id": content[0]["id"], "content": "no"}
+        goes_on = [*HELLO, {"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+        await session.answer(read_messages_request(body | {"messages": goes_on, "tool_choice": {"type": "auto"}}))
+        return content, session
+
+    (block,), session = asyncio.run(talk())
+    assert block["input"] == ({"INVALID_JSON": "not json"} if written else {})
+    assert [call.parent for call in session.model.conversations.calls] == [None, 0]

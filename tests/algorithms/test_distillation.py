@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roll.algorithms.distillation import DIVERGENCES, divergence
-from roll.config.distillation import DivergenceConfig, KDObjective
+from roll.config.losses import DivergenceConfig, KDObjective
 from roll.models.distributions import compared, rest_of, top_tokens
 from roll.models.layouts import TeacherTargets, TopTokens
 

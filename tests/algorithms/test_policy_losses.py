@@ -74,10 +74,10 @@ def dppo_weight(row: Row, t: int, divergence: str, threshold: float) -> float:
 
 
 def unified_cispo_weight(r: float, a: float) -> float:
-    """2506.13585 eq. 7 with low 0.2 and high 0.3."""
+    """2506.13585 eq. 6-7 with low 0.2 and high 0.3: the clipped weight, times the mask."""
     if (a > 0 and r > 1.3) or (a < 0 and r < 0.8):
         return 0.0
-    return r
+    return clip(r, 0.8, 1.3)
 
 
 def vespo_weight(row: Row, a: float, positive: tuple[float, float], negative: tuple[float, float]) -> float:
@@ -196,6 +196,36 @@ def test_gradient_is_that_of_the_value(variant: str, settings: dict[str, object]
         return torch.where(batch.mask, per_token(variant, inputs_of(batch, log_probs=log_probs), **settings), 0.0)
 
     assert torch.autograd.gradcheck(masked, log_probs)
+
+
+@pytest.mark.parametrize("advantages", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("settings", [{}, {"dual_clip_loss": True, "dual_clip_coef": 3.0}])
+def test_clipped_tokens_are_those_of_float64(settings: dict[str, object], advantages: torch.dtype) -> None:
+    """Log-probs in bfloat16: no product rounds a token's gradient away, and next to the bound of the dual clip, where
+    the products of bound and ratio round to one number, the gradient is nothing or all (autograd takes half)."""
+    generator = torch.Generator().manual_seed(5)
+    shape = (64, 33)
+    log_ratio = torch.randint(-90, 90, shape, generator=generator) / 64.0
+    log_ratio[:, :4] = 1.1015625  # the nearest above log 3
+    log_ratio[:, 4:8] = 1.09375
+    values = torch.randn(shape, generator=generator).to(advantages)
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        variable = torch.zeros(shape, dtype=dtype).requires_grad_()
+        log_probs = log_ratio.to(torch.bfloat16).to(dtype) + variable
+        inputs = LossInputs(
+            log_probs=log_probs,
+            old_log_probs=torch.zeros(shape, dtype=dtype),
+            advantages=values if dtype == torch.bfloat16 else values.double(),
+            mask=torch.ones(shape, dtype=torch.bool),
+        )
+        found.append(torch.autograd.grad(per_token("ppo", inputs, **settings).sum(), variable)[0].double())
+    ours, exact = found
+    ratio = log_ratio.to(torch.bfloat16).exp()
+    bounds = torch.tensor([0.8, 1.2])
+    inside = (ratio.float()[..., None] - bounds).abs().amin(-1) > 0.02  # exp in bfloat16 may round across a bound
+    assert torch.equal((ours != 0)[inside], (exact != 0)[inside])
+    assert_close(ours[inside], exact[inside], rtol=2e-2, atol=0.0)
 
 
 @pytest.mark.parametrize("variant", ["tis", "cispo", "topr", "dppo", "vanilla", "vespo"])

@@ -21,7 +21,7 @@ from roll.algorithms.preferences import (
     unpaired_loss,
     unpaired_metrics,
 )
-from roll.config.preferences import PREFERENCE_LOSSES, PreferenceLossConfig, preference_problems
+from roll.config.losses import PREFERENCE_LOSSES, PreferenceLossConfig, preference_problems
 
 P, L = 5, 12
 

@@ -17,7 +17,7 @@ from roll.algorithms.reward_models import (
     reward_model_loss,
     units_of,
 )
-from roll.config.reward_models import RewardLossConfig
+from roll.config.losses import RewardLossConfig
 from roll.protocol.metrics import merge_metrics
 
 UNITS = [0, 0, 0, 0, 1, 1, 2, 2, 2, -1]

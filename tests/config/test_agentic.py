@@ -19,11 +19,12 @@ from roll.config.reading.schema import section_fields as fields_of
 from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.pipelines.agentic.checks_entries import ELSEWHERE, FIELDS
 from roll.pipelines.agentic.config import TOOL_CALL_FORMATS, AgenticConfig, CustomEnvConfig
-from roll.pipelines.agentic.plan import AgenticPlan, agentic_facts, batch_facts
-from roll.pipelines.agentic.planning import MANAGERS
+from roll.pipelines.agentic.plan import MANAGERS, AgenticPlan, agentic_facts, batch_facts
 from roll.pipelines.agentic.preflight import check_environments, own_group_filter
 from roll.preflight import check_parts
 from tests.config.good import GONE, changed, load, mistakes
+
+JUDGE = {"worker_cls": "llm_judge", "reward_kwargs": {"model_type": "cluster"}}
 
 PUBLISHED = "roll.pipeline.agentic.env_manager"
 PROXY = {"env_manager_cls": f"{PUBLISHED}.x.ProxyEnvManager", "agent_runner_cls": "roll.x.GEMRunner", "http_timeout": 9}
@@ -77,6 +78,7 @@ def test_what_a_plan_says(tmp_path: Path) -> None:
     [
         ({}, "append", "trajectory"),
         ({"env_manager_cls": f"{PUBLISHED}.traj_env_manager.TrajEnvManager"}, "append", "trajectory"),
+        ({"env_manager_cls": f"{PUBLISHED}.x.VLTrajEnvManager"}, "append", "trajectory"),
         ({"env_manager_cls": f"{PUBLISHED}.step_env_manager.StepEnvManager"}, "observation", "step"),
         ({"env_manager_cls": f"{PUBLISHED}.step_concat_env_manager.StepConcatEnvManager"}, "last", "step"),
         (
@@ -163,7 +165,6 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"custom_envs.lake.env_type": GONE}, "custom_envs.lake.env_type", "is needed"),
     ({"custom_envs.lake.env_type": "webshop"}, "custom_envs.lake.env_type", "is not part of this package"),
     ({"custom_envs.lake.env_manager_cls": "my.Manager"}, "custom_envs.lake.env_manager_cls", "TrajEnvManager"),
-    ({"custom_envs.lake.env_manager_cls": "a.VLTrajEnvManager"}, "custom_envs.lake.env_manager_cls", "images"),
     ({"custom_envs.lake.agent_template": "{observatoin}"}, "custom_envs.lake.agent_template", "{observation}"),
     ({"custom_envs.lake.agent_template": "{observation"}, "custom_envs.lake.agent_template", "written twice"),
     ({"custom_envs.lake.agent_template": "{history}"}, "custom_envs.lake.agent_template", "context: append"),
@@ -181,7 +182,12 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"adv_estimator": "rloo", "train_env_manager.group_size": 1}, "train_env_manager.group_size", "at least 2"),
     ({"reward_normalization": {"method": "mean"}, "norm_mean_type": "batch"}, "norm_mean_type", "keep one"),
     ({"reward_normalization": {"grouping": "env"}}, "reward_normalization.grouping", "batch, tags, traj_group_id"),
-    ({"reward": {"device_mapping": [0]}}, "reward", "not available yet"),
+    ({"custom_envs.lake.verifier": JUDGE}, "reward", "is needed by the verifier of custom_envs.lake"),
+    (
+        {"custom_envs.lake.verifier": JUDGE, "reward.device_mapping": [0], "async_generation_ratio": 1},
+        "reward.device_mapping",
+        "must share no device with",
+    ),
     ({"actor_train": GONE}, "actor_train", "without training"),
     ({"actor_train.router_replay.mode": "R3", "actor_infer.router_replay.mode": "R3"},
      "actor_train.router_replay.mode", "several turns"),
@@ -336,13 +342,16 @@ PAGE = (Path(__file__).parents[2] / "docs" / "agentic.md").read_text(encoding="u
 
 
 def test_the_configurations_of_the_page_load(tmp_path: Path) -> None:
-    first, second = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+    first, second, judged = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
     entries = {**first["custom_envs"], **second["custom_envs"]}
     more = {"custom_envs": entries, "train_env_manager": first["train_env_manager"] | {"tags": list(entries)}}
     assert mistakes(tmp_path, first) == () == mistakes(tmp_path, first | more)
     plan = load(tmp_path, first | more).plan
     assert isinstance(plan, AgenticPlan)
     assert [entry.agent for entry in plan.entries.values()] == [None, "tools", "black_box"]
+    lake = first["custom_envs"]["lake"] | judged["custom_envs"]["lake"]
+    plan = load(tmp_path, first | judged | {"custom_envs": {"lake": lake}}).plan
+    assert "reward" in plan.roles
 
 
 def test_the_tables_of_the_page(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("rewards.math.reward_manager_config", {"plugin": "x"}),
     ("actor_infer.model_update_frequency", 2),
     ("transfer_backend.backend_name", "TransferQueue"),
-    ("track_with", ["stdout", "trackio"]),
     ("actor_train.data_args.video_folder", "videos"),
     ("router_args.router_name", "EnvAffinityRouter"),
 ]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from roll.config.loader import load_config
+from roll.config.model_files import check_vocabularies
 from roll.config.pipelines import definition_of
 from roll.config.reading.errors import ConfigError
-from roll.config.vocabularies import check_vocabularies
 from roll.pipelines.distill.config import DistillPlan
 from roll.pipelines.policy import needs_old_log_probs, needs_reference
 from roll.pipelines.rlvr.teachers import coefficients

@@ -35,6 +35,7 @@ TRAIN = "actor_train.strategy_args.strategy_config"
 INFER = "actor_infer.strategy_args.strategy_config"
 MEGATRON = {"actor_train.strategy_args.strategy_name": "megatron_train", TRAIN: {}}
 VLLM = {"actor_infer.strategy_args.strategy_name": "vllm", INFER: {}, "actor_infer.device_mapping": "list(range(0,8))"}
+SGLANG = VLLM | {"actor_infer.strategy_args.strategy_name": "sglang"}
 
 
 @pytest.fixture
@@ -169,7 +170,15 @@ def test_experts_over_ranks(
             "actor_train.router_replay.mode",
             "is for",
         ),
-        (EXPERTS, ("R3", "R3"), VLLM, "actor_train.router_replay.mode", "which vllm does not"),
+        (EXPERTS, ("R3", "R3"), VLLM, None, ""),
+        (EXPERTS, ("R3", "R3"), SGLANG, "actor_train.router_replay.mode", "which sglang does not"),
+        (
+            EXPERTS,
+            ("R3", "R3"),
+            VLLM | {"actor_infer.strategy_args.strategy_config.enable_prefix_caching": False},
+            "actor_infer.strategy_args.strategy_config.enable_prefix_caching",
+            "with its blocks",
+        ),
     ],
 )
 def test_router_replay(

@@ -9,7 +9,7 @@ import pytest
 
 from roll.algorithms.registry import Registry
 from roll.config import algorithm, names
-from roll.config.reading.names import Table
+from roll.config.reading.fields import Table
 
 
 def ours(registry: Registry[Any]) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ NUMBER = 55
 REFUSED = {
     "experts over ranks": r"\bep_size = ([2-9]|\d\d)",
     "audio or video": r"audio_folder|video_\w+ =",
-    "images from environments": "VLTrajEnvManager",
     "an environment of its own": "env_type = (" + "|".join(ELSEWHERE) + ")\\b",
     "playing without training": "env_manager",
     "something that is not available yet": ".",
@@ -49,6 +49,7 @@ def flat(data: Any, prefix: str = "") -> list[str]:
     return [f"{prefix[1:]} = {data}"] if data not in (None, False, "") else []
 
 
+@cache
 def outcome(file: Path) -> str:
     """``loaded``, or the reason of the refusal; a message that is none of the known reasons is one by itself."""
     try:
@@ -60,8 +61,6 @@ def outcome(file: Path) -> str:
             if any(f"is a file of the {pipeline} pipeline" in rule for rule in rules):
                 return f"{pipeline} pipeline"
         told = "\n".join(rules)
-        if "images from environments" in told:
-            return "images from environments"
         if "without training" in told:
             return "playing without training"
         if "is not part of this package" in told:

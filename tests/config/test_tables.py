@@ -15,8 +15,7 @@ from roll.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES, Estimator, Poli
 from roll.config.names import REWARDS, BuiltInReward
 from roll.config.pipelines import TRAINS
 from roll.config.reading.errors import ConfigError
-from roll.config.reading.fields import setting
-from roll.config.reading.names import Table
+from roll.config.reading.fields import Table, setting
 from roll.config.reference import explain, json_schema, page
 from roll.config.strategies.base import Backend, Package, StrategyConfig
 from roll.config.strategies.registry import BACKENDS

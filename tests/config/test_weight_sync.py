@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from roll.config.policy import WeightSyncConfig, transport_name, update_mode
 from roll.config.reading.errors import ConfigError
-from roll.config.weight_sync import WeightSyncConfig, transport_name, update_mode
 from roll.preflight import check_parts
 from tests.config.good import changed, load, mistakes
 

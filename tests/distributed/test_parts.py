@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from roll.distributed import actor
+from roll.distributed import actor, effort
 from roll.distributed.actor import _show_devices, tail
 from roll.distributed.diagnosis import _working_thread
 from roll.distributed.failures import DeadlineExceeded, RankReport, WorkerDied, WorkerFailed
@@ -146,3 +148,46 @@ def test_messages_put_the_cause_first():
         "actor: 'step' was not done after 4.0 s; 0 of 2",
         "  no answer from rank 0, 1",
     ]
+
+
+EFFORT = """
+import os, runpy, sys, time
+effort = runpy.run_path(sys.argv[1])["Effort"]()
+print("ready", flush=True)
+sys.stdin.readline()
+if sys.argv[2] == "works":
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    ends = time.process_time() + 0.2
+    while time.process_time() < ends:
+        pass
+else:
+    time.sleep(0.4)
+print(effort.seconds() - time.process_time(), flush=True)
+"""
+
+
+def held_up(*kinds: str, stops: bool = False) -> float:
+    """Seconds for which the first of some processes, all at the same time, was kept from working."""
+    command = [sys.executable, "-c", EFFORT, str(effort.__file__)]
+    pipe = subprocess.PIPE
+    started = [subprocess.Popen([*command, kind], stdin=pipe, stdout=pipe, text=True) for kind in kinds]
+    for one in started:
+        assert one.stdout is not None and one.stdout.readline() == "ready\n"
+    for one in started:
+        assert one.stdin is not None
+        one.stdin.write("go\n")
+        one.stdin.flush()
+    if stops:
+        time.sleep(0.05)
+        started[0].send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        started[0].send_signal(signal.SIGCONT)
+    answers = [one.communicate(timeout=60)[0] for one in started]
+    return float(answers[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel counts it")
+def test_what_keeps_a_process_from_working_counts() -> None:
+    """Being stopped, and waiting for the only processor; sleeping does not."""
+    assert held_up("waits", stops=True) > 0.4
+    assert held_up("works", "works") > 0.05

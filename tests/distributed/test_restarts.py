@@ -19,6 +19,7 @@ RUN = """
 import json, os, signal, sys, time
 from roll.distributed.restarts import supervised
 supervised.attach()
+signal.signal(signal.SIGUSR1, lambda *_: None)
 folder, checkpoint = sys.argv[1:]
 number = len(os.listdir(folder))
 acts = json.loads(os.environ["ACTS"])[number]
@@ -45,13 +46,15 @@ class Stage:
         self.starts.mkdir()
         self.patch = patch
 
-    def run(self, *acts: list[tuple[str, Any]], max_restarts: int = 3, backoff: float = 0.0) -> int:
+    def run(
+        self, *acts: list[tuple[str, Any]], max_restarts: int = 3, backoff: float = 0.0, saves_on_usr1: bool = False
+    ) -> int:
         self.patch.setenv("ACTS", json.dumps(acts))
 
         def command(checkpoint: str | None) -> list[str]:
             return [sys.executable, "-c", RUN, str(self.starts), str(checkpoint)]
 
-        policy = RestartPolicy(max_restarts, backoff)
+        policy = RestartPolicy(max_restarts, backoff, saves_on_usr1)
         return Supervisor(command, policy, self.logs, lambda path: "torn" not in path, self.said.append).run()
 
     @property
@@ -136,6 +139,19 @@ def test_a_run_that_is_rewound_again_and_again_ends(stage: Stage) -> None:
     assert stage.run(*rewound, max_restarts=0) == 1
     assert len(stage.began_with) == 4
     assert "rewound 3 times to the same checkpoint" in stage.said[-1]
+
+
+@pytest.mark.parametrize("saves", [True, False], ids=["saves", "ends"])
+def test_after_a_checkpoint_on_sigusr1_a_run_is_still_started_again(stage: Stage, saves: bool) -> None:
+    def ask() -> None:
+        while not (stage.starts / "0").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    threading.Thread(target=ask, daemon=True).start()
+    acts = [("reached", 0), ("sleep", 0.3), *failed(3, "c2"), ("exit", 1)]
+    assert stage.run(acts, DONE, saves_on_usr1=saves) == (0 if saves else 1)
+    assert len(stage.began_with) == (2 if saves else 1)
 
 
 def test_a_signal_reaches_the_run_and_ends_the_wait(stage: Stage) -> None:

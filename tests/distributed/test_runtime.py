@@ -57,7 +57,7 @@ def _wait_for_file(path: Path, seconds: float = 60) -> dict:
     return json.loads(path.read_text())
 
 
-@pytest.mark.default_rows("exception", "kill-9")
+@pytest.mark.default_rows("kill-9")
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("how", "sent", "status"),

@@ -220,3 +220,25 @@ def test_a_collective_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_python_of_a_trial_is_this_one() -> None:
     assert trials.trial("imports", "json", deadline=60).words == [{"did": "json"}]
     assert "No module named 'no_such_module'" in trials.trial("imports", "no_such_module", deadline=60).error
+
+
+SMI = """#!/bin/sh
+case "$1" in
+nvlink) printf '%s' "$LINKS";;
+*) echo "5, 16";;
+esac
+"""
+
+
+def test_the_nominal_speed_of_links_between_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the tool of NVIDIA's driver prints it; without NVLink that of PCI Express, without the tool nothing."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert trials.nominal_speed() == ""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(SMI)
+    tool.chmod(0o755)
+    links = "".join(f"\t Link {number}: 26.562 GB/s\n" for number in range(18))
+    monkeypatch.setenv("LINKS", f"GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)\n{links}")
+    assert trials.nominal_speed() == ", nominally 478 GB/s (18 NVLinks)"
+    monkeypatch.setenv("LINKS", "")
+    assert trials.nominal_speed() == ", nominally 63 GB/s (PCIe 5 x16)"

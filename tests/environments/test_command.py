@@ -29,7 +29,8 @@ def test_the_page_s_class_passes_and_can_be_played(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "my_package.py").write_text(code)
     for action, answers in (("check", ""), ("play", "even\n")):
-        command = [sys.executable, "-m", "roll.cli", "env", action, "my_package.Parity"]
+        # -P: as the installed command, which has its own folder on the path and not the working directory.
+        command = [sys.executable, "-P", "-m", "roll.cli", "env", action, "my_package.Parity"]
         done = subprocess.run(command, cwd=tmp_path, input=answers, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
     assert "return 1, success" in done.stdout

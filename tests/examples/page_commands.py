@@ -164,16 +164,16 @@ def serve(path: Path) -> None:
             if (name == "roll" and arguments[:1] == ["run"]) or (arguments and STARTS.search(arguments[0])):
                 arguments += extra
             key = json.dumps([name, arguments, folder])
-            if key in done:
-                link.sendall(b"\0")
-                link.close()
-                continue
-            child = os.fork()
+            child = os.fork() if key not in done else None
             if child == 0:
                 server.close()
                 _become(name, arguments, environment, folder, streams)
-            for stream in streams:
+            for stream in streams:  # whoever reads them waits until nobody has them
                 os.close(stream)
+            if child is None:
+                link.sendall(b"\0")
+                link.close()
+                continue
             threading.Thread(target=_wait, args=(child, link, key, done), daemon=True).start()
 
 

@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,8 +92,20 @@ class Clone:
         )
 
 
+@contextmanager
+def ray_in(folder: Path, address: Path) -> Iterator[str]:
+    """The address of a Ray that all runs join; its workers begin in ``folder``, as those of a run's own Ray would."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.pipelines.serve_ray", str(address)]
+    with subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.PIPE) as server:
+        while not address.exists():
+            assert server.poll() is None, "Ray did not start"
+            time.sleep(0.05)
+        yield address.read_text()
+
+
 @pytest.fixture(scope="module")
-def clone(shared_ray: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
     folder = tmp_path_factory.mktemp("clone")
     ignored = shutil.ignore_patterns("artifacts", "__pycache__")
     for name in ("examples", "configs", "docs", "benchmarks"):
@@ -100,11 +114,12 @@ def clone(shared_ray: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     (folder / ".venv/bin/activate").touch()
     for name in ("my_recipe.yaml", "recipe.yaml"):
         (folder / name).write_text(SMALL, encoding="utf-8")
-    with warm_programs(tmp_path_factory.mktemp("programs")) as programs:
+    made_here = tmp_path_factory.mktemp("programs")
+    with warm_programs(made_here) as programs, ray_in(folder, made_here / "address") as address:
         environment = os.environ | {
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
-            "RAY_ADDRESS": shared_ray,
+            "RAY_ADDRESS": address,
             "COLUMNS": "120",
         }
         made = Clone(folder, environment)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from functools import reduce
+from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
+from jsonschema import Draft202012Validator
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import recipe_costs
 from roll import cli
-from roll.config.loader import load_config
+from roll.config.loader import LoadedConfig, load_config
+from roll.config.pipelines import NAMES, definition_of
+from roll.config.reference import json_schema
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(
@@ -26,6 +31,12 @@ RECIPES = sorted(
 )
 PRESETS = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
 SCRIPTS = sorted(file.relative_to(ROOT) for file in (ROOT / "examples").rglob("*.sh"))
+
+
+@cache
+def loaded(recipe: Path) -> LoadedConfig[Any]:
+    """Loaded once for all tests that only look at it."""
+    return load_config(None, recipe, check_files=False)
 
 
 @pytest.fixture(autouse=True)
@@ -43,24 +54,37 @@ def test_the_recipes_are_found() -> None:
 def test_recipe_loads_and_plans(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", str(recipe), "--skip-files"]) == 0
     plan = capsys.readouterr().out
-    assert "batch" in plan or not load_config(None, recipe, check_files=False).plan.training
+    assert "batch" in plan or not loaded(recipe).plan.training
     assert str(recipe) in plan
 
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.parent.name in ("tiny", "tiny_agentic", "gsm8k")], ids=str)
 def test_recipe_sets_nothing_that_has_no_effect(recipe: Path) -> None:
     """These are the ones that are copied: what stands in them should do something."""
-    loaded = load_config(None, recipe, check_files=False)
-    assert [str(warning) for warning in loaded.warnings] == []
+    assert [str(warning) for warning in loaded(recipe).warnings] == []
 
 
 def test_recipes_that_resume_share_no_folder() -> None:
     """A checkpoint is for the backend that wrote it, and for one task."""
-    plans = {recipe: load_config(None, recipe, check_files=False).plan for recipe in RECIPES}
     folders: dict[Path, Path] = {}
-    for recipe, plan in plans.items():
-        other = folders.setdefault(plan.checkpoint_dir, recipe)
-        assert other == recipe, f"{recipe} and {other} both write to {plan.checkpoint_dir}"
+    for recipe in RECIPES:
+        folder = loaded(recipe).plan.checkpoint_dir
+        other = folders.setdefault(folder, recipe)
+        assert other == recipe, f"{recipe} and {other} both write to {folder}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_is_valid_under_the_schema(name: str) -> None:
+    schema = json_schema(definition_of(name).config_class, name)
+    Draft202012Validator.check_schema(schema)
+    validator = Draft202012Validator(schema)
+    mistakes = []
+    for recipe in RECIPES:
+        if loaded(recipe).plan.pipeline == name:
+            data = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+            found = validator.iter_errors(data)
+            mistakes += [f"{recipe.name}: {error.json_path}: {error.message[:200]}" for error in found]
+    assert mistakes == []
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -19,6 +19,7 @@ from tests.examples.pages import ROOT, blocks
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.long,
     pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl"),
 ]
 ROLL = [sys.executable, "-m", "roll.cli"]

@@ -7,21 +7,31 @@ import math
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from roll.distributed import Dispatch, register
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
-from roll.strategies.base import LossFunction, TensorBatch
+from roll.strategies.base import LossFunction, TensorBatch, teacher_columns
 from roll.weight_sync.messages import BucketHeader
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelWorker
-from roll.workers.supervised import PAIR_COLUMNS, PreferenceWorker, SftWorker
-from roll.workers.training import LOSS_COLUMNS, ActorWorker
+from roll.workers.supervised import (
+    PAIR_COLUMNS,
+    SCORE_COLUMNS,
+    DistillWorker,
+    PreferenceWorker,
+    RewardTrainWorker,
+    SftWorker,
+)
+from roll.workers.training import LOSS_COLUMNS, TEACHER, ActorWorker
+from tests.pipelines.agentic_environments import Letters
 
 DEATHS_ENV = "DEATHS"
 
@@ -55,6 +65,30 @@ class DyingActor(ActorWorker):
         return super().update(batch, **arguments)
 
 
+STUTTER = """
+import os, signal, sys, time
+parent = int(sys.argv[1])
+while os.getppid() == parent:
+    os.kill(parent, signal.SIGSTOP)
+    time.sleep(0.3)
+    os.kill(parent, signal.SIGCONT)
+    time.sleep(0.05)
+"""
+
+
+class StutteringActor(ActorWorker):
+    """The process of the last rank is stopped six sevenths of the time, from its first update on."""
+
+    stutters = False
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=POLICY_COLUMNS + LOSS_COLUMNS)
+    def update(self, batch: DataProto, **arguments: Any) -> Metrics:
+        if not self.stutters and self.context.rank == self.context.world_size - 1:
+            self.stutters = True
+            subprocess.Popen([sys.executable, "-c", STUTTER, str(os.getpid())])
+        return super().update(batch, **arguments)
+
+
 class DyingSft(SftWorker):
     """As :class:`DyingActor`."""
 
@@ -79,6 +113,56 @@ class DyingPreference(PreferenceWorker):
         if self.context.rank == self.context.world_size - 1:
             die_if_due(self.calls)
         return super().update(batch)
+
+
+class DyingReward(RewardTrainWorker):
+    """As :class:`DyingActor`."""
+
+    calls = 0
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + SCORE_COLUMNS)
+    def update(self, batch: DataProto) -> Metrics:
+        self.calls += 1
+        if self.context.rank == self.context.world_size - 1:
+            die_if_due(self.calls)
+        return super().update(batch)
+
+
+class DyingStudent(DistillWorker):
+    """As :class:`DyingActor`."""
+
+    calls = 0
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + teacher_columns(TEACHER))
+    def update(self, batch: DataProto) -> Metrics:
+        self.calls += 1
+        if self.context.rank == self.context.world_size - 1:
+            die_if_due(self.calls)
+        return super().update(batch)
+
+
+class DyingEngine(GenerationWorker):
+    """Killed in its turn of that number, counted from the start of its process."""
+
+    turns = 0
+
+    def advance(self, *arguments: Any, **options: Any) -> Any:
+        self.turns += 1
+        die_if_due(self.turns)
+        return super().advance(*arguments, **options)
+
+
+class DyingLetters(Letters):
+    """Its process is killed in a step as long as a file says so; the file is gone then."""
+
+    instant: ClassVar[bool] = False
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        file = Path(f"{os.environ[DEATHS_ENV]}-environment")
+        if file.exists():
+            file.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
 
 
 SIGNPOSTS_ENV = "SIGNPOSTS"
@@ -159,7 +243,7 @@ class FullDiskSft(SftWorker):
         super().save_checkpoint(path)
 
 
-class InfiniteOnce(SftWorker):
+class _InfiniteOnce:
     """The loss of a call is infinite, with a finite gradient."""
 
     calls = 0
@@ -172,4 +256,13 @@ class InfiniteOnce(SftWorker):
             value, metrics = loss(outputs, rows)
             return value + offset, metrics
 
-        return super().optimizer_step(batch, spoilt, *arguments, **options)
+        metrics: Metrics = super().optimizer_step(batch, spoilt, *arguments, **options)  # type: ignore[misc]
+        return metrics
+
+
+class InfiniteOnce(_InfiniteOnce, SftWorker):
+    """As its first base says."""
+
+
+class InfiniteStudent(_InfiniteOnce, DistillWorker):
+    """As its first base says."""

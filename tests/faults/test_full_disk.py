@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll.pipelines.stragglers import stragglers
+from roll.report.command import main
 from roll.tracking import METRICS_NAME, read_metrics
 from roll.tracking.records import CompositeTracker, JsonlTracker
 from tests.pipelines.conftest import Run
@@ -39,6 +40,30 @@ def test_the_rank_that_is_twice_as_slow() -> None:
     assert stragglers([1.0, 1.1, 2.3, 0.9]) == [2]
     assert stragglers([1.0, 2.0]) == [1]
     assert stragglers([0.01, 0.05]) == [], "too short to say"
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+def test_a_rank_that_is_held_up_is_named_by_the_log_and_the_diagnosis(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its process is stopped most of the time; its peer waits for it, so that their calls take equally long."""
+    finished = run(
+        {
+            "max_steps": 7,
+            "memory_steps": 1,
+            "actor_train.worker_cls": "tests.faults.dying_workers.StutteringActor",
+            "actor_train.device_mapping": [0, 1],
+            "actor_train.training_args": training_args(8, 1),
+        }
+    )
+    names = [f"time/step_train/actor_train/rank_{rank}" for rank in (0, 1)]
+    own, late = (finished.values(name)[1:] for name in names)
+    assert sum(late) > 2 * sum(own)
+    log = (finished.logs / "run.log").read_text()
+    assert "actor_train rank 1 (pid " in log and " is slow: it needed " in log
+    assert main(["diagnose", str(finished.output)]) == 1
+    assert "Rank 1 of actor_train is slower than the others" in capsys.readouterr().out
 
 
 @pytest.mark.long

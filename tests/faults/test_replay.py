@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from roll.config.reading.errors import ConfigError
 from roll.distributed.failures import NotFinite
 from roll.pipelines.batches import RecordedBatch
 from roll.replay import main
+from roll.strategies.base import teacher_columns
 from tests.faults.conftest import only_test_faults
+from tests.faults.dying_workers import DEATHS_ENV
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import FinishedRun, role, training_args
+from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, role, training_args
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -79,17 +82,32 @@ def test_what_differs_is_named(replay: Any, capsys: pytest.CaptureFixture[str]) 
         replay(1)
 
 
-@only_test_faults
-@pytest.mark.parametrize(("pipeline", "role"), [("sft", "sft_train"), ("dpo", "actor"), ("distill", "student")])
+LOSSES = {
+    "sft": "sft_train/loss",
+    "dpo": "actor/loss",
+    "rm": "reward/loss",
+    "distill": "student/kd_loss",
+    "opd": "actor/total_loss",
+}
+
+
+@pytest.mark.parametrize(
+    "pipeline", ["rm", "distill", "opd", *(pytest.param(name, marks=only_test_faults) for name in ("sft", "dpo"))]
+)
 def test_other_pipelines(
-    run: Run, shared_ray: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipeline: str, role: str
+    run: Run, world: TinyWorld, shared_ray: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipeline: str
 ) -> None:
-    finished = run({"max_steps": 1, "dump_batches": 1}, pipeline, tmp_path)
+    changes: dict[str, Any] = {"max_steps": 1, "dump_batches": 1}
+    if pipeline == "opd":
+        teacher = role("fsdp2_infer", [0], model_args={"model_name_or_path": str(world.teacher), "dtype": "fp32"})
+        changes |= {"pipeline": "opd", "adv_estimator": "reinforce", "opd_form": "topk", "teacher": teacher}
+    finished = run(changes, "rlvr" if pipeline == "opd" else pipeline, tmp_path)
     monkeypatch.setenv("RAY_ADDRESS", shared_ray)
     dump = tmp_path / "batches" / "step-000000.safetensors"
     assert main([str(dump), str(tmp_path / "input" / "config.yaml")]) == 0
-    recorded = RecordedBatch.load(dump)
-    assert recorded.metrics[f"{role}/loss"] == pytest.approx(finished.values(f"{role}/loss")[0], rel=0)
+    recorded, name = RecordedBatch.load(dump), LOSSES[pipeline]
+    assert recorded.pipeline == pipeline
+    assert recorded.metrics[name] == finished.values(name)[0] != 0
 
 
 SPOILT = {"sft_train.worker_cls": "tests.faults.dying_workers.InfiniteLoss", "max_steps": 4, "save_steps": 1}
@@ -103,6 +121,20 @@ def test_a_loss_that_is_not_finite_is_skipped_by_all_ranks(run: Run) -> None:
     batch = RecordedBatch.load(finished.output / "batches" / "step-000001.safetensors")
     assert (batch.pipeline, batch.step, len(batch.batch)) == ("sft", 1, 8)
     assert "its batch is in" in (finished.logs / "run.log").read_text()
+
+
+def test_distillation_leaves_a_batch_out(run: Run, tmp_path: Path) -> None:
+    """The student does not learn from the second step's batch, for which the teacher was asked."""
+    deaths = tmp_path / "deaths"
+    deaths.write_text("2")
+    changes = {"student.worker_cls": "tests.faults.dying_workers.InfiniteStudent"}
+    finished = run(changes | {"system_envs": {DEATHS_ENV: str(deaths)}}, "distill", tmp_path)
+    assert [row.get("skipped_updates", 0) for row in finished.steps] == [0, 1, 0]
+    left_out = RecordedBatch.load(tmp_path / "batches" / "step-000001.safetensors")
+    assert left_out.pipeline == "distill" and left_out.metrics["skipped_updates"] == 1
+    assert set(teacher_columns("teacher")) <= set(left_out.batch.batch.keys())
+    norms = finished.values("student/grad_norm")
+    assert math.isfinite(norms[0]) and not math.isfinite(norms[1]) and math.isfinite(norms[2])
 
 
 @only_test_faults

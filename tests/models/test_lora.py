@@ -17,6 +17,7 @@ from roll.config.roles import ModelArguments
 from roll.models.build import build_model
 from roll.models.lora import Adapters, add_adapters
 from tests.strategies.lora_cases import write_adapter
+from tests.strategies.moe_models import write_moe
 from tests.strategies.samples import make_batch, plain_model, plain_outputs, write_model
 
 
@@ -133,6 +134,15 @@ def test_merged_weights_are_those_of_the_adapted_model(untied: Path, tmp_path: P
 def test_mistakes_are_named(untied: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         adapted(untied, **options)
+
+
+@pytest.mark.parametrize("target", ["experts", "mlp.experts.gate_up_proj", "down_proj"])
+def test_fused_experts_have_no_adapters(tmp_path: Path, target: str) -> None:
+    folder = write_moe(tmp_path)
+    args = ModelArguments(model_name_or_path=str(folder), lora_target=[target], lora_rank=2)
+    model = build_model(args, "causal_lm")
+    with pytest.raises(ValueError, match="which are gate_up_proj and down_proj, one tensor each for all experts"):
+        add_adapters(model, args, 0, torch.float32)
 
 
 @pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
+from roll.algorithms.reward_models import end_scores, scoring_batch
 from roll.models.attention import use_layout_attention
 from roll.models.layouts import TokenLayout, packed_layout, row_layout, shared_prompt_layout
 from roll.models.log_probs import ResponseModel
-from roll.models.scoring import end_scores, scoring_batch
 
 PAD = EOS = 2
 LAYOUTS = {"rows": row_layout, "packed": packed_layout, "shared": shared_prompt_layout}

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 
 @dataclass
 class Letters:
@@ -27,6 +29,22 @@ class Letters:
         share = sum(letter in "aeiou" for letter in action.lower()) / max(1, len(action))
         done = self.step_number >= self.turns
         return "more", share, done, False, {"success": share > 0.5, "metrics": {"vowels": share}}
+
+
+class Signs(Letters):
+    """Shows a sign of another colour in each turn, drawn from the seed."""
+
+    def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
+        self.colours = np.random.default_rng(seed).integers(0, 256, (self.turns + 1, 3))
+        _, info = super().reset(seed)
+        return ["say", self._sign()], info
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        _, *rest = super().step(action)
+        return [self._sign()], *rest
+
+    def _sign(self) -> np.ndarray:
+        return np.broadcast_to(self.colours[self.step_number], (48, 48, 3)).astype(np.uint8)
 
 
 class Faulty(Letters):

@@ -11,8 +11,9 @@ import pytest
 
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
+from tests.pipelines.judging import TEMPLATE, chance_of_yes
 from tests.pipelines.subprocess_runs import Start
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, agentic_settings, load_changed, training_args
+from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, agentic_settings, load_changed, role, training_args
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -168,3 +169,33 @@ def test_every_strategy_learns_the_same_from_episodes(run: Run, two_steps: Finis
         if metric in two_steps.steps[0]:
             assert replayed.values(metric) == pytest.approx(two_steps.values(metric), rel=2e-4, abs=2e-5), metric
     assert any(value > 0 for value in two_steps.values("actor/grad_norm"))
+
+
+def test_a_model_of_the_run_judges_episodes(run: Run, world: TinyWorld, tmp_path: Path) -> None:
+    """The role ``reward`` scores whole episodes of an environment: as its model says, of the text that was played."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"model_type": "cluster", "prompt": TEMPLATE, "extract": "logprob", "top_logprobs": 1000, "timeout": 60}
+    verifier = {"worker_cls": "llm_judge", "reward_kwargs": options}
+    changes = LETTERS | {
+        "custom_envs.letters.verifier": verifier,
+        "reward": role("hf_infer", [0]),
+        "reward.model_args.model_name_or_path": str(world.model),
+        "reward.strategy_args.strategy_config": {"max_num_seqs": 16, "max_model_len": 256},
+        "is_offload_states": True,
+        "rollout_dump_dir": str(tmp_path / "rollouts"),
+        "max_steps": 1,
+    }
+    finished = run(changes, "agentic")
+    model: Any = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(world.model)
+    rows = [json.loads(line) for line in (tmp_path / "rollouts/train-000000.jsonl").open()]
+    for row in rows[:3]:
+        first, second = row["turns"]
+        text = first["response"] + second["prompt"] + second["response"]
+        expected = chance_of_yes(model, tokenizer, text.strip())
+        assert row["metrics"]["verifier_score"] == pytest.approx(expected, abs=1e-4)
+        assert row["score"] == pytest.approx(sum(turn["reward"] for turn in row["turns"]), abs=1e-6)
+    assert len({row["metrics"]["verifier_score"] for row in rows}) > 1
+    assert finished.steps[0]["time/reward/offload/total"] > 0

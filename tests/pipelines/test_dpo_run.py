@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll.algorithms.preferences import PairSums, preference_loss
-from roll.config.preferences import PreferenceLossConfig
+from roll.config.losses import PreferenceLossConfig
 from roll.distributed import Interrupted
 from roll.pipelines.dpo.pipeline import DPOPipeline
 from roll.tracking import METRICS_NAME, read_metrics

@@ -12,7 +12,7 @@ import yaml
 
 from roll.config.reading.errors import ConfigError
 from roll.evaluate import load_evaluation, main
-from roll.pipelines.evaluate.plan import EvaluatePlan, models_of
+from roll.pipelines.evaluate.config import EvaluatePlan, models_of
 from roll.pipelines.evaluate.samples import SampleFile, answers_of, differing, sample_records
 from roll.pipelines.evaluate.statistics import (
     Answers,

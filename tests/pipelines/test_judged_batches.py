@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roll.algorithms.reward_models import reward_model_loss, units_of
-from roll.config.reward_models import RewardLossConfig
+from roll.config.losses import RewardLossConfig
 from roll.datasets.preferences import JudgedRow
 from roll.pipelines.dpo.pipeline import mismatched, pair_batch
 from roll.pipelines.rm.pipeline import judged_batch

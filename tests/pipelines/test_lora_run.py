@@ -71,6 +71,7 @@ def test_export_has_the_merged_model_and_the_adapter(finished: FinishedRun, worl
     assert (merged.get_parameter(name) - adapted.get_parameter(name)).abs().max() < 1e-6
 
 
+@pytest.mark.long
 def test_zero_3_with_a_reference_of_its_own_gives_the_same_run(run: Run, finished: FinishedRun) -> None:
     other = run(LORA | ZERO_3)
     for name in ("actor/kl_loss", "actor/pg_loss", "actor/grad_norm", "critic/score/mean"):

@@ -14,7 +14,7 @@ from tests.pipelines.conftest import Run
 from tests.pipelines.tiny_runs import TinyWorld
 from tests.rewards.http_service import Answer, completion, serving
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples/rewards/multi_domain.yaml"
 DOMAINS = ("word_problems", "equations", "code", "open", "echo")

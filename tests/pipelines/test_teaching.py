@@ -11,8 +11,8 @@ import torch
 from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.config.roles import ReferenceWorkerConfig
 from roll.pipelines.rlvr.config import RLVRConfig
+from roll.pipelines.rlvr.definition import OPDConfig
 from roll.pipelines.rlvr.given import PROMPT_LENGTHS, TEACHER_PROMPTS, as_teachers_see, is_given
-from roll.pipelines.rlvr.opd import OPDConfig
 from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.pipelines.rlvr.teaching import add_teacher_divergence, routed
 from roll.protocol import DataProto

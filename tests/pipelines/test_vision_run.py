@@ -16,6 +16,7 @@ from tests import vision_models
 from tests.pipelines.conftest import Run
 from tests.pipelines.tiny_runs import (
     GENERATING,
+    HERE,
     FinishedRun,
     TinyWorld,
     agentic_settings,
@@ -168,14 +169,11 @@ def test_demonstrations(shared_ray: str, pictures: TinyWorld, tmp_path: Path, mo
     assert losses[-1] < losses[0]
 
 
-LAKE = {"size": 3, "p": 0.9, "max_steps": 3, "render_mode": "rgb_array", "cell_pixels": 16}
-"""Pictures of 48 x 48 pixels, 9 tokens each."""
-
-
-def lake_changes(world: TinyWorld, dump: Path) -> dict[str, Any]:
+def sign_changes(world: TinyWorld, dump: Path) -> dict[str, Any]:
     """Two trainers, packed and with shared prompts, two engines with prefix caches, a reference, checkpoints."""
     packed = {"algorithm": "load_balance", "max_packed_sequence_length_train": 512}
-    lake = {"env_type": "frozen_lake", "env_config": LAKE, "max_steps": 3, "max_tokens_per_step": 6}
+    signs = {"env_type": f"{HERE}.agentic_environments.Signs", "max_steps": 3, "max_tokens_per_step": 6}
+    signs |= {"env_config": {"turns": 3}}
     around = {"pre_step_template": "Turn {turn_idx}: ", "next_step_template": " {actions_left} left."}
     manager = "roll.pipeline.agentic.env_manager.vl_traj_env_manager.VLTrajEnvManager"
     return {
@@ -186,8 +184,8 @@ def lake_changes(world: TinyWorld, dump: Path) -> dict[str, Any]:
         "rollout_dump_dir": str(dump),
         "use_kl_loss": True,
         "kl_loss_coef": 0.01,
-        "custom_envs": {"lake": lake | around | {"env_manager_cls": manager}},
-        "train_env_manager.tags": ["lake"],
+        "custom_envs": {"signs": signs | around | {"env_manager_cls": manager}},
+        "train_env_manager.tags": ["signs"],
         "actor_train.device_mapping": [0, 1],
         "actor_train.training_args": training_args(8, 1),
         "actor_train.use_prefix_sharing": True,
@@ -201,26 +199,36 @@ def lake_changes(world: TinyWorld, dump: Path) -> dict[str, Any]:
 
 
 def test_a_policy_learns_from_what_an_environment_shows(run: Run, pictures: TinyWorld, tmp_path: Path) -> None:
-    """Every observation is a picture: what is trained is what was sampled, with its images, and a resumed run is the
-    uninterrupted one."""
-    whole = run(lake_changes(pictures, tmp_path / "rollouts"), "agentic", tmp_path)
+    """Every observation has a picture of 9 tokens: what is trained is what was sampled, with its images, and a resumed
+    run plays the episodes of the uninterrupted one."""
+    whole = run(sign_changes(pictures, tmp_path / "rollouts"), "agentic", tmp_path)
     assert max(whole.values("actor/train_infer_log_diff_abs_max")) < 1e-4
     assert whole.values("actor/kl_loss")[0] == pytest.approx(0, abs=1e-9)
+    assert whole.values("actor/kl_loss")[2] > 1e-7
     for name in ("agent/retokenized_tokens", "agent/trained_once_violations", "agent/breaks"):
         assert whole.values(name) == [0.0] * 3, name
     assert all(0 < hit < 1 for hit in whole.values("engine/prefix_hit")), "second turns have the first in the cache"
-    for row in map(json.loads, (tmp_path / "rollouts" / "train-000000.jsonl").open()):
+    for row in episodes(tmp_path / "rollouts", 0):
         for number, turn in enumerate(row["turns"]):
             assert turn["prompt"].count("<|image_pad|>") == 9 and len(turn["images"]) == 1
             assert (tmp_path / "rollouts" / "images" / turn["images"][0]).is_file()
             assert f"Turn {number + 1}: " in turn["prompt"] and f"{3 - number} left." in turn["prompt"]
     checkpoint = {"resume_from_checkpoint": str(tmp_path / "checkpoints" / "checkpoint-2")}
-    resumed = run(lake_changes(pictures, tmp_path / "rollouts") | checkpoint, "agentic", tmp_path / "again")
-    assert untimed(resumed.steps[0]) == untimed(whole.steps[2])
+    run(sign_changes(pictures, tmp_path / "again") | checkpoint, "agentic", tmp_path / "resumed")
+
+    def sampled(folder: str) -> list[Any]:
+        rows = episodes(tmp_path / folder, 2)
+        return [[(turn["response_ids"], turn["images"]) for turn in row["turns"]] for row in rows]
+
+    assert sampled("again") == sampled("rollouts")
+
+
+def episodes(folder: Path, step: int) -> list[Any]:
+    return [json.loads(line) for line in (folder / f"train-{step:06d}.jsonl").open()]
 
 
 def test_pictures_for_a_policy_of_text_are_refused(world: TinyWorld, tmp_path: Path) -> None:
-    lake = {"env_type": "frozen_lake", "env_config": LAKE}
+    lake = {"env_type": "frozen_lake", "env_config": {"render_mode": "rgb_array"}}
     loaded = load_changed(
         agentic_settings(world, tmp_path), {"custom_envs": {"lake": lake}, "train_env_manager.tags": ["lake"]}
     )

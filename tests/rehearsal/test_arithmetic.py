@@ -96,6 +96,22 @@ def test_an_engine_without_room_for_a_sample_is_refused_with_the_sum() -> None:
     assert slow.seconds == slow.memory > slow.compute
 
 
+def test_check_refuses_what_cannot_fit_with_the_sum(capsys: pytest.CaptureFixture[str]) -> None:
+    """7.6B weights of 4 bytes, as many gradients and two moments, on one device: 113.5 GiB."""
+    one = "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config_1gpu"
+    words = ["check", one, "--skip-files", "--gpu", "h100-80g"]
+    assert main(words) == 0
+    capsys.readouterr()
+    assert main([*words, "pretrain=Qwen/Qwen2.5-7B"]) == 2
+    refused = " ".join(capsys.readouterr().err.split())
+    assert "actor_train" in refused and "cannot fit on h100-80g, which has 79.2 GiB" in refused
+    assert "parameters 28.4 GiB + gradients 28.4 GiB + optimizer 56.7 GiB = 113.5 GiB a device" in refused
+    half = "actor_infer.strategy_args.strategy_config.gpu_memory_utilization=0.5"
+    assert main(["check", SEVEN, "--skip-files", "--gpu", "rtx4090-24g", half]) == 2
+    assert "leaves room for" in capsys.readouterr().err
+    assert main(["check", SEVEN, "--skip-files", "--gpu", "abacus"]) == 2
+
+
 def test_links_between_nodes_are_shared_by_the_devices_of_a_node() -> None:
     """An all-gather of 16 GB over two nodes of 8: a device receives 15/16 of it, 1 GB of that from the other node."""
     flows = traffic(Counter({Collective("all_gather", tuple(range(16)), 16 * GB): 2}), range(16), per_node=8)

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.rehearsal import PAGE, recipe_row
+from benchmarks.rehearsal import PAGE, RECIPES, recipe_row
 from roll.cli import main
 from roll.config.loader import load_config
+from roll.config.roles import StrategyArguments, TrainingArguments
 from roll.rehearsal.hardware import Gpu, Hardware
 from roll.rehearsal.recipe import Rehearsal, rehearse_recipe
 from roll.rehearsal.report import to_json, verdict
 from roll.rehearsal.simulate import rehearse
 from roll.rehearsal.suggestions import suggest
 from roll.rehearsal.tracker import Kind
-from tests.rehearsal.test_execution import CONFIG, HIDDEN, LAYERS, MATRICES, PROMPT, RESPONSE, ROWS, task_of
+from roll.strategies.base import ModelHead, StateKind
+from tests.rehearsal.test_execution import (
+    CONFIG,
+    HIDDEN,
+    LAYERS,
+    MATRICES,
+    PROMPT,
+    RANKS,
+    RESPONSE,
+    ROWS,
+    VOCABULARY,
+    task_of,
+)
 
 pytestmark = pytest.mark.long
 
@@ -32,6 +46,98 @@ def test_recomputation_trades_activations_for_a_forward_pass(tmp_path: Path) -> 
     tokens = PROMPT + RESPONSE
     layer = (2 * MATRICES * tokens) // LAYERS + 2 * HIDDEN * tokens * tokens
     assert 0 < again.flops - kept.flops <= 2 * ROWS * LAYERS * layer
+
+
+def test_a_reward_model_has_no_vocabulary_to_compute(tmp_path: Path) -> None:
+    task = task_of(tmp_path, forward_rows=0, sends=False, updates=1, rows_per_update=1)
+    language, reward = (rehearse(replace(task, head=head)).works["train"] for head in (task.head, ModelHead.SCORE))
+    saved = 3 * 2 * VOCABULARY * HIDDEN * RESPONSE
+    scores = 3 * 2 * HIDDEN * (PROMPT + RESPONSE)
+    assert saved - scores <= language.flops - reward.flops <= saved
+
+
+def test_distributions_of_a_teacher_are_in_memory_where_they_are_made_and_compared(tmp_path: Path) -> None:
+    """Of each response token log-probs and ids, 12 bytes a token of the vocabulary."""
+    task = task_of(tmp_path, forward_rows=1, sends=False, updates=1, rows_per_update=1)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 2048}))
+    some, whole = (rehearse(replace(task, compared_tokens=count, top_tokens=count)).works for count in (4, 0))
+    column = 12 * 2048 * RESPONSE
+    for kind in ("train", "forward"):
+        assert whole[kind].peak[Kind.ACTIVATIONS] - some[kind].peak[Kind.ACTIVATIONS] >= 0.9 * column
+
+
+def test_prompts_that_are_shared_are_computed_once(tmp_path: Path) -> None:
+    task = task_of(tmp_path, forward_rows=0, sends=False, updates=1, group_size=ROWS)
+    role = replace(task.role, training_args=TrainingArguments(per_device_train_batch_size=ROWS))
+    alone = rehearse(replace(task, role=role)).works["train"].flops
+    shared = rehearse(replace(task, role=replace(role, use_prefix_sharing=True))).works["train"].flops
+    # Alone the last token of a row, which predicts nothing, is left out.
+    saved = 3 * 2 * MATRICES * (PROMPT * (ROWS - 1) - ROWS)
+    assert alone - shared == pytest.approx(saved, rel=0.05), "and attention, a little either way"
+
+
+def test_sequences_that_ranks_share_are_exchanged(tmp_path: Path) -> None:
+    task = task_of(tmp_path, forward_rows=0, sends=False, updates=1)
+    args = replace(task.role.model_args, ulysses_size=2)
+    one = rehearse(task).works["train"]
+    two = rehearse(replace(task, dp_size=RANKS // 2, role=replace(task.role, model_args=args))).works["train"]
+    assert two.peak[Kind.ACTIVATIONS] < 0.9 * one.peak[Kind.ACTIVATIONS]
+    assert {c.ranks for c in two.collectives if c.name == "all_to_all"} == {(0, 1)}
+
+
+MOE = CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_experts_of_several_ranks_compute_as_much_and_exchange_tokens(tmp_path: Path, dtype: str) -> None:
+    task = task_of(tmp_path, forward_rows=0, sends=False, updates=1)
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    role = replace(task.role, model_args=replace(task.role.model_args, dtype=dtype))
+    one = rehearse(replace(task, role=role))
+    strategy = StrategyArguments("fsdp2_train", {"ep_size": 2})
+    two = rehearse(replace(task, role=replace(role, strategy_args=strategy)))
+    assert two.works["train"].flops == pytest.approx(one.works["train"].flops, rel=0.02)
+    assert two.states[StateKind.MODEL_PARAMS] == pytest.approx(one.states[StateKind.MODEL_PARAMS], rel=0.1)
+    sent = 2 * HIDDEN * (PROMPT + RESPONSE - 1) * (2 if dtype == "bf16" else 4)
+    ((exchange, times),) = [one for one in two.works["train"].collectives.items() if one[0].name == "all_to_all"]
+    # To the experts and back, in the forward and the backward pass of every layer and micro-batch.
+    assert (len(exchange.ranks), exchange.num_bytes, times) == (2, sent, 4 * LAYERS * ROWS)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "phases"),
+    [
+        ("tiny/sft_config", [], ["update of sft_train"]),
+        ("tiny_dpo/dpo_config", [], ["forward of reference", "update of actor_train"]),
+        ("tiny_rm/rm_config", [], ["update of reward_train"]),
+        ("tiny_distill/distill_config", ["logits_topk=0"], ["forward of teacher", "update of student"]),
+        (
+            "tiny_distill/opd_config",
+            ["opd_form=topk"],
+            ["weight update", "generation", "forward of teacher", "update of actor_train"],
+        ),
+        ("tiny_agentic/lake_config", [], ["weight update", "generation", "update of actor_train"]),
+    ],
+)
+def test_other_pipelines(tiny: Any, recipe: str, overrides: list[str], phases: list[str]) -> None:
+    loaded = load_config(None, recipe, None, overrides, check_files=False)
+    report = rehearse_recipe(loaded, small_machine(16), tiny[1])
+    assert report.fits and list(report.times) == phases
+    assert all(flops > 0 for name, flops in report.flops.items() if name != "weight update")
+    alone = sum(time.seconds for time in report.times.values())
+    ahead = "distill_config" in recipe
+    assert report.concurrent == (("forward of teacher",) if ahead else ())
+    assert (report.seconds < alone) == ahead
 
 
 def small_machine(gib: float) -> Hardware:
@@ -84,15 +190,34 @@ def test_a_recipe_that_cannot_fit_exits_with_1_and_the_sum(capsys: pytest.Captur
     assert "does not fit on devices 0: in the phase update of actor_train" in capsys.readouterr().out.replace("\n", " ")
 
 
-# One of each strategy and size: all of them take ten minutes of a core.
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config_1gpu",
-        "qwen2.5-0.5B-rlvr_deepspeed/rlvr_config",
-        "qwen2.5-0.5B-rlvr_megatron/rlvr_config",
-        "qwen2.5-7B-rlvr_fsdp2/rlvr_config",
-    ],
+HERE = (
+    "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config_1gpu",
+    "qwen2.5-0.5B-agentic/agentic_val_sokoban",
+    "qwen2.5-7B-rlvr_fsdp2/rlvr_config",
+    "qwen2.5-7B-rlvr_deepspeed/rlvr_config",
+    "qwen2.5-7B-rlvr_deepspeed/rlvr_config_2nodes",
+    "qwen2.5-7B-rlvr_megatron/rlvr_config",
+    "qwen2.5-7B-rlvr_megatron/rlvr_config_4nodes",
 )
-def test_recipes_for_real_models_need_what_the_page_says(recipe: str) -> None:
-    assert recipe_row(recipe) in PAGE.read_text(encoding="utf-8"), "python -m benchmarks.rehearsal --recipes --write"
+"""A minute; all take five minutes of a core, with the variable TEST_RECIPES set."""
+ALL = pytest.mark.skipif(not os.environ.get("TEST_RECIPES"), reason="TEST_RECIPES=1 runs it")
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[Any, Any]:
+    """Roles that recipes have in common."""
+    return {}
+
+
+@pytest.mark.parametrize("recipe", [one if one in HERE else pytest.param(one, marks=ALL) for one in RECIPES])
+def test_recipes_for_real_models_need_what_the_page_says(recipe: str, known: dict[Any, Any]) -> None:
+    row = recipe_row(recipe, known)
+    assert row in PAGE.read_text(encoding="utf-8"), "python -m benchmarks.rehearsal --recipes --write"
+
+
+def test_all_recipes_for_real_models_are_on_the_page() -> None:
+    examples = PAGE.parents[1] / "examples"
+    files = [file for pattern in ("qwen*", "gsm8k") for file in examples.glob(f"{pattern}/*.yaml")]
+    assert {str(file.relative_to(examples).with_suffix("")) for file in files} == set(RECIPES)
+    rows = PAGE.read_text(encoding="utf-8").partition("<!-- recipes -->")[2].partition("<!-- end of recipes -->")[0]
+    assert [line.split("`")[1] for line in rows.splitlines() if "`" in line] == list(RECIPES)

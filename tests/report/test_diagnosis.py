@@ -71,7 +71,7 @@ def test_prompts_that_the_tokenizer_changes(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_others_wait_for_in_every_call(tmp_path: Path) -> None:
-    """Its calls take as long as theirs: processor time tells."""
+    """Its calls take as long as theirs: the time in which it was busy tells."""
     blocks = [made_block(step, 4, 4, 6, random.Random(step)) for step in range(6)]
     even = {"time__step_train__actor_train__rank_0": [0.4] * 6, "time__step_total": [1.0] * 6}
     assert found(tmp_path / "even", blocks, **even, time__step_train__actor_train__rank_1=[0.5] * 6) == {}

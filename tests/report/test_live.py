@@ -13,7 +13,7 @@ import pytest
 from roll import cli
 from roll.report.live import sparkline
 from roll.report.run_files import read_run
-from roll.report.traces import spans_of, write_traces
+from roll.report.traces import perfetto, spans_of, write_traces
 from tests.report.made_runs import made_block, made_run
 
 
@@ -114,3 +114,29 @@ def test_a_trace_for_perfetto(folder: Path, tmp_path: Path) -> None:
     assert list(names.values()) == ["driver", "actor_train-0", "actor_train-1"]
     (train,) = [one for one in events if one["name"] == "update" and names[one["tid"]] == "actor_train-1"][:1]
     assert (train["ts"], round(train["dur"])) == (0.4e6, 400_000)
+
+
+def test_requests_and_calls_of_environments_are_spans(tmp_path: Path) -> None:
+    """Each with the step in which it began; those in flight together on tracks of their own, told apart by number."""
+    folder = made_run(tmp_path / "made", [made_block(step, 1, 2, 4, random.Random(step)) for step in range(2)])
+    rows = [
+        ["request", 0.1, 0.3, {"id": "0", "samples": 8, "tokens": 99}],
+        ["request", 0.1, 0.3, {"id": "1", "samples": 8, "tokens": 99}],
+        ["step", 1.2, 1.3, {"environment": "lake"}],
+        ["request", 0.3, 1.4, {"id": "2", "samples": 8, "tokens": 99}],
+    ]
+    (folder / "record/requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "[torn")
+    run = read_run(folder)
+    spans = [span for span in spans_of(run) if span.service in ("requests", "environments")]
+    assert [(span.name, span.parent.name) for span in spans if span.parent] == [
+        ("request", "step 0"),
+        ("request", "step 0"),
+        ("step", "step 1"),
+        ("request", "step 0"),
+    ]
+    assert len({span.span_id for span in spans}) == 4
+    assert dict(spans[3].attributes) == {"number": 3, "id": "2", "samples": 8, "tokens": 99}
+    events = perfetto(run)["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    placed = [(tracks[event["tid"]], event["args"]["id"]) for event in events if "id" in event["args"]]
+    assert sorted(placed) == [("requests 0", "0"), ("requests 0", "2"), ("requests 1", "1")]

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from roll.config.run import SampleLogConfig
 from roll.datasets.preferences import JudgedRow
 from roll.datasets.types import SftRow
 from roll.pipelines.sample_records import SampleRecorder, episode_notes
 from roll.protocol import DataProto
+from roll.protocol.vision import IMAGES
+from roll.report.page import write_page
+from roll.report.run_files import read_run
 from roll.rollout.batch import object_column
 from roll.rollout.episode_batch import build_episode_batch
-from roll.tracking.sample_log import SampleLog, decoded, read_payloads
+from roll.tracking import METRICS_NAME
+from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, read_payloads
+from tests import vision_models
 from tests.rollout.episodes import random_groups
 
 
@@ -157,3 +166,32 @@ def test_rows_of_episodes(tmp_path: Path) -> None:
     for number, episode in enumerate(episodes):
         said = ["".join(chr(96 + token) for token in call.response_ids) for call in episode.calls if call.response_ids]
         assert sorted("".join(found.get(number, []))) == sorted("".join(said))
+
+
+def test_images_are_kept_once_and_small(tmp_path: Path) -> None:
+    """The page finds each by its name; later samples of the same image name it only."""
+    words = vision_models.tokenizer()
+    prompts = [vision_models.prompt(words, seed, size=(200, 100)) for seed in (1, 2)]
+    log = SampleLog(tmp_path / RECORD_FOLDER / SAMPLES_NAME, 1 << 20)
+    recorder = SampleRecorder(log, SampleLogConfig())
+    seen = batch()
+    seen.non_tensor_batch[IMAGES] = object_column([prompts[0].vision, prompts[0].vision, prompts[1].vision])
+    names = [one.vision.file_names for one in prompts if one.vision is not None]
+    notes = [{"prompt": {"text": "x", "images": names[row]}} for row in (0, 0, 1)]
+    for step in range(2):
+        recorder.policy(step, seen, lambda: notes, Letters(), None)  # type: ignore[arg-type]
+    recorder.close()
+    first, images, second = (decoded(payload) for _, payload in read_payloads(log_file(tmp_path)))
+    assert [first["step"], images["kind"], second["step"]] == [0, "images", 1]
+    assert sorted(images["images"]) == sorted(name for own in names for name in own)
+    copy = Image.open(io.BytesIO(base64.b64decode(images["images"][names[0][0]])))
+    assert copy.size == (128, 64) and images["samples"] == []
+    (tmp_path / METRICS_NAME).write_text(json.dumps({"step": 0, "time": 0.0}) + "\n")
+    page = tmp_path / "report.html"
+    assert write_page([read_run(tmp_path)], page) == 6
+    text = page.read_text()
+    assert "img-src data:" in text and text.count('id="p0"') == 1 and text.count('id="s0-') == 2
+
+
+def log_file(folder: Path) -> Path:
+    return folder / RECORD_FOLDER / SAMPLES_NAME

@@ -21,6 +21,7 @@ from roll.environments.base import Environment
 from roll.environments.frozen_lake import FrozenLake
 from roll.environments.off_loop import EnvironmentProcesses, RemoteEnvironment, call_off_loop
 from roll.rollout.engines import EngineClient
+from roll.rollout.episode_batch import build_episode_batch
 from roll.rollout.episodes import EpisodeCodec, EpisodeFlow, EpisodeSettings, Player
 from roll.rollout.group_flow import RolloutExhausted
 from roll.rollout.replay import ReplayBuffer
@@ -45,8 +46,10 @@ def template() -> ChatTemplate:
 class Lakes:
     """A flow on engines that say a move drawn from the seed of the call, on a simulated clock."""
 
-    def __init__(self, template: ChatTemplate, make: Any = None, seed: int = 0, **settings: Any) -> None:
-        moves = [[*template.encode(move), *template.end_tokens] for move in ("Left", "Right", "Up", "Down")]
+    def __init__(
+        self, template: ChatTemplate, make: Any = None, seed: int = 0, thought: str = "", **settings: Any
+    ) -> None:
+        moves = [[*template.encode(thought + move), *template.end_tokens] for move in ("Left", "Right", "Up", "Down")]
 
         def respond(seed: int, index: int) -> list[int]:
             return moves[random.Random(seed).randrange(4)]
@@ -56,8 +59,9 @@ class Lakes:
         self.driver = DriverLoop(Clock())
         self.client = EngineClient(self.engines, 64, router=ConversationAffinityRouter())
         agent = EnvironmentAgent("lake", make or FrozenLake, EnvironmentOptions(max_steps=6))
-        params = SamplingParams(max_new_tokens=8)
-        self.players = {"lake": Player(agent, template, Limits(turns=6, new_tokens=8), params)}
+        longest = max(map(len, moves)) + 1
+        params = SamplingParams(max_new_tokens=longest)
+        self.players = {"lake": Player(agent, template, Limits(turns=6, new_tokens=longest), params)}
         self.drawn = 0
         self.flow = EpisodeFlow(self.client, self.draw, self.players, EpisodeSettings(SIZE, "7/", **settings), 0)
 
@@ -263,6 +267,48 @@ def test_resumed_episodes_are_those_of_an_uninterrupted_run(lakes: Any, tmp_path
     counts = resumed.scheduler.buffer.counts()
     assert counts["drawn"] == counts["trained"] == 18, "nothing lost, nothing doubled"
     assert len(set.union(*versions)) == 6
+
+
+@pytest.mark.parametrize("way", ["paused", "recalled", "lost"])
+def test_turns_that_are_cut_go_on_from_their_ids(lakes: Any, way: str) -> None:
+    """Weights change in the middle of turns; engines keep what they have begun, or give it back for others, or one is
+    lost with all that it has begun. Episodes say what they would have said, and each token has its weights' version."""
+    thought = "hello world hello world tool tool "
+    expected = contents(lakes(thought=thought).collect(4).groups)
+    one = lakes(thought=thought)
+    one.engines.version = 0
+
+    async def cut() -> Any:
+        collecting = asyncio.create_task(collected(one.flow, 4, 0, 1e6))
+        while not collecting.done():
+            await asyncio.sleep(0.25)
+            await one.client.pause()
+            one.engines.exchange(one.engines.version + 1)
+            if way == "recalled":
+                one.client.resubmit(await one.client.recall())
+            if way == "lost" and one.engines.version == 3:
+                one.engines.dead.add(0)
+            one.client.resume()
+        return collecting.result()
+
+    groups = one.driver.run(cut()).groups
+    assert contents(groups) == expected
+    calls = [call for group in groups for episode in group.episodes for call in episode.calls]
+    assert all(call.versions == sorted(call.versions) for call in calls)
+    assert sum(len(set(call.versions)) > 1 for call in calls) > len(calls) / 4, "many turns saw several versions"
+    assert not any(episode.failed for group in groups for episode in group.episodes)
+    assert one.flow.counts["retried"] == 0, "no episode is begun again for an engine's sake"
+    columns = build_episode_batch(groups, "trajectory", 0).batch
+    trained = columns["weight_versions"][columns["response_mask"]].tolist()
+    assert trained == [version for call in calls for version in call.versions]
+
+
+def test_without_partial_rollout_no_episode_sees_two_versions(lakes: Any, tmp_path: Path) -> None:
+    whole = Ahead(lakes, tmp_path, in_flight=False)
+    groups = [group for step in range(4) for group in whole.step(step)]
+    assert len({version for group in groups for call in group.episodes[0].calls for version in call.versions}) > 1
+    for group in groups:
+        assert len({version for one in group.episodes for call in one.calls for version in call.versions}) == 1
 
 
 def test_a_dead_process_is_replaced() -> None:

@@ -64,11 +64,24 @@ def self_test_alone(role: WorkerConfig) -> str:
     configuration would refuse before."""
     strategy: Any = create_strategy(role)
     strategy._prepare_experts = lambda language_model: None
+    strategy._use_units = lambda deepspeed: None
     try:
         strategy.initialize(10)
     except ValueError as error:
         return str(error)
     return ""
+
+
+def self_tests(role: WorkerConfig) -> int:
+    """How many self-tests a start makes."""
+    from roll.strategies.deepspeed import strategy as module
+
+    made: list[bool] = []
+    check: Any = module.check_choices_may_differ
+    module.check_choices_may_differ = lambda *args: made.append(True) or check(*args)  # type: ignore[func-returns-value]
+    strategy: Any = create_strategy(role)
+    strategy.initialize(10)
+    return len(made)
 
 
 def train_adapters(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[str, Any]:
@@ -79,8 +92,21 @@ def train_adapters(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[s
     return lora_cases.train(sharded_cases.trainer, role, batch, steps)
 
 
-def buckets(role: WorkerConfig, bucket_bytes: int) -> list[dict[str, int]]:
-    """Bytes of every tensor of every bucket that this rank would send."""
+def buckets(role: WorkerConfig, bucket_bytes: int) -> tuple[list[dict[str, torch.Tensor]], int]:
+    """Every bucket that this rank would send, and the most bytes of tensors that were gathered here at a time."""
+    from roll.strategies.deepspeed import states
+    from roll.strategies.fsdp import sharded
+
+    most = [0]
+    gather = sharded.gather_to_rank0
+
+    def measured(*args: Any) -> list[torch.Tensor]:
+        whole = gather(*args)
+        most[0] = max(most[0], sum(tensor.nbytes for tensor in whole))
+        return whole
+
+    sharded.gather_to_rank0 = states.gather_to_rank0 = measured  # type: ignore[assignment]
     strategy: Any = create_strategy(role)
     strategy.initialize()
-    return [{name: t.nbytes for name, t in bucket} for bucket in strategy.named_full_weights(bucket_bytes)]
+    found = [{name: t.clone() for name, t in bucket} for bucket in strategy.named_full_weights(bucket_bytes)]
+    return found, most[0]

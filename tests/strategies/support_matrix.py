@@ -302,6 +302,7 @@ moe_balance = in_file("strategies/test_moe_balance.py")
 moe_state = in_file("strategies/test_moe_state.py")
 megatron_experts = in_file("strategies/megatron/test_experts.py")
 EXACT_BALANCE = "test_global_balance_loss_equals_float64_on_the_whole_batch"
+BOUNDED = "test_experts_travel_in_bounded_buckets"
 FSDP2_ONLY = Other("no: refused by name")
 EXPERTS = (
     Feature(
@@ -355,6 +356,18 @@ EXPERTS = (
     Feature(
         "mixture of experts: weights to the engines, matrix by matrix",
         *[in_file("strategies/test_sync_matrix.py")("test_experts_travel_as_they_are_stored")] * 4,
+    ),
+    Feature(
+        "mixture of experts: gathered a bucket at a time for the engines",
+        *[in_file("strategies/test_sync_matrix.py")(f"{BOUNDED}[{case}]") for case in ("fsdp2", "fsdp", "zero3")],
+        Other("ranks hold matrices of single experts"),
+    ),
+    Feature(
+        "mixture of experts: self-test at the start",
+        moe("test_separate_experts_need_the_patch"),
+        moe("test_separate_experts_need_the_patch"),
+        moe("test_the_self_test_finds_experts_that_zero3_mixes_up", "under ZeRO-3"),
+        Other("no"),
     ),
     Feature(
         "mixture of experts: router replay (R2, R3)",
@@ -412,6 +425,12 @@ VISION = (
     with_images("vision-language: LoRA on the language model", *["test_adapters_are_on_the_language_model"] * 3),
     with_images("vision-language: weights to the engines", *["test_weights_arrive_in_an_engine"] * 3),
     with_images("vision-language: export as a Hugging Face folder", *["test_export_is_a_folder_of_transformers"] * 3),
+    Feature(
+        "vision-language: images from environments",
+        in_file("pipelines/test_vision_run.py")("test_a_policy_learns_from_what_an_environment_shows"),
+        *[Other("the same batches; not run")] * 2,
+        NO_TOWER,
+    ),
     with_images(
         "vision-language: resumed = uninterrupted",
         "test_resumed_equals_uninterrupted",

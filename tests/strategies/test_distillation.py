@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from roll.algorithms.distillation import divergence
-from roll.config.distillation import DivergenceConfig
+from roll.config.losses import DivergenceConfig
 from roll.models.layouts import TopTokens
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import Comparison, Output

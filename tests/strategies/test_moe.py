@@ -143,3 +143,16 @@ def test_separate_experts_need_the_patch(
         assert "set it to true" in message
     messages = run_ranks(2, cases.self_test_alone, one)
     assert all("something else when ranks choose different experts" in message for message in messages), messages
+
+
+@pytest.mark.long
+def test_the_self_test_finds_experts_that_zero3_mixes_up(
+    run_ranks: RunRanks, moe_folder: Callable[[str], Path]
+) -> None:
+    """Experts that are modules, of which each rank gathers the chosen ones: without the patch and the unit that the
+    strategy makes of them, ranks are given halves of two experts."""
+    one = role(moe_folder(SEPARATE), "zero3")
+    messages = run_ranks(2, cases.self_test_alone, one)
+    assert all("something else when ranks choose different experts" in message for message in messages), messages
+    assert all("zero_stage: 2" in message for message in messages), messages
+    assert run_ranks(2, cases.self_tests, role(moe_folder("qwen3_moe"), "zero3")) == [1, 1]

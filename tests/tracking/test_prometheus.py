@@ -11,8 +11,7 @@ import pytest
 
 from roll.config.pipelines import NAMES, definition_of
 from roll.tracking import TrackedRun, build_trackers
-from roll.tracking.grafana import dashboard
-from roll.tracking.prometheus import series_name
+from roll.tracking.prometheus import dashboard, series_name
 
 pytest.importorskip("prometheus_client")
 
@@ -54,7 +53,7 @@ def test_taken_port_and_address(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rlvr", "agentic"])
 def test_dashboards_are_up_to_date(name: str) -> None:
-    """Write it again with ``python -m roll.tracking.grafana NAME > examples/monitoring/grafana-NAME.json``."""
+    """Write it again with ``python -m roll.tracking.prometheus NAME > examples/monitoring/grafana-NAME.json``."""
     written = json.loads((MONITORING / f"grafana-{name}.json").read_text(encoding="utf-8"))
     assert written == dashboard(definition_of(name))
 

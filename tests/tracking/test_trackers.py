@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,29 @@ def test_online_tracker_offline_and_resumed(tmp_path: Path, name: str) -> None:
     runs = [path for path in folder.glob("**/*run-*") if path.is_dir() and not path.is_symlink()]
     assert len(runs) >= 1 and all(run_id in path.name for path in runs)
     assert sum(file.stat().st_size for path in runs for file in path.rglob("*") if file.is_file()) > 0
+
+
+def test_trackio_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'roll-rl\[trackio\]'"):
+        build(tmp_path, "trackio")
+
+
+def test_trackio_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new run is one of its own even under an old name; a resumed one goes on in the newest."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    trackio = pytest.importorskip("trackio")
+    for steps, resume_step in (((0,), None), ((0, 1), None), ((2,), 1)):
+        tracker = build_trackers("trackio", {"log_dir": str(tmp_path)}, TrackedRun(tmp_path, "demo", {}, resume_step))
+        for step in steps:
+            tracker.log({"loss": float(step)}, step)
+        tracker.log_samples("train", [{"prompt": "a", "score": 1.0}], steps[-1])
+        tracker.close()
+    runs = [trackio.SQLiteStorage.get_logs("roll", "demo", run_id=run["id"]) for run in records(trackio)]
+    losses = sorted([log["loss"] for log in run if "loss" in log] for run in runs)
+    assert losses == [[0.0], [0.0, 1.0, 2.0]]
+
+
+def records(trackio: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = trackio.SQLiteStorage.get_run_records("roll")
+    return found

@@ -50,7 +50,7 @@ def mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def row_means(values: Tensor, mask: Tensor) -> Tensor:
-    return (values * mask).sum(-1) / mask.sum(-1)
+    return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
@@ -311,10 +311,10 @@ def verl_kept(batch: Responses, settings: Settings) -> Tensor:
     distance = (batch.log_probs.detach() if bypass else batch.old) - batch.rollout
     kinds = {"k1": -distance, "k2": distance**2 / 2, "k3": distance.exp() - 1 - distance}
     bounds, kept = (
-        str(settings["algorithm.rollout_correction.rollout_rs_threshold"]).strip("\\'").split(","),
+        str(settings["algorithm.rollout_correction.rollout_rs_threshold"]).strip("\"'").split(","),
         batch.mask,
     )
-    names = criteria.strip("\\'").split(",")
+    names = criteria.strip("\"'").split(",")
     for name, bound in zip(names, bounds * (len(names) // len(bounds)), strict=True):
         low, _, high = bound.rpartition("_")
         if name == "geometric":

@@ -303,7 +303,7 @@ CORRECTIONS: list[Settings] = [
     *(GRPO | BYPASS | {LOSS_TYPE: "reinforce", IS: level, BOUND: 1.2} for level in (None, "token", "sequence")),
 ]
 RS, RS_BOUND = "algorithm.rollout_correction.rollout_rs", "algorithm.rollout_correction.rollout_rs_threshold"
-MULTIPLE: Settings = {RS: r"\'token_k1,seq_max_k2\'", RS_BOUND: r"\'0.6_1.6,0.2\'"}
+MULTIPLE: Settings = {RS: "\"'token_k1,seq_max_k2'\"", RS_BOUND: "\"'0.6_1.6,0.2'\""}
 WITH_TERMS: Settings = GRPO | IN_LOSS | {"actor.entropy_coeff": 0.1}
 REJECTIONS: list[Settings] = [
     *(
@@ -513,7 +513,12 @@ REFUSED: list[tuple[str, Settings, str]] = [
     (VERL, GRPO | {"actor.clip_ratio": 0.3}, "write clip_ratio_low and clip_ratio_high"),
     (VERL, GRPO | {"actor.policy_loss.loss_mode": "dppo_tv", "actor.clip_ratio_high": 0.3}, "one threshold"),
     (VERL, GRPO | IN_LOSS | {"actor.kl_loss_type": "full"}, "not implemented in verl"),
-    (VERL, GRPO | {"algorithm.rollout_correction.rollout_rs": "token_k1"}, "out of the denominators"),
+    (VERL, GRPO | {RS: "token_k1"}, "needs rollout_rs_threshold"),
+    (VERL, GRPO | {RS: "binary_kl", RS_BOUND: 0.1}, "criterion without an equal here"),
+    (VERL, GRPO | {RS: "token_k2", RS_BOUND: 1, "actor.loss_agg_mode": MODES[1]}, "by all responses, there"),
+    (VERL, {RS: "token_k2", RS_BOUND: 1}, "out of the advantages of this estimator"),
+    (VERL, GRPO | {RS: "token_k2", RS_BOUND: 1, IS: "sequence"}, "leaves the weights of sequences"),
+    (VERL, GRPO | IN_LOSS | {RS: "seq_sum_k2", RS_BOUND: 1, "actor.loss_agg_mode": MODES[2]}, "number of responses"),
     (VERL, GRPO | {IS: "token", "algorithm.rollout_correction.rollout_is_batch_normalize": True}, "mean of 1"),
     (VERL, {"actor.loss_agg_mode": MODES[3], "actor.loss_scale_factor": 30}, "counts for the actor alone"),
     (VERL, {"critic.ppo_epochs": 2}, "one number of passes"),

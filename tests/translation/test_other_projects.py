@@ -278,7 +278,7 @@ def test_openrlhf_has_the_same_loss_and_gradient(settings: Settings, translated:
         (f"{OPENRLHF} --advantage_estimator group_norm", "use_kl_loss puts it into the loss"),
         (f"{OPENRLHF} --normalize_reward", "scale and shift"),
         (f"{OPENRLHF} --remote_rm_url http://h/score", "a protocol of its own"),
-        (f"{OPENRLHF} --agent_func_path a.py", "tools and agents are not supported yet"),
+        (f"{OPENRLHF} --agent_func_path a.py", "tools and agents have no translation"),
         ("trl sft --model_name_or_path m --dataset_name d/e", "the answers alone"),
         ("python3 train_grpo.py --model_name_or_path m", "what it trains is in its code"),
     ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,28 +19,29 @@ from roll.rewards.sandbox import Sandbox, Settings
 from roll.translation.command import load
 from roll.translation.reading import read_recording
 from roll.translation.recording import REQUIRED, record
-from roll.translation.tables import EXPERTS, MULTIMODAL, TURNS
+from roll.translation.tables import TURNS
 from tests.translation.conftest import QUICKSTART, Translate
 
 FOLDER = os.environ.get("PUBLIC_CONFIGS_DIR")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="PUBLIC_CONFIGS_DIR names no folder of published scripts")
 
-FAMILIES = {
-    "experts": EXPERTS,
-    "images, video, audio": f"{MULTIMODAL}|the language part of a model of images|simulated worlds",
+REASONS = {
     "turns, tools, agents": TURNS,
-    "programs of their own": "is a program of its own|names a program of its own|belongs to ArcticRL's own program",
-}
-"""What is not supported as a whole."""
-OTHERS = {
-    "an algorithm without an equal": r"policy_loss_type = |advantage_estimator = |rollout_rs = ",
+    "families that are not tested": "is tested with none of this family|moves the bias of the routers|"
+    "the language part of a model",
+    "adapters on experts": "puts adapters on the experts too",
+    "programs of their own": "is a program of its own|names a program of its own|belongs to ArcticRL's own program|"
+    "names code of theirs",
+    "an algorithm without an equal": r"policy_loss_type = |advantage_estimator = ",
     "engines on other hosts": "engines on other hosts are not available",
     "an engine over two nodes": "would span two nodes",
     "batches that do not divide": "do not divide into micro-batches of",
     "programs scored by a service": "scores come from a program service",
+    "no model named": "pretrain: is needed",
 }
-SHARE = 0.85
-"""Of the scripts whose family is supported, so many are translated at least."""
+"""Why a script is refused."""
+TRANSLATED = 74
+"""Of the 107 scripts of the folder that came with the project's issues; docs/translation.md says so."""
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +55,18 @@ def test_published_scripts(translated: Translate, sandbox: Sandbox) -> None:
     assert FOLDER is not None
     scripts = sorted(script for project in ("verl", "skyrl") for script in (Path(FOLDER) / project).rglob("*.sh"))
     assert scripts
-    done, by_family, unexplained = 0, 0, []
+    done, refused, unexplained = 0, Counter[str](), []
     for script in scripts:
         try:
             load(translated(read_recording(record(script, sandbox=sandbox), script.name)), QUICKSTART)
             done += 1
         except ConfigError as error:
-            reason = str(error)
-            if any(re.search(pattern, reason) for pattern in FAMILIES.values()):
-                by_family += 1
-            elif not any(re.search(pattern, reason) for pattern in OTHERS.values()):
-                unexplained.append(f"{script.name}: {reason}")
+            reason = next((name for name, pattern in REASONS.items() if re.search(pattern, str(error))), None)
+            if reason is None:
+                unexplained.append(f"{script.name}: {error}")
+            else:
+                refused[reason] += 1
     assert unexplained == []
-    assert done >= SHARE * (len(scripts) - by_family), f"{done} of {len(scripts)}, {by_family} of other families"
+    counted = f"{done} of {len(scripts)} translate; refused: {dict(refused)}"
+    assert done >= TRANSLATED / 107 * len(scripts), counted
+    print(counted)

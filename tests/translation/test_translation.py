@@ -53,7 +53,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(translated: Translate) -> No
         ),
         ("VERL_ENABLE_PARAM_OFFLOAD=yes actor_rollout_ref.actor.deepspeed.zero_stage=3", "must be 0 or 1"),
         ("trainer.logger=[mlflow]", "known: console"),
-        ("generator.max_turns=5", "several turns, tools and agents are not supported yet"),
+        ("generator.max_turns=5", "several turns, tools and agents have no translation"),
         (
             f"CUDA_VISIBLE_DEVICES=3 {VERL} trainer.n_gpus_per_node=2 "
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 critic.ppo_micro_batch_size_per_gpu=1",
@@ -295,3 +295,66 @@ def test_engines_of_sglang(translated: Translate) -> None:
     assert keys[f"{engine}.strategy_name"] == "sglang" and keys["actor_infer.num_gpus_per_worker"] == 2
     assert keys[f"{engine}.strategy_config.tp_size"] == 2
     assert keys[f"{engine}.strategy_config.engine_args.schedule_policy"] == "fcfs"
+
+
+ON_8 = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 algorithm.adv_estimator=grpo "
+MEGATRON = "--config-name=ppo_megatron_trainer actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 "
+EXPERTS = f"{VERL}{ON_8}{MEGATRON}actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B "
+OPTIONS = "actor_train.strategy_args.strategy_config"
+
+
+def test_experts_over_ranks(translated: Translate) -> None:
+    """Expert parallelism takes its ranks from the others, so the batches are those without it; with tensor parallelism
+    a mixture of experts needs sequence parallelism here."""
+    keys = translated(
+        f"{EXPERTS} actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 "
+        "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1 "
+        "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_token_dispatcher_type=flex "
+        "actor_rollout_ref.rollout.data_parallel_size=4 actor_rollout_ref.rollout.expert_parallel_size=4 "
+        "actor_rollout_ref.actor.router_replay.mode=R2"
+    ).keys
+    assert keys["actor_train.strategy_args.strategy_name"] == "megatron_train"
+    assert keys[f"{OPTIONS}.expert_model_parallel_size"] == 8
+    assert keys[f"{OPTIONS}.expert_tensor_parallel_size"] == 1
+    assert keys[f"{OPTIONS}.sequence_parallel"] is True
+    assert keys[f"{OPTIONS}.moe_token_dispatcher_type"] == "alltoall"
+    assert keys["actor_train.training_args.gradient_accumulation_steps"] == 256 // 4
+    engine = "actor_infer.strategy_args.strategy_config"
+    assert keys[f"{engine}.tensor_parallel_size"] == keys["actor_infer.num_gpus_per_worker"] == 4
+    assert keys[f"{engine}.engine_args.enable_expert_parallel"] is True
+    assert keys["actor_train.router_replay.mode"] == "R2" and keys["enable_old_logprobs_recompute"] is True
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-VL-7B-Instruct", "/models/Qwen3-VL-8B-Instruct"])
+def test_images_and_a_backend_that_does_not_see(translated: Translate, model: str) -> None:
+    """Megatron has no vision tower here: FSDP2 takes its place, with all ranks for different samples."""
+    text = f"{VERL}{ON_8}{MEGATRON}actor_rollout_ref.model.path={model} data.image_key=pictures "
+    translation = translated(f"{text} actor_rollout_ref.actor.freeze_vision_tower=true")
+    keys = translation.keys
+    assert keys["actor_train.strategy_args.strategy_name"] == "fsdp2_train"
+    assert f"{OPTIONS}.tensor_model_parallel_size" not in keys
+    assert keys["actor_train.training_args.gradient_accumulation_steps"] == 256 // 8
+    assert keys["actor_train.data_args.images"] == "pictures"
+    assert keys["actor_train.model_args.freeze_module_prefix"] == "vision_model"
+    assert any("fsdp2 computes the same" in note.text for note in translation.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{VERL}{ON_8} actor_rollout_ref.model.path=zai-org/GLM-4.1V-9B-Thinking", "of another family than"),
+        (f"{VERL}{ON_8} actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3", "vllm is tested with none of this"),
+        (f"{EXPERTS} actor_rollout_ref.model.lora_rank=8", "puts adapters on the experts too"),
+        (
+            f"{VERL}{ON_8} actor_rollout_ref.model.path=Qwen2.5-VL-3B actor_rollout_ref.model.lora_rank=8",
+            "exclude_modules='.*visual.*' is the same",
+        ),
+        (
+            f"{EXPERTS} +actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.01",
+            "balance loss",
+        ),
+        (f"{VERL}{ON_8} data.video_key=videos", "videos and sounds are not available"),
+    ],
+)
+def test_what_no_backend_computes_is_refused(translated: Translate, text: str, message: str) -> None:
+    assert message in refusal(translated, text)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from roll.config.reading.errors import ConfigError, Problems, closest
-from roll.config.reading.names import Table
+from roll.config.reading.fields import Table
 from roll.config.reading.schema import SchemaReader, build, known_keys
 from roll.config.roles import StrategyArguments, WorkerConfig
 from roll.config.strategies.base import Backend

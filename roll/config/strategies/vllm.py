@@ -76,6 +76,8 @@ class VllmStrategyConfig(StrategyConfig):
     sleep_level: int = setting(1, ge=1, le=2)
     """While other roles use the GPU: 1 moves the weights to host memory, 2 drops them (the next weight update brings
     them back). The KV cache is dropped either way. No effect on a CPU."""
+    limit_mm_per_prompt: dict[Literal["image"], int] = field(default_factory=dict)
+    """``{image: n}``: most images of a prompt, for which a vision-language model keeps room; empty: vLLM's choice."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Any further argument of vLLM's ``EngineArgs``, passed through."""
     allow_untested_version: bool = False
@@ -100,6 +102,12 @@ class VllmStrategyConfig(StrategyConfig):
                 f"{self.tensor_parallel_size} x pipeline_parallel_size {self.pipeline_parallel_size})"
             )
             problems.note(f"{name}.num_gpus_per_worker", text)
+        if role.router_replay.mode == "R3" and self.pipeline_parallel_size > 1:
+            rule = "must be 1 with router_replay.mode: R3: vLLM returns the experts of tokens without stages only"
+            problems.add(f"{path}.pipeline_parallel_size", self.pipeline_parallel_size, rule, 1)
+        if role.router_replay.mode == "R3" and not self.enable_prefix_caching:
+            rule = "must be on with router_replay.mode: R3: vLLM keeps the experts of a prompt with its blocks"
+            problems.add(f"{path}.enable_prefix_caching", False, rule, True)
         if self.pipeline_parallel_size > 1 and self.in_flight_update == "keep":
             rule = (
                 "needs an engine without stages: some tokens of a batch are in flight between them when weights arrive"

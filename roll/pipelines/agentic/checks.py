@@ -5,16 +5,26 @@ from __future__ import annotations
 from roll.config.algorithm import estimator
 from roll.config.checks.base import Checks, check_resume, check_schedule, check_template_file
 from roll.config.checks.keys import note_unread
-from roll.config.checks.models import note_positions
-from roll.config.checks.roles import check_roles, note_engine_length
+from roll.config.checks.roles import check_roles, note_engine_length, note_positions
 from roll.config.names import PUBLISHED_PREFIX
 from roll.config.plan.plan import nearest, working_values
+from roll.config.plan.planning import shares_devices
 from roll.config.reading.errors import closest, count
+from roll.config.rewards import LLM_JUDGE, generates_otherwise
 from roll.config.strategies.registry import backend_of
 from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
-from roll.pipelines.agentic.planning import agent_of, entry_plan, managers, training_sampling, used_entries
-from roll.pipelines.policy import policy_training_plans
+from roll.pipelines.agentic.plan import (
+    REWARD,
+    agent_of,
+    entry_plan,
+    judged_entries,
+    managers,
+    model_roles,
+    training_sampling,
+    used_entries,
+)
+from roll.pipelines.policy import is_async, policy_training_plans
 from roll.pipelines.policy_checks import (
     check_algorithm,
     check_async,
@@ -58,8 +68,7 @@ def check_agentic(config: AgenticConfig, checks: Checks) -> None:
     check_weight_sync(config, checks)
     check_resume(config, checks)
     check_recorded_rollouts(config, checks)
-    if config.reward is not None:
-        checks.problems.not_available("reward", "a section", "a model that environments ask for rewards", "~")
+    check_judge(config, checks)
     key, mode = "actor_train.router_replay.mode", config.actor_train.router_replay.mode
     if mode == "R3" and not checks.broken(key):
         checks.problems.not_available(key, mode, "the engine's routes of several turns; R2 replays the trainer's", "R2")
@@ -216,6 +225,27 @@ def check_turns(config: AgenticConfig, checks: Checks) -> None:
         checks.add("adv_estimator", name, rule, "grpo")
     if name == "gigpo" and config.group_size < 2:
         checks.note(config.group_key, "1 with gigpo: no other episode meets the same states, so steps teach nothing")
+
+
+def check_judge(config: AgenticConfig, checks: Checks) -> None:
+    """The role ``reward`` is there where a verifier asks it, with the devices that it needs."""
+    asked = judged_entries(config)
+    if not asked:
+        if config.reward is not None:
+            how = "custom_envs.<tag>.verifier: {worker_cls: llm_judge, reward_kwargs: {model_type: cluster}}"
+            checks.note(REWARD, f"not started: nothing asks it; {how} does")
+        return
+    if config.reward is None:
+        rule = f"is needed by the verifier of custom_envs.{asked[0]} (model_type: cluster): model, engine and devices"
+        checks.missing(REWARD, rule, f"{REWARD}.device_mapping: [0]")
+        return
+    if generates_otherwise(config.reward):
+        checks.note(f"{REWARD}.generating_args", f"has no effect: they are options of {LLM_JUDGE} (reward_kwargs)")
+    key, roles = f"{REWARD}.device_mapping", model_roles(config)
+    sharing = [name for name in roles if name != REWARD and shares_devices(roles[REWARD], roles[name])]
+    if is_async(config) and sharing and not checks.broken(key):
+        rule = f"must share no device with {', '.join(sharing)}: episodes are judged at any time"
+        checks.add(key, config.reward.device_mapping, rule)
 
 
 def check_trained_roles(config: AgenticConfig, checks: Checks) -> None:

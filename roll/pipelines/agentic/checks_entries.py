@@ -7,7 +7,7 @@ import string
 from roll.config.checks.base import Checks, check_data_files
 from roll.config.reading.errors import closest
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig
-from roll.pipelines.agentic.planning import MANAGERS, agent_of, played_as, used_entries
+from roll.pipelines.agentic.plan import MANAGERS, agent_of, played_as, used_entries
 
 FIELDS = {
     "append": ("observation", "turn_idx", "suffix", "actions_left", "max_response_length"),
@@ -114,9 +114,8 @@ def check_door(key: str, section: CustomEnvConfig, checks: Checks) -> None:
         checks.add(f"{key}.env_type", section.env_type, rule, remedy)
     if agent is not None:
         check_agent_keys(key, agent, section, checks)
-    elif section.verifier or section.agent_config:
-        name = "verifier" if section.verifier else "agent_config"
-        checks.note(f"{key}.{name}", "has no effect without agent, tools or command: an environment gives rewards")
+    elif section.agent_config:
+        checks.note(f"{key}.agent_config", "has no effect without agent, tools or command")
     if section.data_args is not None:
         check_data_files(f"{key}.data_args", section.data_args, checks)
 
@@ -131,8 +130,9 @@ def check_agent_keys(key: str, agent: str, section: CustomEnvConfig, checks: Che
         if getattr(section, name) and name in section.agent_config:
             rule = f"is set by agent_config.{name}, too: keep one of them"
             checks.add(f"{key}.{name}", getattr(section, name), rule)
-    if agent == "tools" and section.data_args is None and section.env_type is None:
-        rule = "is needed by agent: tools: the questions, in a column messages, prompt or question"
+    if agent in ("tools", "repository") and section.data_args is None and section.env_type is None:
+        columns = "messages, prompt or question" if agent == "tools" else "issue, with files, tests and imports"
+        rule = f"is needed by agent: {agent}: the questions, in a column {columns}"
         checks.missing(f"{key}.data_args.file_name", rule, "[data/train.jsonl]")
     for name in ("context", "history_length", "env_config", "use_thread_lock", "max_env_step_concurrent"):
         if checks.written(f"{key}.{name}"):

@@ -15,7 +15,7 @@ from roll.config.run import OlderRLVRKeys
 
 NORMALIZATIONS = ("identity", "mean", "mean_std", "asym_clip")
 GROUPINGS = ("batch", "tags", "traj_group_id")
-AGENTS = ("tools", "black_box")
+AGENTS = ("tools", "black_box", "repository")
 TOOL_CALL_FORMATS = ("hermes", "qwen_xml", "glm", "mistral", "deepseek", "llama3", "gpt_oss")
 TOOL_IDS = ("python_code", "search", "mcp")
 
@@ -126,8 +126,8 @@ class CustomEnvConfig:
     """Arguments of the environment; checked by the environment itself."""
     agent: str | None = setting(None, choices=AGENTS, dotted_path=True)
     """In place of ``env_type``, who works on the task: ``tools`` (the policy with tools, until it answers),
-    ``black_box`` (a program that speaks to the policy over HTTP), or the dotted path of a coroutine
-    ``run(task, model)`` of your own."""
+    ``black_box`` (a program that speaks to the policy over HTTP), ``repository`` (the policy with files, programs and
+    tests in the sandbox), or the dotted path of a coroutine ``run(task, model)`` of your own."""
     agent_config: dict[str, Any] = field(default_factory=dict)
     """Options of the agent; of a coroutine its keyword arguments. Checked by the agent itself."""
     tools: list[Any] = field(default_factory=list)
@@ -137,7 +137,8 @@ class CustomEnvConfig:
     """Short for ``agent: black_box`` with ``agent_config.command``: the program and its arguments."""
     verifier: dict[str, Any] = field(default_factory=dict)
     """Short for ``agent_config.verifier``: the reward of an answer, by ``worker_cls`` (a reward's name or dotted path),
-    ``reward_kwargs`` and ``answer_key``, or by a ``command``."""
+    ``reward_kwargs`` and ``answer_key``, or by a ``command``. Of an environment: a reward of whole episodes, which is
+    added to what the environment pays; ``scores`` (``answer``, ``episode``) says what is shown to it."""
     tool_format: str | None = setting(None, choices=TOOL_CALL_FORMATS)
     """How the model writes tool calls; null: as its chat template does."""
     env_manager_cls: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
@@ -214,7 +215,8 @@ class AgenticConfig(PolicyRunConfig, OlderRLVRKeys):
     custom_envs: dict[str, CustomEnvConfig] = field(default_factory=dict)
     """Environments and agents by tag."""
     reward: GenerationWorkerConfig | None = None
-    """A model that environments ask for rewards."""
+    """Engines that judge episodes, where a ``verifier`` asks them: ``worker_cls: llm_judge`` with
+    ``reward_kwargs.model_type: cluster``."""
     reward_normalization: RewardNormalizationConfig | None = None
     """How the rewards of episodes are compared; null: as ``norm_mean_type`` and ``norm_std_type`` say."""
     episode_reward_weight: float = setting(1.0, ge=0, read_if={"adv_estimator": ("gigpo",)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll.config.checks.base import Checks
@@ -35,8 +34,7 @@ from roll.pipelines.agentic.config import (
     ToolWrapperArguments,
     ToolWrapperConfig,
 )
-from roll.pipelines.agentic.plan import AgenticPlan, agentic_facts, batch_facts
-from roll.pipelines.agentic.planning import model_roles, plan_agentic
+from roll.pipelines.agentic.plan import REWARD, AgenticPlan, agentic_facts, batch_facts, model_roles, plan_agentic
 from roll.pipelines.agentic.preflight import check_chat_template, check_environments, own_functions
 from roll.pipelines.policy import is_taught, needs_critic, needs_reference, pg_variant, taught_by_advantage
 from roll.pipelines.policy_preflight import check_transport
@@ -59,6 +57,7 @@ class Agentic(PipelineDefinition):
         Role("actor_infer", GENERATES),
         Role("reference", COMPUTES_LOG_PROBS, optional=True),
         Role("critic", TRAINS, optional=True),
+        Role(REWARD, GENERATES, optional=True),
     )
     headlines: ClassVar[tuple[Headline, ...]] = (
         Headline("critic/score/mean", "reward"),
@@ -116,15 +115,13 @@ class Agentic(PipelineDefinition):
         return TEACHES if key.partition(".")[0] == TEACHER else super().task_of(key, section)
 
     def default_model(self, config: AgenticConfig, role: str) -> tuple[str, str | None]:
-        if role == "critic" and config.reward_pretrain:
+        if role in ("critic", REWARD) and config.reward_pretrain:
             return "reward_pretrain", config.reward_pretrain
         return super().default_model(config, role)
 
     def reads(self, key: str, section: WorkerConfig, config: AgenticConfig) -> frozenset[str]:
         if isinstance(section, EnvManagerConfig):
             return MANAGER_KEYS
-        if key == "reward":
-            return frozenset(item.name for item in fields(WorkerConfig))
         return READ_KEYS[self.task_of(key, section)] | (POLICY_KEYS if key == "actor_train" else frozenset())
 
     def effective(self, config: AgenticConfig) -> dict[str, Any]:

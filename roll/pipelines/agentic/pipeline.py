@@ -10,7 +10,7 @@ from roll.distributed import ResourceManager
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.learning import EpisodeAdvantageComputer
 from roll.pipelines.agentic.metrics import validation_metrics
-from roll.pipelines.agentic.plan import AgenticPlan
+from roll.pipelines.agentic.plan import REWARD, AgenticPlan
 from roll.pipelines.agentic.rollout import (
     AsyncEpisodeRollout,
     EpisodeRollout,
@@ -35,12 +35,15 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig, AgenticPlan, EpisodeValidati
         self.temperature = sampling.temperature if sampling.do_sample else 1.0
 
     def start_clusters(self, resources: ResourceManager) -> StartingClusters:
-        return start_policy_clusters(self.config, self.plan, resources)
+        starting = start_policy_clusters(self.config, self.plan, resources, REWARD)
+        judge = starting.clusters.judges.get(REWARD)
+        self.judge = judge.options if judge is not None else None
+        return starting
 
     def load_data(self) -> None:
         role = self.plan.roles["actor_train"]
         self.tokenizer = load_tokenizer(role.model_path, role.section.model_args.trust_remote_code)
-        self.data = load_episode_data(self.config, self.plan, self.tokenizer)
+        self.data = load_episode_data(self.config, self.plan, self.tokenizer, self.judge)
 
     def build_rollout(self) -> EpisodeRollout:
         phase = AsyncEpisodeRollout if self.plan.is_async else EpisodeRollout

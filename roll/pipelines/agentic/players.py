@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from roll.agents.agent_options import uses_tools
 from roll.agents.chat_ids import check_template
-from roll.agents.doors import make_agent
+from roll.agents.doors import make_agent, make_verifier
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Agent, Limits, Task
 from roll.agents.text_tools import TextTools, WrapperOptions, text_tool
 from roll.agents.tool_calls import detect_format
+from roll.agents.verifiers import ScoredAgent
 from roll.config.roles import DataArguments
 from roll.datasets.reading import read_rows
 from roll.environments.base import Environment
@@ -38,6 +39,7 @@ def build_players(
     tokenizer: PreTrainedTokenizerBase,
     processes: list[EnvironmentProcesses],
     agents: dict[str, Any],
+    judge: Mapping[str, str] | None = None,
 ) -> dict[str, Player]:
     """One for every tag of ``manager``.
 
@@ -45,6 +47,7 @@ def build_players(
         processes: takes those that environments live in.
         agents: of tags without an environment, and tools around environments, used again where they are there; takes
             the others.
+        judge: where verifiers find the role ``reward``.
 
     Raises:
         TemplateError: the chat template is none that conversations can grow with.
@@ -64,8 +67,13 @@ def build_players(
             if section.tool_wrapper is not None and name not in agents:
                 agents[name] = text_tools(section.tool_wrapper)
             agent = environment_agent(entry, manager.section, processes, agents.get(name))
+            if section.verifier:
+                name = f"verifier of {tag}"
+                if name not in agents:
+                    agents[name] = make_verifier(section.verifier, judge, "verifier", of_environment=True)
+                agent = ScoredAgent(agent, agents[name])
         else:
-            agent = agents[tag] if tag in agents else own_agent(entry.agent, entry)
+            agent = agents[tag] if tag in agents else own_agent(entry.agent, entry, judge)
             agents[tag] = agent
         most = manager.generating_args.max_new_tokens or entry.new_tokens
         limits = Limits(entry.turns, min(entry.new_tokens, most), plan.sequence_length, entry.seconds)
@@ -76,14 +84,15 @@ def build_players(
     return players
 
 
-def own_agent(name: str, entry: EntryPlan) -> Agent:
+def own_agent(name: str, entry: EntryPlan, judge: Mapping[str, str] | None = None) -> Agent:
     """The agent of an entry without an environment.
 
     Raises:
         AgentOptionError: there is none, or an option is wrong.
     """
     section = entry.section
-    return make_agent(name, entry.agent_config, section.agent_system_template or None, section.agent_template)
+    system = section.agent_system_template or None
+    return make_agent(name, entry.agent_config, system, section.agent_template, judge)
 
 
 def text_tools(wrapper: ToolWrapperConfig) -> TextTools:

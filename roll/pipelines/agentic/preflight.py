@@ -16,8 +16,7 @@ from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.environments.registry import EnvironmentOptionError, check_environment_options
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, ToolWrapperConfig
-from roll.pipelines.agentic.plan import AgenticPlan
-from roll.pipelines.agentic.planning import agent_of, used_entries
+from roll.pipelines.agentic.plan import AgenticPlan, agent_of, used_entries
 from roll.pipelines.policy_preflight import build_own_filter, policy_functions
 
 
@@ -41,6 +40,8 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
         agent, options = agent_of(section)
         if agent is not None:
             problems += agent_problems(f"custom_envs.{tag}", agent, options, loaded)
+        elif section.verifier:
+            problems += verifier_problems(f"custom_envs.{tag}.verifier", section.verifier, loaded)
         if section.env_type is None:
             continue
         problems += wrapper_problems(f"custom_envs.{tag}.tool_wrapper", section.tool_wrapper, loaded)
@@ -80,6 +81,18 @@ def agent_problems(
         if not colon or " " in name:
             name, rule = "agent", str(error)
         yield Problem(f"{key}.{name}", None, rule, source=shown(loaded.source), has_value=False)
+
+
+def verifier_problems(key: str, verifier: dict[str, Any], loaded: LoadedConfig[AgenticConfig]) -> Iterator[Problem]:
+    """What is wrong with the verifier of an environment."""
+    from roll.agents.agent_options import AgentOptionError
+    from roll.agents.doors import make_verifier
+
+    try:
+        make_verifier(verifier, key="verifier", of_environment=True)
+    except AgentOptionError as error:
+        name, _, rule = str(error).partition(": ")
+        yield Problem(key + name.removeprefix("verifier"), None, rule, source=shown(loaded.source), has_value=False)
 
 
 def wrapper_problems(

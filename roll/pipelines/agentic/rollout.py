@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -55,8 +55,16 @@ class EpisodeData:
     """Agents without an environment, and tools around environments."""
 
 
-def load_episode_data(config: AgenticConfig, plan: AgenticPlan, tokenizer: PreTrainedTokenizerBase) -> EpisodeData:
+def load_episode_data(
+    config: AgenticConfig,
+    plan: AgenticPlan,
+    tokenizer: PreTrainedTokenizerBase,
+    judge: Mapping[str, str] | None = None,
+) -> EpisodeData:
     """Environments, agents, chat templates and data sets.
+
+    Args:
+        judge: where verifiers find the role ``reward``.
 
     Raises:
         DataError: a file that cannot be read.
@@ -68,8 +76,8 @@ def load_episode_data(config: AgenticConfig, plan: AgenticPlan, tokenizer: PreTr
     shared: dict[str, Any] = {}
     return EpisodeData(
         tokenizer,
-        build_players(config, plan, plan.train, tokenizer, processes, shared),
-        {} if validation is None else build_players(config, plan, validation, tokenizer, processes, shared),
+        build_players(config, plan, plan.train, tokenizer, processes, shared, judge),
+        {} if validation is None else build_players(config, plan, validation, tokenizer, processes, shared, judge),
         TaskSource(plan.train, f"train/{config.seed}", data),
         None if validation is None else TaskSource(validation, "validation", data),
         processes,
@@ -168,8 +176,9 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         """End what agents have started: servers of tools, sandboxes, their endpoint."""
         for one in self._data.shared:
             close = getattr(one, "close", None)
-            if close is not None:
-                await close()
+            ending = close() if close is not None else None
+            if ending is not None:
+                await ending
 
     def validation(self) -> Coroutine[Any, Any, EpisodeValidation]:
         """The same tasks each time, sampled from the same seeds: two validations differ by the policy alone."""

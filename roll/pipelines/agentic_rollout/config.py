@@ -1,13 +1,19 @@
-"""Configuration and plan of the pipeline that only plays. Torch-free."""
+"""Configuration, plan and checks of the pipeline that only plays. Torch-free."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
+from roll.config.checks.base import Checks, check_template_file
+from roll.config.checks.roles import check_roles, note_engine_length, note_positions
+from roll.config.pipelines import PipelineDefinition, Written
+from roll.config.strategies.base import own_weights
+from roll.pipelines.agentic.checks import LENGTHS, check_lengths, check_managers, longest_response
+from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig
-from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan
-from roll.pipelines.evaluate.config import EvaluationConfig
-from roll.pipelines.evaluate.plan import ModelsPlan
+from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan, judged_entries, plan_agentic
+from roll.pipelines.evaluate.checks import check_models
+from roll.pipelines.evaluate.config import EvaluationConfig, ModelsPlan, Pass, models_of, own_folders
 
 
 @dataclass(frozen=True)
@@ -26,3 +32,66 @@ class AgenticRolloutPlan(ModelsPlan, AgenticPlan):
     played: ManagerPlan
     """``val_env_manager``, or ``train_env_manager`` for as many steps as the file has."""
     is_validation: bool
+
+
+def check_playing(config: AgenticRolloutConfig, checks: Checks) -> None:
+    """Every check; mistakes and notes go to ``checks.problems``."""
+    played = with_training(config)
+    check_models(config, checks)
+    options = check_roles(config, checks)
+    check_managers(played, checks)
+    check_entries(played, checks)
+    for tag in judged_entries(played):
+        rule = "asks the role reward, which an evaluation does not start: give a service"
+        remedy = "{model_type: api, base_url: http://host:8000/v1, model: name}"
+        checks.add(f"custom_envs.{tag}.verifier.reward_kwargs.model_type", "cluster", rule, remedy)
+    if not checks.broken(*LENGTHS, "train_env_manager", "val_env_manager"):
+        check_lengths(played, checks)
+        longest = config.sequence_length
+        note_engine_length(options, longest - longest_response(played, checks), longest, checks)
+        note_positions("pretrain", config.pretrain or None, longest, checks)
+    check_template_file("global_template", config.global_template, checks)
+    if config.evaluate.against is not None:
+        rule = "is for prompts; episodes are played through engines of this run"
+        checks.add("evaluate.against", config.evaluate.against, rule, "~")
+    if config.evaluate.temperatures:
+        rule = "is for prompts; of episodes the generating_args of val_env_manager decide"
+        checks.add("evaluate.temperatures", config.evaluate.temperatures, rule, [])
+
+
+def plan_playing(
+    definition: PipelineDefinition, config: AgenticRolloutConfig, exp_name: str, written: Written
+) -> AgenticRolloutPlan:
+    """The plan of a checked configuration."""
+    base = plan_agentic(definition, with_training(config), exp_name, written)
+    values = {item.name: getattr(base, item.name) for item in fields(AgenticPlan)}
+    roles = {name: replace(role, section=own_weights(role.section)) for name, role in base.roles.items()}
+    models = tuple(models_of(config))
+    validation = base.validation
+    steps = 1 if config.val_env_manager is not None else config.max_steps
+    manager = base.train if validation is None else validation
+    size = config.evaluate.num_samples or manager.group_size
+    played = replace(manager, group_size=size, episodes=manager.groups * steps * size)
+    return AgenticRolloutPlan(
+        **values
+        | {
+            "roles": roles,
+            "training": {},
+            "max_steps": len(models),
+            "eval_steps": 0,
+            "save_steps": 0,
+            "folders": own_folders(base.folders),
+        },
+        models=models,
+        passes=(Pass("episodes", "", None, played.group_size, False, True),),
+        baseline=config.evaluate.baseline or models[0].name,
+        played=played,
+        is_validation=validation is not None,
+    )
+
+
+def with_training(config: AgenticRolloutConfig) -> AgenticRolloutConfig:
+    """A file that has a validation only as if it trained on it: plans and checks begin with ``train_env_manager``."""
+    if config.train_env_manager.tags or config.val_env_manager is None:
+        return config
+    return replace(config, train_env_manager=config.val_env_manager, rollout_batch_size=config.val_batch_size)

@@ -14,8 +14,8 @@ from roll.pipelines.agentic.metrics import episode_table
 from roll.pipelines.agentic.players import TaskSource, build_players, read_data
 from roll.pipelines.agentic.rollout import SLICE_SECONDS
 from roll.pipelines.agentic_rollout.config import AgenticRolloutConfig, AgenticRolloutPlan
+from roll.pipelines.evaluate.config import EvaluatedModel, Pass
 from roll.pipelines.evaluate.models import ModelRun
-from roll.pipelines.evaluate.plan import EvaluatedModel, Pass
 from roll.pipelines.evaluate.samples import Record, shared_settings
 from roll.rollout.engines import EngineClient
 from roll.rollout.episodes import EpisodeFlow, EpisodeSettings, Player
@@ -106,8 +106,9 @@ class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan])
         """End what agents have started: servers of tools, sandboxes, their endpoint."""
         for one in self._shared.values():
             close = getattr(one, "close", None)
-            if close is not None:
-                await close()
+            ending = close() if close is not None else None
+            if ending is not None:
+                await ending
 
 
 def settings_of(config: AgenticRolloutConfig, plan: AgenticRolloutPlan) -> dict[str, Any]:

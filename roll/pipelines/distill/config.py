@@ -8,7 +8,7 @@ from typing import Literal
 
 from roll.config.checks.base import Checks
 from roll.config.checks.roles import check_roles
-from roll.config.distillation import DivergenceConfig
+from roll.config.losses import DivergenceConfig
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.reading.fields import parse_dtype, setting

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roll.config.checks.base import Checks
-from roll.config.distillation import DivergenceConfig
+from roll.config.losses import DivergenceConfig
+from roll.config.model_files import check_vocabularies
 from roll.config.pipelines import (
     TEACHES,
     TRAINS,
@@ -15,7 +16,6 @@ from roll.config.pipelines import (
     Written,
 )
 from roll.config.run import RunConfig
-from roll.config.vocabularies import check_vocabularies
 from roll.pipelines.distill.config import DistillConfig, DistillPlan, check_distill, plan_distill
 from roll.pipelines.supervised import SupervisedDefinition
 from roll.pipelines.teachers import check_teachers

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from roll.config.loader import LoadedConfig
-from roll.config.model_files import model_number
+from roll.config.model_files import check_vocabularies, model_number, vocabulary_hash
 from roll.config.roles import DataArguments
-from roll.config.vocabularies import check_vocabularies, vocabulary_hash
 from roll.datasets import SftDataset
 from roll.datasets.images import VisionModel
 from roll.datasets.types import SftRow

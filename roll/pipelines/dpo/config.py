@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from roll.config.checks.base import Checks
 from roll.config.checks.roles import check_roles
 from roll.config.lora import uses_lora
+from roll.config.losses import PreferenceLossConfig, needs_reference, preference_problems
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.pipelines import PipelineDefinition, Written
-from roll.config.preferences import PreferenceLossConfig, needs_reference, preference_problems
 from roll.config.reading.fields import setting
 from roll.config.roles import ReferenceWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
+from roll.config.losses import PreferenceLossConfig
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     TRAINS,
@@ -13,7 +14,6 @@ from roll.config.pipelines import (
     Role,
     Written,
 )
-from roll.config.preferences import PreferenceLossConfig
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
 from roll.pipelines.dpo.config import DPOConfig, DPOPlan, check_dpo, plan_dpo, runs_reference

@@ -20,7 +20,7 @@ from roll.algorithms.preferences import (
     unpaired_metrics,
 )
 from roll.config.loader import LoadedConfig
-from roll.config.preferences import couples_pairs, is_unpaired, needs_mismatched
+from roll.config.losses import couples_pairs, is_unpaired, needs_mismatched
 from roll.config.roles import DataArguments
 from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow, Judgement
 from roll.pipelines.dpo.config import DPOConfig, DPOPlan, has_base

@@ -7,17 +7,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
-from roll.config.checks.models import note_positions
-from roll.config.checks.roles import check_roles, note_engine_length
+from roll.config.checks.roles import check_roles, note_engine_length, note_positions
 from roll.config.model_files import CONFIG, looks_like_folder, model_folder
 from roll.config.reading.errors import ConfigError, Problem, closest
 from roll.config.reading.yaml_files import shown
 from roll.config.strategies.remote import EXAMPLE_URL, url_problem
-from roll.pipelines.evaluate.config import EvaluateConfig, temperature_problem
-from roll.pipelines.evaluate.plan import AGAINST, read_entry
+from roll.pipelines.evaluate.config import AGAINST, EvaluateConfig, read_entry, temperature_problem
 from roll.pipelines.rlvr.checks import SET_NAME, check_lengths, check_templates, check_validation, longest_in_validation
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
-from roll.pipelines.rlvr.planning import lengths
+from roll.pipelines.rlvr.plan import lengths
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig

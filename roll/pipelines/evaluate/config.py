@@ -1,12 +1,27 @@
-"""The evaluation's configuration: an RLVR file, and which models answer its validation prompts how often."""
+"""An evaluation's configuration and plan: which models answer which sets how often, and where the results go.
+Torch-free."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
+from roll.checkpoint.contents import STATE_NAME
+from roll.config.model_files import CONFIG, looks_like_folder, model_folder, read_model_config
+from roll.config.pipelines import PipelineDefinition, Written
+from roll.config.plan.plan import Folders, Plan
+from roll.config.plan.planning import shared_plan, with_cache_length
+from roll.config.reading.errors import count
 from roll.config.reading.fields import LOWEST_TEMPERATURE, setting
+from roll.config.roles import WorkerConfig
+from roll.config.strategies.base import own_weights
 from roll.pipelines.rlvr.config import RLVRConfig
+from roll.pipelines.rlvr.plan import ValidationSet, finished, validation_sets
 
 GREEDY = 0.0
 """The temperature at which one answer is all there is."""
@@ -65,3 +80,218 @@ def temperature_problem(value: float) -> str | None:
     if value < 0 or 0 < value < LOWEST_TEMPERATURE:
         return f"must be 0 (greedy) or at least {LOWEST_TEMPERATURE:g}"
     return None
+
+
+AGAINST = "against"
+"""Name of the model of ``evaluate.against``."""
+FOLDER = "evaluation"
+"""Under ``output_dir`` and ``logging_dir``: an evaluation leaves the files of a training run alone."""
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+POLICIES = ("actor_train", "sft_train", "student_train", "student")
+"""Roles whose weights in a training checkpoint are a policy's."""
+_IGNORED = frozenset(
+    ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures")
+) | {*("name_or_path", "is_local", "local_files_only", "model_max_length", "padding_side", "truncation_side")}
+"""Keys of ``config.json`` and ``tokenizer_config.json`` in which models may differ and still share an engine."""
+_DESCRIPTIONS = (CONFIG, "tokenizer_config.json")
+_TEXTS = ("tokenizer.json", "chat_template.jinja", "vocab.json", "merges.txt")
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A model that is asked."""
+
+    name: str
+    path: str
+    """As written, or the checkpoint of a folder of them."""
+    base: str
+    """Folder or hub name that has its architecture and tokenizer."""
+    checkpoint: Path | None = None
+    """Of a training checkpoint: the folder of the role that holds the weights."""
+    url: str | None = None
+    """Of a model that is served elsewhere; ``base`` then counts tokens and reads the prompts."""
+
+    @property
+    def description(self) -> str:
+        """Name and origin, for logs."""
+        return self.name if self.name == self.path else f"{self.name} ({self.path})"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One way of answering the prompts of a set."""
+
+    name: str
+    """Behind the set's name, if it has one; part of the metrics' names."""
+    set_name: str
+    temperature: float | None
+    """None: as the set's ``generating_args`` say."""
+    num_samples: int
+    is_greedy: bool
+    is_primary: bool
+    """The first of its set, whose accuracy stands for the set's."""
+
+
+@dataclass(frozen=True)
+class ModelsPlan(Plan):
+    """Plan of several models, one after the other. A step is a model."""
+
+    models: tuple[EvaluatedModel, ...]
+    passes: tuple[Pass, ...]
+    baseline: str
+    """Name of the model that others are compared with."""
+
+    def groups(self) -> list[list[EvaluatedModel]]:
+        """Models that share an engine start, in the order of their first."""
+        found: dict[str, list[EvaluatedModel]] = {}
+        for model in self.models:
+            found.setdefault(model.url or signature(model.base), []).append(model)
+        return list(found.values())
+
+
+@dataclass(frozen=True)
+class EvaluatePlan(ModelsPlan):
+    """Plan of an evaluation on prompts."""
+
+    validation_sets: tuple[ValidationSet, ...]
+
+
+def plan_evaluation(
+    definition: PipelineDefinition, config: EvaluateConfig, exp_name: str, written: Written
+) -> EvaluatePlan:
+    """The plan of a checked configuration."""
+    sequence = config.response_and_sequence[1]
+    sets = validation_sets(config, sequence, written)
+    longest = max(one.sequence_length for one in sets)
+    models = tuple(models_of(config))
+    plan = shared_plan(definition, config, exp_name, written, partial(finished_role, config, longest))
+    return EvaluatePlan(
+        **plan | {"sequence_length": longest, "save_steps": 0, "folders": own_folders(plan["folders"])},
+        training={},
+        max_steps=len(models),
+        eval_steps=0,
+        models=models,
+        validation_sets=sets,
+        passes=tuple(passes_of(config, sets)),
+        baseline=config.evaluate.baseline or (models[0] if config.evaluate.against is None else models[-1]).name,
+    )
+
+
+def own_folders(folders: Folders) -> Folders:
+    """Those of an evaluation, below those of the file."""
+    return replace(folders, output_dir=folders.output_dir / FOLDER, log_dir=folders.log_dir / FOLDER)
+
+
+def finished_role(config: EvaluateConfig, longest: int, name: str, section: WorkerConfig) -> WorkerConfig:
+    """The section of a role as its workers get it; engines load weights themselves, since nobody trains."""
+    if name == "actor_infer":
+        return own_weights(with_cache_length(section, longest))
+    return finished(config, longest, name, section)
+
+
+def passes_of(config: EvaluateConfig, sets: tuple[ValidationSet, ...]) -> Iterator[Pass]:
+    """At every temperature asked for; without any, by sampling and, unless switched off, greedily."""
+    keys = config.evaluate
+    for one in sets:
+        prefix, count_of = f"{one.name}." if one.name else "", keys.num_samples or one.samples_per_prompt
+        if not keys.temperatures:
+            yield Pass(f"{prefix}sampled", one.name, None, count_of, False, True)
+            if one.greedy:
+                yield Pass(f"{prefix}greedy", one.name, GREEDY, 1, True, False)
+        for number, value in enumerate(dict.fromkeys(keys.temperatures)):
+            greedy = value == GREEDY
+            name = "greedy" if greedy else f"t{value:g}"
+            yield Pass(f"{prefix}{name}", one.name, value, 1 if greedy else count_of, greedy, not number)
+
+
+def models_of(config: Any) -> Iterator[EvaluatedModel]:
+    """The models that ``evaluate.models`` names, checkpoints of folders one by one.
+
+    Args:
+        config: with the section ``evaluate``.
+
+    Raises:
+        ValueError: a folder that holds neither a model nor a checkpoint.
+    """
+    own = config.actor_infer.model_args.model_name_or_path or config.pretrain
+    for name, path in (config.evaluate.models or {Path(own).name: own}).items():
+        yield from read_entry(name, path, own)
+    if config.evaluate.against is not None:
+        yield EvaluatedModel(AGAINST, config.evaluate.against, own, url=config.evaluate.against)
+
+
+def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
+    """
+    Raises:
+        ValueError: see :func:`models_of`.
+    """
+    folder = Path(path).expanduser()
+    # A folder that is not there, as before an example makes it, is for the check of files to name.
+    if not looks_like_folder(path) or not folder.exists() or (folder / CONFIG).is_file():
+        yield EvaluatedModel(name, path, path)
+        return
+    several = checkpoints_in(folder)
+    for step, one in several or ((None, folder),):
+        role = role_folder(one)
+        if role is None:
+            raise ValueError(
+                f"is neither a model folder ({CONFIG}) nor a training checkpoint ({POLICIES[0]}/{STATE_NAME}) nor a "
+                "folder of checkpoints"
+            )
+        if not base:
+            raise ValueError("is a training checkpoint: set pretrain to the model that the training began with")
+        yield EvaluatedModel(name if step is None else f"{name}-{step}", str(one), base, role)
+
+
+def first_model(config: Any) -> tuple[str, str] | None:
+    """Key and folder of the first of ``evaluate.models``, which engines are planned for; of checkpoints, ``pretrain``.
+    None where the key names none, or one that cannot be read, which is reported where models are checked.
+
+    Args:
+        config: with the section ``evaluate``.
+    """
+    if not config.evaluate.models:
+        return None
+    try:
+        first = next(models_of(config))
+    except ValueError:
+        return None
+    return "pretrain" if first.checkpoint else f"evaluate.models.{next(iter(config.evaluate.models))}", first.base
+
+
+def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
+    """Steps and folders of the checkpoints of a run, in order."""
+    if not folder.is_dir():
+        return []
+    inner = folder / "checkpoints"
+    named = [(CHECKPOINT.fullmatch(one.name), one) for one in (inner if inner.is_dir() else folder).iterdir()]
+    return sorted((int(match[1]), one) for match, one in named if match and one.is_dir())
+
+
+def role_folder(folder: Path) -> Path | None:
+    """The folder of the policy in a training checkpoint, which may be that folder itself."""
+    if (folder / STATE_NAME).is_file():
+        return folder
+    return next((folder / role for role in POLICIES if (folder / role / STATE_NAME).is_file()), None)
+
+
+def signature(base: str) -> str:
+    """Equal for models whose weights have the same names and shapes and that read text alike."""
+    folder = model_folder(base)
+    if folder is None or read_model_config(base) is None:
+        return base
+    texts: list[Any] = [(folder / name).read_text("utf-8") for name in _TEXTS if (folder / name).is_file()]
+    for name in _DESCRIPTIONS:
+        found = json.loads((folder / name).read_text("utf-8")) if (folder / name).is_file() else {}
+        texts.append({key: value for key, value in found.items() if key not in _IGNORED})
+    return json.dumps(texts, sort_keys=True)
+
+
+def evaluation_facts(plan: ModelsPlan) -> list[tuple[str, str]]:
+    """Label and sentence of models and passes."""
+    swaps = len(plan.models) - len(plan.groups())
+    starts = count(len(plan.groups()) - sum(one.url is not None for one in plan.models), "engine start")
+    models = f"{', '.join(one.name for one in plan.models)} ({starts}, {count(swaps, 'exchange')} of weights)"
+    asked = ", ".join(f"{one.name} x {one.num_samples}" for one in plan.passes)
+    facts = [("models", models), ("passes", asked)]
+    return facts + ([("compared", f"with {plan.baseline}")] if len(plan.models) > 1 else [])

@@ -14,11 +14,17 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import with_engine_size
 from roll.pipelines.evaluate.checks import check_evaluation, check_taken_up
-from roll.pipelines.evaluate.config import EvaluateConfig, EvaluationConfig
-from roll.pipelines.evaluate.plan import EvaluatePlan, evaluation_facts, models_of, plan_evaluation
+from roll.pipelines.evaluate.config import (
+    EvaluateConfig,
+    EvaluatePlan,
+    EvaluationConfig,
+    evaluation_facts,
+    first_model,
+    plan_evaluation,
+)
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.definition import RLVR
-from roll.pipelines.rlvr.planning import model_roles
+from roll.pipelines.rlvr.plan import model_roles
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -64,18 +70,9 @@ class Evaluate(RLVR):
         return {**self.models(config), **rewards}
 
     def default_model(self, config: RLVRConfig, role: str) -> tuple[str, str | None]:
-        """Of ``actor_infer``: the folder of the first model that is asked; of checkpoints, ``pretrain``."""
         assert isinstance(config, EvaluateConfig)
-        if role == "actor_infer" and config.evaluate.models:
-            try:
-                first = next(models_of(config))
-            except ValueError:  # reported where models are checked
-                return super().default_model(config, role)
-            return (
-                "pretrain" if first.checkpoint else f"evaluate.models.{next(iter(config.evaluate.models))}",
-                first.base,
-            )
-        return super().default_model(config, role)
+        first = first_model(config) if role == "actor_infer" else None
+        return first or super().default_model(config, role)
 
     def effective(self, config: RLVRConfig) -> dict[str, Any]:
         return {}

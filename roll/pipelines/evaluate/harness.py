@@ -25,9 +25,8 @@ from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError, Problem
 from roll.datasets.types import DataError
 from roll.distributed import DriverLoop
-from roll.pipelines.evaluate.config import EvaluateConfig
+from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, Pass
 from roll.pipelines.evaluate.models import EXIT_BELOW, Engines, ModelRun
-from roll.pipelines.evaluate.plan import EvaluatedModel, EvaluatePlan, Pass
 from roll.pipelines.evaluate.samples import RESULTS
 from roll.pipelines.evaluate.statistics import missed
 from roll.pipelines.files import load_tokenizer

@@ -16,8 +16,7 @@ from roll.config.loader import LoadedConfig
 from roll.config.plan.plan import RolePlan
 from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, DriverLoop
-from roll.pipelines.evaluate.config import EvaluationConfig
-from roll.pipelines.evaluate.plan import EvaluatedModel, ModelsPlan, Pass
+from roll.pipelines.evaluate.config import EvaluatedModel, EvaluationConfig, ModelsPlan, Pass
 from roll.pipelines.evaluate.results import Results
 from roll.pipelines.evaluate.samples import SampleFile
 from roll.pipelines.files import load_tokenizer

@@ -12,15 +12,14 @@ from roll.config.plan.plan import RolePlan
 from roll.config.rewards import REWARD_MODEL, judge_role, model_inputs
 from roll.datasets import PromptDataset
 from roll.distributed import Cluster
-from roll.pipelines.evaluate.config import EvaluateConfig
+from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, Pass
 from roll.pipelines.evaluate.models import ModelRun
-from roll.pipelines.evaluate.plan import EvaluatedModel, EvaluatePlan, Pass
 from roll.pipelines.evaluate.samples import sample_records, settings_of
 from roll.pipelines.evaluate.served import NoEngines, ServedModel
 from roll.pipelines.residency import GENERATION, WEIGHTS
 from roll.pipelines.rlvr.data import read_prompts
 from roll.pipelines.rlvr.judge import JudgeService
-from roll.pipelines.rlvr.planning import judge_roles
+from roll.pipelines.rlvr.plan import judge_roles
 from roll.rollout.engines import EngineClient
 from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
 from roll.rollout.rewarding import ModelScorer, RewardClient

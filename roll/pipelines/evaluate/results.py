@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.datasets.types import DataError
-from roll.pipelines.evaluate.config import EvaluationConfig
-from roll.pipelines.evaluate.plan import ModelsPlan
+from roll.pipelines.evaluate.config import EvaluationConfig, ModelsPlan
 from roll.pipelines.evaluate.samples import RESULTS, SampleFile, answers_of
 from roll.pipelines.evaluate.statistics import Answers, compare, missed, overall, pass_metrics
 

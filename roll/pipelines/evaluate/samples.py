@@ -15,8 +15,7 @@ import numpy as np
 from roll.config.model_files import model_folder
 from roll.config.policy import PolicyRunConfig
 from roll.config.roles import DataArguments
-from roll.pipelines.evaluate.config import EvaluateConfig
-from roll.pipelines.evaluate.plan import EvaluatedModel, EvaluatePlan, ModelsPlan
+from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, ModelsPlan
 from roll.pipelines.evaluate.statistics import Answers
 from roll.pipelines.rlvr.accuracy import voted_answer
 from roll.rollout.groups import SampleGroup

@@ -15,8 +15,7 @@ from roll.config.checks.base import (
     check_template_file,
 )
 from roll.config.checks.keys import note_unread
-from roll.config.checks.models import note_positions
-from roll.config.checks.roles import check_roles, note_engine_length
+from roll.config.checks.roles import check_roles, note_engine_length, note_positions
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.plan.plan import explain_indivisible, working_values
 from roll.config.reading.errors import closest
@@ -34,8 +33,7 @@ from roll.pipelines.policy_checks import (
 )
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.plan import sharing_roles
-from roll.pipelines.rlvr.planning import lengths, max_new_tokens, model_path, started_roles
+from roll.pipelines.rlvr.plan import lengths, max_new_tokens, model_path, sharing_roles, started_roles
 from roll.pipelines.rlvr.teachers import check_opd
 
 PROBABILITY_TOLERANCE = 1e-6

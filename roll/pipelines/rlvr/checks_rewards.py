@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from roll.config.checks.base import Checks
+from roll.config.losses import SCORE_INPUT
 from roll.config.model_files import model_config
 from roll.config.names import (
     FILTER_ARGUMENTS,
@@ -17,7 +18,6 @@ from roll.config.names import (
 from roll.config.plan.planning import shares_devices
 from roll.config.reading.errors import closest
 from roll.config.reading.fields import DOTTED_PATH
-from roll.config.reward_models import SCORE_INPUT
 from roll.config.rewards import (
     CLASSIFIER,
     CLUSTER,
@@ -38,7 +38,7 @@ from roll.config.rewards import (
 )
 from roll.pipelines.policy import is_async
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.planning import started_roles
+from roll.pipelines.rlvr.plan import started_roles
 
 
 def check_reward_model(config: RLVRConfig, checks: Checks) -> None:

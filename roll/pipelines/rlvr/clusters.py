@@ -17,8 +17,7 @@ from roll.pipelines.policy import PolicyPlan, actor_keys, is_taught, taught_by_a
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.judge import JudgeService
-from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.planning import judge_roles
+from roll.pipelines.rlvr.plan import RLVRPlan, judge_roles
 from roll.pipelines.rlvr.teachers import opd_divergence, teacher_role
 from roll.pipelines.teachers import teacher_worker
 from roll.strategies.base import StateKind
@@ -106,10 +105,22 @@ class StartingModel:
     states: frozenset[StateKind]
 
 
-def start_policy_clusters(config: PolicyRunConfig, plan: PolicyPlan, resources: ResourceManager) -> StartingClusters:
-    """Start the processes of a run without reward workers."""
-    starter = ClusterStarter(config, plan, resources)
-    clusters = Clusters(**starter.start_computing(), actor_infer=starter.start("actor_infer", GENERATION_WORKER))
+def start_policy_clusters(
+    config: PolicyRunConfig, plan: PolicyPlan, resources: ResourceManager, judge: str = ""
+) -> StartingClusters:
+    """Start the processes of a run without reward workers.
+
+    Args:
+        judge: a role that judges ask, where the plan has it.
+    """
+    judges = {judge: JudgeService(config, plan, judge)} if judge in plan.roles else {}
+    starter = ClusterStarter(config, plan, resources, judges)
+    clusters = Clusters(
+        **starter.start_computing(),
+        judge_engines={name: starter.start(name, GENERATION_WORKER) for name in judges},
+        judges=judges,
+        actor_infer=starter.start("actor_infer", GENERATION_WORKER),
+    )
     return StartingClusters(clusters, starter.models, starter.pending)
 
 

@@ -1,8 +1,9 @@
-"""The definition of the RLVR pipeline. Torch-free."""
+"""The definitions of RLVR, and of on-policy distillation: RLVR without learning from the rewards. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,7 +26,7 @@ from roll.config.pipelines import (
     Written,
 )
 from roll.config.plan.planning import finished_section, with_cache_length
-from roll.config.policy import PolicyRunConfig, RouterConfig
+from roll.config.policy import PolicyRunConfig, RouterConfig, WeightSyncConfig
 from roll.config.rewards import (
     CLASSIFIER,
     INFERENCE,
@@ -39,13 +40,21 @@ from roll.config.rewards import (
 from roll.config.roles import WorkerConfig
 from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.config.strategies.base import own_weights
-from roll.config.weight_sync import WeightSyncConfig
 from roll.pipelines.policy import is_taught, needs_critic, needs_reference, pg_variant, taught_by_advantage
 from roll.pipelines.policy_preflight import check_transport
 from roll.pipelines.rlvr.checks import check_rlvr
 from roll.pipelines.rlvr.config import RLVRConfig, ValidationConfig, ValidationSetConfig
-from roll.pipelines.rlvr.plan import RLVRPlan, batch_facts, rlvr_facts
-from roll.pipelines.rlvr.planning import lengths, model_roles, plan_rlvr, reward_name, reward_pretrain, started_roles
+from roll.pipelines.rlvr.plan import (
+    RLVRPlan,
+    batch_facts,
+    lengths,
+    model_roles,
+    plan_rlvr,
+    reward_name,
+    reward_pretrain,
+    rlvr_facts,
+    started_roles,
+)
 from roll.pipelines.rlvr.preflight import check_rewards, own_functions, samples_ahead_problems
 from roll.pipelines.rlvr.teachers import TEACHER, check_teachers_of, check_vocabularies_of
 
@@ -220,3 +229,23 @@ class RLVR(PipelineDefinition):
 
     def running_requests(self, config: RLVRConfig) -> int:
         return config.router_args.max_running_requests or config.max_running_requests
+
+
+@dataclass(frozen=True)
+class OPDConfig(RLVRConfig):
+    """RLVR's keys with other defaults."""
+
+    adv_estimator: str = "reinforce"
+    is_pure_opd: bool = True
+    """Always, in this pipeline."""
+
+
+class OPD(RLVR):
+    """Learning from teachers on the student's own samples."""
+
+    name = "opd"
+    config_class = OPDConfig
+    headlines = (Headline("opd/kl", "kl", "{:.4f}"), *RLVR.headlines)
+    panels = (Panel("Divergence from the teacher", ("opd/*/kl",), smooth=True), *RLVR.panels)
+    reference = ()
+    section_tables = ()

@@ -7,9 +7,9 @@ import secrets
 import ray
 
 from roll.config.plan.plan import Plan
+from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster
 from roll.pipelines.files import load_tokenizer
-from roll.pipelines.rlvr.config import RLVRConfig
 from roll.serving.server import FrontOptions, HttpFront
 
 
@@ -22,7 +22,7 @@ class JudgeService:
         name: the role, ``reward_model`` or one that belongs to a single domain.
     """
 
-    def __init__(self, config: RLVRConfig, plan: Plan, name: str) -> None:
+    def __init__(self, config: PolicyRunConfig, plan: Plan, name: str) -> None:
         key = secrets.token_urlsafe(32)
         limit = config.router_args.max_running_requests or config.max_running_requests
         options = FrontOptions(
@@ -38,6 +38,11 @@ class JudgeService:
         self._key = key
         self.name = name
         self.cluster: Cluster | None = None
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The same as options of a judge."""
+        return {"base_url": self._front.base_url, "api_key": self._key, "model": self.name}
 
     @property
     def address(self) -> dict[str, str]:

@@ -10,10 +10,10 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
-from roll.config.distillation import DivergenceConfig
+from roll.config.losses import DivergenceConfig
+from roll.config.model_files import check_vocabularies
 from roll.config.policy import PolicyRunConfig
 from roll.config.roles import GeneratingArguments, WorkerConfig
-from roll.config.vocabularies import check_vocabularies
 from roll.pipelines.policy import is_taught, taught_by_advantage
 from roll.pipelines.teachers import check_teachers, check_temperature
 

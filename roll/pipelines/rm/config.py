@@ -7,10 +7,10 @@ from typing import Literal
 
 from roll.config.checks.base import Checks
 from roll.config.checks.roles import check_roles
+from roll.config.losses import JUDGEMENTS, RANKS, RewardLossConfig, reward_loss_problems
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.reading.fields import setting
-from roll.config.reward_models import JUDGEMENTS, RANKS, RewardLossConfig, reward_loss_problems
 from roll.config.rewards import CLASSIFIER
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roll.config.checks.base import Checks
+from roll.config.losses import RewardLossConfig
 from roll.config.pipelines import TRAINS, Headline, Panel, Role, Written
-from roll.config.reward_models import RewardLossConfig
 from roll.config.run import RunConfig
 from roll.pipelines.rm.config import RMConfig, RMPlan, check_rm, plan_rm
 from roll.pipelines.supervised import SupervisedDefinition

@@ -13,12 +13,12 @@ from roll.algorithms.reward_models import (
     comparable_pairs,
     correlation,
     reward_model_loss,
+    scoring_batch,
 )
-from roll.config.reward_models import JUDGEMENTS, RANKS, SCORE_INPUT, SCORE_MEAN, SCORE_STD
+from roll.config.losses import JUDGEMENTS, RANKS, SCORE_INPUT, SCORE_MEAN, SCORE_STD
 from roll.config.roles import DataArguments
 from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow
 from roll.models.partitions import balance_partitions, workload
-from roll.models.scoring import scoring_batch
 from roll.pipelines.rm.config import RMConfig, RMPlan
 from roll.pipelines.supervised_pipeline import SupervisedPipeline
 from roll.protocol import DataProto
@@ -116,9 +116,9 @@ class RMPipeline(SupervisedPipeline[RMConfig, RMPlan, JudgedRow]):
 
 
 def judged_batch(rows: Sequence[JudgedRow], dp_size: int) -> DataProto:
-    """All responses to all prompts as :func:`roll.models.scoring.scoring_batch` has them, with ``unit_ids`` int64 (B,)
-    the number of the prompt, ``targets`` float32 (B,) or of steps (B, L), and ``margins`` float32 (B,) where rows have
-    some.
+    """All responses to all prompts as :func:`roll.algorithms.reward_models.scoring_batch` has them, with ``unit_ids``
+    int64 (B,) the number of the prompt, ``targets`` float32 (B,) or of steps (B, L), and ``margins`` float32 (B,) where
+    rows have some.
 
     Each of ``dp_size`` consecutive equal shares holds whole prompts and like work; where responses do not divide, empty
     rows without a score fill a share.

@@ -402,6 +402,7 @@ async function showGroup(detail, r, i, refresh) {
   const run = runs[r];
   const c = run.index.columns;
   const content = await block(r, c.block[i]);
+  run.images = run.images || await inflated(`p${r}`);
   const chosen = content.samples[c.place[i]];
   const prompt = content.prompts[chosen.p];
   const members = [];
@@ -412,11 +413,12 @@ async function showGroup(detail, r, i, refresh) {
     const limit = el("input", { type: "number", step: "any", id: "mismatch-limit", value: state.threshold, onchange: (event) => { state.threshold = Number(event.target.value); draw(); } });
     const same = visible().reduce((sum, other) => sum + other.index.columns.prompt.filter((p) => p === c.prompt[i]).length, 0);
     const elsewhere = same > members.length ? el("button", { id: "same-prompt", onclick: () => { FILTERS.prompt = FILTERS.prompt === undefined ? c.prompt[i] : undefined; refresh(); } }, `${same} samples of this prompt in all steps and runs: show them alone, or all again`) : null;
-    const about = [`step ${c.step[i]}`, prompt.domain, prompt.tag, prompt.id ? `prompt ${prompt.id}` : null, prompt.truth !== undefined ? `ground truth ${prompt.truth}` : null, prompt.images ? `images ${prompt.images.join(", ")}` : null].filter((x) => x);
+    const about = [`step ${c.step[i]}`, prompt.domain, prompt.tag, prompt.id ? `prompt ${prompt.id}` : null, prompt.truth !== undefined ? `ground truth ${prompt.truth}` : null].filter((x) => x);
     detail.replaceChildren(
       el("div", { class: "bar" }, el("b", {}, about.join(" · ")), el("label", {}, "tokens by ", select), el("label", {}, "first token with a mismatch above ", limit), elsewhere),
+      pictures(run, prompt.images),
       el("pre", { class: "prompt" }, prompt.text || ""),
-      el("div", { class: "cards" }, members.map((j) => card(content, content.samples[c.place[j]], j === i))),
+      el("div", { class: "cards" }, members.map((j) => card(run, content, content.samples[c.place[j]], j === i))),
     );
     const mark = detail.querySelector(".card.chosen");
     mark.parentElement.scrollLeft = mark.offsetLeft - mark.parentElement.offsetLeft - 330;
@@ -424,7 +426,11 @@ async function showGroup(detail, r, i, refresh) {
   draw();
 }
 
-function card(content, sample, chosen) {
+function pictures(run, names) {
+  return el("div", { class: "pictures" }, (names || []).map((name) => run.images[name] ? el("img", { src: `data:image/png;base64,${run.images[name]}`, alt: name, title: name }) : el("span", { class: "quiet" }, name)));
+}
+
+function card(run, content, sample, chosen) {
   const facts = [];
   const fact = (name, value) => { if (value !== undefined && value !== null && value !== "") facts.push(el("span", { class: "fact" }, el("b", {}, name), ` ${typeof value === "number" ? number(value) : value}`)); };
   fact("", sample.k);
@@ -444,7 +450,7 @@ function card(content, sample, chosen) {
   const body = el("div", { class: "response" });
   if (sample.t) tokens(body, content, sample, 1500);
   else body.append(sample.x || "");
-  return el("article", { class: `card${chosen ? " chosen" : ""}` }, el("header", {}, facts), sample.e ? el("p", { class: "error" }, sample.e) : null, body);
+  return el("article", { class: `card${chosen ? " chosen" : ""}` }, el("header", {}, facts), sample.e ? el("p", { class: "error" }, sample.e) : null, sample.i ? pictures(run, sample.i) : null, body);
 }
 
 function colour(sample, i, scale) {
@@ -625,7 +631,7 @@ async function start() {
   state.made = `written ${about.made} by roll ${about.version}`;
   await Promise.all(about.runs.map(async (run, place) => {
     const [index, metrics, timeline] = await Promise.all(["i", "m", "t"].map((kind) => inflated(`${kind}${place}`)));
-    runs[place] = { ...run, number: place, index, metrics, timeline };
+    runs[place] = { ...run, number: place, index, metrics, timeline, images: null };
   }));
   runs.forEach((run) => state.shown.add(run.number));
   show();

@@ -224,20 +224,23 @@ def _own_part(parameter: Any, whole: Tensor) -> Tensor:
     return torch.nn.functional.pad(own, (0, size - own.numel()))
 
 
-def gather_partitions(parameters: list[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def gather_partitions(
+    parameters: list[Any], dtype: torch.dtype, device: torch.device, span: tuple[int, int] | None = None
+) -> list[Tensor]:
     """Collective. The whole parameters on rank 0; empty tensors elsewhere.
 
     Args:
         parameters: partitioned parameters. Rank r holds the r-th part of a flattened parameter in ``ds_tensor``,
             the last part padded.
         dtype: of the result.
+        span: gather these elements of each, flattened, and no others.
     """
     parts = [parameter.ds_tensor for parameter in parameters]
     num_ranks = dist.get_world_size()
     pieces = [Pieces.even(p.ds_shape, p.ds_tensor.numel(), num_ranks) for p in parameters]
     group = dist.group.WORLD
     assert group is not None
-    return gather_to_rank0(parts, pieces, group, dtype, device)
+    return gather_to_rank0(parts, pieces, group, dtype, device, span)
 
 
 @torch.no_grad()

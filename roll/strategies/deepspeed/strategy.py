@@ -34,6 +34,7 @@ from roll.strategies.deepspeed.states import (
     set_master_weights,
 )
 from roll.strategies.training.data_parallel import DataParallelStrategy
+from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.optimizer import (
     INITIAL_SCALE,
     TrainingProgress,
@@ -104,6 +105,8 @@ class DeepSpeedStrategy(DataParallelStrategy):
                 read_masters(self.engine, meta)
         self._watch_balance()
         self.model.train()
+        # In fp16 the sums of gradients would have to be scaled.
+        self._check_experts(learns=self.progress.loss_scale is None)
 
     def _load_for_forward_passes(self) -> None:
         """An engine where parameters are to be partitioned; a plain module on the device otherwise."""
@@ -113,8 +116,28 @@ class DeepSpeedStrategy(DataParallelStrategy):
         self.model.eval()
         if self.plan.stage == 3:
             self.engine = self._start_engine(None)
+            self._check_experts(learns=False)
         else:
             self.model.to(self.device)
+
+    def _check_experts(self, learns: bool) -> None:
+        """Collective. The self-test of sparse layers where ranks gather parameters as they go: under ZeRO-3, on more
+        than one rank; see :func:`check_choices_may_differ`."""
+        if not self.sparse_layers or self.world_size == 1 or self.plan.stage < 3:
+            return
+        from deepspeed.utils import safe_get_local_grad
+
+        def gradients() -> list[torch.Tensor | None]:
+            trained = (parameter for parameter in self.model.parameters() if learns and parameter.requires_grad)
+            return [safe_get_local_grad(parameter) for parameter in trained]
+
+        if learns:
+            self._begin_micro_batch(last=True)
+        differentiate = self._differentiate if learns else None
+        clear = self.engine.optimizer.zero_grad if learns else _nothing
+        section = f"{self.role.name}.strategy_args.strategy_config"
+        advice = f"set {section}.zero_stage: 2, or leave {section}.zero_optimization.leaf_module to the model"
+        check_choices_may_differ(self.model, self._compute, differentiate, gradients, clear, self.device, advice)
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
         """Without weights where they can be read later, in the compute type; float32 ones are read apart."""
@@ -275,6 +298,11 @@ class DeepSpeedStrategy(DataParallelStrategy):
         gathered = iter(gather_partitions(partitioned, self.compute_dtype, self.device) if partitioned else [])
         return [next(gathered) if is_partitioned(tensor) else self._whole(tensor) for tensor in tensors]
 
+    def _gather_span(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        if not is_partitioned(tensor):
+            return super()._gather_span(tensor, begin, end)
+        return gather_partitions([tensor], self.compute_dtype, self.device, (begin, end))[0]
+
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self.device, self._wire_dtype(tensor))
 
@@ -299,6 +327,9 @@ class DeepSpeedStrategy(DataParallelStrategy):
 
     def _on_device(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.detach() for tensor in tensors if tensor.device.type == self.device.type]
+
+
+def _nothing() -> None: ...
 
 
 def import_deepspeed(platform: Platform) -> Any:

@@ -128,6 +128,11 @@ class FsdpStrategy(ShardedStrategy):
         whole = iter(self._gather_parts([(part, self._pieces[part]) for part in parts], self.compute_dtype))
         return [next(whole) if tensor in self._pieces else self._on_wire(tensor) for tensor in tensors]
 
+    def _gather_span(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        if tensor not in self._pieces:
+            return super()._gather_span(tensor, begin, end)
+        return self._gather_parts([(tensor, self._pieces[tensor])], self.compute_dtype, (begin, end))[0]
+
 
 # Of the runtime: torch has no public way to free what a forward pass without a backward pass leaves gathered.
 

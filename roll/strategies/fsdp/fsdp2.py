@@ -127,6 +127,12 @@ class Fsdp2Strategy(ShardedStrategy):
             whole |= {index: tensor for (index, _, _), tensor in zip(shards, gathered, strict=True)}
         return [whole[index] for index in range(len(tensors))]
 
+    def _gather_span(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        whole = self._whole(tensor)
+        if not isinstance(whole, DTensor):
+            return super()._gather_span(tensor, begin, end)
+        return self._gather_parts([(whole.to_local(), row_pieces(whole))], self._wire_dtype(tensor), (begin, end))[0]
+
 
 def row_pieces(tensor: DTensor) -> Pieces:
     """Rows of a parameter on the ranks of its shard group."""

@@ -207,8 +207,8 @@ class ShardedStrategy(DataParallelStrategy):
         self._begin_micro_batch(last=True)
         differentiate = self._differentiate if learns else None
         advice = f"set {policy}.apply_expert_patch: true, or leave {policy}.wrap_policy to the model"
-        check_choices_may_differ(self.model, self._compute, differentiate, gradients, self.device, advice)
-        self.model.zero_grad(set_to_none=True)
+        clear = self.model.zero_grad
+        check_choices_may_differ(self.model, self._compute, differentiate, gradients, clear, self.device, advice)
         self._reshard()
 
     @abstractmethod
@@ -238,12 +238,14 @@ class ShardedStrategy(DataParallelStrategy):
         """The ranks that hold the other shards of this rank's parameters; None when there are none."""
         return self.mesh.get_group("fsdp") if self.mesh["fsdp"].size() > 1 else None
 
-    def _gather_parts(self, parts: list[tuple[torch.Tensor, Pieces]], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Collective. This rank's elements of tensors, whole on rank 0."""
+    def _gather_parts(
+        self, parts: list[tuple[torch.Tensor, Pieces]], dtype: torch.dtype, span: tuple[int, int] | None = None
+    ) -> list[torch.Tensor]:
+        """Collective. This rank's elements of tensors, whole (or ``span`` of them) on rank 0."""
         if not parts or (self.mesh.ndim == 2 and self.mesh.get_local_rank("ddp")):
             return [torch.empty(0, dtype=dtype, device=self.device) for _ in parts]
         held, pieces = [part for part, _ in parts], [piece for _, piece in parts]
-        return gather_to_rank0(held, pieces, self.mesh.get_group("fsdp"), dtype, self.device)
+        return gather_to_rank0(held, pieces, self.mesh.get_group("fsdp"), dtype, self.device, span)
 
     def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self.device, self._wire_dtype(tensor))

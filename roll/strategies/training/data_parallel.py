@@ -30,6 +30,7 @@ from roll.models.lora import Adapters, MergedWeight, add_adapters, base_name
 from roll.models.routes import encoded, missing_mark, route_dtype, routes_of, with_prompts_of_leaders
 from roll.models.stored import StoredLayout
 from roll.models.vision import FEATURES, ImagePool, with_images
+from roll.protocol.columns import flat_view
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
     ALL_WEIGHTS,
@@ -85,6 +86,11 @@ class DataParallelStrategy(ModelStrategy):
     @abstractmethod
     def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Collective. The tensors whole, on the device, in :meth:`_wire_dtype` (other ranks may return empty ones)."""
+
+    def _gather_span(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Collective. ``tensor.flatten()[begin:end]`` on the device of rank 0, in :meth:`_wire_dtype`, without the rest
+        of it (other ranks may return an empty one)."""
+        return flat_view(tensor)[begin:end].to(self.device, self._wire_dtype(tensor))
 
     def _reshard(self) -> None:
         """Give gathered parameters back, where the backend keeps some after a forward pass."""
@@ -265,21 +271,46 @@ class DataParallelStrategy(ModelStrategy):
     def named_full_weights(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once."""
-        for bucket in self._live_weights(bucket_bytes, selection):
-            parts = [stored for name, tensor in bucket for stored in self._stored.split(name, tensor)]
-            whole = [(name, part.contiguous()) for name, part in parts]
-            yield from [whole] if len(whole) == len(bucket) else runs_of(whole, bucket_bytes)
+        """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once.
 
-    def _live_weights(
-        self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
-    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """:meth:`named_full_weights` as the model computes with them."""
+        What is gathered at a time is a bucket, or one tensor as engines name it where that is larger: the experts of a
+        layer, which are one tensor here, come in stretches of as many matrices as fit.
+        """
         for bucket in in_buckets(self._selected_weights(selection), bucket_bytes, self._num_bytes):
-            whole = iter(self._gather([part for weight in bucket for part in weight.parts]))
-            parts = [[next(whole) for _ in weight.parts] for weight in bucket]
-            is_sender = self.rank == 0
-            yield [(w.name, w.merge(p)) for w, p in zip(bucket, parts, strict=True)] if is_sender else []
+            (first, *others) = bucket
+            if not others and self._num_bytes(first) > bucket_bytes and self._comes_in_stretches(first):
+                yield from self._stretches(first, bucket_bytes)
+                continue
+            parts = [
+                stored for name, tensor in self._whole_weights(bucket) for stored in self._stored.split(name, tensor)
+            ]
+            whole = [(name, part.contiguous()) for name, part in parts]
+            yield from [whole] if len(whole) <= len(bucket) else runs_of(whole, bucket_bytes)
+
+    def _comes_in_stretches(self, weight: MergedWeight) -> bool:
+        """Several stored tensors, none of which needs more than a stretch of the live one."""
+        return len(weight.parts) == 1 and len(self._stored.parts(weight.name)) > 1
+
+    def _stretches(self, weight: MergedWeight, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Collective. The stored tensors of a weight that is larger than a bucket, in runs that are not, one gather
+        each."""
+        (tensor,) = weight.parts
+        itemsize = self._wire_dtype(tensor).itemsize
+        for stretch in self._stored.stretches(weight.name, bucket_bytes // itemsize):
+            flat = self._gather_span(tensor, stretch.begin, stretch.end)
+            yield list(stretch.of(flat)) if self.rank == 0 else []
+
+    def _live_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Collective. All weights whole, as the model computes with them."""
+        for bucket in in_buckets(self._selected_weights(ALL_WEIGHTS), bucket_bytes, self._num_bytes):
+            yield self._whole_weights(bucket)
+
+    def _whole_weights(self, bucket: list[MergedWeight]) -> list[tuple[str, torch.Tensor]]:
+        """Collective. Nothing on other ranks than 0."""
+        whole = iter(self._gather([part for weight in bucket for part in weight.parts]))
+        parts = [[next(whole) for _ in weight.parts] for weight in bucket]
+        is_sender = self.rank == 0
+        return [(w.name, w.merge(p)) for w, p in zip(bucket, parts, strict=True)] if is_sender else []
 
     def adapter_scalings(self) -> dict[str, float]:
         return {} if self.adapters is None else self.adapters.scalings
@@ -379,6 +410,12 @@ class DataParallelStrategy(ModelStrategy):
             layout = replace(layout, teachers=targets_of(layout, part, self._comparisons))
         if Output.ROUTES not in part:
             return layout
+        recorded, own = part[Output.ROUTES].shape[2], len(self.sparse_layers)
+        if recorded != own:
+            raise ValueError(
+                f"{self.role.name}.router_replay: the engine has recorded {recorded} layers, and the model has {own} "
+                "with experts; set router_replay.mode: R2 or disabled"
+            )
         return replace(layout, routes=routes_of(layout, part[Output.ROUTES]))
 
     def _max_over_ranks(self, count: int) -> int:

@@ -159,6 +159,7 @@ def check_choices_may_differ(
     compute: Callable[..., dict[str, Tensor]],
     differentiate: Callable[[Tensor], None] | None,
     gradients: Callable[[], list[Tensor | None]],
+    clear: Callable[[], None],
     device: torch.device,
     advice: str,
 ) -> None:
@@ -171,7 +172,8 @@ def check_choices_may_differ(
     Args:
         compute: the strategy's forward pass of a layout.
         differentiate: its backward pass; None where nothing is trained (or gradients cannot be read).
-        gradients: this rank's shards; whoever calls clears them.
+        gradients: this rank's shards.
+        clear: leaves no gradient behind.
         device: where the passes run.
         advice: the end of the message.
 
@@ -201,13 +203,13 @@ def check_choices_may_differ(
             apart_gradients = _clones(gradients())
         except RuntimeError as reason:
             raise ValueError(f"{_WRONG}: {reason}; {advice}") from reason
-        for parameter in model.parameters():
-            parameter.grad = None
+        clear()
         counts = [(ranks + 1) // 2, ranks // 2]
         together = [results(row, counts[row] / ranks) for row in (0, 1)][own]
     error = _relative_error([apart], [together], device)
     if differentiate is not None:
         error = max(error, _relative_error(apart_gradients, gradients(), device))
+        clear()
     if error > TOLERANCE:
         raise ValueError(f"{_WRONG} (a relative error of {error:.1g}); {advice}")
 

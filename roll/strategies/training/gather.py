@@ -70,6 +70,15 @@ class Pieces:
         total = shape.numel()
         return cls(shape, tuple(max(0, min(size, total - rank * size)) for rank in range(num_ranks)))
 
+    def within(self, part: torch.Tensor, rank: int, begin: int, end: int) -> tuple[torch.Tensor, Pieces]:
+        """Of ``part``, which ``rank`` holds, the elements that lie in ``begin:end`` of the whole, flattened; and the
+        pieces of that stretch by itself."""
+        ends = list(accumulate(self.sizes))
+        runs = [(max(begin, last - size), min(end, last)) for last, size in zip(ends, self.sizes, strict=True)]
+        stretch = Pieces(torch.Size([end - begin]), tuple(max(0, last - first) for first, last in runs))
+        first, start = runs[rank][0], ends[rank] - self.sizes[rank]
+        return flat_view(part)[first - start : first - start + stretch.sizes[rank]], stretch
+
 
 def exchange_sizes(
     parameters: Iterable[tuple[torch.Tensor, torch.Size]], group: ProcessGroup, device: torch.device
@@ -86,17 +95,26 @@ def exchange_sizes(
 
 
 def gather_to_rank0(
-    parts: list[torch.Tensor], pieces: list[Pieces], group: ProcessGroup, dtype: torch.dtype, device: torch.device
+    parts: list[torch.Tensor],
+    pieces: list[Pieces],
+    group: ProcessGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    span: tuple[int, int] | None = None,
 ) -> list[torch.Tensor]:
     """Collective over ``group``, which rank 0 of the world is in. The tensors whole, by messages all in flight at once.
 
     Args:
         parts: this rank's elements of each tensor, flat or not; more than the rank's share are ignored.
+        span: gather these elements of each, flattened, and no others.
 
     Returns:
         On rank 0 the tensors, of ``dtype`` on ``device``; empty ones on the others.
     """
     rank = dist.get_rank(group)
+    if span is not None:
+        cut = [piece.within(part, rank, *span) for part, piece in zip(parts, pieces, strict=True)]
+        parts, pieces = [part for part, _ in cut], [piece for _, piece in cut]
     held = [part.detach().to(device) for part in parts]
     if rank != 0:
         own = [flat_view(part)[: piece.sizes[rank]].to(dtype) for part, piece in zip(held, pieces, strict=True)]

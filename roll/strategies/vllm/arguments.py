@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import vllm
 from vllm.outputs import CompletionOutput
@@ -69,7 +70,15 @@ def engine_arguments(
         "hf_overrides": dict(role.model_args.model_config_kwargs),
     }
     if getattr(model_config, "vision_config", None) is not None:
-        arguments["limit_mm_per_prompt"] = {"video": 0}  # else the engine keeps room for one
+        # Else the engine keeps room for a video.
+        arguments["limit_mm_per_prompt"] = {"video": 0, **options.limit_mm_per_prompt}
+    if role.router_replay.mode == "R3":
+        if on_cpu:
+            raise ValueError(
+                f"{role.name}.router_replay.mode: R3: vLLM returns the experts of tokens from its second model runner "
+                "alone, which needs Triton and so a GPU; take R2, or strategy_name: hf_infer"
+            )
+        arguments["enable_return_routed_experts"] = True
     wanted: dict[str, Any] = {
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "optimization_level": options.optimization_level,
@@ -250,6 +259,34 @@ def behind(begun: PartialSample, output: GenerationOutput) -> GenerationOutput:
         top_log_probs=[*begun.top_log_probs, *output.top_log_probs],
         weight_versions=spans,
     )
+
+
+def recorded_routes(
+    rows: Any, num_inputs: int, num_experts: int, begun: PartialSample | None, num_begun_inputs: int
+) -> np.ndarray | None:
+    """Experts of a sample's tokens (inputs, layers, k) from vLLM's ``routed_experts``, as
+    :class:`~roll.strategies.engines.requests.GenerationOutput` has them.
+
+    A sample that was continued keeps the experts that its tokens were sampled with; where nobody has recorded those,
+    they are marked as missing: what the prefill of the continuation chose were the experts of other weights.
+
+    Args:
+        rows: integers, or None.
+        num_inputs: tokens of prompt and response but the last.
+        num_begun_inputs: the same when the continuation began; 0 for a sample that was not continued.
+
+    Returns:
+        None where the engine says nothing, or not of every token.
+    """
+    if rows is None or len(rows) != num_inputs:
+        return None
+    dtype = np.uint8 if num_experts <= 255 else np.int16
+    routes = np.array(rows, dtype=dtype)
+    if begun is not None:
+        routes[:num_begun_inputs] = 255 if dtype is np.uint8 else -1
+        if begun.routes is not None and len(begun.routes) == num_begun_inputs:
+            routes[:num_begun_inputs] = begun.routes
+    return routes
 
 
 def show_begun_text(detokenizer: Any, token_ids: Sequence[int]) -> None:

@@ -37,6 +37,7 @@ from roll.strategies.vllm.arguments import (
     engine_arguments,
     generation_output,
     prompt_score,
+    recorded_routes,
     sampling_params,
     scoring_params,
     show_begun_text,
@@ -62,6 +63,8 @@ class _Sample:
     """vLLM's own name of it."""
     begun: PartialSample | None
     """Tokens that it came with."""
+    prompt_length: int
+    """Without those."""
 
 
 class VllmStrategy(GenerationStrategy):
@@ -88,6 +91,8 @@ class VllmStrategy(GenerationStrategy):
         self._checksums: dict[str, Checksum] = {}
         """Checksums of the tensors that the update has brought so far."""
         self._num_ranks = config.devices_per_worker
+        self._records_routes = role.router_replay.mode == "R3"
+        self._num_experts = 0
         self._shared = SharedBucket()
         self._watch = RankWatch([], self._shared.close)
         self._asleep: list[str] = []
@@ -111,6 +116,8 @@ class VllmStrategy(GenerationStrategy):
         self._images = ImagePrompts(model_config, tokenizer)
         if getattr(model_config, "vision_config", None) is not None:
             check_torchvision()
+        if self._records_routes:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that can
         arguments = engine_arguments(self.role, self._config, model_config, self._max_model_len, self.seed, platform)
         if platform.device_type == "cpu" and arguments["enforce_eager"]:
             # The sampler compiles one helper of its own even so, which needs a C++ compiler and takes seconds.
@@ -123,6 +130,7 @@ class VllmStrategy(GenerationStrategy):
         if self.takes_adapters:
             self._ask_ranks("roll_add_adapter")
         self._vocab_size = self._engine.model_config.get_vocab_size()
+        self._num_experts = self._engine.model_config.get_num_experts()
         cache = self._engine.vllm_config.cache_config
         logger.info(
             "vllm %s: up to %d samples of %d tokens; KV cache of %s blocks of %s tokens",
@@ -185,7 +193,7 @@ class VllmStrategy(GenerationStrategy):
         internal_id = engine.add_request(key, prompt, params, lora_request=POLICY if self.takes_adapters else None)
         if begun is not None and request.params.stop_strings:
             show_begun_text(engine.output_processor.request_states[internal_id].detokenizer, begun.token_ids)
-        self._samples[key] = _Sample(request.request_id, index, internal_id, begun)
+        self._samples[key] = _Sample(request.request_id, index, internal_id, begun, len(request.prompt_token_ids))
         self._unfinished[request.request_id].add(key)
 
     def step(self) -> list[GenerationOutput]:
@@ -288,7 +296,14 @@ class VllmStrategy(GenerationStrategy):
 
     def _output(self, sample: _Sample, result: Any) -> GenerationOutput:
         output = generation_output(sample.request_id, sample.index, result.outputs[0], self._version)
-        return output if sample.begun is None else behind(sample.begun, output)
+        whole = output if sample.begun is None else behind(sample.begun, output)
+        if self._records_routes:
+            before = sample.prompt_length - 1
+            num_begun = 0 if sample.begun is None else before + len(sample.begun.token_ids)
+            rows = result.outputs[0].routed_experts
+            number = before + len(whole.token_ids)
+            whole.routes = recorded_routes(rows, number, self._num_experts, sample.begun, num_begun)
+        return whole
 
     def start_weight_update(self, version: int) -> None:
         if self._new_version is not None:

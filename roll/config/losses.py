@@ -1,16 +1,11 @@
-"""Keys of the preference losses, and the table of their names.
-
-A new loss is a row of :data:`PREFERENCE_LOSSES`, its options as keys of :class:`PreferenceLossConfig`, and a function
-in :mod:`roll.algorithms.preferences`, which is given that dataclass.
-"""
+"""Options of the losses on given rows: preferences, reward models, divergences from a teacher. Torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from roll.config.reading.fields import rules, setting
-from roll.config.reading.names import Named, Table
+from roll.config.reading.fields import Named, Table, rules, setting
 
 
 @dataclass(frozen=True)
@@ -161,3 +156,106 @@ def preference_problems(config: PreferenceLossConfig) -> list[tuple[str, Any, st
         rule = "exo_pair takes the logarithm of it: give it a small value such as 0.001"
         found.append(("label_smoothing", config.label_smoothing, rule))
     return found
+
+
+RewardLoss = Literal["bradley_terry", "regression", "ordinal", "process"]
+JUDGEMENTS: dict[str, Literal["ranking", "points", "steps"]] = {
+    "bradley_terry": "ranking",
+    "regression": "points",
+    "ordinal": "points",
+    "process": "steps",
+}
+"""What a row must say of its responses, by loss (:mod:`roll.datasets.preferences`)."""
+RANKS = ("bradley_terry",)
+SCORE_INPUT = "score_input"
+"""Entry of an exported model's ``config.json``: the tokens that it was trained to score."""
+SCORE_MEAN, SCORE_STD = "score_mean", "score_std"
+"""Entries of the same: mean and standard deviation of its scores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardLossConfig:
+    """Keys at the top of an ``rm`` configuration that say what is minimised."""
+
+    loss_type: RewardLoss = "bradley_terry"
+    """``bradley_terry``: of two responses the better one is to score higher; ``regression``: squared distance to a
+    number; ``ordinal``: likelihood of a grade 0, 1 ...; ``process``: likelihood of each step's label."""
+    label_smoothing: float = setting(0.0, ge=0, lt=0.5, read_if={"loss_type": RANKS})
+    """Assumed share of pairs with the labels swapped."""
+    margin_scale: float = setting(1.0, ge=0, read_if={"loss_type": RANKS})
+    """Factor of the margin by which a better response must lead: ``margin_key``, or the difference of scores."""
+    margin_from_scores: bool = setting(False, read_if={"loss_type": RANKS})
+    """The margin of two responses is the difference of what ``scores_key`` says of them."""
+    center_rewards_coefficient: float = setting(0.0, ge=0, read_if={"loss_type": RANKS})
+    """Weight of ``(r_w + r_l)^2``, which keeps scores around zero (0.01 is usual); 0: none."""
+    ordinal_levels: int = setting(5, ge=2, read_if={"loss_type": ("ordinal",)})
+    """Number of grades, which count from 0."""
+    ordinal_spacing: float = setting(4.0, gt=0, read_if={"loss_type": ("ordinal",)})
+    """Distance in scores from one grade to the next: the larger, the surer a grade can be."""
+
+
+def reward_loss_problems(config: RewardLossConfig, margin_key: str | None) -> list[tuple[str, Any, str]]:
+    """Key, value and rule of every combination that cannot be."""
+    found: list[tuple[str, Any, str]] = []
+    if config.margin_from_scores and margin_key is not None:
+        rule = "is one source of margins, margin_from_scores: true another; leave one out"
+        found.append(("margin_key", margin_key, rule))
+    return found
+
+
+KDObjective = Literal[
+    "forward_kl",
+    "reverse_kl",
+    "adaptive_kl",
+    "skewed_forward_kl",
+    "skewed_reverse_kl",
+    "js_divergence",
+    "total_variation",
+]
+
+KD_OBJECTIVES: tuple[str, ...] = get_args(KDObjective)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceConfig:
+    """Options of a divergence between a teacher p and a student q."""
+
+    kd_objective: KDObjective = "forward_kl"
+    """Divergence: ``forward_kl`` KL(p||q), ``reverse_kl`` KL(q||p), ``adaptive_kl``, ``skewed_forward_kl``,
+    ``skewed_reverse_kl``, ``js_divergence`` (generalised by ``js_beta``) or ``total_variation``."""
+    logits_topk: int = setting(64, ge=0)
+    """Tokens of the teacher's distribution that are compared, the most probable ones; 0: the whole vocabulary."""
+    topk_tail: Literal["bucket", "renormalised"] = "bucket"
+    """The rest of the vocabulary: ``bucket`` compares its mass as one further token; ``renormalised`` ignores it on
+    both sides, as ROLL does, and so leaves the student's mass on the compared tokens unconstrained."""
+    kd_temperature: float = setting(1.0, gt=0)
+    """Divides the logits of both sides before they are compared."""
+    teacher_temperature: float = setting(1.0, gt=0)
+    """Divides the teacher's logits once more."""
+    kd_temperature_squared: bool = True
+    """Multiply the divergence by the square of ``kd_temperature``, so that its gradient keeps its size (Hinton et al.);
+    false: as in ROLL."""
+    adaptive_kl_alpha: float = setting(0.5, ge=0, le=1, read_if={"kd_objective": ("adaptive_kl",)})
+    """``adaptive_kl``: the least probable tokens with this much of the teacher's mass are the tail."""
+    skew_lambda: float = setting(0.1, ge=0, le=1, read_if={"kd_objective": ("skewed_forward_kl", "skewed_reverse_kl")})
+    """Skewed divergences: weight of the first distribution in the mixture that it is compared with."""
+    js_beta: float = setting(0.5, gt=0, lt=1, read_if={"kd_objective": ("js_divergence",)})
+    """``js_divergence``: weight of the teacher in the mixture (GKD's beta). For b near 0 it is b times the forward KL,
+    near 1 it is 1 - b times the reverse KL."""
+
+
+OPD_FORMS = ("advantage", "topk", "full_vocabulary")
+
+
+def parse_opd_form(value: Any) -> Any:
+    """One of :data:`OPD_FORMS`; sampled estimators as losses are refused with the reason."""
+    name = str(value)
+    if name.removesuffix("_loss") in ("k1", "kl", "k3", "low_var_kl"):
+        expected = "zero" if "3" not in name and "low" not in name else "that of the forward KL, not of the reverse"
+        raise ValueError(
+            f"must be one of {', '.join(OPD_FORMS)}: {name} differentiated on samples of the student has "
+            f"the expected gradient {expected}; as an advantage, without gradient, k1 gives the reverse KL's"
+        )
+    if name not in OPD_FORMS:
+        raise ValueError(f"must be one of {', '.join(OPD_FORMS)}")
+    return name

@@ -1,0 +1,48 @@
+"""Experts of tokens as vLLM returns them, against its own classes; its engine returns them on GPUs only."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll.strategies.engines.requests import PartialSample
+
+arguments = pytest.importorskip("roll.strategies.vllm.arguments", reason="vllm is not installed: make install-vllm")
+
+pytestmark = pytest.mark.long
+ROWS = np.arange(7 * 2 * 3).reshape(7, 2, 3)
+"""Of a prompt of 5 tokens and a response of 3, 2 layers, 3 choices."""
+
+
+def begun(routes: np.ndarray | None) -> PartialSample:
+    return PartialSample([8], [-0.5], [(0, 0, 1)], routes=routes)
+
+
+def test_vllm_has_what_is_asked_for() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.outputs import CompletionOutput
+
+    assert "enable_return_routed_experts" in {one.name for one in fields(EngineArgs)}
+    output = CompletionOutput(0, "", [1, 2, 3], None, None, routed_experts=ROWS)
+    assert (arguments.recorded_routes(output.routed_experts, 7, 42, None, 0) == ROWS).all()
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(255, np.uint8), (256, np.int16)])
+def test_the_type_is_that_of_the_column(num_experts: int, dtype: Any) -> None:
+    assert arguments.recorded_routes(ROWS, 7, num_experts, None, 0).dtype == dtype
+
+
+def test_a_continued_sample_keeps_what_it_was_sampled_with() -> None:
+    old = np.full((5, 2, 3), 9, np.uint8)
+    found = arguments.recorded_routes(ROWS, 7, 42, begun(old), 5)
+    assert (found[:5] == 9).all() and (found[5:] == ROWS[5:]).all()
+    found = arguments.recorded_routes(ROWS, 7, 42, begun(None), 5)
+    assert (found[:5] == 255).all() and (found[5:] == ROWS[5:]).all()
+
+
+@pytest.mark.parametrize("rows", [None, ROWS[:6]])
+def test_a_record_that_lacks_tokens_is_none(rows: Any) -> None:
+    assert arguments.recorded_routes(rows, 7, 42, None, 0) is None
