@@ -15,8 +15,7 @@ from roll.distributed import Dispatch, register
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
 from roll.rollout.groups import EngineCommand, EngineReport
-from roll.weight_sync.encoding import ChecksumKind
-from roll.weight_sync.messages import BucketHeader, UpdateStart
+from roll.weight_sync.encoding import BucketHeader, ChecksumKind, UpdateStart
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import MODEL_COLUMNS
 from roll.workers.training import LOSS_COLUMNS, ActorWorker

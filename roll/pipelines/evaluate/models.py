@@ -25,7 +25,7 @@ from roll.pipelines.run_context import RunContext
 from roll.rollout.engines import EngineClient
 from roll.rollout.routing import build_router
 from roll.weight_sync.controller import WeightSync
-from roll.weight_sync.messages import MIB, SyncOptions
+from roll.weight_sync.encoding import MIB, SyncOptions
 from roll.workers import GENERATION_WORKER, STORED_WEIGHTS_WORKER
 from roll.workers.generation import GenerationWorker
 from roll.workers.stored_weights import StoredWeightsWorker
