@@ -15,7 +15,7 @@ from typing import Any
 
 from roll.config.lora import uses_lora
 from roll.config.losses import RANKS, is_unpaired
-from roll.config.pipelines import SCORES
+from roll.config.pipelines import GENERATES, SCORES
 from roll.config.plan.plan import Plan, RolePlan
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError, Problem
@@ -24,6 +24,7 @@ from roll.config.strategies.registry import (
     Fsdp1StrategyConfig,
     HfInferStrategyConfig,
     MegatronStrategyConfig,
+    backend_of,
     generation_strategies,
     typed_strategy_config,
 )
@@ -193,7 +194,7 @@ def _concurrent(plan: Any, phases: Sequence[str]) -> tuple[str, ...]:
 def _model_configs(plan: Plan, given: Mapping[str, Path]) -> dict[str, Mapping[str, Any]]:
     found, problems = {}, []
     for name, role in plan.roles.items():
-        if role.strategy_name in (None, "remote"):  # nothing of it is on these devices
+        if role.strategy_name is None or backend_of(role.strategy_name).is_remote:
             continue
         config = find_config(role.model_path, given.get(name) or given.get(""))
         if config is None:
@@ -210,10 +211,11 @@ def _model_configs(plan: Plan, given: Mapping[str, Path]) -> dict[str, Mapping[s
 
 
 def _computes(loaded: Any, name: str) -> bool:
-    """``hf_infer`` of a role that computes log-probs is a plain model, not an engine."""
+    """``hf_infer`` of a role that computes log-probs is a plain model, not an engine; ``vllm`` of a teacher is one."""
     role = loaded.plan.roles[name]
     task = loaded.pipeline.task_of(role.key, role.section)
-    return role.strategy_name not in task.strategies or task.name in ("computes log-probs", "scores responses")
+    is_plain = task is not GENERATES and backend_of(role.strategy_name or "").computes is not None
+    return role.strategy_name not in task.strategies or is_plain
 
 
 def _task(loaded: Any, name: str) -> Task:
