@@ -5,13 +5,13 @@
 
 ``overhead``  microseconds of a turn in the driver, on engines that answer at once, against a bare loop over the same
               environments without conversations, requests and groups.
-``engine``    turns a second of ``hf_infer`` in this process (136k weights, 8 turns of 29 observation and 3 new tokens),
-              with and without its prefix cache, and the share of what it could know that it knew.
+``engine``    turns a second of ``hf_infer`` in this process (136k and 3.5M weights, 8 turns of 29 observation and 3 new
+              tokens), with and without its prefix cache, and the share of what it could know that it knew.
 ``latency``   512 episodes at once whose environments take log-normal times: the share of the time in which engines are
               busy, against a loop that waits for all episodes before each turn. On a simulated clock, and on a real
               one (engines that sleep for as long as they would compute).
 ``ahead``     steps a second of asynchronous over synchronous rollout with the same engines and trainer, environments
-              of log-normal latency, on the same clock.
+              of log-normal latency, on the same clock, for several ``async_generation_ratio``.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Words:
     """A chat template whose tokens are words: no text is rendered, so that the runtime alone is measured."""
 
     end_tokens = frozenset({0})
+    images = None
 
     def prompt(self, messages: Any) -> list[int]:
         return list(range(1, OBSERVED + 1))
@@ -219,17 +220,23 @@ async def _barrier(engines: Engines) -> float:
 
 
 def ahead(steps: int = 12) -> None:
-    """Asynchronous over synchronous steps a second."""
-    seconds = {}
-    for ratio in (0.0, 1.0):
-        driver = DriverLoop(Clock())
+    """Asynchronous over synchronous steps a second, by ``async_generation_ratio``; at best a step takes as long as the
+    engines compute for it, or as training does."""
+    seconds, busy = {}, 0.0
+    for ratio in (0.0, 1.0, 2.0, 4.0):
+        driver, engines = DriverLoop(Clock()), Engines(2, TOKEN_SECONDS)
         try:
-            seconds[ratio] = driver.run(_steps(Engines(2, TOKEN_SECONDS), ratio, steps))
+            seconds[ratio] = driver.run(_steps(engines, ratio, steps))
         finally:
             driver.close()
+        busy = engines.busy / engines.world_size / (steps + bool(ratio))
+    least = max(busy, TRAINING_SECONDS)
+    times = ", ".join(
+        f"{ratio:g}: {seconds[ratio]:.1f} s ({seconds[0] / seconds[ratio]:.2f} times)" for ratio in seconds
+    )
     print(
-        f"ahead (simulated, {EPISODES} episodes and {TRAINING_SECONDS:g} s of training a step): synchronous "
-        f"{seconds[0.0]:.1f} s a step, asynchronous {seconds[1.0]:.1f} s ({seconds[0.0] / seconds[1.0]:.2f} times)"
+        f"ahead (simulated, {EPISODES} episodes and {TRAINING_SECONDS:g} s of training a step), by ratio: {times}; "
+        f"engines compute {busy:.1f} s a step, so at best {seconds[0] / least:.2f} times"
     )
 
 
@@ -259,7 +266,13 @@ async def _steps(engines: Engines, ratio: float, steps: int) -> float:
     return (loop.time() - begin) / steps
 
 
-def engine(conversations: int = EPISODES) -> None:
+def engine() -> None:
+    """Both sizes: in the small one a turn's bookkeeping is as much as its arithmetic."""
+    engine_of(EPISODES, 64, 2)
+    engine_of(48, 256, 4)
+
+
+def engine_of(conversations: int, hidden: int, layers: int) -> None:
     """Turns a CPU-second of ``hf_infer``, and what its prefix cache knew of what it could."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -269,11 +282,11 @@ def engine(conversations: int = EPISODES) -> None:
     torch.set_num_threads(1)
     config = Qwen2Config(
         vocab_size=448,
-        hidden_size=64,
-        num_hidden_layers=2,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
-        intermediate_size=192,
+        intermediate_size=3 * hidden,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         initializer_range=0.08,
@@ -298,7 +311,8 @@ def engine(conversations: int = EPISODES) -> None:
         rates[capacity] = conversations * TURNS / (time.process_time() - begin)
     plain, cached = rates.values()
     print(
-        f"engine ({conversations} conversations): {plain:,.0f} turns a CPU-second without a prefix cache, "
+        f"engine ({conversations} conversations, {model.num_parameters():,} weights): {plain:,.0f} turns a CPU-second "
+        f"without a prefix cache, "
         f"{cached:,.0f} with one ({cached / plain:.1f} times); {one._prefixes.num_reused / could:.1%} "
         "of the tokens of earlier turns were known"
     )
