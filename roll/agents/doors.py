@@ -131,7 +131,7 @@ def make_verifier(
         return CommandVerifier(options.command, options.timeout)
     try:
         whole = options.scores == "episode" or (of_environment and options.scores is None)
-        known = options.reward_kwargs | (judge or {} if asks_the_run(given) else {})
+        known = options.reward_kwargs | dict((judge or {}) if asks_the_run(given) else {})
         verifier = RewardVerifier(options.worker_cls, known, options.answer_key, options.timeout, whole)
         verifier.check_host()
     except RewardOptionError as error:
