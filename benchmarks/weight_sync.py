@@ -36,8 +36,7 @@ from roll.distributed import Cluster, ResourceManager, ray_runtime
 from roll.platforms import current_platform
 from roll.protocol.metrics import to_floats
 from roll.weight_sync.controller import WeightSync
-from roll.weight_sync.encoding import DeltaEncoder, iter_buckets
-from roll.weight_sync.messages import SyncOptions
+from roll.weight_sync.encoding import DeltaEncoder, SyncOptions, iter_buckets
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from roll.workers import ACTOR_WORKER, GENERATION_WORKER
 from roll.workers.generation import GenerationWorker

@@ -49,6 +49,9 @@ def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError([Problem("--tasks", None, "is needed with --harness", example, has_value=False)])
     if arguments.include and not Path(arguments.include).is_dir():
         raise ConfigError([Problem("--include", arguments.include, "no such folder of task files")])
+    if arguments.against is not None:
+        rule = "has no place with --harness, whose program asks this run's engines"
+        raise ConfigError([Problem("--against", arguments.against, rule)])
     keys = keys_of(arguments) | {"resume": False}  # it keeps no samples that could be taken up
     loaded = ready(partial(load_evaluation, arguments.config, None, overrides, keys))
     if loaded.pipeline.name != EVALUATE:
@@ -115,6 +118,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="[NAME=]PATH",
         help="a model folder, a training checkpoint or a folder of checkpoints; may be given several times",
     )
+    parser.add_argument(
+        "--against", metavar="URL[#MODEL]", help="compare with a model served elsewhere (OpenAI-compatible, .../v1)"
+    )
     parser.add_argument("--samples", type=int, help="samples of every prompt")
     parser.add_argument(
         "--temperature", type=float, action="append", default=[], help="answer at this temperature (0: greedy); several"
@@ -153,6 +159,8 @@ def keys_of(arguments: argparse.Namespace) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     if arguments.model:
         keys["models"] = dict(map(named_model, arguments.model))
+    if arguments.against is not None:
+        keys["against"] = arguments.against
     if arguments.samples is not None:
         keys["num_samples"] = arguments.samples
     if arguments.temperature:

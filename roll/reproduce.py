@@ -209,7 +209,8 @@ class Bench:
             return None
         folder.mkdir(parents=True, exist_ok=True)
         words = [f"seed={seed}", f"output_dir={folder}", f"logging_dir={folder}/logs", "track_with=[jsonl]"]
-        words += ["report_at_end=false", *self.table.overrides, *row.overrides]
+        # One that was interrupted has left a checkpoint; to go on from it changes no figure.
+        words += ["resume_from_checkpoint=true", "report_at_end=false", *self.table.overrides, *row.overrides]
         command = [sys.executable, "-m", "roll.cli", "run", row.config]
         command += [word.replace("{seed}", str(seed)) for word in words]
         log = folder / "console.log"

@@ -30,7 +30,8 @@ from pathlib import Path
 
 from benchmarks.pathologies.cases import HEALTHY, PATHOLOGIES, ROOT, Case
 from roll.config.loader import load_config
-from roll.report.diagnosis import Finding, diagnose
+from roll.report.diagnosis import diagnose
+from roll.report.evidence import Finding
 from roll.report.run_files import read_run
 
 PAGE = ROOT / "docs/diagnosis.md"

@@ -236,11 +236,12 @@ def _is_shown(content: Any) -> bool:
 def _filled_content(template: str, **values: Any) -> Any:
     """The template with its values as a text, or as parts where a value has images; each image stands in the place of
     the value's own."""
+    # Of texts alone: no attribute or index of anything else.
+    if not any(map(has_images, values.values())):
+        return template.format_map({name: str(value) for name, value in values.items()})
     images: list[Any] = []
-    texts = {name: _marked(value, images) if has_images(value) else str(value) for name, value in values.items()}
-    text = template.format_map(texts)  # of texts alone: no attribute or index of anything else
-    if not images:
-        return text
+    parts_of = {name: value if has_images(value) else [str(value)] for name, value in values.items()}
+    text = template.format_map({name: _marked(parts, images) for name, parts in parts_of.items()})
     pieces = _MARK.split(text)  # texts and numbers of images in turn
     parts = [images[int(piece)] if place % 2 else {"type": "text", "text": piece} for place, piece in enumerate(pieces)]
     return [part for part in parts if is_image(part) or part["text"]]

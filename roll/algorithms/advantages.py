@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from roll.algorithms.masked import Groups, masked_whiten, row_blocks
+from roll.algorithms.aggregation import Groups, masked_whiten, row_blocks
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.registry import Registry
 from roll.algorithms.returns import discounted_returns, generalized_advantages

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.algorithms.masked import Keep, clear_, row_blocks, within
+from roll.algorithms.aggregation import Keep, clear_, row_blocks, within
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.registry import Registry
 from roll.config.algorithm import POLICY_LOSSES, PolicyLoss, PPOConfig

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms import policy_losses as _policy_losses  # noqa: F401  registers the variants
-from roll.algorithms.aggregation import LossDenominators, aggregate
+from roll.algorithms.aggregation import LossDenominators, aggregate, clear_, level_log_ratio, row_blocks
 from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.algorithms.loss_types import (
     LOG_RATIO_BOUND,
@@ -26,7 +26,6 @@ from roll.algorithms.loss_types import (
     policy_losses,
     register_policy_loss,
 )
-from roll.algorithms.masked import clear_, level_log_ratio, row_blocks
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.registry import Registry
 from roll.config.algorithm import POLICY_LOSSES, PPOConfig

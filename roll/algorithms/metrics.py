@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roll.algorithms.masked import Groups, Keep
+from roll.algorithms.aggregation import Groups, Keep
 from roll.protocol.metrics import Max, Mean, Metric, Metrics, Min, Sum
 
 

@@ -11,8 +11,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from roll.algorithms.aggregation import level_log_ratio, masked_mean, row_blocks, row_mean
 from roll.algorithms.loss_types import LOG_RATIO_BOUND, LossInputs, linearised, register_policy_loss
-from roll.algorithms.masked import level_log_ratio, masked_mean, row_blocks, row_mean
 from roll.algorithms.metrics import MetricBuilder
 from roll.config.algorithm import PPOConfig
 

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from roll.algorithms.masked import Keep, has_holes, kept_, row_blocks
+from roll.algorithms.aggregation import Keep, has_holes, kept_, row_blocks
 
 _BLOCK = 32
 _DEEPEST_EXPONENT = 2.0

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from roll.algorithms.masked import Groups
+from roll.algorithms.aggregation import Groups
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.registry import Registry
 from roll.config.algorithm import PPOConfig

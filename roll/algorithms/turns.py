@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from roll.algorithms.masked import Groups, segment_starts
+from roll.algorithms.aggregation import Groups, segment_starts
 from roll.algorithms.returns import reverse_discounted_sum
 
 

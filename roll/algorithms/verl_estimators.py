@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions
-from roll.algorithms.masked import masked_whiten
+from roll.algorithms.aggregation import masked_whiten
 
 EPS = 1e-6
 """Added to the spread of a group."""

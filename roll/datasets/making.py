@@ -18,10 +18,11 @@ from roll.config.data import DataArguments
 from roll.datasets.columns import Columns, Message, as_number
 from roll.datasets.images import ImageReader
 from roll.datasets.reading import SourceRow
-from roll.datasets.templates import Rendered, Renderer
+from roll.datasets.templates import Conversation, Rendered, Renderer
 from roll.datasets.types import BadRows, DataError
 
 if TYPE_CHECKING:
+    from roll.datasets.assistant_turns import Dialogue
     from roll.datasets.store import EncodedRows, StoredRow
     from roll.protocol.vision import VisionInputs
 
@@ -84,6 +85,37 @@ class RowMaker(ABC):
     @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Settings that the rows depend on besides data section, tokenizer, templates and limit."""
+
+    def stored(
+        self,
+        one: Conversation | Dialogue,
+        domain: str,
+        token_ids: list[int],
+        prompt_length: int,
+        difficulty: float | None,
+        row: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> StoredRow:
+        """A prepared row.
+
+        Args:
+            row: what is kept of the row besides its tokens.
+            more: further fields of :class:`~roll.datasets.store.StoredRow`.
+        """
+        from roll.datasets.store import StoredRow
+
+        return StoredRow(
+            id=self.columns.read_id(one.source),
+            file=self.files[one.source.path],
+            number=one.source.number,
+            tag=one.tag,
+            domain=domain,
+            token_ids=token_ids,
+            prompt_length=prompt_length,
+            row=row,
+            difficulty=difficulty,
+            **{"text": ""} | more,
+        )
 
     def seen(self, source: SourceRow, messages: list[Message]) -> tuple[list[Message], VisionInputs | None]:
         """The conversation with placeholders where images stand, and the images.

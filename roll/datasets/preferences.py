@@ -187,8 +187,6 @@ class JudgedMaker(RowMaker):
         return Columns.of(replace(self.data_args, prompt=name), first)
 
     def make(self, sources: Sequence[SourceRow], bad_rows: BadRows) -> list[StoredRow]:
-        from roll.datasets.store import StoredRow
-
         read, conversations, difficulties = [], [], []
         for source in sources:
             try:
@@ -215,21 +213,10 @@ class JudgedMaker(RowMaker):
             if length > self.limit:
                 self.tally.leave_out(self._domain, length)
                 continue
-            row = {"lengths": [len(ids) for ids in responses], "scores": judged.scores, "step_ends": step_ends}
-            rows.append(
-                StoredRow(
-                    id=self.columns.read_id(one.source),
-                    file=self.files[one.source.path],
-                    number=one.source.number,
-                    tag=one.tag,
-                    domain=self._domain,
-                    token_ids=[*prompt, *(token for ids in responses for token in ids)],
-                    prompt_length=len(prompt),
-                    text="",
-                    row={**row, "margin": judged.margin},
-                    difficulty=difficulty,
-                )
-            )
+            ids = [*prompt, *(token for response in responses for token in response)]
+            row = {"lengths": [len(response) for response in responses], "scores": judged.scores}
+            row |= {"step_ends": step_ends, "margin": judged.margin}
+            rows.append(self.stored(one, self._domain, ids, len(prompt), difficulty, row))
         return rows
 
     def _tokenized(

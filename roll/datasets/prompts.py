@@ -181,7 +181,8 @@ class PromptMaker(RowMaker):
                 continue
             fitting = self._fit(one, domain, rendered, has_images=vision is not None)
             if fitting is not None:
-                rows.append(self._stored(one, domain, fitting, difficulty))
+                ids, row = fitting.token_ids, self.images.row_of(one.source)
+                rows.append(self.stored(one, domain, ids, len(ids), difficulty, row, text=fitting.text))
                 self.tally.without_truth[domain] += read_ground_truth(one.source.row) is None
                 self.tally.answered[domain] += one.messages[-1]["role"] == "assistant"
         return rows
@@ -210,23 +211,6 @@ class PromptMaker(RowMaker):
         else:
             self.tally.truncated[domain] += 1
         return shortened
-
-    def _stored(self, one: Conversation, domain: str, rendered: Rendered, difficulty: float | None) -> StoredRow:
-        from roll.datasets.store import StoredRow
-
-        source, ids = one.source, rendered.token_ids
-        return StoredRow(
-            id=self.columns.read_id(source),
-            file=self.files[source.path],
-            number=source.number,
-            tag=one.tag,
-            domain=domain,
-            token_ids=ids,
-            prompt_length=len(ids),
-            text=rendered.text,
-            row=self.images.row_of(source),
-            difficulty=difficulty,
-        )
 
 
 def in_order(counts: LoadCounts, domains: Mapping[str, Any]) -> LoadCounts:

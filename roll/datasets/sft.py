@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.data import DataArguments
-from roll.datasets.assistant_turns import AssistantTurns, Dialogue, Masked, read_dialogue, spans_of
+from roll.datasets.assistant_turns import AssistantTurns, Masked, read_dialogue, spans_of
 from roll.datasets.columns import Columns, Message, require
 from roll.datasets.images import ImageReader, PreparedImages, VisionModel
 from roll.datasets.making import RowMaker
@@ -152,7 +152,8 @@ class DialogueMaker(RowMaker):
                 self.tally.leave_out(DOMAIN, len(ids))
                 continue
             mask = masked.mask if ids is masked.token_ids else self._widened(masked, vision)
-            rows.append(self._stored(one, ids, spans_of(mask), difficulty, vision is not None))
+            spans, row = spans_of(mask), None if vision is None else self.images.row_of(one.source)
+            rows.append(self.stored(one, DOMAIN, ids, spans[0], difficulty, row, spans=spans))
         return rows
 
     def _widened(self, masked: Masked, vision: VisionInputs | None) -> list[bool]:
@@ -161,25 +162,6 @@ class DialogueMaker(RowMaker):
         image, counts = self.images.model.image_token_id, iter(vision.num_tokens if vision is not None else ())
         pairs = zip(masked.token_ids, masked.mask, strict=True)
         return [flag for token, flag in pairs for _ in range(next(counts) if token == image else 1)]
-
-    def _stored(
-        self, one: Dialogue, ids: list[int], spans: list[int], difficulty: float | None, has_images: bool
-    ) -> StoredRow:
-        from roll.datasets.store import StoredRow
-
-        return StoredRow(
-            id=self.columns.read_id(one.source),
-            file=self.files[one.source.path],
-            number=one.source.number,
-            tag=one.tag,
-            domain=DOMAIN,
-            token_ids=ids,
-            prompt_length=spans[0],
-            text="",
-            row=self.images.row_of(one.source) if has_images else None,
-            difficulty=difficulty,
-            spans=spans,
-        )
 
 
 class SftMaker(RowMaker):
@@ -234,26 +216,9 @@ class SftMaker(RowMaker):
             if length > self.limit:
                 self.tally.leave_out(DOMAIN, length)
             else:
-                rows.append(self._stored(one, rendered.token_ids, response, difficulty, vision is not None))
+                ids, row = rendered.token_ids, None if vision is None else self.images.row_of(one.source)
+                rows.append(self.stored(one, DOMAIN, ids + response, len(ids), difficulty, row))
         return rows
-
-    def _stored(
-        self, one: Conversation, prompt: list[int], response: list[int], difficulty: float | None, has_images: bool
-    ) -> StoredRow:
-        from roll.datasets.store import StoredRow
-
-        return StoredRow(
-            id=self.columns.read_id(one.source),
-            file=self.files[one.source.path],
-            number=one.source.number,
-            tag=one.tag,
-            domain=DOMAIN,
-            token_ids=prompt + response,
-            prompt_length=len(prompt),
-            text="",
-            row=self.images.row_of(one.source) if has_images else None,
-            difficulty=difficulty,
-        )
 
 
 def read_demonstration(columns: Columns, source: SourceRow, query_key: str | None = None) -> tuple[list[Message], str]:

@@ -254,7 +254,6 @@ def routing_sums(
         recorded: of :meth:`RoutingRecorder.recording`.
         token_rows: float32 (T,), how many rows each token of the pass stands for.
     """
-    token_rows = token_rows.float()  # FSDP2 casts inputs
     counts, probs, entropies = [], [], []
     token_rows = token_rows.float()  # FSDP2 casts what a pass is given; such small numbers are exact in any type
     for (logits, indices), layer in zip(recorded, layers, strict=True):

@@ -13,7 +13,7 @@ from roll.config.plan.plan import Plan, TrainingPlan
 from roll.config.plan.planning import training_plan
 from roll.config.policy import PolicyRunConfig
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import backend_of
+from roll.config.strategies.registry import backend_of, with_engine_size
 
 
 @dataclass(frozen=True)
@@ -226,3 +226,16 @@ def with_adapter(role: WorkerConfig, config: PolicyRunConfig) -> WorkerConfig:
     engine_args = needed | dict(arguments.strategy_config.get("engine_args") or {})
     options = {**arguments.strategy_config, "engine_args": engine_args}
     return replace(role, strategy_args=replace(arguments, strategy_config=options))
+
+
+def policy_roles(config: PolicyRunConfig) -> dict[str, WorkerConfig]:
+    """The sections of policy, engines, reference and critic, as far as this run starts them."""
+    roles: dict[str, WorkerConfig] = {
+        "actor_train": config.actor_train,
+        "actor_infer": with_engine_size(config.actor_infer),
+    }
+    if config.reference is not None and needs_reference(config):
+        roles["reference"] = config.reference
+    if config.critic is not None and needs_critic(config):
+        roles["critic"] = config.critic
+    return roles

@@ -26,8 +26,8 @@ from roll.distributed import (
     WorkerDied,
     ray_runtime,
 )
+from roll.distributed.actor import Profiling
 from roll.distributed.guard import Guard
-from roll.distributed.profiling import Profiling
 from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
 from roll.pipelines.batches import FOLDER as BATCHES

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from roll.report.diagnosis import Finding, diagnose
+from roll.report.diagnosis import diagnose
+from roll.report.evidence import Finding
 from roll.report.page import MAX_SAMPLES, write_page
 from roll.report.run_files import REPORT_NAME, read_run
 

@@ -1,4 +1,5 @@
-"""Facts of a run that the rules of :mod:`roll.report.diagnosis` look at, each computed once."""
+"""Facts of a run that the rules of :mod:`roll.report.diagnosis` look at, each computed once, and the form of what they
+find."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from roll.report.run_files import Run
 from roll.tracking.sample_log import decoded
 
+LEAST_STEPS = 3
+"""Of a run whose course is judged."""
 MAX_BLOCKS = 40
 """Steps whose samples are read, spread evenly over the run."""
 MARKER = re.compile(r"<[|/]?[A-Za-z_\u2581/][\w\u2581|]*[|]?>|<\uff5c[^<>]{1,40}\uff5c>")
@@ -177,3 +180,33 @@ def correlation(pairs: Iterable[tuple[float, float]]) -> float:
     if variance_x < 1e-12 or variance_y < 1e-12:
         return 0.0
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / math.sqrt(variance_x * variance_y)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause with what speaks for it.
+
+    Attributes:
+        cause: short name, as docs/diagnosis.md has it.
+        title: the cause in a sentence.
+        evidence: what was seen, with numbers.
+        remedy: what to change.
+    """
+
+    cause: str
+    title: str
+    evidence: tuple[str, ...]
+    remedy: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def typical_of(facts: Facts, name: str) -> str:
+    value = facts.typical(name)
+    return "unknown" if value is None else f"{value:.3g}"
+
+
+def quoted(text: str, most: int = 160) -> str:
+    shown = " ".join(text.split())
+    return repr(shown if len(shown) <= most else f"{shown[: most // 2]} ... {shown[-most // 2 :]}")

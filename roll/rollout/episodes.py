@@ -347,7 +347,7 @@ def _member_state(member: _Member) -> State:
 def episode_state(episode: Episode) -> State:
     """An episode without its task, as plain values and arrays."""
     conversations = episode.conversations
-    images = [image.data.tobytes() for image in conversations.images.values()]
+    images = [image.data for image in conversations.images.values()]
     return ({"images": images} if images else {}) | {
         "outcome": episode.outcome,
         "reward": float(episode.reward),
@@ -357,11 +357,6 @@ def episode_state(episode: Episode) -> State:
         "seconds": asdict(episode.seconds),
         "counts": asdict(conversations.counts),
         "messages": json.dumps([[call.messages, call.message] for call in conversations.calls], default=str),
-        **(
-            {"images": [image.data.tobytes() for image in conversations.images.values()]}
-            if conversations.images
-            else {}
-        ),
         "calls": [
             {
                 "parent": call.parent,
@@ -390,7 +385,7 @@ def episode_from(state: Mapping[str, Any], task: Task, player: Player) -> Episod
         plain["opening"] = entry.get("opening", 0)
         call = Call(index=len(conversations.calls), messages=messages, message=message, **arrays, **plain)
         conversations.calls.append(call)
-    conversations.restore([EncodedImage.of(data) for data in state.get("images", ())])
+    conversations.restore([EncodedImage.of(data.tobytes()) for data in state.get("images", ())])
     plain = {name: state[name] for name in ("outcome", "reward", "success", "metrics", "error")}
     return Episode(task, conversations, seconds=Seconds(**state["seconds"]), **plain)
 

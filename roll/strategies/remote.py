@@ -26,14 +26,17 @@ class ServiceRefused(RuntimeError):
     """The service does not answer, or not with what was asked for; the message says what it said."""
 
 
-class PromptLogProbs:
-    """A service that gives log-probs of prompts.
+class RemoteService:
+    """An OpenAI-compatible service.
+
+    Args:
+        path: of the requests, below ``base_url``.
 
     Raises:
         ServiceRefused: it cannot be reached, or the name of its model cannot be found out.
     """
 
-    def __init__(self, options: RemoteStrategyConfig) -> None:
+    def __init__(self, options: RemoteStrategyConfig, path: str) -> None:
         self._base_url = options.base_url.rstrip("/")
         self._key = os.environ.get(options.api_key_env, "") if options.api_key_env else ""
         settings = HttpSettings(
@@ -46,7 +49,7 @@ class PromptLogProbs:
         self.max_model_len: int | None = None
         """Tokens that the model takes, where the service says so."""
         self.model = self._look_up(options.model)
-        self._client = JsonClient(f"{self._base_url}/completions", settings, self._key)
+        self._client = JsonClient(f"{self._base_url}/{path}", settings, self._key)
 
     def _look_up(self, wanted: str | None) -> str:
         url = f"{self._base_url}/models"
@@ -68,6 +71,28 @@ class PromptLogProbs:
         self.max_model_len = length if isinstance(length, int) else None
         return name
 
+    def post(self, bodies: Sequence[Any]) -> list[Any]:
+        """The answer to each body.
+
+        Raises:
+            ServiceRefused: one of them is not answered.
+        """
+        replies = self._client.post(bodies)
+        for reply in replies:
+            if reply.error is not None:
+                raise ServiceRefused(reply.error)
+        return [reply.body for reply in replies]
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class PromptLogProbs(RemoteService):
+    """A service that gives log-probs of prompts."""
+
+    def __init__(self, options: RemoteStrategyConfig) -> None:
+        super().__init__(options, "completions")
+
     def ask(self, prompts: Sequence[Sequence[int]], top: int) -> list[list[Mapping[str, Any] | None]]:
         """``prompt_logprobs`` of each prompt: by position an object of id to ``logprob``, ``rank`` and
         ``decoded_token``.
@@ -76,13 +101,8 @@ class PromptLogProbs:
             ServiceRefused: one of them is not answered.
         """
         shared = {"model": self.model, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top}
-        replies = self._client.post([shared | {"prompt": list(prompt)} for prompt in prompts])
-        found = []
-        for prompt, reply in zip(prompts, replies, strict=True):
-            if reply.error is not None:
-                raise ServiceRefused(reply.error)
-            found.append(self._read(reply.body, prompt))
-        return found
+        answers = self.post([shared | {"prompt": list(prompt)} for prompt in prompts])
+        return [self._read(body, prompt) for prompt, body in zip(prompts, answers, strict=True)]
 
     def _read(self, body: Any, prompt: Sequence[int]) -> list[Mapping[str, Any] | None]:
         try:
@@ -101,9 +121,6 @@ class PromptLogProbs:
                     f"{self._base_url}: position {place} of prompt_logprobs is not about token {token}, which is there"
                 )
         return rows
-
-    def close(self) -> None:
-        self._client.close()
 
 
 def as_score(rows: Sequence[Mapping[str, Any] | None], prompt: Sequence[int], top: int) -> PromptScore:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roll.translation.algorithms import put_algorithm
+from roll.translation.episodes import put_episodes
 from roll.translation.families import put_family, put_routes
 from roll.translation.placement import (
     devices,
@@ -141,7 +142,7 @@ def put_adapters(draft: Draft) -> None:
 
 def put_reward(draft: Draft) -> None:
     """The reward of a whole run: named by its environment, or derived from the files' names."""
-    if draft.facts.get("rewards_set") or put_reward_model(draft) or put_function(draft):
+    if draft.facts.get("rewards_set") or draft.facts.get("episodes") or put_reward_model(draft) or put_function(draft):
         return
     files = [str(name) for name in draft.get("train_files", default=[])]
     reward = draft.get("reward") or ("gsm8k_rule" if files and all(GSM8K in name.lower() for name in files) else None)
@@ -231,5 +232,6 @@ STEPS: tuple[Callable[[Draft], None], ...] = (
     put_reward,
     put_sampling,
     put_tracking,
+    put_episodes,
 )
 """Steps of an RLVR run, in order."""

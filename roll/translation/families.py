@@ -51,8 +51,11 @@ NAMES: tuple[tuple[str, dict[str, Any]], ...] = (
 """Patterns of names, the first that fits, and as much of a ``config.json`` as says what the family needs."""
 OTHER_FAMILY = ("deepseek_v2", "glm4_moe_lite")
 """Families with experts of which no backend is tested: their attention is another one."""
+ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 STANDS_IN = "fsdp2"
 """Backend in the place of Megatron, for families that Megatron Core has no model of here."""
+OTHER_ENGINE = "vllm"
+"""Engine in the place of SGLang, likewise."""
 LANGUAGE_PART = re.compile(r"[.*]*visual[.*]*|[.*]*vision(?:_model|_tower)?[.*]*")
 """Modules that adapters leave out there: the vision tower."""
 
@@ -74,10 +77,13 @@ def lacks(config: Mapping[str, Any] | None, strategy: str) -> list[str]:
 
 def find_family(draft: Draft) -> None:
     """Learn the family of the policy, before strategies and batches are decided."""
-    if draft.states("model"):
-        draft.facts["family"] = family_of(str(draft.facts.get("model", "")))
-    else:
-        draft.facts.setdefault("family", None)
+    family = family_of(str(draft.facts.get("model", ""))) if draft.states("model") else None
+    draft.facts["family"] = family
+    if draft.get("engine") == "sglang" and lacks(family, "sglang") and not lacks(family, OTHER_ENGINE):
+        draft.facts["engine"] = OTHER_ENGINE
+        draft.remark(
+            ["engine"], f"sglang is not tested with this family here: {OTHER_ENGINE} samples from the same model"
+        )
 
 
 def backend_for(draft: Draft, strategy: str) -> str:
@@ -108,19 +114,24 @@ def put_family(draft: Draft, strategies: Mapping[str, str]) -> None:
     if any(draft.facts.get(f"stands_in.{role}") for role in strategies):
         text = "Megatron has no model of this family here: fsdp2 computes the same, over all ranks of the role"
         draft.remark(["model"], text)
+    name = "actor_infer.strategy_args.strategy_name"
+    if draft.keys.get(name) not in (None, draft.get("engine")):
+        draft.put(name, draft.facts["engine"], "engine")
+        for key in [key for key in draft.keys if key.startswith(f"actor_infer.{OPTIONS}.engine_args.")]:
+            del draft.keys[key]  # of the other engine
     has_experts = EXPERTS in needed(family)
     for role, section in draft.sections():
         tensor = int(draft.get(f"tensor.{role}", default=1))
         if strategies[role] == "megatron" and has_experts and tensor > 1:
             draft.put(f"{section}.{OPTIONS}.sequence_parallel", True, f"tensor.{role}")
-    put_adapters_of_family(draft, VISION in needed(family), has_experts and "megatron" in strategies.values())
+    put_adapters_of_family(draft, VISION in needed(family), has_experts)
 
 
 def _kinds(capabilities: list[str]) -> str:
     return " and ".join(NEEDS[name] for name in capabilities)
 
 
-def put_adapters_of_family(draft: Draft, sees: bool, experts_under_megatron: bool) -> None:
+def put_adapters_of_family(draft: Draft, sees: bool, has_experts: bool) -> None:
     """Adapters go on the language part here, and not on experts."""
     rank = draft.get("lora_rank", default=0)
     if not draft.states("lora_rank") or not rank:
@@ -129,10 +140,10 @@ def put_adapters_of_family(draft: Draft, sees: bool, experts_under_megatron: boo
     if sees and not LANGUAGE_PART.fullmatch(left_out):
         rule = "puts adapters on the vision tower too, there; here they go on the language model alone: "
         draft.refuse("lora_rank", f"{rule}exclude_modules='.*visual.*' is the same")
-    if experts_under_megatron:
-        draft.refuse(
-            "lora_rank", "puts adapters on the experts too, there; under Megatron only attention has them here"
-        )
+    targets = draft.get("lora_target", default="all-linear")
+    if has_experts and not (isinstance(targets, list) and ATTENTION.issuperset(targets)):
+        rule = "puts adapters on the experts too, there; here they have none: "
+        draft.refuse("lora_rank", f"{rule}target_modules=[q_proj,k_proj,v_proj,o_proj] is the same")
 
 
 def put_routes(draft: Draft) -> None:
@@ -146,7 +157,7 @@ def put_routes(draft: Draft) -> None:
         draft.put("enable_old_logprobs_recompute", True, "replay")
     if mode == "R3":
         draft.put("actor_infer.router_replay.mode", mode, "replay", "engine_replay")
-    if draft.get("freeze_vision") and draft.facts.get("family"):
+    if draft.get("freeze_vision") and VISION in needed(draft.facts.get("family") or {}):
         draft.put("actor_train.model_args.freeze_module_prefix", "vision_model", "freeze_vision")
     else:
         draft.without_effect("no vision tower is frozen", "freeze_vision")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from roll.translation.episodes import find_episodes
 from roll.translation.rules import Dialect
 from roll.translation.tables import one_of, read_table, whole
 
@@ -60,17 +61,8 @@ ENVIRONMENTS = {"gsm8k": "gsm8k_rule", "gsm8k_multi_turn": "gsm8k_rule", "aime":
 
 
 def environment(value: object) -> str:
-    """
-    Raises:
-        ValueError: an environment that is more than a rule.
-    """
-    if value in ENVIRONMENTS:
-        return ENVIRONMENTS[str(value)]
-    known = ", ".join(ENVIRONMENTS)
-    raise ValueError(
-        f"is an environment of theirs: an agentic run plays it as custom_envs.<tag>.env_type: skyrl:{value} "
-        f"(docs/environments.md), and this command has no translation into one; as rewards: {known}"
-    )
+    """A reward for what is no more than one, else the environment itself."""
+    return ENVIRONMENTS.get(str(value), f"skyrl:{value}")
 
 
 def positive(value: Any) -> bool:
@@ -94,6 +86,7 @@ def _dialect(name: str, title: str, package: str, losses: dict[str, str], texts:
         sections,
         "trainer.policy.model.path",
         facts,
+        prepare=find_episodes,
         programs=((rf"{package}\.entrypoints\.main_\w+", {}),),
     )
 

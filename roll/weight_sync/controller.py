@@ -15,7 +15,7 @@ from roll.distributed import Cluster, RemoteError, Worker, WorkerFailed
 from roll.distributed.failures import RankReport
 from roll.platforms import current_platform
 from roll.protocol.metrics import Mean, Metrics
-from roll.weight_sync.messages import MIB, LostEngines, SyncOptions, SyncReport
+from roll.weight_sync.encoding import MIB, LostEngines, SyncOptions, SyncReport
 
 logger = logging.getLogger(__name__)
 

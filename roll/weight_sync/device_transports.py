@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from roll.protocol.columns import flat_view
-from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out
-from roll.weight_sync.messages import same_members
+from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out, same_members
 from roll.weight_sync.transports import Receiver, Sender, Tensors
 
 _LARGE = 1 << 20

@@ -16,12 +16,14 @@ from roll.platforms import current_platform
 from roll.weight_sync.encoding import (
     INDICES_PART,
     VALUES_PART,
+    BucketHeader,
+    Checksum,
     ChecksumKind,
+    UpdateStart,
     apply_delta,
     checksum_kind,
     tensor_checksum,
 )
-from roll.weight_sync.messages import BucketHeader, Checksum, UpdateStart
 from roll.weight_sync.transports import Link, Receiver
 
 

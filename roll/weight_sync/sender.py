@@ -21,8 +21,16 @@ import torch
 from roll.config.policy import TransportName
 from roll.distributed.calls import is_peer_trouble
 from roll.weight_sync.device_transports import BroadcastSender, CudaIpcSender
-from roll.weight_sync.encoding import ChecksumKind, DeltaEncoder, tensor_checksum
-from roll.weight_sync.messages import BucketHeader, SyncReport, UpdateStart, WeightSyncError, verify_checksums
+from roll.weight_sync.encoding import (
+    BucketHeader,
+    ChecksumKind,
+    DeltaEncoder,
+    SyncReport,
+    UpdateStart,
+    WeightSyncError,
+    tensor_checksum,
+    verify_checksums,
+)
 from roll.weight_sync.transports import FileSender, ObjectStoreSender, Sender, SharedMemorySender, Tensors
 
 

@@ -19,8 +19,7 @@ from roll.strategies.engines.requests import (
     visible_text,
 )
 from roll.strategies.factory import create_generation_strategy
-from roll.weight_sync.encoding import ChecksumKind
-from roll.weight_sync.messages import BucketHeader, Checksum, UpdateStart
+from roll.weight_sync.encoding import BucketHeader, Checksum, ChecksumKind, UpdateStart
 from roll.weight_sync.receiver import WeightReceiver
 
 _Complete = tuple[GenerationRequest, list[GenerationOutput]]

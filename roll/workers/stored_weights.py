@@ -21,8 +21,7 @@ from roll.distributed import Dispatch, Worker, register
 from roll.models.build import DTYPES, build_model
 from roll.models.lora import adapter_names, base_name, merged_weight
 from roll.models.stored import StoredLayout
-from roll.weight_sync.encoding import iter_buckets
-from roll.weight_sync.messages import LostEngines, SyncOptions, SyncReport, WeightSyncError
+from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport, WeightSyncError, iter_buckets
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 
 

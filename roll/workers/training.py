@@ -35,7 +35,7 @@ from roll.strategies.base import (
     WeightSelection,
     teacher_columns,
 )
-from roll.weight_sync.messages import LostEngines, SyncOptions, SyncReport, WeightSyncError
+from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport, WeightSyncError
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelSettings, ModelWorker, columns_of
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from roll.agents.conversation import Conversations
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Sampled, Task, run_episode
 from roll.agents.images import ChatImages
+from roll.checkpoint.state import load_state, save_state
 from roll.datasets.images import VisionModel
 from roll.environments.base import BrokenContract, read_reset, read_step
 from roll.environments.frozen_lake import FrozenLake
@@ -122,10 +124,10 @@ def test_rows_of_a_batch_have_their_images(template: ChatTemplate) -> None:
         assert len({id(one) for one in seen}) < len(seen), "rows with the same images hold one object"
 
 
-def test_a_stored_episode_has_its_images(template: ChatTemplate) -> None:
+def test_a_stored_episode_has_its_images(template: ChatTemplate, tmp_path: Path) -> None:
     episode = play(template, Walker(template), system="Play.")
-    state = episode_state(episode)
-    assert all(isinstance(one, bytes) for one in state["images"])
+    save_state(tmp_path / "state", episode_state(episode))
+    state = load_state(tmp_path / "state")
     player = Player(None, template, Limits(), SamplingParams(max_new_tokens=4))  # type: ignore[arg-type]
     again = episode_from(state, episode.task, player)
     assert [call.images for call in again.calls] == [call.images for call in episode.calls]

@@ -10,13 +10,13 @@ from torch.testing import assert_close
 
 from roll.algorithms.aggregation import (
     AGGREGATION_MODES,
+    Groups,
     LossDenominators,
     aggregate,
     denominators_from,
     denominators_of,
     group_tokens_of,
 )
-from roll.algorithms.masked import Groups
 from tests.algorithms import reference
 from tests.algorithms.reference import Batch, batches, make_batch
 

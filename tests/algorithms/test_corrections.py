@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from roll.algorithms.loss_types import LossInputs
-from roll.algorithms.losses import correct_mismatch, mismatch_metrics
+from roll.algorithms.losses import correct_mismatch, mismatch_metrics, rejection_mask
 from roll.algorithms.metrics import MetricBuilder
 from roll.config.corrections import CORRECTION_PRESETS, CorrectionOptions, CorrectionRule, RuleLevel, correction_options
 from roll.protocol.metrics import merge_metrics, to_floats
@@ -108,6 +108,23 @@ def test_every_rule_equals_the_loop(batch: Batch, rule: CorrectionRule) -> None:
     weights, keep = by_loop(batch, rule)
     assert torch.equal(result.keep, keep)
     assert_close(result.weights, weights, rtol=1e-9, atol=1e-12)
+
+
+@given(batch=batches, rule=rules, other=rules)
+def test_rejections_equal_the_loop_and_leave_the_loss_to_the_other_rules(
+    batch: Batch, rule: CorrectionRule, other: CorrectionRule
+) -> None:
+    """``reject`` keeps what ``mask`` keeps, before the update; in the loss it does nothing more."""
+    rejecting = replace(rule, action="reject", policy="old", only_negative=False)
+    options = CorrectionOptions((rejecting, other))
+    keep, metrics = rejection_mask(batch.old_log_probs, batch.rollout_log_probs, batch.mask, options, None)
+    assert torch.equal(keep, by_loop(batch, replace(rejecting, action="mask"))[1])
+    share = float((batch.mask & ~keep).sum()) / max(float(batch.mask.sum()), 1.0)
+    assert to_floats(metrics).get("actor/rejected_token_ratio", 0.0) == pytest.approx(share)
+    inputs = inputs_of(batch)
+    both = correct_mismatch(inputs, options, MetricBuilder())
+    alone = correct_mismatch(inputs, CorrectionOptions((other,)), MetricBuilder())
+    assert torch.equal(both.weights, alone.weights) and torch.equal(both.keep, alone.keep)
 
 
 @given(batch=batches, first=rules, second=rules)

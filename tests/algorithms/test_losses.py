@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from roll.algorithms import masked
+from roll.algorithms import aggregation
 from roll.algorithms.aggregation import (
     AGGREGATION_MODES,
+    Groups,
     LossDenominators,
     denominators_from,
     denominators_of,
@@ -27,7 +28,6 @@ from roll.algorithms.losses import (
     register_policy_loss,
     value_loss,
 )
-from roll.algorithms.masked import Groups
 from roll.algorithms.metrics import MetricBuilder
 from roll.config.algorithm import PPOConfig
 from roll.protocol.metrics import merge_metrics, to_floats
@@ -393,7 +393,7 @@ def test_blocks_of_rows_change_no_bit(
     batch = replace(batch, rollout_log_probs=batch.rollout_log_probs * spread + outside)
     found = []
     for block in (1, 64, 2**17):
-        monkeypatch.setattr(masked, "_BLOCK", block)
+        monkeypatch.setattr(aggregation, "_BLOCK", block)
         log_probs = batch.log_probs.float().requires_grad_()
         inputs = inputs_of(batch, log_probs=log_probs)
         inputs = replace(inputs, **{f.name: _single(getattr(inputs, f.name)) for f in fields(inputs)})
@@ -413,12 +413,12 @@ def _single(value: object) -> object:
 
 def test_blocks_hold_all_rows_and_none_of_them_a_single_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row alone would be summed in another order by several threads."""
-    monkeypatch.setattr(masked, "_BLOCK", 1)
+    monkeypatch.setattr(aggregation, "_BLOCK", 1)
     for rows in range(1, 8):
-        parts = list(masked.row_blocks(torch.arange(rows * 3).view(rows, 3), torch.arange(rows)))
+        parts = list(aggregation.row_blocks(torch.arange(rows * 3).view(rows, 3), torch.arange(rows)))
         assert torch.equal(torch.cat([second for _, second in parts]), torch.arange(rows))
         assert all(len(first) == len(second) >= min(rows, 2) for first, second in parts)
-    assert len(list(masked.row_blocks(torch.empty(0, 3)))) == 1
+    assert len(list(aggregation.row_blocks(torch.empty(0, 3)))) == 1
 
 
 @pytest.mark.parametrize("variant", ["ppo", "gspo"])

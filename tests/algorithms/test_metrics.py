@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from torch.testing import assert_close
 
-from roll.algorithms.masked import Groups
+from roll.algorithms.aggregation import Groups
 from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics, group_range
 from roll.protocol.metrics import to_floats
 from tests.algorithms.reference import Batch, batches, mean, members, std

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from roll.algorithms import masked
+from roll.algorithms import aggregation
 from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
 from roll.algorithms.aggregation import LossDenominators, aggregate, group_tokens_of
 from roll.algorithms.kl import KLOptions, kl_estimate
@@ -203,7 +203,7 @@ print(float(result.loss), result.metrics["actor/toy"].value())
 
 def test_a_new_policy_loss_of_the_package_touches_two_files(tmp_path: Path) -> None:
     """A row and a key in the configuration, and a function: the file is checked, and the loss is computed."""
-    package = Path(masked.__file__).parents[1]
+    package = Path(aggregation.__file__).parents[1]
     shutil.copytree(package, tmp_path / "roll", ignore=shutil.ignore_patterns("__pycache__"))
     table, functions = tmp_path / "roll/config/algorithm.py", tmp_path / "roll/algorithms/policy_losses.py"
     text = table.read_text(encoding="utf-8")

@@ -128,6 +128,11 @@ DAMAGES: list[tuple[dict[str, Any], str, str]] = [
         "force_disable_old_logprobs_recompute",
         "leaves no sums of squared probabilities for adv_estimator: optimal_token_baseline",
     ),
+    (
+        {"force_disable_old_logprobs_recompute": True, "train_infer_correction": [{"action": "reject", "high": 2}]},
+        "force_disable_old_logprobs_recompute",
+        "leaves no log-probs of the trainer before the update",
+    ),
     # devices and strategies
     ({"actor_train.device_mapping": GONE}, "actor_train.device_mapping", "is needed"),
     ({"actor_infer.device_mapping": None}, "actor_infer.device_mapping", "is needed"),

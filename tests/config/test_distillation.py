@@ -197,3 +197,11 @@ def test_the_launcher_of_either_form(tmp_path: Path) -> None:
     assert loaded.pipeline.name == "opd" and load_config(None, file, check_files=False).pipeline.name == "opd"
     mixed = changed({"use_opd": True, "teacher": TEACHER})
     assert load(tmp_path, mixed).pipeline is definition_of("rlvr")
+
+
+@pytest.mark.parametrize("is_taught", [False, True])
+def test_an_evaluation_asks_no_teacher(is_taught: bool) -> None:
+    keys = ["adv_estimator=reinforce", "+is_pure_opd=true", "+teacher.model_args.model_name_or_path=my/teacher"]
+    loaded = load_config(None, "tiny/evaluate_config", None, keys if is_taught else [], check_files=False)
+    loaded.pipeline.check_services(loaded)
+    loaded.pipeline.check_parts(loaded)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll.distributed.profiling import Profiler, Profiling
+from roll.distributed.actor import Profiler, Profiling
 
 
 def test_chosen_calls_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

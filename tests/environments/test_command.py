@@ -26,7 +26,7 @@ def test_the_page_s_commands(command: str, capsys: pytest.CaptureFixture[str], m
 
 
 def test_the_page_s_class_passes_and_can_be_played(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
     (tmp_path / "my_package.py").write_text(code)
     for action, answers in (("check", ""), ("play", "even\n")):
         # -P: as the installed command, which has its own folder on the path and not the working directory.

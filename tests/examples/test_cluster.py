@@ -11,6 +11,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +95,13 @@ def test_ray_job(stand_ins: dict[str, str]) -> None:
     assert sent["argv"][1:] == words.split()
 
 
-STUB = "Metadata-Version: 2.1\nName: transformers\nVersion: 0.1\n"
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+HAS_DASHBOARD = find_spec("aiohttp_cors") is not None
 
 
 @pytest.fixture
-def ray_cluster(tmp_path: Path) -> Iterator[tuple[dict[str, str], str, int]]:
-    """A head with a dashboard that takes jobs: the environment to reach it, and the ports of the cluster and of it."""
-    pytest.importorskip("aiohttp_cors", reason="the dashboard needs ray[default], the extra cluster")
+def ray_cluster() -> Iterator[tuple[dict[str, str], int, int]]:
+    """A head, with a dashboard where it is installed: the environment of processes, its port and the dashboard's."""
     ports = []
     for _ in range(2):
         with socket.socket() as probe:
@@ -109,90 +111,109 @@ def ray_cluster(tmp_path: Path) -> Iterator[tuple[dict[str, str], str, int]]:
     bins = f"{Path(sys.executable).parent}:{kept['PATH']}"
     environ = kept | {"PATH": bins, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="rc") as folder:  # sockets have short names
-        words = ["--head", f"--port={ports[0]}", f"--dashboard-port={ports[1]}", "--include-dashboard=true"]
-        start = [
-            *RAY,
-            "start",
-            *words,
-            "--node-ip-address=127.0.0.1",
-            "--num-cpus=4",
-            f"--temp-dir={folder}",
-            "--block",
-        ]
-        head = subprocess.Popen(start, env=environ, stdout=subprocess.DEVNULL, start_new_session=True)
-        try:
-            yield environ, f"http://127.0.0.1:{ports[1]}", ports[0]
-        finally:
-            head.terminate()
-            head.wait(30)
+        words = ["--head", f"--port={ports[0]}", f"--dashboard-port={ports[1]}", "--node-ip-address=127.0.0.1"]
+        words += [f"--include-dashboard={HAS_DASHBOARD}", "--num-cpus=4", f"--temp-dir={folder}"]
+        with ray_node(words, environ):
+            yield environ, ports[0], ports[1]
 
 
-RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+@contextmanager
+def ray_node(words: list[str], environ: dict[str, str]) -> Iterator[None]:
+    """``ray start``, and the end of what it has started."""
+    command = [*RAY, "start", *words, "--block"]
+    node = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield
+    finally:
+        node.terminate()
+        node.wait(30)
+
+
+def alive(port: int, environ: dict[str, str], wanted: int) -> None:
+    """Wait until the cluster has so many nodes."""
+    look, give_up = [*RAY, "status", f"--address=127.0.0.1:{port}"], time.monotonic() + 90
+    while time.monotonic() < give_up:
+        seen = subprocess.run(look, env=environ, capture_output=True, text=True, check=False).stdout
+        if seen.partition("Pending")[0].count("node_") == wanted:
+            return
+        time.sleep(0.2)
+    pytest.fail(f"{wanted} nodes did not come")
+
+
+JOIN = "from roll.distributed import ray_runtime\nwith ray_runtime(1): print('joined')"
+OTHER = "Metadata-Version: 2.1\nName: transformers\nVersion: 0.1\n"
 
 
 @pytest.mark.long
 @pytest.mark.e2e
-def test_a_job_runs_on_a_cluster_whose_nodes_are_alike(
-    ray_cluster: tuple[dict[str, str], str, int], tiny_model: Path, tmp_path: Path
+def test_a_cluster_whose_nodes_differ_is_refused_by_name(
+    ray_cluster: tuple[dict[str, str], int, int], tmp_path: Path
 ) -> None:
-    """``ray_job.sh`` has the example run to its end; with a node of other versions the run is refused by name."""
-    environ, dashboard, port = ray_cluster
-    config = tmp_path / "sft.yaml"
+    environ, port, _ = ray_cluster
+    join = environ | {"RAY_ADDRESS": f"127.0.0.1:{port}"}
+
+    def joined() -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", JOIN], env=join, capture_output=True, text=True, check=False)
+
+    alive(port, environ, 1)
+    one = joined()
+    assert one.stdout == "joined\n", one.stderr
+    stub = tmp_path / "stub" / "transformers-0.1.dist-info"
+    stub.mkdir(parents=True)
+    (stub / "METADATA").write_text(OTHER)
+    words = [f"--address=127.0.0.1:{port}", "--node-ip-address=127.0.0.1", "--num-cpus=1"]
+    with ray_node(words, environ | {"PYTHONPATH": f"{stub.parent}:{ROOT}"}):
+        alive(port, environ, 2)
+        two = joined()
+    assert two.returncode != 0 and two.stdout == ""
+    assert "has transformers 0.1 (this one: " in two.stderr
+    assert "All nodes must have the same versions" in two.stderr
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+@pytest.mark.skipif(not HAS_DASHBOARD, reason="jobs need the dashboard: ray[default], the extra cluster")
+def test_a_job_runs_on_a_real_cluster(
+    ray_cluster: tuple[dict[str, str], int, int], tiny_model: Path, tmp_path: Path
+) -> None:
+    """``ray_job.sh`` has a run done to its end."""
+    environ, port, dashboard = ray_cluster
     rows = [{"messages": [{"role": "user", "content": "1 + 1"}], "response": "2"}] * 8
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model_args = {"dtype": "fp32", "disable_gradient_checkpointing": True}
     data_args = {"file_name": str(tmp_path / "rows.jsonl"), "messages": "messages", "response": "response"}
     settings = {
         "pipeline": "sft",
         "exp_name": "job",
         "pretrain": str(tiny_model),
         "output_dir": str(tmp_path / "out"),
+        "logging_dir": str(tmp_path / "out" / "logs"),
+        "track_with": ["jsonl"],
         "max_steps": 2,
         "save_steps": 0,
         "num_gpus_per_node": 1,
         "sequence_length": 64,
         "sft_train": {
             "device_mapping": [0],
-            "model_args": model_args,
+            "model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True},
             "data_args": data_args,
             "strategy_args": {"strategy_name": "fsdp2_train"},
             "training_args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
         },
     }
+    config = tmp_path / "sft.yaml"
     config.write_text(yaml.safe_dump(settings))
-    submit = [str(FOLDER / "ray_job.sh"), dashboard, str(config)]
-
-    def submitted() -> tuple[int, str]:
-        give_up = time.monotonic() + 60
-        while True:
-            done = subprocess.run(submit, env=environ, cwd=ROOT, capture_output=True, text=True, check=False)
-            text = done.stdout + done.stderr
-            if "connect to" not in text.lower() or time.monotonic() > give_up:  # the dashboard is not there yet
-                return done.returncode, text
-            time.sleep(0.5)
-
-    status, text = submitted()
-    assert status == 0, text
+    alive(port, environ, 1)
+    submit = [str(FOLDER / "ray_job.sh"), f"http://127.0.0.1:{dashboard}", str(config)]
+    give_up = time.monotonic() + 90
+    while True:
+        done = subprocess.run(submit, env=environ, cwd=ROOT, capture_output=True, text=True, check=False)
+        text = done.stdout + done.stderr
+        if "connect to" not in text.lower() or time.monotonic() > give_up:
+            break
+        time.sleep(0.5)  # the dashboard is not there yet
+    assert done.returncode == 0, text
     metrics = (tmp_path / "out" / "logs" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["system/global_step"] for line in metrics] == [0.0, 1.0]
-    stub = tmp_path / "stub" / "transformers-0.1.dist-info"
-    stub.mkdir(parents=True)
-    (stub / "METADATA").write_text(STUB)
-    other = environ | {"PYTHONPATH": f"{stub.parent}:{ROOT}"}
-    words = [f"--address=127.0.0.1:{port}", "--node-ip-address=127.0.0.1", "--num-cpus=1", "--block"]
-    node = subprocess.Popen([*RAY, "start", *words], env=other, stdout=subprocess.DEVNULL, start_new_session=True)
-    try:
-        look, give_up = [*RAY, "status", f"--address=127.0.0.1:{port}"], time.monotonic() + 60
-        while time.monotonic() < give_up:
-            seen = subprocess.run(look, env=environ, capture_output=True, text=True, check=False).stdout
-            if seen.partition("Pending")[0].count("node_") == 2:
-                break
-        status, text = submitted()
-        assert status != 0, text
-        assert "has transformers 0.1 (this one: " in text and "All nodes must have the same versions" in text
-    finally:
-        node.terminate()
-        node.wait(30)
 
 
 @pytest.mark.long

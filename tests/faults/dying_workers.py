@@ -19,7 +19,7 @@ from roll.distributed import Dispatch, register
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import LossFunction, TensorBatch, teacher_columns
-from roll.weight_sync.messages import BucketHeader
+from roll.weight_sync.encoding import BucketHeader
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelWorker
 from roll.workers.supervised import (

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +15,7 @@ from roll.distributed import Dispatch, register
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
 from roll.rollout.groups import EngineCommand, EngineReport
-from roll.weight_sync.encoding import ChecksumKind
-from roll.weight_sync.messages import BucketHeader, UpdateStart
+from roll.weight_sync.encoding import BucketHeader, ChecksumKind, UpdateStart
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import MODEL_COLUMNS
 from roll.workers.training import LOSS_COLUMNS, ActorWorker
@@ -111,6 +111,19 @@ class DyingEngine(GenerationWorker):
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class EngineDyingOnce(DyingEngine):
+    """Killed in its first step, with samples half done, by whichever process finds no file ``DEATH_MARKER``."""
+
+    def advance(self, command: EngineCommand) -> EngineReport:
+        marker = Path(os.environ["DEATH_MARKER"])
+        if command.add and not marker.exists():
+            marker.touch()
+            self._accept(command)
+            self.engine.step()
+            self.die()
+        return GenerationWorker.advance(self, command)
 
 
 class StoppedEngine(DyingEngine):

@@ -18,7 +18,16 @@ from roll.distributed import Interrupted
 from roll.pipelines.dpo.pipeline import DPOPipeline
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, constant_rate, role, training_args, untimed
+from tests.pipelines.tiny_runs import (
+    FinishedRun,
+    TinyWorld,
+    drawn_pairs,
+    learned,
+    role,
+    supervised_layout,
+    supervised_layouts,
+    training_args,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -81,14 +90,6 @@ def plain_dpo(world: TinyWorld, pair_ids: list[list[str]], options: PreferenceLo
     return found
 
 
-def drawn_pairs(run: FinishedRun, stream: str = "preferences") -> list[list[str]]:
-    """The pairs of each step, drawn as the run draws them."""
-    from roll.datasets import EpochOrder
-
-    order = EpochOrder(64, 7, stream, True).of_epoch(0)
-    return [[f"pair-{row}" for row in order[step * PAIRS : (step + 1) * PAIRS]] for step in range(STEPS)]
-
-
 @pytest.fixture(scope="module")
 def whole(run: Run) -> FinishedRun:
     return run({}, pipeline="dpo")
@@ -103,31 +104,16 @@ def assert_same(run: FinishedRun, wanted: list[dict[str, float]], rel: float = 2
 
 
 def test_a_run_is_a_plain_loop(whole: FinishedRun, world: TinyWorld) -> None:
-    wanted = plain_dpo(world, drawn_pairs(whole), PreferenceLossConfig(beta=BETA))
+    wanted = plain_dpo(world, drawn_pairs("preferences", STEPS, PAIRS), PreferenceLossConfig(beta=BETA))
     assert wanted[0]["actor/loss"] == pytest.approx(0.693147, abs=1e-5)
     assert wanted[2]["actor/loss"] < 0.65, "three steps must change something"
     assert_same(whole, wanted)
 
 
-def layout(strategy: str, config: dict[str, Any], micro: int, accumulation: int, **more: Any) -> dict[str, Any]:
-    return {
-        "actor_train.device_mapping": [0, 1],
-        "actor_train.training_args": constant_rate(training_args(micro, accumulation, LEARNING_RATE)),
-        "actor_train.strategy_args": {"strategy_name": strategy, "strategy_config": config},
-        **{f"actor_train.{key}": value for key, value in more.items()},
-    }
-
-
-LAYOUTS = {
-    "two ranks, shared prompts": layout("fsdp2_train", {}, 1, 4, use_prefix_sharing=True),
-    "packed to equal work": layout(
-        "fsdp2_train", {}, 2, 2, use_sequence_packing=True, sequence_packing_args={"algorithm": "load_balance"}
+LAYOUTS = supervised_layouts("actor_train") | {
+    "Megatron, two tensor ranks": supervised_layout(
+        "actor_train", "megatron_train", {"tensor_model_parallel_size": 2}, 2, 4
     ),
-    "token budget": layout(
-        "fsdp_train", {}, 2, 2, use_dynamic_batching_in_train=True, max_tokens_per_microbatch_in_train=400
-    ),
-    "ZeRO-2": layout("deepspeed_train", {"zero_optimization": {"stage": 2}}, 4, 1, use_prefix_sharing=True),
-    "Megatron, two tensor ranks": layout("megatron_train", {"tensor_model_parallel_size": 2}, 2, 4),
 }
 
 
@@ -138,8 +124,8 @@ def test_every_layout_gives_the_same_numbers(run: Run, whole: FinishedRun, name:
 
 def test_a_loss_over_all_pairs_does_not_depend_on_the_split(run: Run, world: TinyWorld) -> None:
     changes = {"loss_type": "aot", "max_steps": 2}
-    done = run(changes | layout("fsdp2_train", {}, 1, 4), pipeline="dpo")
-    wanted = plain_dpo(world, drawn_pairs(done)[:2], PreferenceLossConfig(beta=BETA, loss_type="aot"))
+    done = run(changes | supervised_layout("actor_train", "fsdp2_train", {}, 1, 4), pipeline="dpo")
+    wanted = plain_dpo(world, drawn_pairs("preferences", 2, PAIRS), PreferenceLossConfig(beta=BETA, loss_type="aot"))
     assert_same(done, wanted)
 
 
@@ -173,7 +159,7 @@ def test_it_goes_on_where_it_was(run: Run, world: TinyWorld) -> None:
     checkpoint = first.output / "checkpoints" / "checkpoint-2"
     resumed = run(changes | {"resume_from_checkpoint": str(checkpoint)}, pipeline="dpo")
     assert [row["step"] for row in resumed.steps] == [2, 3]
-    assert [later(row) for row in resumed.steps] == [later(row) for row in first.steps[2:]]
+    assert [learned(row) for row in resumed.steps] == [learned(row) for row in first.steps[2:]]
     validations = [row for row in read_metrics(first.logs / METRICS_NAME) if "val/acc" in row]
     assert [row["step"] for row in validations] == [2, 4]
     assert validations[1]["val/acc"] > 0.5 and validations[1]["val/loss"] < validations[0]["val/loss"] < 0.69
@@ -192,7 +178,7 @@ def test_a_signal_during_an_evaluation_loses_no_step(
         run(held_out, "dpo", tmp_path)
     checkpoint = tmp_path / "checkpoints" / "checkpoint-2"
     resumed = run({"resume_from_checkpoint": str(checkpoint)}, "dpo")
-    assert [later(row) for row in resumed.steps] == [later(whole.steps[2])]
+    assert [learned(row) for row in resumed.steps] == [learned(whole.steps[2])]
 
 
 def plain_kto(world: TinyWorld, row_ids: list[list[str]], rows: dict[str, Any]) -> list[dict[str, float]]:
@@ -256,7 +242,7 @@ def test_kto_is_a_plain_loop_in_every_layout(run: Run, world: TinyWorld) -> None
         "validation": {"data_args": {"file_name": str(file)}},
     }
     one = run(changes, pipeline="dpo")
-    wanted = plain_kto(world, drawn_pairs(one), rows)
+    wanted = plain_kto(world, drawn_pairs("preferences", STEPS, PAIRS), rows)
     two = run(changes | LAYOUTS["packed to equal work"], pipeline="dpo")
     for finished in (one, two):
         for row, numbers in zip(finished.steps, wanted, strict=True):
@@ -264,10 +250,6 @@ def test_kto_is_a_plain_loop_in_every_layout(run: Run, world: TinyWorld) -> None
     assert wanted[2]["actor/kl_estimate"] > 0 or wanted[1]["actor/kl_estimate"] > 0, "the estimate takes part"
     (validation,) = [row for row in read_metrics(one.logs / METRICS_NAME) if "val/acc" in row]
     assert validation["val/acc"] > 0.5
-
-
-def later(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in untimed(row).items() if not k.startswith(("data/", "val/"))}
 
 
 def test_a_reference_of_its_own_device(run: Run, whole: FinishedRun) -> None:

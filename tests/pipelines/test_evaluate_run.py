@@ -15,11 +15,13 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from roll.pipelines.evaluate.samples import RESULTS, SAMPLES, read_samples
+from roll.strategies.remote import ServiceRefused
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.config.good import changed
 from tests.pipelines.conftest import Run
 from tests.pipelines.subprocess_runs import Start
 from tests.pipelines.tiny_runs import GENERATING, FinishedRun, TinyWorld, rlvr_settings, training_args
+from tests.serving.conftest import Serving
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -161,3 +163,38 @@ def test_episodes_are_those_of_a_training_runs_validation(run: Run) -> None:
     rows = list(read_samples(done.output / "evaluation" / SAMPLES))
     assert {row["prompt_id"] for row in rows} == {f"game/{number}" for number in range(4)}
     assert all(row["turns"] and row["numbers"]["turns"] == len(row["turns"]) for row in rows)
+
+
+def test_against_a_model_that_is_served_elsewhere(
+    run: Run, world: TinyWorld, other: Path, both: FinishedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By chats over HTTP: greedily it answers as its own engines let it, and the others are compared with it. Asked
+    again, nothing is left to do, also without the service."""
+    serving = Serving(other, max_open_requests=100, api_key="sesame")
+    monkeypatch.setenv("SERVICE_KEY", "sesame")
+    keys = {"against": f"{serving.server.url}/v1#tiny", "against_api_key_env": "SERVICE_KEY"}
+    changes = evaluation(world, {"first": world.model}, temperatures=[1.0, 0], **keys)
+    done = run(changes)
+    serving.close()
+    served, engines = samples(done, "against"), samples(both, "second")
+    assert [row for row in served if row[0] == "greedy"] == [row for row in engines if row[0] == "greedy"]
+    assert len({row[3] for row in served if row[0] == "t1"}) > PROMPTS, "samples of a prompt differ"
+    found = results(done)
+    assert found["baseline"] == "against"
+    assert "compare/against/t1/difference" in found["metrics"]["first"]
+    again = run(changes, output=done.output)
+    assert samples(again, "against") == served
+    with pytest.raises(ServiceRefused, match="models"):
+        run(evaluation(world, {"first": world.model}, temperatures=[0], **keys))
+
+
+def test_the_only_engine_is_killed_and_started_again(
+    run: Run, world: TinyWorld, both: FinishedRun, tmp_path: Path
+) -> None:
+    """With the weights that it began with, as nothing exchanges them; the samples are those of an engine that lived."""
+    changes = evaluation(world, {"first": world.model}, temperatures=[1.0, 0])
+    changes["actor_infer.worker_cls"] = "tests.pipelines.faulty_workers.EngineDyingOnce"
+    changes["actor_infer.system_envs"] = {"DEATH_MARKER": str(tmp_path / "dead")}
+    done = run(changes)
+    assert (tmp_path / "dead").exists()
+    assert samples(done, "first") == [row for row in samples(both, "first") if row[0] in ("t1", "greedy")]

@@ -12,12 +12,20 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
-from tests.pipelines.test_dpo_run import drawn_pairs
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, constant_rate, role, training_args, untimed
+from tests.pipelines.tiny_runs import (
+    FinishedRun,
+    TinyWorld,
+    constant_rate,
+    drawn_pairs,
+    learned,
+    role,
+    supervised_layouts,
+    training_args,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
-LEARNING_RATE, STEPS, SEED = 1e-4, 3, 7
+LEARNING_RATE, STEPS, PAIRS, SEED = 1e-4, 3, 8, 7
 NUMBERS = ("reward/loss", "reward/acc", "reward/chosen_score", "reward/reject_score", "reward/grad_norm")
 
 
@@ -74,30 +82,12 @@ def whole(run: Run) -> FinishedRun:
 
 
 def test_a_run_is_a_plain_loop(whole: FinishedRun, world: TinyWorld) -> None:
-    wanted = plain_rm(world, drawn_pairs(whole, "rm"))
+    wanted = plain_rm(world, drawn_pairs("rm", STEPS, PAIRS))
     assert wanted[2]["reward/loss"] < wanted[0]["reward/loss"], "three steps must change something"
     assert_same(whole, wanted)
 
 
-def layout(strategy: str, config: dict[str, Any], micro: int, accumulation: int, **more: Any) -> dict[str, Any]:
-    return {
-        "reward_train.device_mapping": [0, 1],
-        "reward_train.training_args": constant_rate(training_args(micro, accumulation, LEARNING_RATE)),
-        "reward_train.strategy_args": {"strategy_name": strategy, "strategy_config": config},
-        **{f"reward_train.{key}": value for key, value in more.items()},
-    }
-
-
-LAYOUTS = {
-    "two ranks, shared prompts": layout("fsdp2_train", {}, 1, 4, use_prefix_sharing=True),
-    "packed to equal work": layout(
-        "fsdp2_train", {}, 2, 2, use_sequence_packing=True, sequence_packing_args={"algorithm": "load_balance"}
-    ),
-    "token budget": layout(
-        "fsdp_train", {}, 2, 2, use_dynamic_batching_in_train=True, max_tokens_per_microbatch_in_train=400
-    ),
-    "ZeRO-2": layout("deepspeed_train", {"zero_optimization": {"stage": 2}}, 4, 1, use_prefix_sharing=True),
-}
+LAYOUTS = supervised_layouts("reward_train")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -170,7 +160,7 @@ def test_it_goes_on_where_it_was_and_its_model_scores_in_a_run(run: Run, world: 
     checkpoint = first.output / "checkpoints" / "checkpoint-2"
     resumed = run(changes | {"resume_from_checkpoint": str(checkpoint)}, pipeline="rm")
     assert [row["step"] for row in resumed.steps] == [2, 3]
-    assert [later(row) for row in resumed.steps] == [later(row) for row in first.steps[2:]]
+    assert [learned(row) for row in resumed.steps] == [learned(row) for row in first.steps[2:]]
     validations = [row for row in read_metrics(first.logs / METRICS_NAME) if "val/acc" in row]
     assert validations[1]["val/loss"] < validations[0]["val/loss"]
     assert validations[1]["val/acc"] > 0.9 and 0 < validations[1]["val/ece"] < 0.5
@@ -203,7 +193,3 @@ def scores_in_a_run(run: Run, world: TinyWorld, folder: Path, config: dict[str, 
             raw = float(chat_score(trained, tokenizer, question, sample["response"]))
         wanted = (raw - config["score_mean"]) / config["score_std"]
         assert sample["score"] == pytest.approx(wanted, abs=1e-4)
-
-
-def later(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in untimed(row).items() if not k.startswith(("data/", "val/"))}

@@ -12,8 +12,7 @@ import torch
 from roll.config.policy import TransportName
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.distributed import Cluster, ResourceManager, ray_runtime
-from roll.weight_sync.encoding import iter_buckets
-from roll.weight_sync.messages import SyncReport, WeightSyncError
+from roll.weight_sync.encoding import SyncReport, WeightSyncError, iter_buckets
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from roll.workers.generation import GenerationWorker
 from tests.pipelines.faulty_workers import FaultyEngine

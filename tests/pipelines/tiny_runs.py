@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from roll.config.loader import LoadedConfig
+from roll.datasets import EpochOrder
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.config.good import changed, load
 
@@ -317,3 +318,40 @@ class FinishedRun:
 def untimed(row: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same when a run is repeated."""
     return {k: v for k, v in row.items() if not k.startswith(TIMED) and k not in TIMED_NAMES}
+
+
+def supervised_layout(
+    name: str, strategy: str, config: dict[str, Any], micro: int, accumulation: int, **more: Any
+) -> dict[str, Any]:
+    """The role ``name`` on two devices, 8 rows a step at a constant rate of 1e-4."""
+    return {
+        f"{name}.device_mapping": [0, 1],
+        f"{name}.training_args": constant_rate(training_args(micro, accumulation, 1e-4)),
+        f"{name}.strategy_args": {"strategy_name": strategy, "strategy_config": config},
+        **{f"{name}.{key}": value for key, value in more.items()},
+    }
+
+
+def supervised_layouts(name: str) -> dict[str, dict[str, Any]]:
+    """Layouts that must give the numbers of one rank, for the role ``name`` of a pipeline that learns from given
+    rows."""
+    balanced = {"use_sequence_packing": True, "sequence_packing_args": {"algorithm": "load_balance"}}
+    budget = {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 400}
+    zero_2 = {"zero_optimization": {"stage": 2}}
+    return {
+        "two ranks, shared prompts": supervised_layout(name, "fsdp2_train", {}, 1, 4, use_prefix_sharing=True),
+        "packed to equal work": supervised_layout(name, "fsdp2_train", {}, 2, 2, **balanced),
+        "token budget": supervised_layout(name, "fsdp_train", {}, 2, 2, **budget),
+        "ZeRO-2": supervised_layout(name, "deepspeed_train", zero_2, 4, 1, use_prefix_sharing=True),
+    }
+
+
+def drawn_pairs(stream: str, steps: int, size: int) -> list[list[str]]:
+    """The ids of the pairs of each step, drawn as a run draws them."""
+    order = EpochOrder(NUM_PROBLEMS, 7, stream, True).of_epoch(0)
+    return [[f"pair-{row}" for row in order[step * size : (step + 1) * size]] for step in range(steps)]
+
+
+def learned(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same when supervised training goes on: neither times nor what is counted at the start."""
+    return {k: v for k, v in untimed(row).items() if not k.startswith(("data/", "val/"))}

@@ -437,7 +437,9 @@ def test_skyrl(settings: Settings, translated: Translate) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, LOSSES[1], GRPO | {IS: "token", BOUND: 1.2}, GRPO | IN_LOSS, GRPO | BYPASS], ids=name_of
+    "settings",
+    [{}, LOSSES[1], GRPO | {IS: "token", BOUND: 1.2}, GRPO | IN_LOSS, GRPO | BYPASS, GRPO | BYPASS | MULTIPLE],
+    ids=name_of,
 )
 def test_a_single_update_of_a_batch(settings: Settings, translated: Translate) -> None:
     """The policy before the update is the current one, or the engine's: no pass computes it here."""

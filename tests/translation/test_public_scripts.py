@@ -26,7 +26,7 @@ FOLDER = os.environ.get("PUBLIC_CONFIGS_DIR")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="PUBLIC_CONFIGS_DIR names no folder of published scripts")
 
 REASONS = {
-    "turns, tools, agents": TURNS,
+    "turns, tools, agents": f"{TURNS}|all turns into one message of the assistant|mini-batches count turns there",
     "families that are not tested": "is tested with none of this family|moves the bias of the routers|"
     "the language part of a model",
     "adapters on experts": "puts adapters on the experts too",

@@ -15,10 +15,10 @@ import yaml
 from roll import cli
 from roll.config.reading.compose import parse_override
 from roll.config.reading.errors import ConfigError
-from roll.translation.command import hydra_value
+from roll.translation.command import hydra_value, load
 from roll.translation.engine import Translation
 from tests.translation import commands
-from tests.translation.conftest import Translate
+from tests.translation.conftest import QUICKSTART, Translate
 
 VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=vllm actor_rollout_ref.model.path=m "
 SKYRL = "python -m skyrl_train.entrypoints.main_base trainer.policy.model.path=m "
@@ -337,6 +337,79 @@ def test_images_and_a_backend_that_does_not_see(translated: Translate, model: st
     assert keys["actor_train.data_args.images"] == "pictures"
     assert keys["actor_train.model_args.freeze_module_prefix"] == "vision_model"
     assert any("fsdp2 computes the same" in note.text for note in translation.notes)
+
+
+EPISODES = (
+    f"{SKYRL}data.train_data=[train.parquet] data.val_data=[val.parquet] environment.env_class=search "
+    "environment.skyrl_gym.search.topk=5 environment.skyrl_gym.text2sql.db_path=/d generator.max_turns=4 "
+    "generator.max_input_length=2048 generator.sampling_params.max_generate_length=500 trainer.train_batch_size=64 "
+    "trainer.policy_mini_batch_size=64 "
+    "trainer.algorithm.dynamic_sampling.type=filter trainer.algorithm.loss_reduction=seq_mean_token_sum_norm "
+)
+
+
+def test_turns_of_skyrl_become_episodes(translated: Translate) -> None:
+    """A group of episodes is a prompt's samples; the algorithm is that of a single turn, with the longer sequence."""
+    translation = translated(EPISODES)
+    keys = translation.keys
+    assert keys["pipeline"] == "agentic" and keys["rollout_batch_size"] == 64 * 5
+    assert keys["sequence_length"] == keys["loss_norm_length"] == 2048 + 500
+    entry = {key.removeprefix("custom_envs.search."): value for key, value in keys.items() if ".search." in key}
+    assert entry == {
+        "env_type": "skyrl:search",
+        "env_config.extras.max_turns": 4,
+        "env_config.env_config.topk": 5,
+        "max_steps": 4,
+        "max_tokens_per_step": 500,
+        "data_args.file_name": ["train.parquet"],
+    }
+    assert keys["custom_envs.search_val.data_args.file_name"] == ["val.parquet"]
+    plan = load(translation, QUICKSTART).plan
+    assert plan.train.groups == 64 and plan.train.group_size == 5  # type: ignore[attr-defined]
+    assert keys["train_env_manager.group_filter_config.type"] == "std_filter"
+    single = EPISODES.replace("=search ", "=gsm8k ").replace("max_turns=4", "max_turns=1")
+    alone = translated(single).keys
+    assert alone["pipeline"] == "rlvr"
+    changed = (
+        "data_args",
+        "rewards.",
+        "validation.",
+        "custom_envs.",
+        "env_manager",
+        "length",
+        "rollout_batch",
+        "num_ret",
+    )
+    for key in alone.keys() | keys.keys():
+        assert any(part in key for part in (*changed, "pipeline")) or alone.get(key) == keys.get(key), key
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{EPISODES} generator.use_conversation_multi_turn=false", "all turns into one message of the assistant"),
+        (f"{EPISODES} generator.step_wise_trajectories=true", "mini-batches count turns there"),
+        ("bash x.sh generator.max_turns=4", "have no translation"),
+    ],
+)
+def test_turns_that_differ_are_refused(translated: Translate, text: str, message: str) -> None:
+    assert message in refusal(translated, text)
+
+
+def test_images_and_an_engine_that_is_not_tested_with_them(translated: Translate) -> None:
+    text = VERL.replace("rollout.name=vllm", "rollout.name=sglang") + ON_8
+    vision = f"{text} actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct "
+    keys = translated(f"{vision} +actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3").keys
+    assert keys["actor_infer.strategy_args.strategy_name"] == "vllm"
+    assert not any("engine_args" in key for key in keys)
+    assert translated(text).keys["actor_infer.strategy_args.strategy_name"] == "sglang"
+
+
+def test_adapters_of_attention_in_a_model_with_experts(translated: Translate) -> None:
+    text = f"{EXPERTS} actor_rollout_ref.model.lora.rank=8 actor_rollout_ref.model.lora.target_modules="
+    keys = translated(f"{text}[linear_qkv,linear_proj]").keys
+    assert keys["actor_train.model_args.lora_target"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert "experts too" in refusal(translated, f"{text}[linear_qkv,linear_fc1]")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from roll.weight_sync.device_transports import BroadcastSender
-from roll.weight_sync.encoding import tensor_checksum
-from roll.weight_sync.messages import WeightSyncError
+from roll.weight_sync.encoding import WeightSyncError, tensor_checksum
 from roll.weight_sync.receiver import WeightReceiver
 from roll.weight_sync.sender import Engines, Question
 from roll.weight_sync.transports import FileSender, ObjectStoreSender, Sender, SharedMemorySender, TensorBundle

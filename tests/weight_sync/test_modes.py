@@ -13,11 +13,12 @@ from roll.weight_sync.encoding import (
     INDICES_PART,
     VALUES_PART,
     DeltaEncoder,
+    SyncReport,
+    WeightSyncError,
     apply_delta,
     changed_elements,
     iter_buckets,
 )
-from roll.weight_sync.messages import SyncReport, WeightSyncError
 from roll.weight_sync.sender import Update, WeightSender
 from tests.weight_sync.local_engines import TRANSPORTS, LocalEngines, PlainEngine, local_sender
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from roll.weight_sync.encoding import iter_buckets
-from roll.weight_sync.messages import BucketHeader, SyncReport, WeightSyncError
+from roll.weight_sync.encoding import BucketHeader, SyncReport, WeightSyncError, iter_buckets
 from roll.weight_sync.sender import Update, WeightSender
 from tests.weight_sync.local_engines import TRANSPORTS, LocalEngines, PlainEngine, local_sender
 

@@ -24,9 +24,8 @@ from roll.config.strategies.registry import generation_strategies, with_engine_s
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, EnvManagerConfig
 from roll.pipelines.policy import (
     PolicyPlan,
-    needs_critic,
-    needs_reference,
     policy_plan,
+    policy_roles,
     policy_training_plans,
     with_adapter,
 )
@@ -305,14 +304,7 @@ def norm_types(config: AgenticConfig) -> tuple[str | None, str | None]:
 
 def model_roles(config: AgenticConfig) -> dict[str, WorkerConfig]:
     """The sections of roles that hold a model and that this run starts."""
-    roles: dict[str, WorkerConfig] = {
-        "actor_train": config.actor_train,
-        "actor_infer": with_engine_size(config.actor_infer),
-    }
-    if config.reference is not None and needs_reference(config):
-        roles["reference"] = config.reference
-    if config.critic is not None and needs_critic(config):
-        roles["critic"] = config.critic
+    roles = policy_roles(config)
     if config.reward is not None and judged_entries(config):
         roles[REWARD] = with_engine_size(config.reward)
     return roles | teacher_roles(config)

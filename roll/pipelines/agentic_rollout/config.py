@@ -51,6 +51,9 @@ def check_playing(config: AgenticRolloutConfig, checks: Checks) -> None:
         note_engine_length(options, longest - longest_response(played, checks), longest, checks)
         note_positions("pretrain", config.pretrain or None, longest, checks)
     check_template_file("global_template", config.global_template, checks)
+    if config.evaluate.against is not None:
+        rule = "is for prompts; episodes are played through engines of this run"
+        checks.add("evaluate.against", config.evaluate.against, rule, "~")
     if config.evaluate.temperatures:
         rule = "is for prompts; of episodes the generating_args of val_env_manager decide"
         checks.add("evaluate.temperatures", config.evaluate.temperatures, rule, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ from roll.config.checks.roles import check_roles, note_engine_length, note_posit
 from roll.config.model_files import CONFIG, looks_like_folder, model_folder
 from roll.config.reading.errors import ConfigError, Problem, closest
 from roll.config.reading.yaml_files import shown
-from roll.pipelines.evaluate.config import EvaluateConfig, read_entry, temperature_problem
+from roll.config.strategies.remote import EXAMPLE_URL, url_problem
+from roll.pipelines.evaluate.config import AGAINST, EvaluateConfig, read_entry, temperature_problem
 from roll.pipelines.rlvr.checks import SET_NAME, check_lengths, check_templates, check_validation, longest_in_validation
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.plan import lengths
@@ -67,6 +69,9 @@ def check_models(config: Any, checks: Checks) -> None:
                 rule = f"has no {CONFIG}" if there else "does not exist"
                 checks.add(key if model.checkpoint is None else "pretrain", model.base, rule)
         names += [model.name for model in found]
+    if keys.against is not None:
+        check_against(config, own, checks)
+        names += [AGAINST] if names else []
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:
         checks.add("evaluate.models", doubled, "two models have this name: choose others")
@@ -77,6 +82,17 @@ def check_models(config: Any, checks: Checks) -> None:
         problem = temperature_problem(value)
         if problem is not None:
             checks.add(f"evaluate.temperatures.{index}", value, problem, 1.0)
+
+
+def check_against(config: Any, own: str | None, checks: Checks) -> None:
+    """The model that is served elsewhere; ``own`` is the file's."""
+    keys = config.evaluate
+    if (wrong := url_problem(keys.against.partition("#")[0])) is not None:
+        checks.add("evaluate.against", keys.against, wrong, EXAMPLE_URL)
+    if not own:
+        checks.missing("pretrain", "is needed with evaluate.against: its tokenizer counts tokens", "my/model")
+    if keys.against_api_key_env and not os.environ.get(keys.against_api_key_env):
+        checks.add("evaluate.against_api_key_env", keys.against_api_key_env, "no such variable in the environment")
 
 
 def check_taken_up(loaded: LoadedConfig[Any], settings: Callable[[], dict[str, Any]]) -> None:

@@ -55,6 +55,12 @@ class EvaluationConfig:
     thresholds: dict[str, float] = field(default_factory=dict)
     """Least values of metrics, such as ``val_correct/all/mean: 0.8``; also of one model: ``trained/val_correct/...``.
     If a model stays below one, the exit status is 3."""
+    against: str | None = None
+    """A model that is served elsewhere and answers the same prompts by chats, under the name ``against``; the others
+    are compared with it. Address of an OpenAI-compatible service up to and with its version, the model's name behind
+    a ``#`` where it lists several: ``https://host/v1#model``."""
+    against_api_key_env: str = setting("", read_if={"against": ()})
+    """Environment variable with the token for ``against``."""
     resume: bool = True
     """Samples that an interrupted evaluation of the same models, sets and settings has written are taken up; false:
     begin anew."""
@@ -76,6 +82,8 @@ def temperature_problem(value: float) -> str | None:
     return None
 
 
+AGAINST = "against"
+"""Name of the model of ``evaluate.against``."""
 FOLDER = "evaluation"
 """Under ``output_dir`` and ``logging_dir``: an evaluation leaves the files of a training run alone."""
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -100,6 +108,8 @@ class EvaluatedModel:
     """Folder or hub name that has its architecture and tokenizer."""
     checkpoint: Path | None = None
     """Of a training checkpoint: the folder of the role that holds the weights."""
+    url: str | None = None
+    """Of a model that is served elsewhere; ``base`` then counts tokens and reads the prompts."""
 
     @property
     def description(self) -> str:
@@ -135,7 +145,7 @@ class ModelsPlan(Plan):
         """Models that share an engine start, in the order of their first."""
         found: dict[str, list[EvaluatedModel]] = {}
         for model in self.models:
-            found.setdefault(signature(model.base), []).append(model)
+            found.setdefault(model.url or signature(model.base), []).append(model)
         return list(found.values())
 
 
@@ -163,7 +173,7 @@ def plan_evaluation(
         models=models,
         validation_sets=sets,
         passes=tuple(passes_of(config, sets)),
-        baseline=config.evaluate.baseline or models[0].name,
+        baseline=config.evaluate.baseline or (models[0] if config.evaluate.against is None else models[-1]).name,
     )
 
 
@@ -206,6 +216,8 @@ def models_of(config: Any) -> Iterator[EvaluatedModel]:
     own = config.actor_infer.model_args.model_name_or_path or config.pretrain
     for name, path in (config.evaluate.models or {Path(own).name: own}).items():
         yield from read_entry(name, path, own)
+    if config.evaluate.against is not None:
+        yield EvaluatedModel(AGAINST, config.evaluate.against, own, url=config.evaluate.against)
 
 
 def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
@@ -278,7 +290,7 @@ def signature(base: str) -> str:
 def evaluation_facts(plan: ModelsPlan) -> list[tuple[str, str]]:
     """Label and sentence of models and passes."""
     swaps = len(plan.models) - len(plan.groups())
-    starts = count(len(plan.groups()), "engine start")
+    starts = count(len(plan.groups()) - sum(one.url is not None for one in plan.models), "engine start")
     models = f"{', '.join(one.name for one in plan.models)} ({starts}, {count(swaps, 'exchange')} of weights)"
     asked = ", ".join(f"{one.name} x {one.num_samples}" for one in plan.passes)
     facts = [("models", models), ("passes", asked)]

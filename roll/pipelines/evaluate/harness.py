@@ -198,7 +198,7 @@ class HarnessRun(ModelRun[EvaluateConfig, EvaluatePlan]):
         is_open = False
         for model in models:
             with self.context.interruptible():
-                engines = self.load(model, base, engines)
+                engines = self.load(model, base, engines, is_last=False)
                 if not is_open:
                     tokenizer = load_tokenizer(base.model_path, base.section.model_args.trust_remote_code)
                     front.open(engines.cluster, tokenizer)

@@ -25,7 +25,7 @@ from roll.pipelines.run_context import RunContext
 from roll.rollout.engines import EngineClient
 from roll.rollout.routing import build_router
 from roll.weight_sync.controller import WeightSync
-from roll.weight_sync.messages import MIB, SyncOptions
+from roll.weight_sync.encoding import MIB, SyncOptions
 from roll.workers import GENERATION_WORKER, STORED_WEIGHTS_WORKER
 from roll.workers.generation import GenerationWorker
 from roll.workers.stored_weights import StoredWeightsWorker
@@ -116,16 +116,23 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
             left = [(way, numbers) for way in self.plan.passes if (numbers := self.unanswered(model, way))]
             if left:
                 with self.context.interruptible():
-                    engines = self.load(model, base, engines)
+                    client = self.client_of(model)
+                    if client is None:
+                        engines = self.load(model, base, engines, is_last=model is models[-1])
+                        client = engines.client
                     for way, numbers in left:
                         logger.info("%s: %s, %d x %d", model.description, way.name, len(numbers), way.num_samples)
-                        self.driver.run(self.answer(model, way, numbers, engines.client))
+                        self.driver.run(self.answer(model, way, numbers, client))
             metrics = self.results.of_model(model.name)
             self.context.record_validation(metrics, self.plan.models.index(model))
             shown = ", ".join(f"{way.name} {metrics[f'val/{way.name}/accuracy']:.3f}" for way in self.plan.passes)
             logger.info("%s: accuracy %s", model.description, shown)
         if engines is not None:
             engines.close(self.residency)
+
+    def client_of(self, model: EvaluatedModel) -> EngineClient | None:
+        """What stands in place of engines, of a model that needs none of this run's."""
+        return None
 
     def unanswered(self, model: EvaluatedModel, way: Pass) -> list[int]:
         """Numbers of the prompts that a pass still has to ask."""
@@ -138,12 +145,17 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
         model_args = replace(role.section.model_args, model_name_or_path=model.base)
         return replace(role, model_path=model.base, section=replace(role.section, model_args=model_args))
 
-    def load(self, model: EvaluatedModel, base: RolePlan, engines: Engines | None) -> Engines:
-        """Engines that hold the weights of ``model``: started for it, or given them."""
+    def load(self, model: EvaluatedModel, base: RolePlan, engines: Engines | None, is_last: bool) -> Engines:
+        """Engines that hold the weights of ``model``: started for it, or given them.
+
+        Args:
+            is_last: no other model is asked by these engines afterwards.
+        """
         is_new = engines is None
         if engines is None:
             self.start_scorers()
-            engines = Engines(self, base if model.checkpoint else self.role_of(model))
+            role = base if model.checkpoint else self.role_of(model)
+            engines = Engines(self, role, keeps_weights=is_last and model.checkpoint is None)
         if not is_new or model.checkpoint is not None:
             self.residency.bring({"actor_infer": WEIGHTS})
             self.version += 1
@@ -180,7 +192,12 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
 class Engines:
     """The engines of ``actor_infer``, and who sends them the weights of other models."""
 
-    def __init__(self, run: ModelRun[Any, Any], role: RolePlan) -> None:
+    def __init__(self, run: ModelRun[Any, Any], role: RolePlan, keeps_weights: bool) -> None:
+        """
+        Args:
+            keeps_weights: no other weights than those of ``role`` will come: an engine that is lost is started again
+                and goes on; else it takes part from the next model on.
+        """
         config = run.config
         self._run, self._role = run, role
         self.cluster = run.cluster("actor_infer", role.section.worker_cls or GENERATION_WORKER, role=role)
@@ -190,7 +207,14 @@ class Engines:
         limit = config.router_args.max_running_requests or config.max_running_requests
         timeout = min(config.actor_infer.engine_timeout, config.rpc_timeout)
         self.client = EngineClient(
-            self.cluster, limit, run.slice_seconds, router=router, max_restarts=0, turn_timeout=timeout
+            self.cluster,
+            limit,
+            run.slice_seconds,
+            router=router,
+            # A new process would load its model while others have the device.
+            max_restarts=0 if role.colocated_with else config.actor_infer.max_restarts,
+            turn_timeout=timeout,
+            fixed_weights=keeps_weights,
         )
         self._source: Cluster | None = None
         self._sync: WeightSync | None = None
@@ -208,6 +232,7 @@ class Engines:
         self._source.call_all(StoredWeightsWorker.open, model.base, checkpoint).result()
         assert self._sync is not None
         self._run.driver.run(self.client.pause())
+        self.client.readmit()
         self._sync.sync(version)
         self._run.driver.run(self._resume())
 

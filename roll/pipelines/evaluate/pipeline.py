@@ -15,6 +15,7 @@ from roll.distributed import Cluster
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, Pass
 from roll.pipelines.evaluate.models import ModelRun
 from roll.pipelines.evaluate.samples import sample_records, settings_of
+from roll.pipelines.evaluate.served import NoEngines, ServedModel
 from roll.pipelines.residency import GENERATION, WEIGHTS
 from roll.pipelines.rlvr.data import read_prompts
 from roll.pipelines.rlvr.judge import JudgeService
@@ -47,6 +48,7 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
     """An evaluation on the validation prompts of an RLVR file."""
 
     prompts: Mapping[str, PromptDataset]
+    tokenizer: PreTrainedTokenizerBase
     scorers: Scorers | None = None
 
     def __init__(self, loaded: LoadedConfig[EvaluateConfig]) -> None:
@@ -57,6 +59,7 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
         return settings_of(self.config, self.plan)
 
     def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> None:
+        self.tokenizer = tokenizer
         plan = replace(self.plan, roles={**self.plan.roles, "actor_infer": role})
         self.prompts = {
             one.name: read_prompts(self.config, plan, one.data_args, one.prompt_length, tokenizer)
@@ -73,12 +76,14 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
         evaluation was interrupted.
         """
         params, prompts = self.params_of(way), self.prompts[way.set_name]
+        served = None if model.url is None else self.served(model.url, way)
         flow = PromptFlow(
             client,
             self.reward_client(),
             lambda count: [prompts[flow.next_order]],
             GroupSettings(way.num_samples, params, self.config.seed),
             first_draw=0,
+            loop=served,
         )
         waiting = iter(numbers)
 
@@ -97,6 +102,20 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
                 fill()
         finally:
             await flow.abort()
+            if served is not None:
+                served.close()
+
+    def client_of(self, model: EvaluatedModel) -> EngineClient | None:
+        if model.url is None:
+            return None
+        self.start_scorers()
+        self.bring()
+        client: Any = NoEngines()
+        return client
+
+    def served(self, url: str, way: Pass) -> ServedModel:
+        data_args = next(one.data_args for one in self.plan.validation_sets if one.name == way.set_name)
+        return ServedModel(self.config, url, data_args, self.tokenizer)
 
     def params_of(self, way: Pass) -> SamplingParams:
         """Sampling parameters of a pass."""

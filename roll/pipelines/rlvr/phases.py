@@ -17,9 +17,9 @@ from roll.algorithms.advantages import (
     estimate_advantages,
     resolve_norm_types,
 )
+from roll.algorithms.aggregation import masked_mean, row_mean
 from roll.algorithms.kl import EntropyController, KLOptions, kl_estimate, make_kl_controller
 from roll.algorithms.losses import options_from, rejection_mask
-from roll.algorithms.masked import masked_mean, row_mean
 from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics
 from roll.algorithms.samples import (
     RewardOptions,

@@ -28,10 +28,9 @@ from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import generation_strategies, with_engine_size
 from roll.pipelines.policy import (
     PolicyPlan,
-    needs_critic,
     needs_greedy_baseline,
-    needs_reference,
     policy_plan,
+    policy_roles,
     policy_training_plans,
     with_adapter,
 )
@@ -197,14 +196,7 @@ def model_path(config: RLVRConfig, name: str, role: WorkerConfig) -> str | None:
 
 def model_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
     """The sections of roles that hold a model and that this run starts."""
-    roles: dict[str, WorkerConfig] = {
-        "actor_train": config.actor_train,
-        "actor_infer": with_engine_size(config.actor_infer),
-    }
-    if config.reference is not None and needs_reference(config):
-        roles["reference"] = config.reference
-    if config.critic is not None and needs_critic(config):
-        roles["critic"] = config.critic
+    roles = policy_roles(config)
     if config.reward_model is not None and (judged_domains(config.rewards) or model_inputs(config.rewards)):
         roles[JUDGE_ROLE] = with_engine_size(config.reward_model)
     roles |= teacher_roles(config)

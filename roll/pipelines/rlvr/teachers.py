@@ -50,15 +50,22 @@ def check_vocabularies_of(pipeline: PipelineDefinition, loaded: LoadedConfig[Any
         ConfigError: two differ.
     """
     roles = loaded.plan.roles
-    for name in teacher_roles(loaded.config):
+    for name in _started(loaded):
         key, path = pipeline.model(loaded.config, name, roles[name].section)
         check_vocabularies(str(roles["actor_train"].model_path), str(path), key, loaded.source)
+
+
+def _started(loaded: LoadedConfig[Any]) -> list[str]:
+    """Teachers that the run starts: an evaluation of the same file has none."""
+    return [name for name in teacher_roles(loaded.config) if name in loaded.plan.roles]
 
 
 def check_teachers_of(pipeline: PipelineDefinition, loaded: LoadedConfig[Any]) -> None:
     """:func:`~roll.pipelines.teachers.check_teachers` of a run that learns on its own samples."""
     roles, config = loaded.plan.roles, loaded.config
-    names = teacher_roles(config)
+    names = _started(loaded)
+    if not names:
+        return
     teachers = {name: (pipeline.model(config, name, roles[name].section)[0], roles[name]) for name in names}
     wanted = {"advantage": -1, "full_vocabulary": 0}.get(config.opd_form, config.opd_topk)
     student = str(roles["actor_train"].model_path)

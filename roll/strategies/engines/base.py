@@ -22,8 +22,7 @@ from packaging.version import Version
 from roll.config.roles import ModelArguments, WorkerConfig
 from roll.config.strategies.base import Backend
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore, SamplingParams
-from roll.weight_sync.encoding import tensor_checksum
-from roll.weight_sync.messages import Checksum
+from roll.weight_sync.encoding import Checksum, tensor_checksum
 
 logger = logging.getLogger(__name__)
 

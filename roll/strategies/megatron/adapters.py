@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from roll.models.lora import Adapters, adapter_names, add_adapters, is_trained_whole
+from roll.strategies.megatron.correspondence import LINEARS, FusedHeads, in_layer
 from roll.strategies.megatron.parallel import sparse_layers
-from roll.strategies.megatron.weights import LINEARS, FusedHeads, in_layer
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -29,8 +29,9 @@ from roll.checkpoint.contents import FORMAT, ModelContents
 from roll.checkpoint.tensors import FOLDER, MOMENTS, WEIGHT, Piece, StoredTensors
 from roll.config.roles import TrainingArguments
 from roll.platforms import current_platform
+from roll.strategies.megatron.correspondence import Region, Replicated
 from roll.strategies.megatron.cpu_compat import construction
-from roll.strategies.megatron.weights import OwnParameter, Region, Replicated
+from roll.strategies.megatron.weights import OwnParameter
 from roll.strategies.training.checkpoint import resumed, save_training
 
 

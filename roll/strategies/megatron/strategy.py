@@ -46,6 +46,7 @@ from roll.strategies.base import (
 )
 from roll.strategies.megatron import adapters as megatron_adapters
 from roll.strategies.megatron import cpu_compat
+from roll.strategies.megatron.correspondence import Replicated, parameters_of
 from roll.strategies.megatron.experts import Router
 from roll.strategies.megatron.micro_batches import Chunking, MicroBatch, run_forward, run_training
 from roll.strategies.megatron.model import ResponseGPT
@@ -61,14 +62,7 @@ from roll.strategies.megatron.parallel import (
     sparse_layers,
     write_export,
 )
-from roll.strategies.megatron.weights import (
-    FullWeights,
-    OwnParameter,
-    Replicated,
-    freeze,
-    parameters_of,
-    read_parameter,
-)
+from roll.strategies.megatron.weights import FullWeights, OwnParameter, freeze, read_parameter
 from roll.strategies.training.checkpoint import describe_model
 from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES
 from roll.strategies.training.micro_batches import merged_floats, replay_metrics, row_index

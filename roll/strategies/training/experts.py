@@ -201,11 +201,12 @@ def check_choices_may_differ(
         try:
             apart = results(own, 1.0)
             apart_gradients = _clones(gradients())
+            clear()
+            counts = [(ranks + 1) // 2, ranks // 2]
+            # ZeRO-3 compares what the ranks have gathered in a pass when the next one begins.
+            together = [results(row, counts[row] / ranks) for row in (0, 1)][own]
         except RuntimeError as reason:
             raise ValueError(f"{_WRONG}: {reason}; {advice}") from reason
-        clear()
-        counts = [(ranks + 1) // 2, ranks // 2]
-        together = [results(row, counts[row] / ranks) for row in (0, 1)][own]
     error = _relative_error([apart], [together], device)
     if differentiate is not None:
         error = max(error, _relative_error(apart_gradients, gradients(), device))

@@ -45,7 +45,7 @@ from roll.strategies.vllm.arguments import (
 from roll.strategies.vllm.verification import quieten
 from roll.strategies.vllm.vision import ImagePrompts, check_torchvision
 from roll.strategies.vllm.worker import POLICY, SharedBucket, check_results, joined_checksums
-from roll.weight_sync.messages import Checksum
+from roll.weight_sync.encoding import Checksum
 
 logger = logging.getLogger(__name__)
 

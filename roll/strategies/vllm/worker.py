@@ -29,8 +29,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from roll.models.lora import DOWN_PART, UP_PART
 from roll.strategies.vllm.verification import ReloadVerifier, meant_part, quieten
-from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out, tensor_checksum
-from roll.weight_sync.messages import Checksum
+from roll.weight_sync.encoding import Checksum, TensorEntry, WeightBucket, lay_out, tensor_checksum
 
 _Result = TypeVar("_Result")
 

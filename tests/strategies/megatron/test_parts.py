@@ -13,9 +13,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from roll.config.plan.micro_batching import MicroBatching
 from roll.strategies.megatron import cpu_compat
-from roll.strategies.megatron.micro_batches import Chunking
-from roll.strategies.megatron.parallel import ParallelSizes, rank_info
-from roll.strategies.megatron.weights import (
+from roll.strategies.megatron.correspondence import (
     FusedHeads,
     FusedRows,
     Layout,
@@ -23,6 +21,8 @@ from roll.strategies.megatron.weights import (
     Sharded,
     ShardedVocabulary,
 )
+from roll.strategies.megatron.micro_batches import Chunking
+from roll.strategies.megatron.parallel import ParallelSizes, rank_info
 from tests.strategies.samples import make_batch
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from roll.weight_sync.encoding import tensor_checksum
-from roll.weight_sync.messages import WeightSyncError, verify_checksums
+from roll.weight_sync.encoding import WeightSyncError, tensor_checksum, verify_checksums
 from tests.strategies import engine_cases, engine_models
 from tests.strategies.engine_cases import KEY
 from tests.strategies.vllm import cases

@@ -1,0 +1,271 @@
+"""Correspondence of a Megatron model's parameters with Hugging Face's tensors.
+
+Megatron fuses query, key and value matrices, and the gate and up matrices of an MLP, and shards matrices over
+tensor-parallel ranks.  A :class:`Layout` splits whole Hugging Face tensors into a rank's parameter and joins the ranks'
+parameters into whole tensors again; both only move numbers, so moments of an optimizer go the same way as weights.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from roll.models.lora import adapter_names
+from roll.models.stored import StoredLayout
+from roll.strategies.base import ModelHead
+from roll.strategies.megatron.parallel import head_dim, num_experts
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from transformers import PretrainedConfig
+
+
+LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+"""Megatron's linear layers, within a transformer layer."""
+
+_ADAPTERS = ".adapters."
+
+
+Region = tuple[slice, slice]
+"""Rows and columns of a tensor; of a vector, all of whose elements are rows, the columns are all."""
+
+_ALL = slice(None)
+
+
+class Layout(ABC):
+    """Conversion between one parameter and one or more Hugging Face tensors."""
+
+    def split(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """The parameter of tensor-parallel rank ``rank`` of ``size``, from whole tensors."""
+        regions = [self.region(tensor.shape, rank, size) for tensor in tensors]
+        return self.fuse([part_of(tensor, region) for tensor, region in zip(tensors, regions, strict=True)], size)
+
+    @abstractmethod
+    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
+        """What tensor-parallel rank ``rank`` of ``size`` has of a tensor of this shape."""
+
+    def fuse(self, parts: Sequence[Tensor], size: int) -> Tensor:
+        """A rank's parameter, from its :meth:`region` of each tensor."""
+        return parts[0]
+
+    def unfuse(self, parameter: Tensor, rank: int, size: int) -> list[Tensor]:
+        """The inverse of :meth:`fuse`."""
+        return [parameter]
+
+    @abstractmethod
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The whole tensors, from the parameters of all tensor-parallel ranks in order."""
+
+
+def part_of(tensor: Tensor, region: Region) -> Tensor:
+    """A view."""
+    rows, columns = region
+    return tensor[rows] if tensor.ndim < 2 or columns == _ALL else tensor[rows, columns]
+
+
+def _share(count: int, rank: int, size: int) -> slice:
+    """As ``torch.chunk`` divides."""
+    each = -(-count // size)
+    return slice(min(rank * each, count), min((rank + 1) * each, count))
+
+
+@dataclass(frozen=True)
+class Replicated(Layout):
+    """The same on all ranks."""
+
+    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
+        return _ALL, _ALL
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [shards[0]]
+
+
+@dataclass(frozen=True)
+class Sharded(Layout):
+    """Sharded into equal parts along one dimension."""
+
+    dim: int
+
+    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
+        own = _share(shape[self.dim], rank, size) if size > 1 else _ALL
+        return (own, _ALL) if self.dim == 0 else (_ALL, own)
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(list(shards), self.dim)]
+
+
+@dataclass(frozen=True)
+class ShardedVocabulary(Layout):
+    """Rows of the vocabulary, padded with zeros to a multiple of the ranks."""
+
+    vocab_size: int
+
+    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
+        return _share(self.vocab_size, rank, size), _ALL
+
+    def fuse(self, parts: Sequence[Tensor], size: int) -> Tensor:
+        (own,) = parts
+        rows = -(-self.vocab_size // size)
+        return torch.cat([own, own.new_zeros(rows - own.shape[0], *own.shape[1:])])
+
+    def unfuse(self, parameter: Tensor, rank: int, size: int) -> list[Tensor]:
+        own = _share(self.vocab_size, rank, size)
+        return [parameter[: own.stop - own.start]]
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(list(shards))[: self.vocab_size]]
+
+
+@dataclass(frozen=True)
+class FusedRows(Layout):
+    """Several tensors, each sharded along its rows, a rank's parts one below the other (gate and up)."""
+
+    count: int
+
+    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
+        return _share(shape[0], rank, size), _ALL
+
+    def fuse(self, parts: Sequence[Tensor], size: int) -> Tensor:
+        return torch.cat(list(parts))
+
+    def unfuse(self, parameter: Tensor, rank: int, size: int) -> list[Tensor]:
+        return list(parameter.chunk(self.count))
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        parts = zip(*(shard.chunk(self.count) for shard in shards), strict=True)
+        return [torch.cat(part) for part in parts]
+
+
+@dataclass(frozen=True)
+class FusedHeads(Layout):
+    """Queries, keys and values: for each group, its query heads, its key and value head; sharded over groups."""
+
+    groups: int
+    head_dim: int
+
+    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
+        own, rows = _share(self.groups, rank, size), shape[0] // self.groups
+        return slice(own.start * rows, own.stop * rows), _ALL
+
+    def fuse(self, parts: Sequence[Tensor], size: int) -> Tensor:
+        groups = self.groups // size
+        return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+
+    def unfuse(self, parameter: Tensor, rank: int, size: int) -> list[Tensor]:
+        return FusedHeads(self.groups // size, self.head_dim).join([parameter])
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        fused = torch.cat(list(shards))
+        fused = fused.reshape(self.groups, -1, *fused.shape[1:])
+        queries = fused.shape[1] - 2 * self.head_dim
+        parts = fused.split([queries, self.head_dim, self.head_dim], 1)
+        return [part.flatten(0, 1).contiguous() for part in parts]
+
+
+@dataclass(frozen=True)
+class Correspondence:
+    """One parameter's name, the same under all parallel sizes, and the tensors that it is made of."""
+
+    name: str
+    sources: tuple[str, ...]
+    layout: Layout
+    is_copy: bool = False
+    """The output matrix of a last stage that copies the embeddings of the first one."""
+    of_expert: bool = False
+    """On the ranks of one expert only."""
+
+
+def parameters_of(
+    chunk: GPTModel, hf: PretrainedConfig, head: ModelHead, stored: StoredLayout
+) -> Iterator[tuple[Correspondence, nn.Parameter]]:
+    """Every parameter of a model chunk with its correspondence; sources are stored tensors."""
+    for name, parameter in chunk.named_parameters():
+        if name.startswith("decoder.layers."):
+            index, _, inner = name.removeprefix("decoder.layers.").partition(".")
+            layer = chunk.decoder.layers[int(index)].layer_number - 1
+            prefix, path = f"model.layers.{layer}.", f"decoder.layers.{layer}"
+            if inner.startswith(_EXPERTS):
+                number, _, part = inner.removeprefix(_EXPERTS).partition(".")
+                expert = chunk.decoder.layers[int(index)].mlp.local_expert_indices[int(number)]
+                own, layout = _of_expert(part, prefix, expert, num_experts(hf), stored)
+                yield Correspondence(f"{path}.mlp.experts.{expert}.{part}", own, layout, of_expert=True), parameter
+                continue
+            sources, layout = in_layer(inner, hf)
+            own = tuple(stored.parts(f"{prefix}{source}")[0].name for source in sources)
+            yield Correspondence(f"{path}.{inner}", own, layout), parameter
+        else:
+            yield _outside_layers(name, hf, head, bool(getattr(parameter, "shared", False))), parameter
+
+
+_EXPERTS = "mlp.experts.local_experts."
+
+
+def _of_expert(
+    part: str, prefix: str, expert: int, num_experts: int, stored: StoredLayout
+) -> tuple[tuple[str, ...], Layout]:
+    """The sources and the layout of one of an expert's two matrices."""
+    is_first = part == "linear_fc1.weight"
+    parts = stored.parts(f"{prefix}mlp.experts.{'gate_up_proj' if is_first else 'down_proj'}")
+    count = len(parts) // num_experts
+    own = tuple(one.name for one in parts[expert * count : (expert + 1) * count])
+    return own, FusedRows(count) if is_first else Sharded(1)
+
+
+def in_layer(name: str, hf: PretrainedConfig) -> tuple[tuple[str, ...], Layout]:
+    """The sources and the layout of a parameter of a transformer layer, by its name there."""
+    if _ADAPTERS in name:
+        return _of_adapter(name, hf)
+    if name == "mlp.shared_experts.gate_weight":
+        return ("mlp.shared_expert_gate.weight",), Replicated()
+    kind = name.rpartition(".")[2]
+    # OLMoE normalises the queries of all heads together, others those of each head alone.
+    of_heads: Layout = Sharded(0) if hf.model_type == "olmoe" else Replicated()
+    table: dict[str, tuple[tuple[str, ...], Layout]] = {
+        "input_layernorm": (("input_layernorm",), Replicated()),
+        "self_attention.linear_qkv": (
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            FusedHeads(hf.num_key_value_heads, head_dim(hf)),
+        ),
+        "self_attention.q_layernorm": (("self_attn.q_norm",), of_heads),
+        "self_attention.k_layernorm": (("self_attn.k_norm",), of_heads),
+        "self_attention.linear_proj": (("self_attn.o_proj",), Sharded(1)),
+        "pre_mlp_layernorm": (("post_attention_layernorm",), Replicated()),
+        "mlp.router": (("mlp.gate",), Replicated()),
+        "mlp.shared_experts.linear_fc1": (("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), FusedRows(2)),
+        "mlp.shared_experts.linear_fc2": (("mlp.shared_expert.down_proj",), Sharded(1)),
+        "mlp.linear_fc1": (("mlp.gate_proj", "mlp.up_proj"), FusedRows(2)),
+        "mlp.linear_fc2": (("mlp.down_proj",), Sharded(1)),
+    }
+    sources, layout = table[name.rpartition(".")[0]]
+    return tuple(f"{source}.{kind}" for source in sources), layout
+
+
+def _of_adapter(name: str, hf: PretrainedConfig) -> tuple[tuple[str, ...], Layout]:
+    """A is sharded where the inputs of its layer are, B where the outputs are."""
+    path, _, rest = name.partition(_ADAPTERS)
+    projection, _, part = rest.partition(".")
+    weights, layout = in_layer(f"{path}.weight", hf)
+    (weight,) = (one for one in weights if one.endswith(f".{projection}.weight"))
+    down, up = adapter_names(weight)
+    shards_inputs = isinstance(layout, Sharded)
+    if part == "down":
+        return (down,), Sharded(1) if shards_inputs else Replicated()
+    return (up,), Replicated() if shards_inputs else Sharded(0)
+
+
+def _outside_layers(name: str, hf: PretrainedConfig, head: ModelHead, is_copy: bool) -> Correspondence:
+    embeddings = "model.embed_tokens.weight"
+    if name == "decoder.final_layernorm.weight":
+        return Correspondence(name, ("model.norm.weight",), Replicated())
+    if name == "embedding.word_embeddings.weight":
+        return Correspondence(name, (embeddings,), ShardedVocabulary(hf.vocab_size))
+    assert name in ("output_layer.weight", "output_layer.bias"), name
+    if head is ModelHead.VALUE:
+        return Correspondence(name, (f"score.{name.rpartition('.')[2]}",), Replicated())
+    source = embeddings if is_copy else "lm_head.weight"
+    return Correspondence(name, (source,), ShardedVocabulary(hf.vocab_size), is_copy)
