@@ -32,6 +32,8 @@ Notes = Sequence[Mapping[str, Any]]
 ``prompt``."""
 
 LOG_PROB_SCALE, MISMATCH_SCALE = 1e3, 1e5
+ROUTES = "routed_experts"
+"""The column of the routes that the engine has told (router replay)."""
 THUMBNAIL = 128
 """Longest side of an image's copy in the record, in pixels."""
 MAX_IMAGES = 1000
@@ -116,6 +118,8 @@ class SampleRecorder:
         block = _Block(step, "train", self._settings.max_tokens, self._piece)
         rows = self._chosen(batch.batch["group_ids"].numpy())
         columns = {name: batch.batch[name][rows].numpy() for name in _COLUMNS if name in batch.batch}
+        if ROUTES in batch.batch:
+            columns[ROUTES] = batch.batch[ROUTES][:, :, -1][rows].numpy()  # of all layers it would be a large copy
         if trainer_log_probs is not None:
             columns["trainer_log_probs"] = trainer_log_probs[rows].numpy()
         taken = _Rows(columns, self._settings.max_tokens)
@@ -402,9 +406,19 @@ class _Rows:
         sample["w"] = (
             version if version >= 0 else _versions(columns["weight_versions"][row, here][self._mask[row, here]])
         )
+        if ROUTES in columns:
+            sample["y"] = _routes(columns[ROUTES][row, here])
         if "turn_ids" in columns:
             sample["u"] = _turns(columns["turn_ids"][row, here], columns["turn_rewards"][row, here])
         return sample
+
+
+def _routes(chosen: NDArray[Any]) -> list[list[int] | None] | None:
+    """The experts (tokens, k) of each token; None: the engine has not told, which it never does of the last one."""
+    absent = 255 if chosen.dtype == np.uint8 else -1
+    told = (chosen != absent).all(-1).tolist()
+    experts = [ids if known else None for ids, known in zip(chosen.tolist(), told, strict=True)]
+    return experts if any(told) else None
 
 
 def _alike(text: str, decoded: str) -> bool:

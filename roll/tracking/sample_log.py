@@ -37,6 +37,7 @@ l     log-probs of the engine, thousandths
 q     trainer minus engine, hundred-thousandths
 h     log-probs of the reference (preferences), thousandths
 a     advantages: a number, or a list
+y     experts of each token in the last layer of experts, or null (router replay)
 w     version of the weights: a number, or ``[version, tokens]`` pairs
 cut   tokens that the record leaves out at the end
 ====  ================================================================================================================

@@ -45,6 +45,7 @@ def made_block(step: int, groups: int, size: int, tokens: int, rng: random.Rando
                     "q": mismatch,
                     "a": score - 0.5,
                     "w": step,
+                    "y": [*([rng.randrange(8), 8] for _ in range(tokens - 1)), None],
                 }
             )
             if member == 2:

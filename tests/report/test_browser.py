@@ -116,7 +116,7 @@ def test_a_report_of_two_runs(browser: Any, tmp_path: Path) -> None:
     assert "first mismatch token 6" in first.text
     assert len(first.find_elements("css selector", ".token")) == 12
     assert len(browser.find_elements("css selector", ".token.wrong")) == 1
-    for mode in ("mismatch", "advantage", "plain", "logprob"):
+    for mode in ("mismatch", "advantage", "route", "plain", "logprob"):
         browser.find_element("css selector", f"#token-mode option[value='{mode}']").click()
         colours = browser.execute_script(
             "return [...document.querySelectorAll('.token')].filter((t) => t.style.backgroundColor).length"

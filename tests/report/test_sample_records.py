@@ -103,6 +103,17 @@ def test_rows_of_a_training_batch(tmp_path: Path) -> None:
     assert prompts[1]["decoded"] == "a", "the ids of the second prompt say another text than its own"
 
 
+def test_routes_of_the_last_layer(tmp_path: Path) -> None:
+    """uint8 (B, L, layers, k); 255: not told."""
+    told = batch()
+    routes = torch.full((3, 6, 2, 2), 255, dtype=torch.uint8)
+    routes[0, :4, 1] = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]])
+    routes[:, :, 0] = 9
+    told.batch["routed_experts"] = routes
+    (block,) = recorded(tmp_path, lambda recorder: recorder.policy(0, told, list, Letters(), None))
+    assert [sample.get("y") for sample in block["samples"]] == [[[4, 5], [6, 7], None], None, None]
+
+
 @pytest.mark.parametrize(("most", "groups"), [(3, ["0", "0", "1"]), (2, ["0", "0"]), (1, ["0"])])
 def test_whole_groups_up_to_the_limit(tmp_path: Path, most: int, groups: list[str]) -> None:
     (block,) = recorded(

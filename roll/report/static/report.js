@@ -396,7 +396,7 @@ function filterBar(refresh, count) {
   return el("div", { class: "bar" }, el("span", {}, "steps ", numeric("step0", ""), " to ", numeric("step1", "")), el("span", {}, "score ", numeric("low", ""), " to ", numeric("high", "")), ["kind", "domain", "tag", "finish"].map(choice), el("label", {}, el("input", { type: "checkbox", id: "f-errors", checked: Boolean(FILTERS.errors), onchange: (event) => { FILTERS.errors = event.target.checked; refresh(); } }), "with errors"), text, el("button", { id: "f-find", onclick: find }, "search"), reset, note, count);
 }
 
-const MODES = { logprob: "log-prob", mismatch: "engine/trainer mismatch", advantage: "advantage", plain: "no colours" };
+const MODES = { logprob: "log-prob", mismatch: "engine/trainer mismatch", advantage: "advantage", route: "expert", plain: "no colours" };
 
 async function showGroup(detail, r, i, refresh) {
   const run = runs[r];
@@ -468,6 +468,7 @@ function colour(sample, i, scale) {
     const strength = Math.min(0.7, Math.abs(value) * 0.5).toFixed(3);
     return value >= 0 ? `rgba(22, 163, 74, ${strength})` : `rgba(220, 38, 38, ${strength})`;
   }
+  if (state.mode === "route" && sample.y && sample.y[i]) return `hsl(${(sample.y[i][0] * 137.508) % 360} 70% 80%)`;
   return "";
 }
 
@@ -491,6 +492,7 @@ function tokens(body, content, sample, most) {
       if (sample.q) about.push(`trainer minus engine ${number(sample.q[i] / 1e5, 3)}`);
       if (Array.isArray(sample.a)) about.push(`advantage ${number(sample.a[i])}`);
     } else about.push("given, not sampled");
+    if (sample.y && sample.y[i]) about.push(`experts of the last layer ${sample.y[i].join(", ")}`);
     const node = el("span", { class: `token${given[i] ? " given" : ""}${i === wrong ? " wrong" : ""}`, title: about.join("\n") }, piece === "" ? "\u2205" : piece);
     const background = given[i] ? "" : colour(sample, i, scale);
     if (background) node.style.backgroundColor = background;
