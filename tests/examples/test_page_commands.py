@@ -69,7 +69,7 @@ def test_marks(tmp_path: Path) -> None:
 
 
 def test_untried_pages_are_pages() -> None:
-    assert UNTRIED <= {name_of(page) for page, blocks in RUN.items() if blocks}
+    assert {name_of(page) for page, blocks in RUN.items() if blocks} >= UNTRIED
 
 
 def test_flags_of_commands_exist() -> None:
