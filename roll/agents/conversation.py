@@ -125,8 +125,7 @@ class Conversations:
                 goes on with other tools than before begins anew, as its prompt does.
 
         Raises:
-            TemplateError: the chat template cannot render them.
-            ImageError: an image that cannot be read.
+            TemplateError: the chat template cannot render them, or an image of them cannot be read.
             BlindPolicyError: an image, and the policy is a model of text.
         """
         messages = self._seen(messages)
@@ -138,6 +137,11 @@ class Conversations:
         call = Call(len(self.calls), parent, new_ids, messages, list(tools or ()), role=role, images=images)
         self.calls.append(call)
         return call
+
+    @property
+    def is_blind(self) -> bool:
+        """The policy is a model of text."""
+        return self._template.images is None
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> int:
         """The tokens of ``messages`` as a prompt of their own.
@@ -153,7 +157,8 @@ class Conversations:
         if self._template.images is None:
             refuse_images(messages)
             return [dict(message) for message in messages]
-        return [self._template.images.take(message, self.images) for message in messages]
+        with _as_template_error():
+            return [self._template.images.take(message, self.images) for message in messages]
 
     def _behind(self, parent: int, messages: list[Message]) -> list[Message]:
         """Those of ``messages`` that answer the response of ``parent``."""
@@ -164,7 +169,8 @@ class Conversations:
         if self._template.images is None:
             return token_ids, ()
         images = tuple(self.images[digest] for digest in digests(messages))
-        return self._template.images.expanded(token_ids, images), images
+        with _as_template_error():
+            return self._template.images.expanded(token_ids, images), images
 
     def restore(self, images: Sequence[EncodedImage]) -> None:
         """Give calls of an earlier process, which are here without, their images."""
@@ -278,6 +284,16 @@ class Conversations:
             self.counts.kept_thoughts += moved
             return False
         return moved or template.drops_thoughts(call.messages, call.message, new)
+
+
+@contextlib.contextmanager
+def _as_template_error() -> Iterator[None]:
+    from roll.protocol.vision import ImageError
+
+    try:
+        yield
+    except ImageError as error:
+        raise TemplateError(str(error)) from error
 
 
 def _branch(chain: Sequence[Call], trained: set[int]) -> Branch:

@@ -22,7 +22,9 @@ from roll.agents.tool_agent import FunctionAgent, ToolAgent
 from roll.agents.tools import ToolError
 from roll.agents.verifiers import CommandVerifier, RewardVerifier, Verifier
 from roll.config.reading.errors import closest
+from roll.config.rewards import INFERENCE, REWARD_MODEL
 from roll.rewards.base import RewardOptionError
+from roll.rewards.registry import resolve_name
 
 BUILT_IN = ("tools", "black_box", "repository")
 
@@ -129,9 +131,17 @@ def make_verifier(
         raise AgentOptionError(f"{key}: has either worker_cls (a reward) or command (a program)")
     if options.worker_cls is None:
         return CommandVerifier(options.command, options.timeout)
+    if options.reward_kwargs.get("model_type") == INFERENCE:
+        rule = "inference is for rewards sections; cluster asks the role reward, api a service"
+        raise AgentOptionError(f"{key}.reward_kwargs.model_type: {rule}")
     try:
+        if resolve_name(options.worker_cls) == REWARD_MODEL:
+            rule = (
+                "a classifier scores rewards sections alone; http_reward asks one behind a service, llm_judge a model"
+            )
+            raise AgentOptionError(f"{key}.worker_cls: {rule}")
         whole = options.scores == "episode" or (of_environment and options.scores is None)
-        known = options.reward_kwargs | (judge or {} if asks_the_run(given) else {})
+        known = options.reward_kwargs | dict((judge or {}) if asks_the_run(given) else {})
         verifier = RewardVerifier(options.worker_cls, known, options.answer_key, options.timeout, whole)
         verifier.check_host()
     except RewardOptionError as error:

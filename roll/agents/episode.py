@@ -217,7 +217,6 @@ class Model:
         Raises:
             EpisodeOver: no turn is left, or the prompt leaves no room for a response.
             TemplateError: the chat template cannot render the messages, or no call that must be made.
-            ImageError: an image of them cannot be read.
             EngineFault: they have an image, and the policy is a model of text.
         """
         if self.turns_left <= 0:

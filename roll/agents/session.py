@@ -12,6 +12,7 @@ from typing import Any
 from roll.agents.agent_options import Sampling, ToolChoice
 from roll.agents.chat_ids import Message, TemplateError
 from roll.agents.episode import EngineFault, EpisodeOver, Model, Task
+from roll.agents.images import has_images
 from roll.agents.wire_chat import ChatRequest, Reply, reply_of
 
 
@@ -89,6 +90,8 @@ class Session:
             self.in_flight.discard(task)
 
     async def _answered(self, request: ChatRequest) -> Reply:
+        if self.model.conversations.is_blind and any(has_images(one.get("content")) for one in request.messages):
+            raise Refusal(400, "messages: the policy is a model of text, and sees no images")
         options: dict[str, Any] = {"stop": request.stops} if request.stops else {}
         if request.must_call and self.tool_choice == "enforce":
             options["must_call"] = request.must_call

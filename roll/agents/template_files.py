@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -124,7 +124,7 @@ def _text(token: Any) -> str | None:
 class _Generation(Extension):
     """``{% generation %}``: marks what a response is, which is nothing to a text."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -120,7 +120,7 @@ def read_chat_request(body: Any) -> ChatRequest:
     shared = fields.shared(NO_LIMIT, 0, "top_logprobs")
     tools = [_tool(tool) for tool in fields.get("tools", list, [])]
     return ChatRequest(
-        messages=named_tools([_plain(read_message(message, tools=True)) for message in messages]),
+        messages=named_tools([_plain(read_message(message, tools=True, images=True)) for message in messages]),
         tools=tools,
         **asked_options(fields, shared["params"]),
         model=fields.model,

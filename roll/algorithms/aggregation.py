@@ -106,11 +106,6 @@ def within(values: Tensor, bound: float) -> bool:
     return -bound < low.item() and high.item() < bound
 
 
-def nonempty_rows(mask: Tensor) -> Tensor:
-    """bool (B,): rows of a bool (B, L) that have a masked token."""
-    return mask.view(torch.uint8).amax(-1).bool() if mask.shape[-1] else mask.any(-1)
-
-
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of ``values`` where ``mask`` holds, as a scalar; 0 for an empty mask."""
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)

@@ -18,6 +18,8 @@ from roll.algorithms.aggregation import Keep, has_holes, kept_, row_blocks
 _BLOCK = 32
 _DEEPEST_EXPONENT = 2.0
 """Scalings stay above exp(-2) where a block has several tokens: their rounding is that of the exponent times 6e-8."""
+_DEEPEST_OF_BLOCKS = 600.0
+"""Of the scalings between blocks, in float64: exp(-600) is 1e-261."""
 
 
 def reverse_discounted_sum(values: Tensor, discount: float) -> Tensor:
@@ -52,6 +54,7 @@ def masked_discounted_sum(values: Tensor, mask: Tensor, discount: float) -> Tens
         return reverse_discounted_sum(values, discount)
     # 0 has no inverse; what 1e-12 lets through is far below the rounding of float32.
     exponent = math.log(max(discount, 1e-12))
+    is_shallow = -exponent * length < _DEEPEST_OF_BLOCKS
     width = min(_BLOCK, length, max(int(_DEEPEST_EXPONENT / -exponent), 1))
     blocks = -(-length // width)
     missing = blocks * width - length
@@ -63,9 +66,20 @@ def masked_discounted_sum(values: Tensor, mask: Tensor, discount: float) -> Tens
     inside = values.view(rows, blocks, width).mul_(weights) @ suffix
     if blocks > 1:
         whole = weights[..., -1]
-        starts = _scan(inside[..., 0], whole)
+        starts = _starts(inside[..., 0], counts[..., -1], exponent) if is_shallow else _scan(inside[..., 0], whole)
         inside[:, :-1].add_((whole[:, :-1] * starts[:, 1:]).unsqueeze(-1))
     return inside.div_(weights).view(rows, blocks * width)[:, :length]
+
+
+def _starts(values: Tensor, counts: Tensor, exponent: float) -> Tensor:
+    """y_b = x_b + c^(n_b) y_{b+1} between two scalings, as inside a block: float (B, N), int (B, N) -> (B, N).
+
+    In float64, whose range is that of whole rows.
+    """
+    tokens = counts.double()
+    weights = tokens.cumsum(-1).sub_(tokens).mul_(exponent).exp_()
+    suffix = torch.ones(2 * (tokens.shape[-1],), dtype=tokens.dtype, device=tokens.device).tril_()
+    return (values * weights).matmul(suffix).div_(weights).to(values.dtype)
 
 
 def _scan(values: Tensor, factors: Tensor) -> Tensor:

@@ -88,13 +88,6 @@ class StoredLayout:
         self._live = {part.name: (name, part) for name, parts in self._parts.items() for part in parts}
 
     @property
-    def is_live(self) -> bool:
-        """Every tensor is stored under its own name as it is."""
-        return not self.transposes and all(
-            len(parts) == 1 and parts[0].name == name for name, parts in self._parts.items()
-        )
-
-    @property
     def transposes(self) -> bool:
         """Some tensors are stored with the last two dimensions in another order."""
         return any(parts[0].is_transposed for parts in self._parts.values())

@@ -18,6 +18,7 @@ from roll.config.strategies.fsdp import ShardedStrategyConfig
 from roll.config.strategies.registry import (
     DeepSpeedStrategyConfig,
     MegatronStrategyConfig,
+    backend_of,
     generation_strategies,
     trains,
     typed_strategy_config,
@@ -238,7 +239,8 @@ def micro_batch_tokens(plan: Plan, role: RolePlan) -> int:
 def quick_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """Role and sentence on its memory, by arithmetic alone, of every role whose model's sizes are known here."""
     for name, role in plan.roles.items():
-        path = role.model_path if role.strategy_name is not None else None
+        name_of = role.strategy_name
+        path = None if name_of is None or backend_of(name_of).is_remote else role.model_path
         config = model_config(path) or known_config(path or "")
         shape = model_shape(config) if config is not None else None
         if shape is None:

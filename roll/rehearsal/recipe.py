@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from roll.config.lora import uses_lora
 from roll.config.losses import RANKS, is_unpaired
-from roll.config.pipelines import SCORES
+from roll.config.pipelines import GENERATES, SCORES
 from roll.config.plan.plan import Plan, RolePlan
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError, Problem
@@ -24,6 +24,7 @@ from roll.config.strategies.registry import (
     Fsdp1StrategyConfig,
     HfInferStrategyConfig,
     MegatronStrategyConfig,
+    backend_of,
     generation_strategies,
     typed_strategy_config,
 )
@@ -178,22 +179,22 @@ def rehearse_recipe(
         host=_host(plan, loaded, runs, engines),
         problems=[use.problem for use in engines.values() if use.problem],
         offloads=offloads,
-        concurrent=_concurrent(plan, engines),
+        concurrent=_concurrent(plan, [phase.name for phase in phases]),
     )
     _add_times(report, loaded, phases)
     return report
 
 
-def _concurrent(plan: Any, engines: Mapping[str, EngineUse]) -> tuple[str, ...]:
-    if "actor_infer" in engines and plan.is_async:
-        return ("generation",)
-    return (f"forward of {TEACHER}",) if getattr(plan, "teacher_runs_ahead", False) else ()
+def _concurrent(plan: Any, phases: Sequence[str]) -> tuple[str, ...]:
+    ahead = "generation" if getattr(plan, "is_async", False) else f"forward of {TEACHER}"
+    runs_ahead = getattr(plan, "is_async", False) or getattr(plan, "teacher_runs_ahead", False)
+    return (ahead,) if runs_ahead and ahead in phases else ()
 
 
 def _model_configs(plan: Plan, given: Mapping[str, Path]) -> dict[str, Mapping[str, Any]]:
     found, problems = {}, []
     for name, role in plan.roles.items():
-        if role.strategy_name is None:
+        if role.strategy_name is None or backend_of(role.strategy_name).is_remote:
             continue
         config = find_config(role.model_path, given.get(name) or given.get(""))
         if config is None:
@@ -210,10 +211,11 @@ def _model_configs(plan: Plan, given: Mapping[str, Path]) -> dict[str, Mapping[s
 
 
 def _computes(loaded: Any, name: str) -> bool:
-    """``hf_infer`` of a role that computes log-probs is a plain model, not an engine."""
+    """``hf_infer`` of a role that computes log-probs is a plain model, not an engine; ``vllm`` of a teacher is one."""
     role = loaded.plan.roles[name]
     task = loaded.pipeline.task_of(role.key, role.section)
-    return role.strategy_name not in task.strategies or task.name in ("computes log-probs", "scores responses")
+    is_plain = task is not GENERATES and backend_of(role.strategy_name or "").computes is not None
+    return role.strategy_name not in task.strategies or is_plain
 
 
 def _task(loaded: Any, name: str) -> Task:
@@ -344,13 +346,15 @@ def _phases(loaded: Any, runs: Mapping[str, RoleRun], engines: Mapping[str, Engi
     """The phases of a step in their order, as :mod:`roll.pipelines.policy_pipeline` brings states for them."""
     plan = loaded.plan
     phases = []
-    judges = [name for name in engines if name != "actor_infer"]
+    teachers = [name for name in engines if name.partition(".")[0] == TEACHER]
+    judges = [name for name in engines if name != "actor_infer" and name not in teachers]
     if "actor_infer" in engines:
         needs = {"actor_train": WEIGHTS, "actor_infer": WEIGHTS}
         phases.append(_Phase("weight update", needs, {"actor_train": "send"}))
         scorers = [name for name in runs if name == "reward_model"]
         generating = dict.fromkeys(("actor_infer", *judges), GENERATION) | dict.fromkeys(scorers, WEIGHTS)
         phases.append(_Phase("generation", generating, dict.fromkeys(scorers, "forward")))
+    phases += [_Phase(f"forward of {name}", {name: GENERATION}, {}) for name in teachers]
     for name, run in runs.items():
         if name in plan.training or name == "reward_model" or "forward" not in run.works:
             continue

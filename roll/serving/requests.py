@@ -169,11 +169,12 @@ def _is_id(token: Any) -> bool:
     return isinstance(token, int) and not isinstance(token, bool)
 
 
-def read_message(message: Any, tools: bool = False) -> dict[str, Any]:
+def read_message(message: Any, tools: bool = False, images: bool = False) -> dict[str, Any]:
     """A message whose content is text; parts of type ``text`` are joined.
 
     Args:
         tools: responses may have ``tool_calls``, and then no content.
+        images: a content with parts of type ``image_url`` stays as it is, its images given as ``data:`` URIs.
 
     Raises:
         BadRequest: anything else.
@@ -183,6 +184,8 @@ def read_message(message: Any, tools: bool = False) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         parts = [_text_of(part) for part in content]
+        if images and None in parts and all(map(_is_text_or_image, content)):
+            return {**message, "content": content}
         if not all(isinstance(part, str) for part in parts):
             raise BadRequest("messages: only content of type text is understood", "messages")
         content = "".join(str(part) for part in parts)
@@ -194,6 +197,14 @@ def read_message(message: Any, tools: bool = False) -> dict[str, Any]:
     if calls:
         return {**message, "content": content, "tool_calls": read_tool_calls(calls)}
     return {**message, "content": content}
+
+
+def _is_text_or_image(part: Any) -> bool:
+    if _text_of(part) is not None:
+        return True
+    value = part.get("image_url") if isinstance(part, Mapping) and part.get("type") == "image_url" else None
+    url = value.get("url") if isinstance(value, Mapping) else value
+    return isinstance(url, str) and url.startswith("data:")
 
 
 def read_tool_calls(calls: Any) -> list[dict[str, Any]]:

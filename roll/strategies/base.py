@@ -136,6 +136,10 @@ class ModelStrategy(ABC):
         self.platform.set_device()
         self.device = self.platform.device()
         self._offloaded: dict[StateKind, OffloadedStorages] = {}
+        self._configure()
+
+    def _configure(self) -> None:
+        """Read the backend's own options of the role; nothing is built yet."""
 
     @abstractmethod
     def initialize(self, num_training_steps: int = 0) -> None:

@@ -13,19 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll.agents.chat_ids import ChatTemplate
+from roll.agents.chat_ids import ChatTemplate, TemplateError
 from roll.agents.conversation import Conversations
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Sampled, Task, run_episode
 from roll.agents.images import ChatImages
+from roll.agents.session import Refusal, Session
+from roll.agents.wire_chat import read_chat_request
 from roll.checkpoint.state import load_state, save_state
 from roll.datasets.images import VisionModel
 from roll.environments.base import BrokenContract, read_reset, read_step
 from roll.environments.frozen_lake import FrozenLake
 from roll.environments.sokoban import Sokoban
-from roll.protocol.vision import IMAGES, ImageError, VisionInputs
+from roll.protocol.vision import IMAGES, VisionInputs
 from roll.rollout.episode_batch import build_episode_batch
 from roll.rollout.episodes import EngineSampler, Player, episode_from, episode_state
+from roll.serving.requests import BadRequest
 from roll.strategies.engines.requests import SamplingParams
 from tests.vision_models import PROCESSING, tokenizer
 
@@ -195,10 +198,37 @@ def test_images_of_agents_come_in_many_forms(template: ChatTemplate, form: str) 
     ],
 )
 def test_what_is_no_image_is_refused(template: ChatTemplate, content: Any, said: str) -> None:
-    with pytest.raises(ImageError, match=said):
+    with pytest.raises(TemplateError, match=said):
         Conversations(template).ask([{"role": "user", "content": content}])
 
 
 def test_an_environment_with_a_broken_picture_is_named() -> None:
     with pytest.raises(BrokenContract, match=r"mine: an image in the observation of reset: .*float64 \(4, 4\)"):
         read_reset("mine", (np.zeros((4, 4)), {}))
+
+
+def test_programs_show_images_in_the_form_of_openai(template: ChatTemplate) -> None:
+    """A conversation that a client sends again goes on from its ids; a policy of text says that it sees none."""
+    data = read_reset("lake", FrozenLake(**LAKE).reset(1)).observation[0]["content"][1]["image"].data.tobytes()
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(data).decode()}}
+    content = [{"type": "text", "text": "Where?"}, picture]
+
+    async def asked(chat: ChatTemplate) -> tuple[Walker, Model]:
+        engine = Walker(chat)
+        model = Model(engine, chat, "hermes", Limits(context=4096))
+        session = Session(Task("t", 0), model)
+        messages: list[Any] = [{"role": "user", "content": content}]
+        reply = await session.answer(read_chat_request({"messages": messages}))
+        again = [*messages, reply.message, {"role": "user", "content": [picture]}]
+        await session.answer(read_chat_request({"messages": again}))
+        return engine, model
+
+    engine, model = asyncio.run(asked(template))
+    for images, (ids, vision) in enumerate(engine.prompts, 1):
+        assert_goes_together(template, ids, vision, images)
+    assert model.conversations.calls[1].parent == 0
+    with pytest.raises(Refusal, match="the policy is a model of text"):
+        asyncio.run(asked(ChatTemplate(tokenizer())))
+    elsewhere = [{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}]
+    with pytest.raises(BadRequest, match="only content of type text"):
+        read_chat_request({"messages": [{"role": "user", "content": elsewhere}]})

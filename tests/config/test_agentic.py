@@ -188,6 +188,17 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "reward.device_mapping",
         "must share no device with",
     ),
+    (
+        {
+            "custom_envs.lake.verifier": JUDGE,
+            "reward.device_mapping": [0],
+            "reward.model_args.model_type": "auto_sequence_classification",
+        },
+        "reward.model_args.model_type",
+        "must be left out",
+    ),
+    ({"custom_envs.lake": {"command": "python", "agent_config": {"roles": ["solver"]}}, "train_roles": ["sovler"],
+      "val_env_manager.tags": ["lake"], "train_env_manager.tags": ["lake"]}, "train_roles", "[solver]"),
     ({"actor_train": GONE}, "actor_train", "without training"),
     ({"actor_train.router_replay.mode": "R3", "actor_infer.router_replay.mode": "R3"},
      "actor_train.router_replay.mode", "several turns"),
@@ -214,6 +225,14 @@ def test_mistakes_are_found(tmp_path: Path, changes: dict[str, Any], key: str, w
         ({"env_config": {"p": 3}}, "env_config", "the probability of ice"),
         ({"env_type": "frozen_like"}, "env_type", "did you mean 'frozen_lake'"),
         ({"env_type": "no_such_module.Env"}, "env_type", "cannot be imported"),
+        ({"verifier": {"worker_cls": "math_rulle"}}, "verifier", "math_rule"),
+        ({"verifier": {"worker_cls": "math_rule", "score": "all"}}, "verifier.score", "did you mean 'scores'"),
+        ({"verifier": {"worker_cls": "reward_model"}}, "verifier.worker_cls", "http_reward"),
+        (
+            {"verifier": {"worker_cls": "llm_judge", "reward_kwargs": {"model_type": "inference"}}},
+            "verifier.reward_kwargs.model_type",
+            "cluster asks the role reward",
+        ),
     ],
 )
 def test_environments_are_checked(tmp_path: Path, changes: dict[str, Any], key: str, words: str) -> None:

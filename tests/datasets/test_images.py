@@ -239,6 +239,29 @@ def test_demonstrations_with_images(words: Any, write_jsonl: Write, tmp_path: Pa
     assert text.vision is None
 
 
+def test_every_turn_of_the_assistant_between_images(
+    words: Any, write_jsonl: Write, tmp_path: Path, vision: VisionModel
+) -> None:
+    """An image widens the row in front of the turns that carry the loss, which stay exactly theirs."""
+    for name, size in (("a.png", (48, 48)), ("b.png", (96, 48))):
+        (tmp_path / name).write_bytes(png(size=size))
+    turns = [("user", "<image>x"), ("assistant", "b"), ("user", "and <image> y"), ("assistant", "#### 12")]
+    row = {
+        "messages": [dict(zip(("role", "content"), turn, strict=True)) for turn in turns],
+        "images": ["a.png", "b.png"],
+    }
+    data_args = DataArguments(file_name=write_jsonl([row]), messages="messages")
+    (seen,) = SftDataset.build(data_args, words, 200, vision=vision, train_on="assistant")
+    assert seen.vision is not None and len(set(seen.vision.num_tokens)) == 2
+    pad = words.convert_tokens_to_ids(PAD)
+    assert seen.input_ids.count(pad) == sum(seen.vision.num_tokens)
+    pieces = [
+        words.decode(seen.input_ids[begin:end]) for begin, end in zip(seen.spans[::2], seen.spans[1::2], strict=True)
+    ]
+    assert [piece.replace("<|im_end|>", "").strip() for piece in pieces] == ["b", "#### 12"]
+    assert not any(flag for flag, token in zip(seen.response_mask, seen.input_ids, strict=True) if token == pad)
+
+
 def test_a_group_of_rows_carries_its_images_once_and_each_is_processed_once() -> None:
     vision = vision_inputs([EncodedImage.of(png(77, (200, 200)))], vision_models.PROCESSING)
     buffers: list[pickle.PickleBuffer] = []

@@ -154,7 +154,7 @@ def test_engines_and_environments_of_episodes_die_and_none_is_lost(
 def test_an_evaluation_goes_on_with_what_it_has(start: Start, world: TinyWorld, tmp_path: Path) -> None:
     """Its engine is killed; what was answered is not asked again."""
     deaths = tmp_path / "deaths"
-    deaths.write_text("8")
+    deaths.write_text("3")
     generating = GENERATING | {"num_return_sequences": 4}
     data = {"file_name": [str(world.validation)], "messages": "messages"}
     changes = {

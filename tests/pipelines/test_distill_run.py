@@ -189,7 +189,7 @@ def test_a_teacher_behind_a_url_teaches_the_same(
     for form in ("advantage", "topk"):
         both = [run(opd(opd_form=form, opd_topk=4, teacher=one)).steps for one in (named, teacher(world))]
         for remote, role_ in zip(*both, strict=True):
-            for key in ("opd/kl", "actor/grad_norm", "critic/score/mean"):
+            for key in ("opd/teacher/kl", "actor/grad_norm", "critic/score/mean"):
                 assert remote[key] == pytest.approx(role_[key], rel=1e-3, abs=1e-6), (form, key)
 
 

@@ -166,17 +166,19 @@ def test_episodes_are_those_of_a_training_runs_validation(run: Run) -> None:
 
 
 def test_against_a_model_that_is_served_elsewhere(
-    run: Run, world: TinyWorld, other: Path, both: FinishedRun, monkeypatch: pytest.MonkeyPatch
+    run: Run, world: TinyWorld, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By chats over HTTP: greedily it answers as its own engines let it, and the others are compared with it. Asked
+    """By chats over HTTP: greedily it answers as engines of this run let it, and the others are compared with it. Asked
     again, nothing is left to do, also without the service."""
     serving = Serving(other, max_open_requests=100, api_key="sesame")
     monkeypatch.setenv("SERVICE_KEY", "sesame")
     keys = {"against": f"{serving.server.url}/v1#tiny", "against_api_key_env": "SERVICE_KEY"}
-    changes = evaluation(world, {"first": world.model}, temperatures=[1.0, 0], **keys)
+    changes = evaluation(world, {"first": world.model, "second": other}, temperatures=[1.0, 0], **keys)
+    sampling = {name: value for name, value in GENERATING.items() if name != "stop_token_ids"}
+    changes["validation"] |= {"generating_args": {**sampling, "num_return_sequences": 4, "max_new_tokens": 8}}
     done = run(changes)
     serving.close()
-    served, engines = samples(done, "against"), samples(both, "second")
+    served, engines = samples(done, "against"), samples(done, "second")
     assert [row for row in served if row[0] == "greedy"] == [row for row in engines if row[0] == "greedy"]
     assert len({row[3] for row in served if row[0] == "t1"}) > PROMPTS, "samples of a prompt differ"
     found = results(done)

@@ -140,6 +140,28 @@ def test_other_pipelines(tiny: Any, recipe: str, overrides: list[str], phases: l
     assert (report.seconds < alone) == ahead
 
 
+@pytest.mark.parametrize(
+    ("overrides", "phases"),
+    [
+        (["teacher.strategy_args={strategy_name: vllm}"], ["forward of teacher", "update of student"]),
+        (
+            [
+                "teacher.strategy_args={strategy_name: remote, strategy_config: {base_url: 'http://127.0.0.1:1/v1'}}",
+                "~teacher.device_mapping",
+            ],
+            ["update of student"],
+        ),
+    ],
+    ids=["an engine", "a URL"],
+)
+def test_teachers_that_are_no_plain_models(tiny: Any, overrides: list[str], phases: list[str]) -> None:
+    loaded = load_config(None, "tiny_distill/distill_config", None, overrides, check_files=False)
+    report = rehearse_recipe(loaded, small_machine(16), tiny[1])
+    assert list(report.times) == phases
+    held = [("teacher", "KV cache") in phase.parts for use in report.devices for phase in use.phases]
+    assert any(held) == (len(phases) == 2)
+
+
 def small_machine(gib: float) -> Hardware:
     return Hardware(Gpu("small", int(gib * 2**30), 1e12, 1e12, 1e11, 1e10), "nvlink+ib400", 1e10, 1e9, 2)
 

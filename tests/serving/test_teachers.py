@@ -22,10 +22,11 @@ from roll.models.distributions import top_tokens
 from roll.models.layouts import TopTokens
 from roll.pipelines.teachers import check_teachers, probe_ids, service_problems
 from roll.protocol import DataProto
+from roll.rehearsal.formulas import quick_lines
 from roll.strategies.engines.scoring import listed_tokens
 from roll.strategies.remote import PromptLogProbs, RemoteScoring, ServiceRefused
 from roll.workers.model import TeacherWorker
-from tests.config.good import mistakes
+from tests.config.good import load, mistakes
 
 LENGTHS = ((9, 4), (6, 5))
 """Tokens of a row, and those of its prompt."""
@@ -188,6 +189,9 @@ def test_keys(tmp_path: Path, world_settings: dict[str, Any]) -> None:
 
     good = teacher(base_url="http://127.0.0.1:8000/v1")
     assert problems(teacher=good) == "", "no devices, no worker's size"
+    sizes = {"student_pretrain": "Qwen/Qwen3-0.6B", "teacher_pretrain": "Qwen/Qwen3-4B"}
+    lines = dict(quick_lines(load(tmp_path, world_settings | sizes | {"teacher": good}).plan))
+    assert lines.keys() == {"student"}, "what is computed elsewhere takes no memory here"
     assert "is needed: the address of the service" in problems(teacher=teacher())
     assert "must be the service's address" in problems(teacher=teacher(base_url="ftp://x"))
     assert "no such variable" in problems(teacher=teacher(base_url="http://x/v1", api_key_env="NO_SUCH_KEY"))

@@ -87,6 +87,7 @@ def steps(run_ranks: RunRanks, roles: dict[str, WorkerConfig]) -> dict[int, list
     return {count: run_ranks(2, cases.each, train, roles, parts, count, 0.5) for count in (1, 3)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "kind"), [*((one, "fp16") for one in BACKENDS), ("fsdp2_train", "half"), ("fsdp_train", "half")]
 )
@@ -116,6 +117,7 @@ def skip_where_missing(backend: str) -> None:
         pytest.skip(f"needs {PACKAGES[strategy]}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_three_steps_in_fp16_are_near_those_in_fp32(
     steps: dict[int, list[dict[str, dict[str, Any]]]], backend: str

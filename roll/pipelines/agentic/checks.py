@@ -239,6 +239,10 @@ def check_judge(config: AgenticConfig, checks: Checks) -> None:
         rule = f"is needed by the verifier of custom_envs.{asked[0]} (model_type: cluster): model, engine and devices"
         checks.missing(REWARD, rule, f"{REWARD}.device_mapping: [0]")
         return
+    kind = config.reward.model_args.model_type
+    if kind is not None:
+        rule = "must be left out: a judge says what it thinks in words; http_reward asks a classifier behind a service"
+        checks.add(f"{REWARD}.model_args.model_type", kind, rule, "~")
     if generates_otherwise(config.reward):
         checks.note(f"{REWARD}.generating_args", f"has no effect: they are options of {LLM_JUDGE} (reward_kwargs)")
     key, roles = f"{REWARD}.device_mapping", model_roles(config)

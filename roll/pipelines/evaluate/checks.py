@@ -89,6 +89,10 @@ def check_against(config: Any, own: str | None, checks: Checks) -> None:
     keys = config.evaluate
     if (wrong := url_problem(keys.against.partition("#")[0])) is not None:
         checks.add("evaluate.against", keys.against, wrong, EXAMPLE_URL)
+    section = config.validation if hasattr(config, "validation") else None
+    if section is not None and section.generating_args.stop_token_ids:
+        text = "stop_token_ids are of this run's tokenizer, and are not sent: against ends where its own model does"
+        checks.note("evaluate.against", text)
     if not own:
         checks.missing("pretrain", "is needed with evaluate.against: its tokenizer counts tokens", "my/model")
     if keys.against_api_key_env and not os.environ.get(keys.against_api_key_env):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roll.config.roles import WorkerConfig
 from roll.config.strategies.deepspeed import ZeroPlan, numbers, plan_zero, switch
 from roll.config.strategies.registry import DeepSpeedStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES, enable_gradient_checkpointing
@@ -22,7 +21,7 @@ from roll.models.layouts import TokenLayout
 from roll.models.loading import MetaModel, ModuleReader, build_on_meta
 from roll.models.log_probs import run_head_when_called
 from roll.platforms import Platform
-from roll.strategies.base import ModelHead, StateKind
+from roll.strategies.base import StateKind
 from roll.strategies.deepspeed.states import (
     full_shape,
     full_size,
@@ -57,19 +56,12 @@ class DeepSpeedStrategy(DataParallelStrategy):
 
     _meta: MetaModel | None = None
 
-    def __init__(
-        self,
-        role: WorkerConfig,
-        head: ModelHead = ModelHead.CAUSAL_LM,
-        seed: int = 42,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        super().__init__(role, head, seed, max_grad_norm)
-        config = typed_strategy_config(role.strategy_args)
+    def _configure(self) -> None:
+        config = typed_strategy_config(self.role.strategy_args)
         assert isinstance(config, DeepSpeedStrategyConfig), config
         self.config = config
-        self.compute_dtype = DTYPES[role.model_args.dtype]
-        self.environ = {**os.environ, **role.system_envs}
+        self.compute_dtype = DTYPES[self.role.model_args.dtype]
+        self.environ = {**os.environ, **self.role.system_envs}
         self.plan = self._plan(self.trains)
         self.steps_each_micro_batch = self.trains and switch(config, "step_each_micro_batch", self.environ)
 

@@ -21,13 +21,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from roll.config.roles import ModelArguments, WorkerConfig
+from roll.config.roles import ModelArguments
 from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.config.strategies.registry import typed_strategy_config
 from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings
 from roll.models.experts import SparseLayer, choose_kernel, run_every_expert
 from roll.models.log_probs import ResponseModel, output_matrices
-from roll.strategies.base import ModelHead, StateKind
+from roll.strategies.base import StateKind
 from roll.strategies.training.checkpoint import Shard, pieces_of, restore_shards, resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
@@ -138,20 +138,13 @@ class ShardedStrategy(DataParallelStrategy):
     mesh: DeviceMesh
     optimizer: torch.optim.AdamW | None = None
 
-    def __init__(
-        self,
-        role: WorkerConfig,
-        head: ModelHead = ModelHead.CAUSAL_LM,
-        seed: int = 42,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        super().__init__(role, head, seed, max_grad_norm)
-        config = typed_strategy_config(role.strategy_args)
+    def _configure(self) -> None:
+        config = typed_strategy_config(self.role.strategy_args)
         assert isinstance(config, ShardedStrategyConfig), config
         self.config = config
-        self.compute_dtype = compute_dtype(role.model_args, config)
+        self.compute_dtype = compute_dtype(self.role.model_args, config)
         # A second view of the same ranks: parameters are sharded over all of them, as ever.
-        self.context_size = role.model_args.ulysses_size
+        self.context_size = self.role.model_args.ulysses_size
         self._background: ThreadPoolExecutor | None = None
         self._writing: Future[Any] | None = None
 

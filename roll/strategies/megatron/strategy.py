@@ -22,7 +22,6 @@ from torch import nn
 from roll.checkpoint.contents import ModelContents, trained_under
 from roll.config.lora import uses_lora
 from roll.config.plan.micro_batching import micro_batching
-from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import MegatronStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES
 from roll.models.distributions import COMPARED
@@ -36,7 +35,6 @@ from roll.strategies.base import (
     ALL_WEIGHTS,
     Comparison,
     LossFunction,
-    ModelHead,
     ModelStrategy,
     Output,
     RankInfo,
@@ -79,19 +77,12 @@ class MegatronStrategy(ModelStrategy):
     masters: MasterStates | None = None
     progress: TrainingProgress
 
-    def __init__(
-        self,
-        role: WorkerConfig,
-        head: ModelHead = ModelHead.CAUSAL_LM,
-        seed: int = 42,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        super().__init__(role, head, seed, max_grad_norm)
-        config = typed_strategy_config(role.strategy_args)
+    def _configure(self) -> None:
+        config = typed_strategy_config(self.role.strategy_args)
         assert isinstance(config, MegatronStrategyConfig), config
         self.config = config
         self.sizes = ParallelSizes.from_config(config)
-        self.compute_dtype = DTYPES[role.model_args.dtype]
+        self.compute_dtype = DTYPES[self.role.model_args.dtype]
 
     def initialize(self, num_training_steps: int = 0) -> None:
         """Collective. Divide the model over the ranks and read this rank's part of the weights.

@@ -46,7 +46,7 @@ def test_equals_generate_with_ragged_prompts_groups_and_refill(name: str, kind: 
     assert {len(tokens) for tokens in expected} != {len(expected[0])}, "lengths must differ to say anything"
 
 
-@pytest.mark.default_rows("glm4_moe")
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss"])
 def test_families_of_experts_equal_generate(family: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(write_moe(tmp_path, family)).eval().requires_grad_(False)
