@@ -143,14 +143,3 @@ def test_separate_experts_need_the_patch(
         assert "set it to true" in message
     messages = run_ranks(2, cases.self_test_alone, one)
     assert all("something else when ranks choose different experts" in message for message in messages), messages
-
-
-@pytest.mark.long
-def test_the_self_test_under_zero3(run_ranks: RunRanks, moe_folder: Callable[[str], Path]) -> None:
-    """Made once at the start of a role that learns; what is computed otherwise when ranks choose different experts ends
-    the run with a way out."""
-    one = role(moe_folder("qwen3_moe"), "zero3")
-    assert run_ranks(2, cases.self_tests, one) == [(1, "")] * 2
-    for made, message in run_ranks(2, cases.self_tests, one, 1.1):
-        assert made == 1 and "something else when ranks choose different experts" in message
-        assert "zero_stage: 2" in message
