@@ -17,11 +17,19 @@ from pathlib import Path
 import pytest
 
 from tests.examples.page_commands import EXTRA, REASONS, command_blocks, warm_programs
-from tests.examples.pages import ROOT, named_files
+from tests.examples.pages import ROOT, name_of, named_files
 from tests.examples.test_docs import PAGES
 
 BLOCKS = [block for page in PAGES for block in command_blocks(page)]
 RUN = {page: [block for block in BLOCKS if block.page == page and block.runs] for page in PAGES}
+UNTRIED = {
+    "README.md",
+    *(f"docs/{name}.md" for name in ("agentic", "evaluation", "preferences", "tutorials", "faq", "quickstart")),
+    *(f"docs/{name}.md" for name in ("sequence-packing", "weight_sync", "tracking")),
+    *(f"examples/{name}/README.md" for name in ("algorithms", "monitoring", "tiny", "tiny_agentic")),
+    *(f"examples/{name}/README.md" for name in ("tiny_distill", "tiny_dpo", "tiny_rm")),
+}
+"""Pages whose runs of training have not been tried as a whole yet: TEST_ALL_PAGES=1 runs them."""
 LEFT_BEHIND = "output/tiny_grpo/seed0"
 """A run that the pages speak of: the tiny example's, of two steps."""
 SMALL = """defaults:
@@ -58,6 +66,10 @@ def test_marks(tmp_path: Path) -> None:
         found = command_blocks(page)
     assert [(block.runs, block.overrides, block.statuses) for block in found] == list(marks.values())
     assert found[1].text == "roll check 1" and found[1].place == "docs/made_up.md:8"
+
+
+def test_untried_pages_are_pages() -> None:
+    assert {name_of(page) for page, blocks in RUN.items() if blocks} >= UNTRIED
 
 
 def test_flags_of_commands_exist() -> None:
@@ -159,10 +171,11 @@ def untrained_models(folder: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "page", [page for page, blocks in RUN.items() if blocks], ids=lambda p: str(p.relative_to(ROOT))
-)
-def test_commands_of_a_page(clone: Clone, page: Path) -> None:
+@pytest.mark.parametrize("page", [page for page, blocks in RUN.items() if blocks], ids=name_of)
+def test_commands_of_a_page(request: pytest.FixtureRequest, page: Path) -> None:
+    if name_of(page) in UNTRIED and not os.environ.get("TEST_ALL_PAGES"):
+        pytest.skip("not tried as a whole yet; TEST_ALL_PAGES=1 runs it")
+    clone: Clone = request.getfixturevalue("clone")
     for name, text in named_files(page).items():
         (clone.folder / name).write_text(text, encoding="utf-8")
     for block in RUN[page]:
