@@ -134,8 +134,8 @@ SUPPORT: dict[str, tuple[str, ...]] = {
 """By capability: the strategies (by the beginning of their name) under which it is tested."""
 FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
     EXPERTS: {
-        **dict.fromkeys(("deepseek_v3", "qwen3_next", "qwen3_5_moe_text"), ("fsdp2",)),
-        **dict.fromkeys(("glm4_moe", "gpt_oss"), ("fsdp2", "hf_infer")),
+        **dict.fromkeys(("deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"), ("fsdp2",)),
+        "glm4_moe": ("fsdp2", "hf_infer"),
     },
     RECURRENT: dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), ("fsdp2",)),
 }

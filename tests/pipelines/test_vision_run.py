@@ -223,25 +223,6 @@ def test_a_policy_learns_from_what_an_environment_shows(run: Run, pictures: Tiny
     assert sampled("again") == sampled("rollouts")
 
 
-@pytest.mark.skipif(not Path(FOLDER).is_dir(), reason="no torchvision: install-vllm-vision")
-def test_vllm_is_given_all_images_of_a_conversation(run: Run, tmp_path: Path) -> None:
-    world = make_pictures(tmp_path / "wide", hidden=128)
-    path = {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), FOLDER))}
-    stops = GENERATING | {"stop_token_ids": list(range(8, 384, 8))}
-    engine = {
-        "max_steps": 2,
-        "save_steps": 0,
-        "actor_train.device_mapping": [0],
-        "actor_train.training_args": training_args(8, 2),
-        "actor_infer": role("vllm", [1], generating_args=stops, system_envs=path),
-        "reference": role("fsdp2_infer", [0], infer_batch_size=4),
-    }
-    shared = {name: value for name, value in sign_changes(world, tmp_path / "rollouts").items() if "infer." not in name}
-    finished = run(shared | engine, "agentic", tmp_path)
-    assert max(finished.values("actor/train_infer_log_diff_abs_max")) < 1e-4
-    assert finished.values("agent/retokenized_tokens") == [0.0] * 2
-
-
 def episodes(folder: Path, step: int) -> list[Any]:
     return [json.loads(line) for line in (folder / f"train-{step:06d}.jsonl").open()]
 

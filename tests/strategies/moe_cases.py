@@ -64,7 +64,6 @@ def self_test_alone(role: WorkerConfig) -> str:
     configuration would refuse before."""
     strategy: Any = create_strategy(role)
     strategy._prepare_experts = lambda language_model: None
-    strategy._use_units = lambda deepspeed: None
     try:
         strategy.initialize(10)
     except ValueError as error:
@@ -72,16 +71,38 @@ def self_test_alone(role: WorkerConfig) -> str:
     return ""
 
 
-def self_tests(role: WorkerConfig) -> int:
-    """How many self-tests a start makes."""
+def self_tests(role: WorkerConfig, factor: float = 1.0) -> tuple[int, str]:
+    """How many self-tests a start under DeepSpeed makes, and the message of the ValueError that ends it.
+
+    Args:
+        factor: of the outputs of the first pass, in which ranks choose different experts.
+    """
     from roll.strategies.deepspeed import strategy as module
 
-    made: list[bool] = []
+    made, passes = [0], [0]
     check: Any = module.check_choices_may_differ
-    module.check_choices_may_differ = lambda *args: made.append(True) or check(*args)  # type: ignore[func-returns-value]
+
+    def counted(*args: Any) -> None:
+        made[0] += 1
+        check(*args)
+
     strategy: Any = create_strategy(role)
-    strategy.initialize(10)
-    return len(made)
+    compute = strategy._compute
+
+    def changed(*args: Any) -> dict[str, torch.Tensor]:
+        passes[0] += 1
+        first = factor if passes[0] == 1 else 1.0
+        return {name: values * first for name, values in compute(*args).items()}
+
+    strategy._compute = changed
+    module.check_choices_may_differ = counted  # type: ignore[assignment]
+    try:
+        strategy.initialize(10)
+    except ValueError as error:
+        return made[0], str(error)
+    finally:
+        module.check_choices_may_differ = check
+    return made[0], ""
 
 
 def train_adapters(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[str, Any]:

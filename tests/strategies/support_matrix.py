@@ -366,7 +366,7 @@ EXPERTS = (
         "mixture of experts: self-test at the start",
         moe("test_separate_experts_need_the_patch"),
         moe("test_separate_experts_need_the_patch"),
-        moe("test_the_self_test_finds_experts_that_zero3_mixes_up", "under ZeRO-3"),
+        moe("test_the_self_test_under_zero3", "under ZeRO-3"),
         Other("no"),
     ),
     Feature(

@@ -146,13 +146,11 @@ def test_separate_experts_need_the_patch(
 
 
 @pytest.mark.long
-def test_the_self_test_finds_experts_that_zero3_mixes_up(
-    run_ranks: RunRanks, moe_folder: Callable[[str], Path]
-) -> None:
-    """Experts that are modules, of which each rank gathers the chosen ones: without the patch and the unit that the
-    strategy makes of them, ranks are given halves of two experts."""
-    one = role(moe_folder(SEPARATE), "zero3")
-    messages = run_ranks(2, cases.self_test_alone, one)
-    assert all("something else when ranks choose different experts" in message for message in messages), messages
-    assert all("zero_stage: 2" in message for message in messages), messages
-    assert run_ranks(2, cases.self_tests, role(moe_folder("qwen3_moe"), "zero3")) == [1, 1]
+def test_the_self_test_under_zero3(run_ranks: RunRanks, moe_folder: Callable[[str], Path]) -> None:
+    """Made once at the start of a role that learns; what is computed otherwise when ranks choose different experts ends
+    the run with a way out."""
+    one = role(moe_folder("qwen3_moe"), "zero3")
+    assert run_ranks(2, cases.self_tests, one) == [(1, "")] * 2
+    for made, message in run_ranks(2, cases.self_tests, one, 1.1):
+        assert made == 1 and "something else when ranks choose different experts" in message
+        assert "zero_stage: 2" in message
