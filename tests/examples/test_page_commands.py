@@ -24,7 +24,7 @@ BLOCKS = [block for page in PAGES for block in command_blocks(page)]
 RUN = {page: [block for block in BLOCKS if block.page == page and block.runs] for page in PAGES}
 UNTRIED = {
     "README.md",
-    *(f"docs/{name}.md" for name in ("agentic", "evaluation", "preferences", "tutorials", "faq", "quickstart")),
+    *(f"docs/{name}.md" for name in ("evaluation", "faq", "quickstart")),
     *(f"docs/{name}.md" for name in ("sequence-packing", "weight_sync", "tracking")),
     *(f"examples/{name}/README.md" for name in ("algorithms", "monitoring", "tiny", "tiny_agentic")),
     *(f"examples/{name}/README.md" for name in ("tiny_distill", "tiny_dpo", "tiny_rm")),
