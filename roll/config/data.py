@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -174,13 +175,13 @@ def is_pattern(name: str) -> bool:
 
 def matching_files(path: Path) -> list[Path]:
     """The file itself, the data files of a folder, or the files that a pattern matches, in alphabetical order."""
-    if path.is_file():
+    if os.path.isfile(path):
         return [path]
-    if path.is_dir():
+    if os.path.isdir(path):
         if saved_splits(path) or "_data_files" in _json_object(path / "state.json"):
             return saved_files(path)
-        return sorted(p for p in path.iterdir() if p.is_file() and format_of(p) in FORMATS)
-    return sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
+        return sorted(p for p in path.iterdir() if os.path.isfile(p) and format_of(p) in FORMATS)
+    return sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
 
 
 def saved_files(folder: Path) -> list[Path]:
@@ -194,7 +195,7 @@ def saved_files(folder: Path) -> list[Path]:
     state = _json_object(folder / "state.json")
     files = state.get("_data_files")
     names = [one.get("filename") for one in files if isinstance(one, dict)] if isinstance(files, list) else []
-    return [folder / name for name in names if isinstance(name, str) and (folder / name).is_file()]
+    return [folder / name for name in names if isinstance(name, str) and os.path.isfile(folder / name)]
 
 
 def saved_splits(folder: Path) -> list[str]:
@@ -220,14 +221,14 @@ def name_problem(name: str, check_files: bool) -> str | None:
     except ValueError as error:
         return str(error)
     path = Path(name).expanduser()
-    is_folder = path.is_dir() or name.endswith("/")
+    is_folder = os.path.isdir(path) or name.endswith("/")
     if not is_folder and not is_pattern(name) and format_of(path) not in FORMATS:
         hint = f"; a data set of the hub is written hub:{name}" if name.count("/") == 1 and not path.suffix else ""
         return f"must be a file of one of the kinds {', '.join(FORMATS)}, a folder or a pattern{hint}"
     if check_files and not matching_files(path):
         if saved_splits(path):
             return f"holds the splits {', '.join(saved_splits(path))}: name one, as in {path / saved_splits(path)[0]}"
-        if path.is_dir():
+        if os.path.isdir(path):
             return f"the folder holds no data file ({', '.join(FORMATS)})"
         return f"no such file (relative names start from {Path.cwd()})"
     return None

@@ -4,6 +4,7 @@ Imports neither torch nor ray; a whole load takes well under a second."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -231,12 +232,12 @@ def find_file(config_path: Path, config_name: str | None) -> Path:
     candidates = [root / name for root in roots for name in names]
     for candidate in candidates:
         for file in (candidate, candidate.with_name(candidate.name + EXTENSION)):
-            if file.is_file() and file.suffix == EXTENSION:
+            if os.path.isfile(file) and file.suffix == EXTENSION:
                 return file
-            if file.is_file():
+            if os.path.isfile(file):
                 raise ConfigError([Problem("(file)", str(file), "must be a file that ends in .yaml")])
     shown = config_path if config_name is None else config_path / config_name
-    near = [folder for folder in dict.fromkeys(candidate.parent for candidate in candidates) if folder.is_dir()]
+    near = [folder for folder in dict.fromkeys(candidate.parent for candidate in candidates) if os.path.isdir(folder)]
     there = sorted({file.name for folder in near for file in folder.iterdir() if file.suffix == EXTENSION})
     rule = "no such file, neither from the working directory nor from examples/"
     listing = f"; there is {', '.join(there)}" if there else ""
@@ -253,7 +254,7 @@ FOLDERS = ("examples", "configs")
 
 def recipes_root() -> Path:
     """The folder that holds ``examples`` and ``configs``: the root of the clone, or ``roll/shipped`` of a wheel."""
-    return SHIPPED if SHIPPED.is_dir() else PACKAGE.parent
+    return SHIPPED if os.path.isdir(SHIPPED) else PACKAGE.parent
 
 
 def copy_recipes(target: Path) -> list[Path]:
@@ -266,7 +267,7 @@ def copy_recipes(target: Path) -> list[Path]:
         ConfigError: ``target`` already has one of the folders.
     """
     root = recipes_root()
-    present = [name for name in FOLDERS if (target / name).exists()]
+    present = [name for name in FOLDERS if os.path.exists(target / name)]
     if present:
         rule = f"already holds {' and '.join(present)}, which are not replaced; choose another folder"
         raise ConfigError([Problem("(folder)", str(target), rule, "my_project")])

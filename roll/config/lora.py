@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +30,7 @@ def uses_lora(args: ModelArguments) -> bool:
 def adapter_rank(args: ModelArguments) -> int:
     """The rank of a role's adapter: what the adapter that it goes on from says, where that is a folder."""
     file = Path(args.adapter_name_or_path or "").expanduser() / _ADAPTER_CONFIG
-    if args.adapter_name_or_path is None or not file.is_file():
+    if args.adapter_name_or_path is None or not os.path.isfile(file):
         return args.lora_rank
     return int(_own_settings(file).get("lora_rank", args.lora_rank))
 
@@ -138,12 +139,12 @@ def _check_adapter(path: str, args: ModelArguments, checks: Checks) -> None:
         rule = "is decided by the adapter of adapter_name_or_path (its modules_to_save); leave it out"
         checks.add(f"{path}.additional_target", args.additional_target, rule, "~")
     folder = Path(adapter).expanduser()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         if checks.check_files and adapter.startswith(("/", "./", "../", "~")):
             checks.add(key, adapter, "no such folder")
         return
     file = folder / _ADAPTER_CONFIG
-    if not file.is_file():
+    if not os.path.isfile(file):
         checks.add(key, adapter, f"is not a peft adapter: it has no {_ADAPTER_CONFIG}")
         return
     for name, held in _own_settings(file).items():

@@ -23,7 +23,8 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 def looks_like_folder(path: str) -> bool:
     """A path rather than a hub name (``name`` or ``owner/name``), or something that exists."""
-    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or Path(path).exists()
+    # os.path, here and wherever a name comes from a file: of names too long for any file Path.exists() raises.
+    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or os.path.exists(path)
 
 
 def is_offline() -> bool:
@@ -54,7 +55,7 @@ def model_folder(path: str | None) -> Path | None:
     except (OSError, UnicodeDecodeError):
         return None
     folder = repository / "snapshots" / revision
-    return folder if folder.is_dir() else None
+    return folder if os.path.isdir(folder) else None
 
 
 def model_config(path: str | None) -> Mapping[str, Any] | None:
@@ -72,7 +73,7 @@ def read_model_config(path: str | None) -> Mapping[str, Any] | None:
         ValueError: the file is there and is no JSON object, with the reason.
     """
     folder = model_folder(path)
-    if folder is None or not (folder / CONFIG).is_file():
+    if folder is None or not os.path.isfile(folder / CONFIG):
         return None
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -103,7 +104,7 @@ def layer_classes(model_type: str) -> frozenset[str]:
         return frozenset()
     module = Path("models") / model_type / f"modeling_{model_type}.py"
     files = [Path(root) / module for root in spec.submodule_search_locations or ()]
-    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    texts = [file.read_text(encoding="utf-8") for file in files if os.path.isfile(file)]
     return frozenset(name for text in texts for name in re.findall(r"^class (\w+)", text, re.MULTILINE))
 
 
@@ -243,7 +244,7 @@ def vocabulary_of(path: str, fetch: bool = False) -> Mapping[int, str] | None:
         fetch: load it all the same, from wherever transformers finds it.
     """
     folder = model_folder(path)
-    if folder is not None and (folder / TOKENIZER).is_file():
+    if folder is not None and os.path.isfile(folder / TOKENIZER):
         return _stored(folder / TOKENIZER)
     if not fetch:
         return None

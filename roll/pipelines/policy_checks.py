@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,7 +95,7 @@ def check_recorded_rollouts(config: PolicyRunConfig, checks: Checks) -> None:
         checks.missing("rollout_mock.dump_dir", rule, "./output/first/rollouts")
     elif section.mode == "mock" and section.dump_dir is not None and checks.check_files:
         first = rollout_file(Path(section.dump_dir).expanduser(), 0)
-        if not first.is_file() and not config.resume_from_checkpoint:
+        if not os.path.isfile(first) and not config.resume_from_checkpoint:
             rule = f"holds no {first.name}: a run with mode: dump writes it"
             checks.add("rollout_mock.dump_dir", section.dump_dir, rule)
 
@@ -373,7 +374,7 @@ def _check_adapter_of_engine(config: PolicyRunConfig, checks: Checks) -> None:
         rule = f"goes with weight_sync.lora: merged: of a policy in {engine} only the adapter is exchanged"
         checks.add("actor_train.model_args.additional_target", args.additional_target, rule, "~")
     key, rank = "actor_train.model_args.lora_rank", adapter_rank(args)
-    on_hub = args.adapter_name_or_path is not None and not Path(args.adapter_name_or_path).expanduser().is_dir()
+    on_hub = args.adapter_name_or_path is not None and not os.path.isdir(Path(args.adapter_name_or_path).expanduser())
     if on_hub and not checks.written(key):
         rule = f"is needed: the rank of adapter_name_or_path, for which {engine} makes room when it starts"
         checks.missing(key, rule, 32)

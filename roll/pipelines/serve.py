@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def served_role(loaded: LoadedConfig[Any], name: str) -> WorkerConfig:
         raise ConfigError([Problem("--role", name, rule, source=shown(loaded.source))])
     role_plan = plan.roles[name]
     path = role_plan.model_path
-    if path is not None and looks_like_folder(path) and not (Path(path).expanduser() / "config.json").is_file():
+    if path is not None and looks_like_folder(path) and not os.path.isfile(Path(path).expanduser() / "config.json"):
         key = f"{role_plan.key}.model_args.model_name_or_path"
         rule = "is not a model folder: it has no config.json"
         raise ConfigError([Problem(key, path, rule, source=shown(loaded.source))])

@@ -166,3 +166,18 @@ def test_no_override_ends_in_a_traceback(word: str) -> None:
     except ConfigError as error:
         assert error.problems
     assert time.process_time() - began < MOST_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "name"),
+    [
+        ("examples/tiny_dpo/dpo_config.yaml", "actor_train.data_args.file_name", "x" * 300),
+        ("examples/tiny_distill/distill_config.yaml", "teacher_pretrain", "/" + "x" * 300),
+        ("examples/tiny/evaluate_config.yaml", "pretrain", "/" + "x" * 300),
+    ],
+)
+def test_names_too_long_for_any_file(recipe: str, key: str, name: str) -> None:
+    """``Path.exists()`` raises for them, ``os.path.exists()`` does not."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, EXAMPLES.parent / recipe, None, [f"{key}={name}"])
+    assert any(name[:50] in str(problem.value) for problem in caught.value.problems)

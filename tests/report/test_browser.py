@@ -149,6 +149,7 @@ def test_hostile_text_stays_text(browser: Any, tmp_path: Path) -> None:
     open_page(browser, tmp_path / "report.html")
     for tab in ("samples", "config", "timeline", "metrics", "overview", "samples"):
         click(browser, f"#tab-{tab}")
+    until(lambda: browser.find_elements("css selector", "#samples .row:nth-child(3)"))
     click(browser, "#samples .row:nth-child(3)")
     until(lambda: browser.find_elements("css selector", ".card .error"))
     assert "onerror=" in browser.find_element("css selector", ".prompt").text

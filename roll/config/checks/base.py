@@ -5,6 +5,7 @@ A check is silent about keys that were wrong by themselves already, so that one 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +79,7 @@ def check_template_file(key: str, template: str | None, checks: Checks) -> None:
     """A template that is a file is there."""
     if template is None or not template.endswith(TEMPLATE_ENDINGS) or not checks.check_files:
         return
-    if not Path(template).expanduser().is_file():
+    if not os.path.isfile(Path(template).expanduser()):
         checks.add(key, template, f"no such file (relative names start from {Path.cwd()})")
 
 
@@ -90,7 +91,7 @@ def check_columns(key: str, arguments: DataArguments, checks: Checks) -> None:
 
 def check_resume(config: RunConfig, checks: Checks) -> None:
     path = config.resume_from_checkpoint
-    if isinstance(path, str) and checks.check_files and not Path(path).expanduser().is_dir():
+    if isinstance(path, str) and checks.check_files and not os.path.isdir(Path(path).expanduser()):
         checks.add("resume_from_checkpoint", path, "no such checkpoint folder; true continues from the newest", "true")
 
 

@@ -4,6 +4,7 @@ starts. A check is silent about keys that were wrong by themselves already, so t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,9 +62,9 @@ def check_model(
         return
     if looks_like_folder(path):
         folder = Path(path).expanduser()
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             checks.add(key, path, "no such folder")
-        elif not (folder / CONFIG).is_file():
+        elif not os.path.isfile(folder / CONFIG):
             checks.add(key, path, f"is not a model folder: it has no {CONFIG}")
     elif HUB_NAME.fullmatch(path) is None:
         checks.add(key, path, "is neither a folder nor a hub name", "Qwen/Qwen2.5-0.5B")

@@ -198,7 +198,7 @@ def shown(file: Path) -> str:
 
 def _read_files(file: Path, prefix: str, seen: set[Path]) -> Iterator[tuple[Path, dict[str, int]]]:
     """The file and those that its ``defaults`` name, each with the line of every key path."""
-    if file in seen or not file.is_file():
+    if file in seen or not os.path.isfile(file):
         return
     seen.add(file)
     try:

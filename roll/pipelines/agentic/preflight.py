@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -134,7 +135,7 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
     assert isinstance(loaded.plan, AgenticPlan)
     role = loaded.plan.roles.get("actor_train") or loaded.plan.roles["actor_infer"]
     folder = model_folder(role.model_path) if role.model_path is not None else None
-    if folder is None or not (folder / "tokenizer_config.json").is_file():
+    if folder is None or not os.path.isfile(folder / "tokenizer_config.json"):
         return
     entries = [one for one in loaded.plan.entries.values() if one.turns > 1 and one.context in ("append", "last")]
     if not entries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -108,4 +109,4 @@ INDEX = "index.json"
 
 
 def has_index(folder: str | None) -> bool:
-    return folder is not None and (Path(folder).expanduser() / INDEX).is_file()
+    return folder is not None and os.path.isfile(Path(folder).expanduser() / INDEX)

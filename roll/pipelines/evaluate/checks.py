@@ -64,8 +64,8 @@ def check_models(config: Any, checks: Checks) -> None:
             continue
         for model in found:
             folder = model_folder(model.base)
-            if looks_like_folder(model.base) and (folder is None or not (folder / CONFIG).is_file()):
-                there = folder is not None and folder.exists()
+            if looks_like_folder(model.base) and (folder is None or not os.path.isfile(folder / CONFIG)):
+                there = folder is not None and os.path.exists(folder)
                 rule = f"has no {CONFIG}" if there else "does not exist"
                 checks.add(key if model.checkpoint is None else "pretrain", model.base, rule)
         names += [model.name for model in found]

@@ -4,6 +4,7 @@ Torch-free."""
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -227,7 +228,7 @@ def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
     """
     folder = Path(path).expanduser()
     # A folder that is not there, as before an example makes it, is for the check of files to name.
-    if not looks_like_folder(path) or not folder.exists() or (folder / CONFIG).is_file():
+    if not looks_like_folder(path) or not os.path.exists(folder) or os.path.isfile(folder / CONFIG):
         yield EvaluatedModel(name, path, path)
         return
     several = checkpoints_in(folder)
@@ -261,18 +262,18 @@ def first_model(config: Any) -> tuple[str, str] | None:
 
 def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
     """Steps and folders of the checkpoints of a run, in order."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return []
     inner = folder / "checkpoints"
-    named = [(CHECKPOINT.fullmatch(one.name), one) for one in (inner if inner.is_dir() else folder).iterdir()]
-    return sorted((int(match[1]), one) for match, one in named if match and one.is_dir())
+    named = [(CHECKPOINT.fullmatch(one.name), one) for one in (inner if os.path.isdir(inner) else folder).iterdir()]
+    return sorted((int(match[1]), one) for match, one in named if match and os.path.isdir(one))
 
 
 def role_folder(folder: Path) -> Path | None:
     """The folder of the policy in a training checkpoint, which may be that folder itself."""
-    if (folder / STATE_NAME).is_file():
+    if os.path.isfile(folder / STATE_NAME):
         return folder
-    return next((folder / role for role in POLICIES if (folder / role / STATE_NAME).is_file()), None)
+    return next((folder / role for role in POLICIES if os.path.isfile(folder / role / STATE_NAME)), None)
 
 
 def signature(base: str) -> str:
@@ -280,9 +281,9 @@ def signature(base: str) -> str:
     folder = model_folder(base)
     if folder is None or read_model_config(base) is None:
         return base
-    texts: list[Any] = [(folder / name).read_text("utf-8") for name in _TEXTS if (folder / name).is_file()]
+    texts: list[Any] = [(folder / name).read_text("utf-8") for name in _TEXTS if os.path.isfile(folder / name)]
     for name in _DESCRIPTIONS:
-        found = json.loads((folder / name).read_text("utf-8")) if (folder / name).is_file() else {}
+        found = json.loads((folder / name).read_text("utf-8")) if os.path.isfile(folder / name) else {}
         texts.append({key: value for key, value in found.items() if key not in _IGNORED})
     return json.dumps(texts, sort_keys=True)
 

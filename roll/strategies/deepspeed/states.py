@@ -280,6 +280,9 @@ def load_states(path: Path, engine: Any, contents: ModelContents) -> dict[str, A
         CheckpointDamagedError: files are missing, or cannot be read.
     """
     masters = MasterStates(engine)
+    if engine.zero_optimization_stage() == 3:
+        # A pass, such as the self-test of experts, leaves small parameters gathered; passes would go on with those.
+        engine.optimizer.empty_partition_cache()
     with resumed(path, contents) as (state, stored):
         runs = masters.runs()
         # DeepSpeed's optimizers step all parameters together.
