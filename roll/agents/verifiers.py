@@ -176,7 +176,7 @@ class ScoredAgent:
 
 
 def _transcript(model: Model, episode: Episode) -> tuple[str, str]:
-    """The first prompt, and all that follows: responses without thoughts, and what each call was told since."""
+    """The first prompt, and all that follows: responses without thoughts, and what each call has read since."""
     calls = episode.calls
     first = calls[0]
     prompt = model.text_of(first.new_ids[: len(first.new_ids) - first.opening])

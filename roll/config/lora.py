@@ -131,7 +131,7 @@ def _note_without_effect(path: str, args: ModelArguments, reason: str, checks: C
 
 
 def _check_adapter(path: str, args: ModelArguments, checks: Checks) -> None:
-    """An adapter to start from is there, and what is written beside it agrees with its own configuration."""
+    """An adapter to start from is there, and what is written next to it agrees with its own configuration."""
     key, adapter = f"{path}.adapter_name_or_path", args.adapter_name_or_path
     if adapter is None:
         return

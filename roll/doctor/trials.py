@@ -253,11 +253,11 @@ def try_collectives(ranks: int) -> Iterator[Finding]:
             slowest = min(
                 other["rate"] for outcome in outcomes for other in outcome.words if other["did"] == word["did"]
             )
-            beside = "" if link is None else f"; a copy {link['between']}: {link['rate'] / 1e9:.2f} GB/s{nominal}"
+            copied = "" if link is None else f"; a copy {link['between']}: {link['rate'] / 1e9:.2f} GB/s{nominal}"
             yield Finding(
                 "collectives",
                 word["did"],
-                f"{slowest / 1e9:.2f} GB/s a rank ({backend}, {world} ranks, {word['bytes'] >> 20} MiB{beside})",
+                f"{slowest / 1e9:.2f} GB/s a rank ({backend}, {world} ranks, {word['bytes'] >> 20} MiB{copied})",
                 rule,
                 seconds=word["seconds"],
                 data={"bytes_per_second": slowest, "ranks": world, "bytes": word["bytes"]},

@@ -245,7 +245,7 @@ def check_overlong(config: PolicyRunConfig, limit: int, checks: Checks) -> None:
 
 
 def note_without_effect(config: PolicyRunConfig, checks: Checks) -> None:
-    """Keys that are written and have no effect beside the others."""
+    """Keys that are written and have no effect alongside the others."""
     if config.use_kl_loss and config.kl_loss_coef == 0:
         checks.note("use_kl_loss", "has no effect with kl_loss_coef 0")
     if config.add_token_level_kl and config.init_kl_coef == 0:
@@ -297,7 +297,7 @@ def note_distribution(config: PolicyRunConfig, checks: Checks) -> None:
 
 
 def check_async(config: PolicyRunConfig, checks: Checks) -> None:
-    """What generation beside training needs, and what it means for the algorithm."""
+    """Needs of generation that runs concurrently with training, and what it means for the algorithm."""
     if checks.broken(KEY):
         return
     if not is_async(config):

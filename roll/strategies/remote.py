@@ -9,10 +9,8 @@ from typing import Any
 
 import httpx2
 
-from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import RemoteStrategyConfig, typed_strategy_config
 from roll.rewards.http_client import LOOPBACK, HttpSettings, JsonClient
-from roll.strategies.base import ModelHead
 from roll.strategies.engines.requests import PromptScore
 from roll.strategies.engines.scoring import ALL, ScoringStrategy
 
@@ -150,15 +148,8 @@ def as_score(rows: Sequence[Mapping[str, Any] | None], prompt: Sequence[int], to
 class RemoteScoring(ScoringStrategy):
     """A teacher that is served elsewhere."""
 
-    def __init__(
-        self,
-        role: WorkerConfig,
-        head: ModelHead = ModelHead.CAUSAL_LM,
-        seed: int = 42,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        super().__init__(role, head, seed, max_grad_norm)
-        options = typed_strategy_config(role.strategy_args)
+    def _configure(self) -> None:
+        options = typed_strategy_config(self.role.strategy_args)
         assert isinstance(options, RemoteStrategyConfig)
         self._options = options
         self._service: PromptLogProbs | None = None

@@ -16,14 +16,12 @@ from math import log
 import numpy as np
 import torch
 
-from roll.config.roles import WorkerConfig
 from roll.models.layouts import TopTokens
 from roll.protocol.metrics import RankInfo
 from roll.protocol.vision import IMAGES
 from roll.strategies.base import (
     ALL_WEIGHTS,
     Comparison,
-    ModelHead,
     ModelStrategy,
     Output,
     StateKind,
@@ -152,21 +150,14 @@ def listed_tokens(
 class EngineScoring(ScoringStrategy):
     """A generation engine in this worker's process, which only reads what it is given."""
 
-    def __init__(
-        self,
-        role: WorkerConfig,
-        head: ModelHead = ModelHead.CAUSAL_LM,
-        seed: int = 42,
-        max_grad_norm: float | None = None,
-    ) -> None:
+    def _configure(self) -> None:
         from roll.strategies.factory import create_generation_strategy
 
-        super().__init__(role, head, seed, max_grad_norm)
-        arguments = role.strategy_args
+        arguments = self.role.strategy_args
         own = arguments.strategy_config.get("engine_args") or {}
         options = {**arguments.strategy_config, "engine_args": {"max_logprobs": ALL, **own}}
-        sized = replace(role, strategy_args=replace(arguments, strategy_config=options))
-        self._engine = create_generation_strategy(sized, seed)
+        sized = replace(self.role, strategy_args=replace(arguments, strategy_config=options))
+        self._engine = create_generation_strategy(sized, self.seed)
 
     def initialize(self, num_training_steps: int = 0) -> None:
         self._refuse_steps(num_training_steps)
