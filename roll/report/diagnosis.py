@@ -13,8 +13,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from statistics import fmean, median
 
-from roll.report.evidence import LEAST_STEPS, Facts, Finding, Sample, correlation, ends, quoted, typical_of
-from roll.report.inputs import (
+from roll.report.diagnosis_inputs import (
     end_token,
     mismatch,
     no_spread,
@@ -26,6 +25,7 @@ from roll.report.inputs import (
     template,
     tokeniser,
 )
+from roll.report.evidence import LEAST_STEPS, Facts, Finding, Sample, correlation, ends, quoted, typical_of
 from roll.report.run_files import Run
 
 Rule = Callable[[Facts], Finding | None]
