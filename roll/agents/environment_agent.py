@@ -14,7 +14,7 @@ from roll.agents.chat_ids import Message
 from roll.agents.episode import Episode, EpisodeOver, Model, Task
 from roll.agents.images import content_text, has_images, is_image
 from roll.environments.base import Environment, Turn, read_reset, read_step, takes_task
-from roll.environments.off_loop import call_off_loop
+from roll.environments.off_loop import call_off_loop, in_own_process
 from roll.tracking.timeline import span_log
 
 Context = Literal["append", "observation", "last", "own"]
@@ -68,7 +68,8 @@ class EnvironmentAgent:
     async def _begun(self, task: Task, episode: Episode) -> tuple[Environment, Turn]:
         for attempt in range(self._options.retries + 1):
             try:
-                environment = self._make()
+                with in_own_process() if attempt else contextlib.nullcontext():
+                    environment = self._make()
                 options = {"task": task.row} if takes_task(environment) else {}
                 answer = await self._timed(
                     episode, self._options.reset_seconds, environment.reset, task.seed, **options

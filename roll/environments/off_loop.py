@@ -11,7 +11,7 @@ import multiprocessing
 import pickle
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -105,11 +105,25 @@ class EnvironmentProcessDied(RuntimeError):
     """The process that an environment was in has ended."""
 
 
+_alone: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=False)
+
+
+@contextlib.contextmanager
+def in_own_process() -> Iterator[None]:
+    """Environments made in here share their process with no other: what a neighbour does cannot fail them again."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
 class EnvironmentProcesses:
     """Environments in processes of their own, up to ``per_process`` in each; a process that dies takes no other along.
 
     Processes are started as they are needed and used again; one that has died, or in which a call has hung, is replaced
-    by the next :meth:`make`.
+    by the next :meth:`make`. Which of its environments was to blame is not known: made again under
+    :func:`in_own_process`, only the one to blame fails again.
 
     Args:
         make: builds an environment; it must be picklable.
@@ -127,10 +141,13 @@ class EnvironmentProcesses:
         lost = [one for one in self._processes if one.has_ended]
         self.num_deaths += len(lost)
         self._processes = [one for one in self._processes if not one.has_ended]
-        process = next((one for one in self._processes if one.num_environments < self._per_process), None)
+        room = 1 if _alone.get() else self._per_process
+        process = next((one for one in self._processes if one.num_environments < min(room, one.room)), None)
         if process is None:
             process = _Process(self._make)
             self._processes.append(process)
+        if not process.num_environments:
+            process.room = room
         return RemoteEnvironment(process)
 
     def close(self) -> None:
@@ -173,6 +190,8 @@ class _Process:
         self._numbers = itertools.count()
         self._environments: set[int] = set()
         self._lock = threading.Lock()
+        self.room = 1
+        """Environments that it may hold at a time."""
         self.has_ended = False
         threading.Thread(target=self._listen, daemon=True, name="roll-environment-pipe").start()
 

@@ -8,6 +8,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from roll.agents.chat_ids import ChatTemplate, Thinking
 from roll.agents.conversation import Call, ConversationCounts, Conversations
 from roll.agents.episode import Agent, Episode, EpisodeGroup, Limits, Model, Sampled, Seconds, Task, run_episode
+from roll.environments.off_loop import in_own_process
 from roll.protocol.vision import EncodedImage, VisionInputs
 from roll.rollout.engines import EngineClient, Generation
 from roll.rollout.group_flow import GroupFlow
@@ -324,7 +326,8 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
             member.sampler = EngineSampler(self._engines, name, player.params, calls)
             model = Model(member.sampler, player.template, player.tool_format, player.limits, player.thinking)
             try:
-                episode = await run_episode(task, player.agent, model, player.limits)
+                with in_own_process() if attempt else nullcontext():
+                    episode = await run_episode(task, player.agent, model, player.limits)
             finally:
                 member.sampler.close()
             self._num_attempts += 1

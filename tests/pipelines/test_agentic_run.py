@@ -68,7 +68,7 @@ def test_a_policy_learns_over_turns(run: Run) -> None:
 
 FAULTY = LETTERS | {
     "custom_envs.letters.env_type": f"{HERE}.Faulty",
-    "custom_envs.letters.step_timeout": 1.0,
+    "custom_envs.letters.step_timeout": 2.0,
     "custom_envs.letters.reset_retries": 0,
     "train_env_manager.max_env_num_per_worker": 4,
     "rpc_timeout": 300,
@@ -96,7 +96,8 @@ def test_faults_of_environments_cost_no_step(run: Run, ratio: int, tmp_path: Pat
     assert used == 12 and failed > 0 and retried > 0
     if not ratio:
         assert outcomes == {"terminated"}, "a group that only fails is replaced"
-        assert drawn == used + failed and ended == 4 * drawn and retried == 4 * failed
+        assert drawn == used + failed and ended == 4 * drawn
+        assert retried >= 4 * failed, "a neighbour of one that ended its process is played again too, and succeeds"
     assert finished.values("env/process_deaths")[-1] > 0
     assert finished.values("agent/retokenized_tokens") == [0.0] * 3
 

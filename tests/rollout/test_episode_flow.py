@@ -19,7 +19,7 @@ from roll.config.plan.plan import RunAhead
 from roll.distributed import DriverLoop
 from roll.environments.base import Environment
 from roll.environments.frozen_lake import FrozenLake
-from roll.environments.off_loop import EnvironmentProcesses, RemoteEnvironment, call_off_loop
+from roll.environments.off_loop import EnvironmentProcesses, RemoteEnvironment, call_off_loop, in_own_process
 from roll.rollout.engines import EngineClient
 from roll.rollout.episode_batch import build_episode_batch
 from roll.rollout.episodes import EpisodeCodec, EpisodeFlow, EpisodeSettings, Player
@@ -327,6 +327,13 @@ def test_a_dead_process_is_replaced() -> None:
             again: RemoteEnvironment = processes.make()
             assert (await again.reset(5))[0] == "5"
             assert processes.num_deaths == 1
+            with in_own_process():
+                alone = processes.make()
+            neighbour = processes.make()
+            await asyncio.gather(alone.reset(6), neighbour.reset(7), again.reset(8))
+            with pytest.raises(RuntimeError, match="has ended"):
+                await alone.step("die")
+            assert await neighbour.step("y") == await again.step("y") == ("y", 1.0, True, False, {})
         finally:
             processes.close()
 
