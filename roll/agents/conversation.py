@@ -216,6 +216,14 @@ class Conversations:
             ids += one.response_ids
         return ids + call.new_ids
 
+    def ids_behind_prompt(self, call: Call) -> list[int]:
+        """The ids of a conversation up to ``call`` and its response, without those of its first prompt."""
+        ids: list[int] = []
+        for one in (chain := self._chain(call)):
+            ids += one.new_ids if one is not chain[0] else one.new_ids[len(one.new_ids) - one.opening :]
+            ids += one.response_ids
+        return ids
+
     def vision(self, call: Call) -> VisionInputs | None:
         """The images of :meth:`prompt_ids`; None without any."""
         return self.inputs([image for one in self._chain(call) for image in one.images])

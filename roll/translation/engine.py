@@ -105,7 +105,8 @@ def translate(
     if not whole:
         draft.facts |= facts_of(recipe)
     draft.roles = {"actor_train", "actor_infer"} | (set() if whole else roles_of(recipe.config))
-    given = {**source.keys, **variables_of(source, dialect)}
+    keys = source.keys if dialect.files is None else dialect.files(source.keys, source.config_path)
+    given = {**keys, **variables_of(source, dialect)}
     left = _without_unset_sizes(given, dialect)
     _check_program(source, dialect, draft)
     _refuse_doubles(given, dialect, draft)
