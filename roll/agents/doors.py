@@ -58,7 +58,7 @@ def make_agent(
     """Build an agent; nothing is started yet.
 
     Args:
-        agent: ``tools``, ``black_box``, ``repository``, ``verl``, or the dotted path of a coroutine ``run(task, model)``.
+        agent: ``tools``, ``black_box``, ``repository``, ``verl``, or a coroutine's dotted path.
         config: options of the agent; of a coroutine its keyword arguments.
         system: system message, for ``tools``.
         template: text of the question, for ``tools``.

@@ -270,7 +270,7 @@ class Model:
         return self.conversations.count_tokens(messages, tools)
 
     def tokens_behind_prompt(self, call: Call) -> int:
-        """The tokens of the conversation of ``call`` behind its first prompt, the response included once it is there."""
+        """The tokens of a conversation up to ``call`` and its response, without those of its first prompt."""
         return len(self.conversations.ids_behind_prompt(call))
 
     def text_of(self, token_ids: Sequence[int], ended: bool = False, special: bool = True) -> str:

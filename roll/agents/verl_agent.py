@@ -1,4 +1,4 @@
-"""verl's tool agent: the tools and interactions that verl's configuration files name, in the loop of its ``tool_agent``.
+"""verl's tool agent: tools and interactions that verl's configuration files name, in the loop of its ``tool_agent``.
 
 The classes are verl's own or written for it, and are built by verl's registries (the package ``verl`` must be there).
 Everything else is roll's: a conversation grows as the chat template renders it, what was sampled is trained.
