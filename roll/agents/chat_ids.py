@@ -97,6 +97,12 @@ class ChatTemplate:
         return frozenset(self._ends.values())
 
     @property
+    def eos_token(self) -> int | None:
+        """The tokenizer's own token for the end of a text."""
+        token: int | None = self._tokenizer.eos_token_id
+        return token
+
+    @property
     def end_texts(self) -> tuple[str, ...]:
         """The texts of :attr:`end_tokens`."""
         return tuple(self._ends)

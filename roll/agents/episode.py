@@ -246,6 +246,21 @@ class Model:
             raise EpisodeOver("context_limit")
         return self._answered(call, await self._sampled(prompt_ids, room, options, vision), demanded)
 
+    async def go_on(self, call: Call, texts: Sequence[str]) -> Response:
+        """The policy's next words in the message that it began with ``call``, behind ``texts``, which stand in it raw.
+
+        Raises:
+            EpisodeOver: no turn is left, or what was said leaves no room for a response.
+        """
+        if self.turns_left <= 0:
+            raise EpisodeOver("turn_limit")
+        grown = self.conversations.go_on(call, texts)
+        prompt_ids, vision = self.conversations.prompt_ids(grown), self.conversations.vision(grown)
+        room = min(self._limits.new_tokens, self._limits.context - len(prompt_ids))
+        if room <= 0:
+            raise EpisodeOver("context_limit")
+        return self._answered(grown, await self._sampled(prompt_ids, room, {}, vision))
+
     async def _sampled(
         self, prompt_ids: list[int], room: int, options: Mapping[str, Any], vision: VisionInputs | None
     ) -> Sampled:

@@ -289,7 +289,10 @@ def _match(key: str, value: Any, dialect: Dialect, draft: Draft) -> _Match | Non
     try:
         ours = rule.value(value)
     except ValueError as error:
-        draft.problems.add(key, value, str(error))
+        problem = str(error)
+        if unset := UNSET.fullmatch(str(value)):
+            problem = f"is a variable that is not set, and {error}: give it in front: roll translate {unset[1]}=... ..."
+        draft.problems.add(key, value, problem)
         return None
     if rule.fact and rest:
         draft.facts.setdefault(rule.fact, {})[rest] = ours

@@ -1,7 +1,7 @@
 """Several turns as an agentic run: a prompt's samples are a group of episodes.
 
 SkyRL's environments are played behind ``skyrl:ID``. With ``use_conversation_multi_turn`` an observation is a message
-behind the response, as it is here; without it all turns are one message of the assistant, which no run here writes.
+behind the response; without it all turns are one message of the assistant (``context: response``).
 verl's tools and interactions are played by ``agent: verl``, the loop of its ``tool_agent``.
 """
 
@@ -44,9 +44,6 @@ def find_episodes(draft: Draft) -> None:
     if not draft.whole or not name:
         draft.refuse("turns" if turns > 1 else "reward", TURNS)
         return
-    if draft.get("conversation") is False:
-        rule = "writes all turns into one message of the assistant there; here each turn is a message, as with true"
-        draft.refuse("conversation", rule, True)
     draft.facts["episodes"] = True
     if draft.get("max_input") is not None:
         draft.facts["prompt_length"] = draft.facts["max_input"]
@@ -158,7 +155,7 @@ def put_tools(draft: Draft, tag: str, files: Any, fact: str, keys: Mapping[str, 
 def put_verifier(draft: Draft, entry: str, keys: Mapping[str, Any]) -> None:
     """The reward of a run of single turns as that of episodes."""
     for key, value in keys.items():
-        section, _, option = key.removeprefix("rewards.").partition(".")
+        option = key.removeprefix("rewards.").partition(".")[2]
         if key.startswith("rewards.") and (option == "worker_cls" or option.startswith("reward_kwargs.")):
             draft.put(f"{entry}.verifier.{option}", value, "reward_file", "train_files")
 
@@ -168,6 +165,8 @@ def put_entry(draft: Draft, tag: str, files: Any, fact: str, keys: Mapping[str, 
     entry, name, turns = f"custom_envs.{tag}", str(draft.raw["reward"]), int(draft.get("turns", default=1))
     draft.put(f"{entry}.env_type", f"skyrl:{name}", "reward")
     draft.put(f"{entry}.env_config.extras.max_turns", turns, "turns")
+    if draft.get("conversation") is False:
+        draft.put(f"{entry}.context", "response", "conversation")
     for key, value in draft.get("gym_options", default={}).items():
         section, _, option = key.partition(".")
         if section == name:

@@ -86,7 +86,7 @@ CONFIG_FILES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def with_file(keys: Mapping[str, Any], folder: str) -> Mapping[str, Any]:
-    """The keys above those of the file that ``--config-name`` names: the file itself where it is here, else a known one.
+    """The keys above those of the file that ``--config-name`` names: the file where it is here, else a known one.
 
     Raises:
         ConfigError: a file that is no YAML section.

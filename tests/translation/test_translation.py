@@ -364,6 +364,12 @@ def test_turns_of_skyrl_become_episodes(translated: Translate) -> None:
         "data_args.file_name": ["train.parquet"],
     }
     assert keys["custom_envs.search_val.data_args.file_name"] == ["val.parquet"]
+    one_message = translated(f"{EPISODES} generator.use_conversation_multi_turn=false")
+    added = {"custom_envs.search.context": "response", "custom_envs.search_val.context": "response"}
+    assert (
+        one_message.keys == keys | added
+        and load(one_message, QUICKSTART).plan.entries["search"].samples == "trajectory"
+    )  # type: ignore[attr-defined]
     plan = load(translation, QUICKSTART).plan
     assert plan.train.groups == 64 and plan.train.group_size == 5  # type: ignore[attr-defined]
     assert keys["train_env_manager.group_filter_config.type"] == "std_filter"
@@ -387,7 +393,6 @@ def test_turns_of_skyrl_become_episodes(translated: Translate) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"{EPISODES} generator.use_conversation_multi_turn=false", "all turns into one message of the assistant"),
         (f"{EPISODES} generator.step_wise_trajectories=true", "mini-batches count turns there"),
         ("bash x.sh generator.max_turns=4", "have no translation"),
     ],

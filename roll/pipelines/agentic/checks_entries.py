@@ -17,7 +17,7 @@ FIELDS = {
     ),
 }
 """What ``agent_template`` may name, by context."""
-FIELDS["last"] = FIELDS["own"] = FIELDS["append"]
+FIELDS["last"] = FIELDS["own"] = FIELDS["response"] = FIELDS["append"]
 
 ELSEWHERE = {
     "webshop": "its shop and search index are a package of their own",

@@ -160,13 +160,15 @@ class CustomEnvConfig:
     """One call of ``reset`` or ``step`` at a time in a process, as ``max_env_step_concurrent: 1``."""
     max_env_step_concurrent: int = setting(0, ge=0)
     """Most calls of ``reset`` and ``step`` at a time in a process, for this tag; 0: no limit."""
-    context: Literal["append", "observation", "last", "own"] | None = None
+    context: Literal["append", "observation", "last", "own", "response"] | None = None
     """What a prompt holds: ``append``: everything so far; ``observation``: the current observation and the last turns,
     told in ``agent_template``; ``last``: the last turns as messages; ``own``: the messages that the environment
-    returns. null: as ``env_manager_cls`` says, else ``append``."""
+    returns; ``response``: everything so far, observations raw within the one message that the policy writes. null: as
+    ``env_manager_cls`` says, else ``append``."""
     samples: Literal["trajectory", "step"] | None = None
     """What a row of the batch is: a whole conversation (``trajectory``), or one model call with its prompt (``step``).
-    null: as ``env_manager_cls`` says, else ``trajectory`` with ``context: append`` and ``step`` with the others."""
+    null: as ``env_manager_cls`` says, else ``trajectory`` with ``context: append`` and ``response``, ``step`` with the
+    others."""
     data_args: DataArguments | None = None
     """Tasks from a data set: ``reset`` is given a row as ``task``, an agent has it as ``task.row``."""
     time_limit: float | None = setting(None, gt=0)
