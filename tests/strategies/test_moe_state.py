@@ -122,18 +122,31 @@ def test_all_linear_trains_no_router(run_ranks: RunRanks, tmp_path: Path, strate
     assert not [name for name in trained if "gate." in name or "router" in name or ".experts." in name]
 
 
+ADAPTED = {
+    "fsdp2": ("fsdp2_train", {}),
+    "fsdp2-experts-apart": ("fsdp2_train", UNITS),
+    "fsdp": ("fsdp_train", {}),
+    "fsdp-experts-apart": ("fsdp_train", UNITS),
+    "zero2": ("deepspeed_train", {"zero_stage": 2}),
+    "zero3": ("deepspeed_train", {"zero_stage": 3}),
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["fsdp2_train", "fsdp_train", "deepspeed_train"])
-def test_adapters_next_to_experts_equal_plain_peft(run_ranks: RunRanks, tmp_path: Path, strategy: str) -> None:
-    """Attention and shared experts; the merged weights are those that peft merges."""
+@pytest.mark.parametrize("case", ADAPTED)
+def test_adapters_of_experts_equal_plain_peft(run_ranks: RunRanks, tmp_path: Path, case: str) -> None:
+    """Attention, shared and fused experts; the merged weights are those that peft merges."""
     pytest.importorskip("peft")
+    strategy, config = ADAPTED[case]
+    if strategy == "deepspeed_train":
+        pytest.importorskip("deepspeed")
     source = write_moe(tmp_path / "model", "qwen2_moe")
     targets = ["q_proj", "v_proj", "shared_expert.down_proj"]
-    adapter = lora_cases.write_adapter(source, tmp_path / "adapter", target=targets)
+    tensors = ["experts.gate_up_proj", "experts.down_proj"]
+    adapter = lora_cases.write_adapter(source, tmp_path / "adapter", target=targets, tensors=tensors)
     wanted = lora_cases.plain_training(source, adapter, make_batch(), 2)
     wanted["weights"] = StoredLayout(plain_model(source)).views(wanted["weights"])  # as they are sent to the engines
-    role = make_role(
-        source, strategy, model_args={"adapter_name_or_path": str(adapter)}, training={"adam_epsilon": 1e-3}
-    )
+    adapted = {"adapter_name_or_path": str(adapter)}
+    role = make_role(source, strategy, config=config, model_args=adapted, training={"adam_epsilon": 1e-3})
     results = run_ranks(2, cases.train_adapters, role, split_rows(make_batch(), (7, 5)), 2)
     lora_cases.assert_same_training(results, wanted, relative=4e-6)
