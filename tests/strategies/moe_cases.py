@@ -71,6 +71,24 @@ def self_test_alone(role: WorkerConfig) -> str:
     return ""
 
 
+def self_test_of_zero3(role: WorkerConfig, withheld: list[str], learns: bool) -> str:
+    """The message of the self-test where steps that keep ranks together are left out, by method; then that of another
+    start with all of them, for the ranks must not wait for each other."""
+    messages = []
+    for methods in (withheld, []):
+        strategy: Any = create_strategy(role)
+        for method in methods:
+            setattr(strategy, method, lambda *args: None)
+        try:
+            strategy.initialize(10 if learns else 0)
+        except ValueError as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+    assert not messages[1], messages[1]
+    return messages[0]
+
+
 def train_adapters(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[str, Any]:
     if role.strategy_args.strategy_name.startswith("deepspeed"):
         from tests.strategies.deepspeed.cases import trainer
