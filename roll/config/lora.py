@@ -129,7 +129,9 @@ def _check_experts(path: str, args: ModelArguments, role: WorkerConfig, key: str
         checks.add(key, value, rule, "q_proj,k_proj,v_proj,o_proj")
     if int(options.get("ep_size") or 1) > 1:
         rule = "must be 1 with adapters of the experts: A and B would have to be divided over ranks like them"
-        checks.add(f"{path.removesuffix('.model_args')}.strategy_args.strategy_config.ep_size", options["ep_size"], rule, 1)
+        checks.add(
+            f"{path.removesuffix('.model_args')}.strategy_args.strategy_config.ep_size", options["ep_size"], rule, 1
+        )
     if args.lora_dropout:
         rule = "must be 0 with adapters of the experts: they are added to the weights, which see no input to drop"
         checks.add(f"{path}.lora_dropout", args.lora_dropout, rule, 0.0)

@@ -2,9 +2,9 @@
 
     y = W x + scaling * B (A x),   A: (r, in), B: (out, r), scaling = alpha / r (alpha / sqrt(r) with rsLoRA)
 
-The fused experts of a sparse layer are tensors W: (E, out, in), adapted through peft's ``target_parameters``: expert e has
-A[e], B[e] of its own, held as A: (E r, in), expert by expert, and B: (out, r E), in whose columns the expert is the inner
-index.
+The fused experts of a sparse layer are tensors W: (E, out, in), adapted through peft's ``target_parameters``: each
+expert has A and B of its own, held as A: (E r, in), expert by expert, and B: (out, r E), in whose columns the expert is
+the inner index.
 
 peft puts the adapters into a Hugging Face model in place, so the model stays what it was to everyone else; only the
 names of adapted modules change.  :class:`Adapters` knows the way back: the weights of the model without adapters that
@@ -89,7 +89,7 @@ class MergedWeight:
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """The names of A and B of the adapter of a weight, ``...q_proj.weight`` or ``...experts.down_proj``, in the model."""
+    """The names in the model of A and B of a weight's adapter: ``...q_proj.weight`` or ``...experts.down_proj``."""
     path, _, last = weight.rpartition(".")
     if last != "weight":
         path += ".base_layer" * (len(EXPERT_TENSORS) - 1 - EXPERT_TENSORS.index(last))
@@ -380,9 +380,9 @@ def _check_adaptable(layer: SparseLayer, where: str) -> None:
     tensors = tuple(name for name, tensor in layer.experts.named_parameters(recurse=False) if tensor.ndim == 3)
     if tensors != EXPERT_TENSORS or getattr(layer.experts, "is_transposed", False):
         raise ValueError(
-            f"{where}: {EXPERTS!r} means {layer.name}.{EXPERTS}, whose tensors {' and '.join(tensors)} are not laid out "
-            f"as (experts, out, in) matrices {' and '.join(EXPERT_TENSORS)}: adapters of such experts (gpt-oss) could not "
-            f"be merged for the engines; {ALL_LINEAR} adapts attention"
+            f"{where}: {EXPERTS!r} means {layer.name}.{EXPERTS}, whose tensors {' and '.join(tensors)} are not laid "
+            f"out as (experts, out, in) matrices {' and '.join(EXPERT_TENSORS)}: adapters of such experts (gpt-oss) "
+            f"could not be merged for the engines; {ALL_LINEAR} adapts attention"
         )
 
 

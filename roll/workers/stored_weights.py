@@ -95,9 +95,7 @@ def read_weights(arguments: Any, checkpoint: Path | None) -> dict[str, Tensor]:
     }
 
 
-def trained_weights(
-    folder: Path, base: Mapping[str, Tensor], layout: StoredLayout
-) -> Iterator[tuple[str, Tensor]]:
+def trained_weights(folder: Path, base: Mapping[str, Tensor], layout: StoredLayout) -> Iterator[tuple[str, Tensor]]:
     """The float32 weights that a checkpoint of any strategy holds, adapters merged into those of ``base``.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,11 +91,23 @@ def self_test_of_zero3(role: WorkerConfig, withheld: list[str], learns: bool) ->
 
 
 def train_adapters(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[str, Any]:
+    return lora_cases.train(_trainer(role), role, batch, steps)
+
+
+def train_and_save_adapters(role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, torch.Tensor]:
+    return lora_cases.train_and_save(_trainer(role), role, batch, folder)
+
+
+def load_and_train_adapters(role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, torch.Tensor]:
+    return lora_cases.load_and_train(_trainer(role), role, batch, folder)
+
+
+def _trainer(role: WorkerConfig) -> Any:
     if role.strategy_args.strategy_name.startswith("deepspeed"):
         from tests.strategies.deepspeed.cases import trainer
 
-        return lora_cases.train(trainer, role, batch, steps)
-    return lora_cases.train(sharded_cases.trainer, role, batch, steps)
+        return trainer
+    return sharded_cases.trainer
 
 
 def buckets(role: WorkerConfig, bucket_bytes: int) -> tuple[list[dict[str, torch.Tensor]], int]:

@@ -137,7 +137,9 @@ def test_the_self_test_of_zero3_names_what_is_wrong(
         wrong = ["something else when ranks choose different experts" in message for message in messages]
         assert wrong == [len(methods) == 2] * 2, (methods, messages)
         if len(methods) == 2:
-            assert all("leave actor_train.strategy_args.strategy_config.zero_optimization.leaf_module" in m for m in messages)
+            assert all(
+                "leave actor_train.strategy_args.strategy_config.zero_optimization.leaf_module" in m for m in messages
+            )
 
 
 @pytest.mark.default_rows("fsdp2-apart")

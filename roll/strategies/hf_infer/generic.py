@@ -76,9 +76,7 @@ class GenericDecoder(Decoder):
         inputs, offsets = self._inputs(tokens, [len(prompt) for prompt in prompts], images)
         logits = self._run(input_ids=tokens, **inputs, past_key_values=cache, logits_to_keep=wanted)
         width = self._shape.head_dim
-        keys_values = torch.stack(
-            [torch.stack([_padded(part, width) for part in pair]) for pair in _written(cache)]
-        )
+        keys_values = torch.stack([torch.stack([_padded(part, width) for part in pair]) for pair in _written(cache)])
         routes = None if self.chosen is None else self.chosen.reshape(*tokens.shape, *self.chosen.shape[1:])
         first = logits[torch.arange(len(prompts), device=self.device), which]
         return PromptStates(keys_values, first, offsets, routes, _states(cache.layers))

@@ -39,7 +39,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
             torch.manual_seed(0)
             sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
             config = MistralConfig(
-                vocab_size=VOCABULARY, num_key_value_heads=2, sliding_window=WINDOW, initializer_range=0.2, eos_token_id=1, **sizes
+                vocab_size=VOCABULARY,
+                num_key_value_heads=2,
+                sliding_window=WINDOW,
+                initializer_range=0.2,
+                eos_token_id=1,
+                **sizes,
             )
             made[family] = MistralForCausalLM(config).eval().requires_grad_(False)
         elif family not in made:
@@ -81,8 +86,7 @@ def test_ragged_prompts_groups_and_refill(models: Any, family: str) -> None:
     model, prompts = models(family), prompts_of([1, 17, 30, 17, 5])
     limits = [12, 3, 9, 20, 6]
     requests = [
-        GenerationRequest(str(i), prompt, SamplingParams(limits[i], seed=i), 3)
-        for i, prompt in enumerate(prompts)
+        GenerationRequest(str(i), prompt, SamplingParams(limits[i], seed=i), 3) for i, prompt in enumerate(prompts)
     ]
     for (name, _), output in run(engine_of(model), requests).items():
         assert_log_probs(model, prompts[int(name)], output)
@@ -117,10 +121,7 @@ def test_a_conversation_and_its_next_turn(models: Any, family: str) -> None:
 def test_interrupted_samples_and_recomputed_rows(models: Any, family: str) -> None:
     """Samples go on in another engine, and in this one from keys, values and states computed anew."""
     model, prompts = models(family), prompts_of([4, 13])
-    requests = [
-        GenerationRequest(str(i), prompt, SamplingParams(14, seed=i), 2)
-        for i, prompt in enumerate(prompts)
-    ]
+    requests = [GenerationRequest(str(i), prompt, SamplingParams(14, seed=i), 2) for i, prompt in enumerate(prompts)]
     engine = engine_of(model)
     engine.add_requests(requests)
     for _ in range(5):
