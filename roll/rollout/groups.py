@@ -1,5 +1,7 @@
-"""Groups of samples: messages between the driver and the generation workers, and the columns of a training batch (listed
-in ``docs/architecture.md``)."""
+"""Groups of samples, messages between driver and generation workers, and the columns of a training batch.
+
+The columns are listed in ``docs/architecture.md``.
+"""
 
 from __future__ import annotations
 
