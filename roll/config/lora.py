@@ -137,15 +137,29 @@ def _check_experts(path: str, args: ModelArguments, role: WorkerConfig, key: str
         checks.add(f"{path}.lora_dropout", args.lora_dropout, rule, 0.0)
 
 
+def is_trained_whole_everywhere(name: str) -> bool:
+    """True for modules that every backend can train in full alongside adapters: embeddings, output matrix, norms.
+
+    Args:
+        name: of the module, or the end of it.
+    """
+    last = name.rpartition(".")[2]
+    return last in ("embed_tokens", "lm_head") or last.endswith("norm")
+
+
 def _check_plain(path: str, args: ModelArguments, strategy: str, in_rl: bool, checks: Checks) -> None:
     """What peft adds to plain adapters and the backend does not compute."""
     other = f"strategy_name: {strategy.replace(backend_of(strategy).name, 'fsdp2')}"
     if args.lora_dropout and not in_rl:
         rule = f"must be 0 under {strategy}, whose ranks would each drop other elements of one input; or use {other}"
         checks.add(f"{path}.lora_dropout", args.lora_dropout, rule, 0.0)
-    if args.additional_target:
-        rule = f"does not go with {strategy}, which trains adapters only; leave it out, or use {other}"
-        checks.add(f"{path}.additional_target", args.additional_target, rule, "~")
+    others = [name for name in names_of(args.additional_target) if not is_trained_whole_everywhere(name)]
+    if others:
+        rule = (
+            f"{strategy} trains embed_tokens, lm_head and norms in full, not {', '.join(others)}, which it keeps "
+            f"together with others or divides; leave it out, or use {other}"
+        )
+        checks.add(f"{path}.additional_target", args.additional_target, rule, "lm_head")
 
 
 def _check_without_target(path: str, args: ModelArguments, checks: Checks) -> None:

@@ -62,7 +62,10 @@ def plain_training(model: Path, adapter: Path, batch: TensorBatch, steps: int) -
     """By the book, in one process: what :func:`train` gives, and the merged weights at the end."""
     adapted = plain_peft_model(model, adapter)
     trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, eps=1e-3, weight_decay=0.1, foreach=False)
+    matrices = [p for p in trained.values() if p.dim() > 1]
+    vectors = [p for p in trained.values() if p.dim() == 1]  # which never decay
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, foreach=False)
     for _ in range(steps):
         optimizer.zero_grad()
         outputs = plain_outputs(adapted, batch)

@@ -28,7 +28,8 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from roll.models.lora import Adapters, adapter_names, add_adapters, is_trained_whole
+from roll.config.lora import is_trained_whole_everywhere
+from roll.models.lora import Adapters, adapter_names, add_adapters, base_name, is_trained_whole
 from roll.strategies.megatron.correspondence import LINEARS, FusedHeads, in_layer
 from roll.strategies.megatron.parallel import sparse_layers
 
@@ -137,19 +138,26 @@ def adapted_skeleton(model: PreTrainedModel, args: ModelArguments, seed: int, dt
         dtype: of the base, to which a new A is rounded.
 
     Raises:
-        ValueError: see :func:`roll.models.lora.add_adapters`; modules to be trained in full.
+        ValueError: see :func:`roll.models.lora.add_adapters`; modules to be trained in full that are no embeddings,
+            output matrix or norm.
     """
     # peft puts an adapter on the device of its base. One zero stands for each tensor of the base and takes no memory.
     model._apply(lambda tensor: torch.zeros((), dtype=dtype if tensor.is_floating_point() else None).expand_as(tensor))
     model.tie_weights()
     adapters = add_adapters(model, args, seed, torch.float32)
-    whole = [name for name, _ in model.named_parameters() if is_trained_whole(name) and not name.startswith("score.")]
-    if whole:
-        where = "adapter_name_or_path" if args.adapter_name_or_path else "additional_target"
-        raise ValueError(
-            f"model_args.{where}: {whole[0]} is to be trained in full alongside adapters, which the Megatron backend "
-            "does not do; leave it out, or use strategy_name: fsdp2_train"
-        )
+    for name, parameter in model.named_parameters():
+        if not is_trained_whole(name) or name.startswith("score."):
+            continue
+        module = base_name(name).rpartition(".")[0]
+        if not is_trained_whole_everywhere(module):
+            where = "adapter_name_or_path" if args.adapter_name_or_path else "additional_target"
+            raise ValueError(
+                f"model_args.{where}: {module} is to be trained in full alongside adapters, which the Megatron backend "
+                "does with embed_tokens, lm_head and norms only; leave it out, or use strategy_name: fsdp2_train"
+            )
+        if not args.adapter_name_or_path:
+            # The copy that peft has made of zeros: its numbers are read from the model's folder.
+            parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
     sparse = sparse_layers(model.config)
     for weight in adapters.scalings:
         layer, _, inner = weight.removeprefix("model.layers.").partition(".")
@@ -198,7 +206,7 @@ def _projection(weight: str) -> str:
 
 @contextmanager
 def disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """The base alone, for the length of a block without gradients."""
+    """No adapter, for the length of a block without gradients."""
     modules = [
         module
         for chunk in chunks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from roll.models.build import DTYPES
 from roll.models.distributions import COMPARED
 from roll.models.layouts import TopTokens
 from roll.models.loading import TensorFiles
-from roll.models.lora import Adapters, base_name
+from roll.models.lora import Adapters, base_name, is_trained_whole
 from roll.models.routes import encoded, with_prompts_of_leaders
 from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
@@ -35,6 +35,7 @@ from roll.strategies.base import (
     ALL_WEIGHTS,
     Comparison,
     LossFunction,
+    ModelHead,
     ModelStrategy,
     Output,
     RankInfo,
@@ -182,8 +183,30 @@ class MegatronStrategy(ModelStrategy):
         else:
             self.masters.set_weight(own.parameter, weight.to(self.device))
 
-    def without_adapters(self) -> AbstractContextManager[None]:
-        return megatron_adapters.disabled(self.gpt_chunks)
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        with megatron_adapters.disabled(self.gpt_chunks), torch.no_grad():
+            held = [(parameter, parameter.clone()) for parameter, _ in self._originals]
+            for parameter, original in self._originals:
+                parameter.copy_(original)
+            try:
+                yield
+            finally:
+                for parameter, trained in held:
+                    parameter.copy_(trained)
+
+    @cached_property
+    def _originals(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """What is trained in full alongside adapters, and this rank's part of the base's own, in host memory."""
+        if self.adapters is None or self.head is not ModelHead.CAUSAL_LM:
+            return []
+        files = TensorFiles(str(self.role.model_args.model_name_or_path))
+        whole = {base_name(name) for name, _ in self._skeleton.named_parameters() if is_trained_whole(name)}
+        return [
+            (own.parameter, read_parameter(own, files, {}, self._stored).to(self.compute_dtype))
+            for own in self.parameters
+            if own.correspondence.sources[0] in whole
+        ]
 
     def adapter_scalings(self) -> dict[str, float]:
         return {} if self.adapters is None else self.adapters.scalings

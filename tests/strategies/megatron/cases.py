@@ -198,6 +198,8 @@ def train_lora(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[str, 
     with fresh_groups():
         strategy = _recording(role)
         result = lora_cases.train_started(strategy, batch, steps)
+        names = strategy._live_names
+        result["gradients"] = {names.get(name, name): value for name, value in result["gradients"].items()}
         moments = sum(
             state["exp_avg"].numel() for state in strategy.optimizer.optimizer.state.values() if "exp_avg" in state
         )

@@ -34,8 +34,11 @@ TARGETS: dict[str, tuple[str, list[str] | str]] = {
     "llama": ("llama", EVERY),
     "part": ("llama", ["k_proj", "o_proj", "up_proj"]),
     "last": ("qwen3", r".*\.3\.self_attn\.(v|o)_proj"),
+    "whole": ("qwen3", ["q_proj", "down_proj"]),
 }
 """By name: a family and the targets of an adapter for it."""
+WHOLE = ["embed_tokens", "lm_head", "norm", "input_layernorm", "q_norm"]
+"""What is trained in full in addition to ``whole``."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,9 @@ def adapter(family: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
     def folder(name: str) -> Path:
         if name not in folders:
             model, target = TARGETS[name]
-            folders[name] = lora_cases.write_adapter(family(model), tmp_path_factory.mktemp(name), target=target)
+            more = WHOLE if name == "whole" else None
+            folder = tmp_path_factory.mktemp(name)
+            folders[name] = lora_cases.write_adapter(family(model), folder, more, target=target)
         return folders[name]
 
     return folder
@@ -87,6 +92,10 @@ def run_lora(run_case: RunCase, adapter: Callable[[str], Path]) -> RunCase:
         pytest.param(2, {"tp": 2}, "part", {}, id="tp2-some-of-a-fused-matrix"),
         pytest.param(2, {"tp": 2, "sp": True}, "qwen3", {}, id="tp2-sp"),
         pytest.param(2, {"tp": 2, "sp": True}, "part", {"model_args": RECOMPUTE}, id="tp2-sp-recomputed"),
+        pytest.param(1, {}, "whole", {}, id="1-rank-more-in-full"),
+        pytest.param(2, {"tp": 2, "sp": True}, "whole", {"model_args": RECOMPUTE}, id="tp2-sp-more-in-full"),
+        pytest.param(2, {"pp": 2, "vpp": 2}, "whole", {}, id="vpp2-more-in-full"),
+        pytest.param(4, {"tp": 2, "dist_opt": True}, "whole", {}, id="tp2-dp2-more-in-full"),
         pytest.param(2, {"pp": 2}, "qwen2", {"model_args": RECOMPUTE}, id="pp2-tied-recomputed"),
         pytest.param(2, {"pp": 2}, "last", {}, id="pp2-first-stage-frozen"),
         pytest.param(2, {"pp": 2, "vpp": 2}, "llama", {}, id="vpp2"),
@@ -209,7 +218,7 @@ def test_weights_are_sent_merged_or_apart(
     ("model_args", "message"),
     [
         ({"lora_target": "qkv_proj"}, "no module of the model matches 'qkv_proj'; its linear layers are"),
-        ({"lora_target": "q_proj", "additional_target": "lm_head"}, "model_args.additional_target: lm_head"),
+        ({"lora_target": "q_proj", "additional_target": "o_proj"}, "model_args.additional_target: model.layers.0.self"),
     ],
 )
 def test_refused(run_case: RunCase, model_args: dict[str, Any], message: str) -> None:
