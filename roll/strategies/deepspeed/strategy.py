@@ -123,10 +123,15 @@ class DeepSpeedStrategy(DataParallelStrategy):
             trained = (parameter for parameter in self.model.parameters() if learns and parameter.requires_grad)
             return [safe_get_local_grad(parameter) for parameter in trained]
 
+        def clear() -> None:
+            if learns:
+                self.engine.optimizer.zero_grad()
+            # A pass leaves parameters gathered, and the next one would go on with those, right or mixed up.
+            self.engine.empty_partition_cache()
+
         if learns:
             self._begin_micro_batch(last=True)
         differentiate = self._differentiate if learns else None
-        clear = self.engine.optimizer.zero_grad if learns else _nothing
         section = f"{self.role.name}.strategy_args.strategy_config"
         advice = f"set {section}.zero_stage: 2, or leave {section}.zero_optimization.leaf_module to the model"
         check_choices_may_differ(self.model, self._compute, differentiate, gradients, clear, self.device, advice)
@@ -319,9 +324,6 @@ class DeepSpeedStrategy(DataParallelStrategy):
 
     def _on_device(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.detach() for tensor in tensors if tensor.device.type == self.device.type]
-
-
-def _nothing() -> None: ...
 
 
 def import_deepspeed(platform: Platform) -> Any:

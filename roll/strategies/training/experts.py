@@ -173,7 +173,7 @@ def check_choices_may_differ(
         compute: the strategy's forward pass of a layout.
         differentiate: its backward pass; None where nothing is trained (or gradients cannot be read).
         gradients: this rank's shards.
-        clear: leaves no gradient behind.
+        clear: leaves no gradient behind, and nothing that has been gathered.
         device: where the passes run.
         advice: the end of the message.
 
