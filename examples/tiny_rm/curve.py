@@ -28,15 +28,19 @@ def curve(rows: list[dict[str, Any]], width: int) -> list[tuple[int, float, floa
     return found
 
 
+def curve_rows(run: Path) -> list[dict[str, Any]]:
+    """The metrics of the run's training steps."""
+    lines = (run / "logs/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if PROXY in row]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, nargs="?", default=Path("output/tiny_rm_grpo/seed0"))
     parser.add_argument("--width", type=int, default=10, help="steps averaged in a line")
     arguments = parser.parse_args()
-    lines = (arguments.run / "logs/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if PROXY in row]
     print("steps  sqrt(KL)   proxy    gold")
-    for step, distance, proxy, gold in curve(rows, arguments.width):
+    for step, distance, proxy, gold in curve(curve_rows(arguments.run), arguments.width):
         print(f"{step:5d}  {distance:8.3f}  {proxy:6.3f}  {gold:6.3f}")
 
 

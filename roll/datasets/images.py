@@ -340,10 +340,18 @@ class ImageReader:
 class PreparedImages:
     """The images of prepared rows, which are read when a row is drawn."""
 
-    def __init__(self, reader: ImageReader, data_args: DataArguments, files: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        reader: ImageReader,
+        data_args: DataArguments,
+        files: Sequence[Path],
+        messages: Callable[[SourceRow], list[Message]] | None = None,
+    ) -> None:
+        """``messages`` gives a row's conversation; None: that of its prompt column."""
         self._reader = reader
         self._data_args = data_args
         self._files = files
+        self._messages = messages
 
     def of(self, row: dict[str, Any], token_ids: Sequence[int], file: int, number: int) -> VisionInputs | None:
         """Those of one row; None: it has none.
@@ -354,7 +362,8 @@ class PreparedImages:
         if not self._reader.is_seen(token_ids):
             return None
         source = SourceRow(self._files[file], number, row)
-        return self._reader.restore(source, Columns.of(self._data_args, source).read_messages, token_ids)
+        messages = self._messages or Columns.of(self._data_args, source).read_messages
+        return self._reader.restore(source, messages, token_ids)
 
 
 def _is_url(value: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.data import DataArguments
 from roll.datasets.columns import Columns, Message, as_number, check_messages, is_conversation, require
+from roll.datasets.images import ImageReader, PreparedImages, VisionModel
 from roll.datasets.making import RowMaker
 from roll.datasets.preparation import PreparedRows, prepare
 from roll.datasets.reading import SourceRow
@@ -32,7 +33,8 @@ from roll.datasets.types import BadRows, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from roll.datasets.store import StoredRow
+    from roll.datasets.store import RowStore, StoredRow
+    from roll.protocol.vision import VisionInputs
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,8 @@ class JudgedRow:
     """Where each step ends, counted in tokens from the first of the response; only of steps."""
     margin: float | None
     """How much better the chosen response is, where the row says it."""
+    vision: VisionInputs | None = None
+    """The images of the prompt, which all responses have in common."""
 
     @property
     def sides(self) -> list[list[int]]:
@@ -84,6 +88,10 @@ class JudgedColumns:
 class JudgedDataset(PreparedRows[JudgedRow]):
     """Rows in file order; draw from it with :class:`roll.datasets.ShuffledEpochs`."""
 
+    def __init__(self, store: RowStore, images: PreparedImages | None = None) -> None:
+        super().__init__(store)
+        self._images = images
+
     @classmethod
     def build(
         cls,
@@ -95,12 +103,14 @@ class JudgedDataset(PreparedRows[JudgedRow]):
         *,
         score_input: ScoreInput = "tokens",
         global_template: str | None = None,
+        vision: VisionModel | None = None,
     ) -> JudgedDataset:
         """Read ``data_args.file_name`` and keep the rows whose longest side has at most ``sequence_length`` tokens.
 
         Args:
             score_input: ``tokens``, the rendered prompt, then the response and the end-of-turn token, tokenised apart
                 as in generation; ``chat``, the whole conversation as :func:`roll.datasets.templates.chat_text` has it.
+            vision: of a model that sees images.
 
         Raises:
             DataError: a file, row or template that cannot be used, or no row left.
@@ -110,16 +120,21 @@ class JudgedDataset(PreparedRows[JudgedRow]):
         if tokenizer.eos_token is None:
             raise DataError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to close a response with")
         renderer = Renderer(tokenizer, TemplateChoice.of_settings(data_args, global_template, None))
-        maker = JudgedMaker(data_args, renderer, sequence_length, columns, judgement, score_input)
+        images = ImageReader.of(data_args, vision)
+        maker = JudgedMaker(data_args, renderer, sequence_length, columns, judgement, score_input, images)
         store, paths = prepare(maker)
         files = ", ".join(str(path) for path in paths)
         logger.info("%s: %s (sequence_length %d)", files, store.counts, sequence_length)
-        return cls(store)
+        prepared = PreparedImages(images, data_args, paths, maker.conversation) if vision is not None else None
+        return cls(store, prepared)
 
     def _row(self, position: int) -> JudgedRow:
         store, extra = self._store, self._store.row(position)
         ids, begin, responses = store.token_ids(position), store.value("prompt_length", position), []
-        prompt = ids[:begin]
+        prompt, vision = ids[:begin], None
+        if self._images is not None:
+            place = store.value("file", position), store.value("number", position)
+            vision = self._images.of(extra.get("source") or {}, prompt, *place)
         for length in extra["lengths"]:
             responses.append(ids[begin : begin + length])
             begin += length
@@ -131,6 +146,7 @@ class JudgedDataset(PreparedRows[JudgedRow]):
             scores=extra["scores"],
             step_ends=extra["step_ends"],
             margin=extra["margin"],
+            vision=vision,
         )
 
 
@@ -158,8 +174,9 @@ class JudgedMaker(RowMaker):
         names: JudgedColumns,
         judgement: Judgement,
         score_input: ScoreInput,
+        images: ImageReader | None = None,
     ) -> None:
-        super().__init__(data_args, renderer, limit)
+        super().__init__(data_args, renderer, limit, images)
         self._names = names
         self._judgement = judgement
         self._input = score_input
@@ -187,27 +204,39 @@ class JudgedMaker(RowMaker):
         return Columns.of(replace(self.data_args, prompt=name), first)
 
     def make(self, sources: Sequence[SourceRow], bad_rows: BadRows) -> list[StoredRow]:
-        read, conversations, difficulties = [], [], []
+        read, conversations, difficulties, pictures = [], [], [], []
         for source in sources:
             try:
                 judged, difficulty = self.read(source), self.difficulty(source)
+                messages, vision = self.seen(source, judged.messages)
             except DataError as error:
                 bad_rows.report(error)
                 continue
             tag = self.columns.read_tag(source)
-            messages = self.renderer.templates.with_system(judged.messages, tag)
+            messages = self.renderer.templates.with_system(messages, tag)
             conversations.append(Conversation(source, tag, messages))
             read.append(judged)
             difficulties.append(difficulty)
+            pictures.append(vision)
         parts = self._tokenized(conversations, read)
         rows = []
-        for one, judged, difficulty, tokens in zip(conversations, read, difficulties, parts, strict=True):
-            if isinstance(tokens, DataError):
-                bad_rows.report(tokens)
+        for one, judged, difficulty, vision, tokens in zip(
+            conversations, read, difficulties, pictures, parts, strict=True
+        ):
+            try:
+                if isinstance(tokens, DataError):
+                    raise tokens
+                prompt, responses, step_ends = tokens
+                prompt = self.images.expand(one.source, prompt, vision)
+                if any(map(self.images.is_seen, responses)):
+                    raise DataError(
+                        f"{one.source.place}: a response spells an image's placeholder; only prompts have images"
+                    )
+            except DataError as error:
+                bad_rows.report(error)
                 continue
-            prompt, responses, step_ends = tokens
             longest = max(map(len, responses))
-            if self._input == "tokens":
+            if self._input == "tokens" and vision is None:  # a cut could go through an image
                 prompt = fitting(self, one, Rendered("", prompt), longest, self._domain).token_ids
             length = len(prompt) + longest
             if length > self.limit:
@@ -216,6 +245,8 @@ class JudgedMaker(RowMaker):
             ids = [*prompt, *(token for response in responses for token in response)]
             row = {"lengths": [len(response) for response in responses], "scores": judged.scores}
             row |= {"step_ends": step_ends, "margin": judged.margin}
+            if vision is not None:
+                row["source"] = self.images.row_of(one.source)
             rows.append(self.stored(one, self._domain, ids, len(prompt), difficulty, row))
         return rows
 
@@ -257,6 +288,11 @@ class JudgedMaker(RowMaker):
         together = takewhile(lambda ids: len(set(ids)) == 1, zip(*(ids[:-1] for ids in whole), strict=False))
         shared = sum(1 for _ in together)
         return whole[0][:shared], [ids[shared:] for ids in whole], []
+
+    def conversation(self, source: SourceRow) -> list[Message]:
+        """The prompt's messages, also of a set that was prepared before."""
+        self.columns = self.columns_of(source)
+        return self.read(source).messages
 
     def read(self, source: SourceRow) -> Judged:
         """The prompt's messages, the responses and what is said of them.

@@ -29,6 +29,7 @@ from roll.pipelines.supervised import SupervisedPlan
 from roll.pipelines.teachers import teacher_worker
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
+from roll.protocol.vision import IMAGES, VisionInputs
 from roll.workers.model import ModelSettings, ModelWorker
 from roll.workers.supervised import SupervisedWorker
 
@@ -251,3 +252,8 @@ def right_padded(sequences: Sequence[Sequence[int]], pad: int) -> tuple[np.ndarr
     input_ids = np.full(attention_mask.shape, pad, dtype=np.int64)
     input_ids[attention_mask] = np.concatenate([np.asarray(sequence, dtype=np.int64) for sequence in sequences])
     return input_ids, attention_mask
+
+
+def image_column(images: Sequence[VisionInputs | None]) -> dict[str, Any]:
+    """The column ``images`` of a batch, one entry a row; none where no row has some."""
+    return {} if all(one is None for one in images) else {IMAGES: images}

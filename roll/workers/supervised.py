@@ -101,11 +101,11 @@ class PreferenceWorker(SupervisedWorker):
             answered = batch.batch["response_mask"].any(1).sum().double()
             rows = self.strategy.all_reduce_sum(answered[None]).item()
             single = partial(unpaired_update_loss, options=options, rows=rows)
-            return self.optimizer_step(batch.batch, single, [Output.LOG_PROBS], 1.0, prefix="actor/")
+            return self.optimizer_step(columns_of(batch), single, [Output.LOG_PROBS], 1.0, prefix="actor/")
         pairs = self.strategy.all_reduce_sum(torch.tensor([len(batch) / 2], dtype=torch.float64)).item()
         outputs = [Output.LOG_PROBS] + ([Output.SUM_OF_SQUARES] if options.use_weighting else [])
         loss = partial(preference_update_loss, options=options, pairs=pairs)
-        return self.optimizer_step(batch.batch, loss, outputs, 1.0, prefix="actor/")
+        return self.optimizer_step(columns_of(batch), loss, outputs, 1.0, prefix="actor/")
 
 
 def preference_update_loss(
@@ -169,7 +169,7 @@ class RewardTrainWorker(SupervisedWorker):
         own = torch.tensor([units_of(batch.batch, options)], dtype=torch.float64)
         units = self.strategy.all_reduce_sum(own).item()
         loss = partial(score_update_loss, options=options, units=units)
-        return self.optimizer_step(batch.batch, loss, [Output.VALUES], 1.0, prefix="reward/")
+        return self.optimizer_step(columns_of(batch), loss, [Output.VALUES], 1.0, prefix="reward/")
 
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
     def compute_scores(self, batch: DataProto) -> DataProto:

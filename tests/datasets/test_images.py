@@ -20,6 +20,7 @@ from PIL import Image
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, PromptDataset, SftDataset
 from roll.datasets.images import ImageReader, VisionModel, load_processing
+from roll.datasets.preferences import JudgedColumns, JudgedDataset
 from roll.datasets.reading import SourceRow
 from roll.protocol.vision import EncodedImage, ImageError, ImageProcessing, VisionInputs, num_processed, vision_inputs
 from tests import vision_models
@@ -291,3 +292,34 @@ def test_processors_of_other_kinds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
     with pytest.raises(DataError, match="CLIPImageProcessor"):
         load_processing(str(tmp_path))
+
+
+@pytest.mark.parametrize("score_input", ["tokens", "chat"])
+def test_judged_responses_to_images(
+    words: Any, write_jsonl: Write, tmp_path: Path, vision: VisionModel, score_input: Any
+) -> None:
+    """Both responses follow the same images, which a set from the cache has too; a cut never goes through one."""
+    (tmp_path / "a.png").write_bytes(png())
+    sides = [[{"role": "user", "content": "<image>x"}, {"role": "assistant", "content": text}] for text in "by"]
+    rows = [
+        {"id": "column", "prompt": "x", "images": ["a.png"], "chosen": "b #### 1", "rejected": "y"},
+        {"id": "sides", "images": ["a.png"], "chosen": sides[0], "rejected": sides[1]},
+        {"id": "text", "prompt": "x", "chosen": "b", "rejected": "y"},
+        {"id": "spelt", "prompt": "x", "chosen": f"b{PAD}", "rejected": "y"},
+    ]
+    for kept, number in ((rows[:1], 1), (rows[1:2], 1), (rows[::2], 2), ([rows[0], rows[3]], 1)):
+        for _ in range(2):
+            options = {"cache_dir": str(tmp_path / "cache"), "on_bad_row": "skip", "filter_overlong_prompts": False}
+            data_args = DataArguments(file_name=write_jsonl(kept), truncation="left", **options)
+            built = JudgedDataset.build(
+                data_args, words, 100, JudgedColumns(), "pairs", score_input=score_input, vision=vision
+            )
+            assert len(built) == number
+            seen = built[0]
+            assert seen.vision is not None and seen.vision.num_tokens == [9]
+            assert [side.count(words.convert_tokens_to_ids(PAD)) for side in seen.sides] == [9, 9]
+            assert seen.prompt_ids.count(words.convert_tokens_to_ids(PAD)) == 9
+            assert number == 1 or built[1].vision is None
+    with pytest.raises(DataError, match="none of 1 pairs fits"):
+        data_args = DataArguments(file_name=write_jsonl(rows[:1]), truncation="left", filter_overlong_prompts=False)
+        JudgedDataset.build(data_args, words, 16, JudgedColumns(), "pairs", score_input=score_input, vision=vision)

@@ -1,16 +1,24 @@
-"""RLVR and SFT with images: engines and trainers see the same, resumed and recorded runs are the uninterrupted one."""
+"""Runs with images: engines and trainers see the same, resumed and recorded runs are the uninterrupted one, pairs are a
+plain loop over single responses."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
 from roll.config.reading.errors import ConfigError
+from roll.config.roles import DataArguments
+from roll.datasets import EpochOrder
+from roll.datasets.images import VisionModel
+from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow
 from roll.preflight import check_parts
 from tests import vision_models
 from tests.pipelines.conftest import Run
@@ -23,9 +31,11 @@ from tests.pipelines.tiny_runs import (
     load_changed,
     role,
     sft_settings,
+    supervised_layouts,
     training_args,
     untimed,
 )
+from tests.strategies import vision_cases
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -182,6 +192,102 @@ def test_demonstrations(shared_ray: str, pictures: TinyWorld, tmp_path: Path, mo
     loaded.pipeline.run(loaded)
     losses = FinishedRun(tmp_path).values("sft_train/loss")
     assert losses[-1] < losses[0]
+
+
+@pytest.fixture(scope="module")
+def judged(pictures: TinyWorld) -> TinyWorld:
+    """Right and wrong answers to questions about one, no and two images."""
+    rows = [row for row in map(json.loads, pictures.demonstrations.read_text().splitlines()) if row["id"] != "3"][:24]
+    pairs = [row | {"chosen": row["response"], "rejected": "#### 7"} for row in rows]
+    pictures.preferences.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return pictures
+
+
+def judged_changes(world: TinyWorld, learner: str) -> dict[str, Any]:
+    return {"pretrain": str(world.model), "reference.model_args.model_name_or_path": str(world.model)} | {
+        f"{learner}.data_args": {"file_name": str(world.preferences), "prompt": "prompt"}
+    }
+
+
+def plain_steps(
+    world: TinyWorld,
+    stream: str,
+    model: torch.nn.Module,
+    score_input: Any,
+    loss_of: Callable[[JudgedRow], torch.Tensor],
+) -> list[tuple[float, float]]:
+    """Loss and norm of the gradient of three steps on 8 pairs each, one pair at a time."""
+    words = AutoTokenizer.from_pretrained(world.model)
+    vision = VisionModel.load(str(world.model), words, trust_remote_code=False)
+    data_args = DataArguments(file_name=str(world.preferences), prompt="prompt")
+    built = JudgedDataset.build(
+        data_args,
+        words,
+        160,
+        JudgedColumns(),
+        "pairs" if stream == "preferences" else "ranking",
+        score_input=score_input,
+        vision=vision,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    order, found = EpochOrder(len(built), 7, stream, True).of_epoch(0), []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = sum((loss_of(built[int(row)]) for row in order[8 * step : 8 * step + 8]), torch.zeros(())) / 8
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append((float(loss.detach()), float(norm)))
+    return found
+
+
+def sides_of(row: JudgedRow) -> list[dict[str, Any]]:
+    """Each response to the row's prompt as a batch of its own."""
+    prompt = vision_models.VisionPrompt(row.prompt_ids, row.vision)
+    return [vision_cases.assembled([(prompt, response)]) for response in row.responses]
+
+
+def test_pairs_of_responses_to_images(run: Run, judged: TinyWorld) -> None:
+    """DPO with images, in two layouts, is a plain loop over single responses."""
+    policy, reference = (vision_cases.plain_model(judged.model) for _ in range(2))
+
+    def loss_of(row: JudgedRow) -> torch.Tensor:
+        own, tied = (
+            [vision_cases.plain_outputs(model, side)["log_probs"].sum() for side in sides_of(row)]
+            for model in (policy, reference)
+        )
+        return -torch.nn.functional.logsigmoid(0.1 * ((own[0] - own[1]) - (tied[0] - tied[1]).detach()))
+
+    wanted = plain_steps(judged, "preferences", policy, "tokens", loss_of)
+    assert wanted[2][0] < wanted[0][0] - 0.01, "three steps must change something"
+    changes = judged_changes(judged, "actor_train")
+    for layout in ({}, supervised_layouts("actor_train")["two ranks, shared prompts"]):
+        done = run(changes | layout, pipeline="dpo")
+        found = list(zip(done.values("actor/loss"), done.values("actor/grad_norm"), strict=True))
+        assert found == [pytest.approx(one, rel=1e-3, abs=2e-5) for one in wanted]
+
+
+def test_a_reward_model_that_sees_images(run: Run, judged: TinyWorld) -> None:
+    """Bradley-Terry on the same pairs, and the exported model gives the scores of a plain one."""
+    model = vision_cases.plain_model(judged.model)
+    size = model.config.text_config.hidden_size
+    drawn = torch.zeros(1, size).normal_(std=(size + 1) ** -0.5, generator=torch.Generator().manual_seed(7))
+    model.lm_head.weight = torch.nn.Parameter(drawn)  # one row, in the place of the vocabulary's
+
+    def loss_of(row: JudgedRow) -> torch.Tensor:
+        scores = []
+        for side in sides_of(row):
+            hidden = model.model(**vision_cases.plain_inputs(model, side)).last_hidden_state[0]
+            scores.append(hidden[int(side["attention_mask"].sum()) - 1] @ model.lm_head.weight[0])
+        return -torch.nn.functional.logsigmoid(scores[0] - scores[1])
+
+    wanted = plain_steps(judged, "rm", model, "chat", loss_of)
+    changes = judged_changes(judged, "reward_train")
+    del changes["reference.model_args.model_name_or_path"]
+    for layout in ({}, supervised_layouts("reward_train")["two ranks, shared prompts"]):
+        done = run(changes | layout, pipeline="rm")
+        found = list(zip(done.values("reward/loss"), done.values("reward/grad_norm"), strict=True))
+        assert found == [pytest.approx(one, rel=1e-3, abs=2e-5) for one in wanted]
 
 
 def sign_changes(world: TinyWorld, dump: Path) -> dict[str, Any]:

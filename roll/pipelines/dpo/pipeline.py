@@ -22,11 +22,12 @@ from roll.algorithms.preferences import (
 from roll.config.loader import LoadedConfig
 from roll.config.losses import couples_pairs, is_unpaired, needs_mismatched
 from roll.config.roles import DataArguments
+from roll.datasets.images import VisionModel
 from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow, Judgement
 from roll.pipelines.dpo.config import DPOConfig, DPOPlan, has_base
 from roll.pipelines.residency import WEIGHTS
 from roll.pipelines.row_order import balanced_order
-from roll.pipelines.supervised_pipeline import SupervisedPipeline, right_padded
+from roll.pipelines.supervised_pipeline import SupervisedPipeline, image_column, right_padded
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics, to_floats
 from roll.strategies.base import Output
@@ -68,8 +69,16 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, DPOPlan, JudgedRow]):
             config.chosen_key, config.rejected_key, responses=config.completion_key, scores=config.label_key
         )
         kind: Judgement = "labels" if is_unpaired(config) else "pairs"
-        length, template = config.sequence_length, config.global_template
-        return JudgedDataset.build(data_args, tokenizer, length, names, kind, global_template=template)
+        model = config.actor_train.model_args
+        return JudgedDataset.build(
+            data_args,
+            tokenizer,
+            config.sequence_length,
+            names,
+            kind,
+            global_template=config.global_template,
+            vision=VisionModel.load(str(plan.roles["actor_train"].model_path), tokenizer, model.trust_remote_code),
+        )
 
     def next_batch(self, step: int) -> DataProto:
         drawn = self.rows.next_batch(self.plan.global_batch_size)
@@ -187,7 +196,7 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, DPOPlan, JudgedRow]):
 def pair_batch(rows: Sequence[JudgedRow], pad: int) -> DataProto:
     """Adjacent rows for the responses of each (of a pair the chosen one first), right-padded: ``input_ids`` int64,
     ``attention_mask`` and ``response_mask`` bool (B, L), ``unit_ids`` int64 (B,) the number of the row; of labelled
-    responses ``desirable`` bool (B,)."""
+    responses ``desirable`` bool (B,); and ``images`` where a row has some."""
     sides = [side for row in rows for side in row.sides]
     counts = [len(row.responses) for row in rows]
     input_ids, attention_mask = right_padded(sides, pad)
@@ -201,7 +210,12 @@ def pair_batch(rows: Sequence[JudgedRow], pad: int) -> DataProto:
     }
     if rows[0].scores:
         tensors["desirable"] = torch.tensor([score for row in rows for score in row.scores]) > 0.5
-    return DataProto.from_dict(tensors)
+    return DataProto.from_dict(tensors, image_column([row.vision for row in rows for _ in row.responses]))
+
+
+def asked(row: JudgedRow) -> tuple[list[int], tuple[Any, ...]]:
+    """What makes two prompts the same: their ids and their images."""
+    return row.prompt_ids, () if row.vision is None else tuple(row.vision.image_keys)
 
 
 def mismatched(rows: Sequence[JudgedRow], longest: int) -> list[JudgedRow]:
@@ -210,7 +224,7 @@ def mismatched(rows: Sequence[JudgedRow], longest: int) -> list[JudgedRow]:
     found: list[JudgedRow] = []
     for index, row in enumerate(rows):
         others = (rows[(index + step) % len(rows)] for step in range(1, len(rows)))
-        other = next((one for one in others if one.prompt_ids != row.prompt_ids), row)
+        other = next((one for one in others if asked(one) != asked(row)), row)
         room = longest - len(row.prompt_ids)
         found.append(replace(row, responses=[ids[:room] for ids in other.responses], scores=other.scores))
     return found

@@ -17,10 +17,11 @@ from roll.algorithms.reward_models import (
 )
 from roll.config.losses import JUDGEMENTS, RANKS, SCORE_INPUT, SCORE_MEAN, SCORE_STD
 from roll.config.roles import DataArguments
+from roll.datasets.images import VisionModel
 from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow
 from roll.models.partitions import balance_partitions, workload
 from roll.pipelines.rm.config import RMConfig, RMPlan
-from roll.pipelines.supervised_pipeline import SupervisedPipeline
+from roll.pipelines.supervised_pipeline import SupervisedPipeline, image_column
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics, to_floats
 from roll.strategies.base import Output, TensorBatch
@@ -29,6 +30,8 @@ from roll.workers.supervised import RewardTrainSettings, RewardTrainWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from roll.protocol.vision import VisionInputs
 
 STATISTICS_ROWS = 512
 """Training rows whose scores give mean and deviation where nothing is held out."""
@@ -58,6 +61,7 @@ class RMPipeline(SupervisedPipeline[RMConfig, RMPlan, JudgedRow]):
             config.scores_key,
             config.step_separator,
         )
+        model = config.reward_train.model_args
         return JudgedDataset.build(
             data_args,
             tokenizer,
@@ -66,6 +70,7 @@ class RMPipeline(SupervisedPipeline[RMConfig, RMPlan, JudgedRow]):
             JUDGEMENTS[config.loss_type],
             score_input=config.score_input,
             global_template=config.global_template,
+            vision=VisionModel.load(str(plan.roles["reward_train"].model_path), tokenizer, model.trust_remote_code),
         )
 
     def next_batch(self, step: int) -> DataProto:
@@ -121,7 +126,7 @@ def judged_batch(rows: Sequence[JudgedRow], dp_size: int) -> DataProto:
     rows have some.
 
     Each of ``dp_size`` consecutive equal shares holds whole prompts and like work; where responses do not divide, empty
-    rows without a score fill a share.
+    rows without a score fill a share. ``images`` where a row has some.
     """
     shares = [list(range(len(rows)))]
     if dp_size > 1:
@@ -130,6 +135,7 @@ def judged_batch(rows: Sequence[JudgedRow], dp_size: int) -> DataProto:
     widest = max(sum(len(rows[index].responses) for index in share) for share in shares)
     sequences, places, targets = list[list[int]](), list[list[int]](), list[list[float]]()
     shared, units, margins = list[int](), list[int](), list[float | None]()
+    images = list[VisionInputs | None]()
     for share in shares:
         filled = len(sequences) + widest
         for index in share:
@@ -141,6 +147,7 @@ def judged_batch(rows: Sequence[JudgedRow], dp_size: int) -> DataProto:
                 places.append([len(row.prompt_ids) + end for end in row.step_ends] or [len(side)])
                 targets.append(row.scores if row.step_ends else [row.scores[response]])
                 margins.append(row.margin)
+                images.append(row.vision)
         for _ in range(filled - len(sequences)):
             sequences.append([0])
             shared.append(2)
@@ -148,6 +155,7 @@ def judged_batch(rows: Sequence[JudgedRow], dp_size: int) -> DataProto:
             places.append([])
             targets.append([])
             margins.append(None)
+            images.append(None)
     tensors = scoring_batch(sequences, shared, places)
     of_steps = any(row.step_ends for row in rows)
     wanted = torch.zeros(tensors["score_mask"].shape)
@@ -156,4 +164,4 @@ def judged_batch(rows: Sequence[JudgedRow], dp_size: int) -> DataProto:
     tensors["unit_ids"] = torch.tensor(units)
     if any(margin is not None for margin in margins):
         tensors["margins"] = torch.tensor([margin or 0.0 for margin in margins])
-    return DataProto.from_dict(tensors)
+    return DataProto.from_dict(tensors, image_column(images))

@@ -21,10 +21,9 @@ from roll.distributed import PendingCall
 from roll.pipelines.batches import is_left_out
 from roll.pipelines.row_order import balanced_order
 from roll.pipelines.sft.config import SFTConfig, SFTPlan
-from roll.pipelines.supervised_pipeline import SupervisedPipeline, right_padded
+from roll.pipelines.supervised_pipeline import SupervisedPipeline, image_column, right_padded
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics, to_floats
-from roll.protocol.vision import IMAGES
 from roll.workers import SFT_WORKER
 from roll.workers.supervised import SftWorker
 
@@ -141,5 +140,4 @@ def demonstration_batch(rows: Sequence[SftRow], pad: int) -> DataProto:
         "attention_mask": torch.from_numpy(attention_mask),
         "response_mask": torch.from_numpy(response_mask),
     }
-    images = [row.vision for row in rows]
-    return DataProto.from_dict(tensors, {} if all(one is None for one in images) else {IMAGES: images})
+    return DataProto.from_dict(tensors, image_column([row.vision for row in rows]))
