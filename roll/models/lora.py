@@ -230,9 +230,9 @@ def add_adapters(model: PreTrainedModel, args: ModelArguments, seed: int, dtype:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(config, model, ADAPTER)
-    for module in model.modules():
-        if hasattr(module, _TENSOR):
-            module._activate_lora = partial(_with_adapted_tensor, module)
+    wrappers: list[Any] = [module for module in model.modules() if hasattr(module, _TENSOR)]
+    for wrapper in wrappers:
+        wrapper._activate_lora = partial(_with_adapted_tensor, wrapper)
     if args.adapter_name_or_path:
         _load(peft, model, args.adapter_name_or_path)
     for parameter in model.parameters():
