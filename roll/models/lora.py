@@ -147,6 +147,11 @@ class Adapters:
         self.scalings = {_adapted(path, m): m.scaling[ADAPTER] for path, m in named.items() if hasattr(m, "lora_A")}
         """The factor of ``B A`` for every adapted weight."""
 
+    @property
+    def adapt_experts(self) -> bool:
+        """Tensors of fused experts are among the adapted weights."""
+        return any(not weight.endswith(".weight") for weight in self.scalings)
+
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """The base model as it was loaded, for the length of a block without gradients."""
