@@ -23,7 +23,7 @@ ToolChoice = Literal["enforce", "auto"]
 
 def uses_tools(agent: str | None) -> bool:
     """Conversations of the agent may have tool messages: the chat template must have a place for them."""
-    return agent in ("tools", "repository")
+    return agent in ("tools", "repository", "verl")
 
 
 class AgentOptionError(ValueError):
@@ -40,9 +40,11 @@ class VerifierOptions:
     """Options of the reward."""
     answer_key: str = "ground_truth"
     """Column of the row with the right answer."""
-    scores: Literal["answer", "episode"] | None = None
-    """What a reward is shown as the response: the last one (``answer``), or all that was said from the first one on, by
-    the policy and to it, without thoughts (``episode``); null: of an environment the episode, else the answer."""
+    scores: Literal["answer", "episode", "solution"] | None = None
+    """What a reward is shown as the response: the last one (``answer``); all that was said from the first one on, by
+    the policy and to it, without thoughts (``episode``); the text of all tokens behind the first prompt without special
+    ones, which is verl's ``solution_str`` (``solution``). null: of an environment the episode, of verl's agent the
+    solution, else the answer."""
     command: list[str] = field(default_factory=list)
     """In place of a reward: a program that prints the reward as its last line, or leaves with status 0 or 1."""
     timeout: float = 60.0
@@ -85,6 +87,50 @@ class RepositoryOptions:
     """Characters of a tool's result; longer ones lose their middle."""
     require: list[str] | None = None
     """Protections of the sandbox without which nothing runs; null: those of the reward ``code_sandbox``."""
+
+
+@dataclass(frozen=True)
+class VerlOptions:
+    """``agent_config`` of ``agent: verl``; names and defaults are those of verl's ``rollout.multi_turn``."""
+
+    response_length: int = 0
+    """Tokens behind the first prompt, of all turns and tool results together; needed."""
+    tool_config_path: str | None = None
+    """verl's file of tools: ``class_name``, ``config`` and ``tool_schema`` each."""
+    interaction_config_path: str | None = None
+    """verl's file of interactions, which give the next user message."""
+    default_agent_loop: Literal["single_turn_agent", "tool_agent"] = "single_turn_agent"
+    """Loop of rows without a column ``agent_name``."""
+    max_assistant_turns: int | None = None
+    """Responses of an episode; null: no limit."""
+    max_user_turns: int | None = None
+    """Results and user messages of an episode; null: no limit."""
+    max_parallel_calls: int = 1
+    """Calls of a response that are made; further ones are not answered."""
+    max_tool_response_length: int = 256
+    """Characters of a result."""
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    """``left``: its beginning stays, ``right``: its end, ``middle``: both."""
+    prompt_key: str = "prompt"
+    """Column of the conversation."""
+    prompt_length: int | None = None
+    """Longest prompt in tokens, tools included, with ``filter_overlong_prompts``."""
+    filter_overlong_prompts: bool = False
+    """Leave out rows with longer prompts."""
+    verifier: dict[str, Any] = field(default_factory=dict)
+    """The reward of an episode."""
+
+    def check(self) -> None:
+        """
+        Raises:
+            AgentOptionError: no room for a response, or no reward.
+        """
+        if self.response_length < 1:
+            raise AgentOptionError("agent_config.response_length: is needed: tokens of an episode behind its prompt")
+        if self.max_parallel_calls < 1:
+            raise AgentOptionError(f"agent_config.max_parallel_calls: {self.max_parallel_calls}: must be at least 1")
+        if not self.verifier:
+            raise AgentOptionError("agent_config.verifier: is needed: the reward, as in {worker_cls: gsm8k_rule}")
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,12 @@ class ChatTemplate:
         return frozenset(self._ends.values())
 
     @property
+    def eos_token(self) -> int | None:
+        """The tokenizer's own token for the end of a text."""
+        token: int | None = self._tokenizer.eos_token_id
+        return token
+
+    @property
     def end_texts(self) -> tuple[str, ...]:
         """The texts of :attr:`end_tokens`."""
         return tuple(self._ends)
@@ -106,9 +112,9 @@ class ChatTemplate:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of sampled ids, special tokens included."""
-        text: Any = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    def decode(self, token_ids: Sequence[int], special: bool = True) -> str:
+        """The text of sampled ids, with or without special tokens."""
+        text: Any = self._tokenizer.decode(list(token_ids), skip_special_tokens=not special)
         return str(text)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:

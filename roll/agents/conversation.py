@@ -138,6 +138,31 @@ class Conversations:
         self.calls.append(call)
         return call
 
+    def go_on(self, parent: Call, texts: Sequence[str]) -> Call:
+        """A new call within the response of ``parent``, behind ``texts``: no message ends between the two, so the token
+        that ended the text of ``parent`` is taken out of it."""
+        if parent.response_ids and parent.response_ids[-1] == self._template.eos_token:
+            for column in (parent.response_ids, parent.log_probs, parent.versions):
+                column.pop()
+        told: Message = {"role": "user", "content": "".join(texts)}
+        ids = [one for text in texts for one in self._template.encode(text)]
+        messages = [*parent.messages, parent.message, told]
+        call = Call(len(self.calls), parent.index, ids, messages, parent.tools, role=parent.role)
+        self.calls.append(call)
+        return call
+
+    def end(self, call: Call) -> None:
+        """Put the token that ends a text behind a response that has stopped without it.
+
+        It is trained, though nobody has sampled it, and the engine's log-probability of it is written as 0, as by SkyRL
+        (``skyrl_gym_generator.py``, without ``use_conversation_multi_turn``).
+        """
+        eos, ids = self._template.eos_token, call.response_ids
+        if eos is not None and call.finish_reason == "stop" and ids and ids[-1] != eos:
+            ids.append(eos)
+            call.log_probs.append(0.0)
+            call.versions.append(call.versions[-1])
+
     @property
     def is_blind(self) -> bool:
         """The policy is a model of text."""
@@ -215,6 +240,14 @@ class Conversations:
             ids += one.new_ids
             ids += one.response_ids
         return ids + call.new_ids
+
+    def ids_behind_prompt(self, call: Call) -> list[int]:
+        """The ids of a conversation up to ``call`` and its response, without those of its first prompt."""
+        ids: list[int] = []
+        for one in (chain := self._chain(call)):
+            ids += one.new_ids if one is not chain[0] else one.new_ids[len(one.new_ids) - one.opening :]
+            ids += one.response_ids
+        return ids
 
     def vision(self, call: Call) -> VisionInputs | None:
         """The images of :meth:`prompt_ids`; None without any."""

@@ -12,6 +12,7 @@ from roll.agents.agent_options import (
     RepositoryOptions,
     ToolAgentOptions,
     VerifierOptions,
+    VerlOptions,
     asks_the_run,
     read_options,
 )
@@ -21,12 +22,13 @@ from roll.agents.programs import program_environment
 from roll.agents.tool_agent import FunctionAgent, ToolAgent
 from roll.agents.tools import ToolError
 from roll.agents.verifiers import CommandVerifier, RewardVerifier, Verifier
+from roll.agents.verl_agent import VerlAgent
 from roll.config.reading.errors import closest
 from roll.config.rewards import INFERENCE, REWARD_MODEL
 from roll.rewards.base import RewardOptionError
 from roll.rewards.registry import resolve_name
 
-BUILT_IN = ("tools", "black_box", "repository")
+BUILT_IN = ("tools", "black_box", "repository", "verl")
 
 
 def check_agent(agent: str, config: Mapping[str, Any] | None = None) -> None:
@@ -56,7 +58,7 @@ def make_agent(
     """Build an agent; nothing is started yet.
 
     Args:
-        agent: ``tools``, ``black_box``, ``repository``, or the dotted path of a coroutine ``run(task, model)``.
+        agent: ``tools``, ``black_box``, ``repository``, ``verl``, or a coroutine's dotted path.
         config: options of the agent; of a coroutine its keyword arguments.
         system: system message, for ``tools``.
         template: text of the question, for ``tools``.
@@ -73,6 +75,8 @@ def make_agent(
             return _black_box(read_options(BlackBoxOptions, given), judge)
         if agent == "repository":
             return _repository(read_options(RepositoryOptions, given), system, template)
+        if agent == "verl":
+            return _verl(read_options(VerlOptions, given), judge)
         if "." not in agent:
             near = closest(agent, BUILT_IN)
             hint = f"did you mean {near!r}? " if near else ""
@@ -110,6 +114,14 @@ def _repository(options: RepositoryOptions, system: str | None, template: str | 
     return agent
 
 
+def _verl(options: VerlOptions, judge: Mapping[str, str] | None) -> Agent:
+    options.check()
+    verifier = make_verifier({"scores": "solution", **options.verifier}, judge)
+    agent = VerlAgent(options, verifier)
+    agent.check_host()
+    return agent
+
+
 def make_verifier(
     given: Mapping[str, Any],
     judge: Mapping[str, str] | None = None,
@@ -140,9 +152,9 @@ def make_verifier(
                 "a classifier scores rewards sections alone; http_reward asks one behind a service, llm_judge a model"
             )
             raise AgentOptionError(f"{key}.worker_cls: {rule}")
-        whole = options.scores == "episode" or (of_environment and options.scores is None)
+        scores = options.scores or ("episode" if of_environment else "answer")
         known = options.reward_kwargs | dict((judge or {}) if asks_the_run(given) else {})
-        verifier = RewardVerifier(options.worker_cls, known, options.answer_key, options.timeout, whole)
+        verifier = RewardVerifier(options.worker_cls, known, options.answer_key, options.timeout, scores)
         verifier.check_host()
     except RewardOptionError as error:
         raise AgentOptionError(f"{key}: {error}") from error

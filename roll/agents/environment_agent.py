@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from roll.agents.chat_ids import Message
-from roll.agents.episode import Episode, EpisodeOver, Model, Task
+from roll.agents.episode import Episode, EpisodeOver, Model, Response, Task
 from roll.agents.images import content_text, has_images, is_image
 from roll.environments.base import Environment, Turn, read_reset, read_step, takes_task
 from roll.environments.off_loop import call_off_loop, in_own_process
 from roll.tracking.timeline import span_log
 
-Context = Literal["append", "observation", "last", "own"]
+Context = Literal["append", "observation", "last", "own", "response"]
 """What the next prompt holds: everything so far; the current observation with the last turns told in a template; the
-current observation behind the last turns as messages; the environment's messages and nothing else."""
+current observation behind the last turns as messages; the environment's messages and nothing else; everything so far,
+observations raw within the one message that the policy writes."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,13 @@ class EnvironmentAgent:
 
     async def _played(self, environment: Environment, turn: Turn, model: Model, episode: Episode) -> None:
         memory = _Memory(self._options, turn)
+        within = self._options.context == "response"
+        response: Response | None = None
         while True:
-            response = await model.chat(memory.prompt(turn))
+            if within and response is not None:
+                response = await model.go_on(response.call, [_raw_text(one["content"]) for one in turn.observation])
+            else:
+                response = await model.chat(memory.prompt(turn))
             response.call.state = turn.state
             before = turn
             try:
@@ -95,6 +101,8 @@ class EnvironmentAgent:
             memory.add(before, response.message, response.text)
             _note(episode, turn)
             if turn.done:
+                if within:
+                    model.conversations.end(response.call)
                 episode.outcome = "terminated" if turn.terminated else "truncated"
                 return
             if memory.turns >= self._options.max_steps:
@@ -212,6 +220,16 @@ def _note(episode: Episode, turn: Turn) -> None:
         episode.success = bool(turn.info["success"])
     for name, value in dict(turn.info.get("metrics", {})).items():
         episode.metrics[name] = episode.metrics.get(name, 0.0) + float(value)
+
+
+def _raw_text(content: Any) -> str:
+    """
+    Raises:
+        ValueError: an image, which has no place within a response.
+    """
+    if has_images(content):
+        raise ValueError("context: response: an observation has an image; context: append shows it")
+    return content_text(content)
 
 
 def _text_of(observation: Sequence[Message]) -> str:

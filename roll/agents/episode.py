@@ -204,6 +204,7 @@ class Model:
         messages: Sequence[Message],
         tools: Sequence[Message] | None = None,
         must_call: Sequence[str] = (),
+        most_behind_prompt: int | None = None,
         **options: Any,
     ) -> Response:
         """The response to ``messages``.
@@ -211,6 +212,7 @@ class Model:
         Args:
             tools: schemas that the policy may call; None: those of the run's template.
             must_call: names of tools, one of which the response calls; empty: as the policy likes.
+            most_behind_prompt: tokens of the conversation behind its first prompt, this response included.
             options: ``max_new_tokens``; ``stop``, texts that end the response; further sampling parameters, as far as
                 the run lets an agent choose them.
 
@@ -238,9 +240,26 @@ class Model:
             prompt_ids += ids[chosen]
         wanted = int(options.pop("max_new_tokens", self._limits.new_tokens))
         room = min(wanted, self._limits.new_tokens, self._limits.context - len(prompt_ids))
+        if most_behind_prompt is not None:
+            room = min(room, most_behind_prompt - self.tokens_behind_prompt(call))
         if room <= 0:
             raise EpisodeOver("context_limit")
         return self._answered(call, await self._sampled(prompt_ids, room, options, vision), demanded)
+
+    async def go_on(self, call: Call, texts: Sequence[str]) -> Response:
+        """The policy's next words in the message that it began with ``call``, behind ``texts``, which stand in it raw.
+
+        Raises:
+            EpisodeOver: no turn is left, or what was said leaves no room for a response.
+        """
+        if self.turns_left <= 0:
+            raise EpisodeOver("turn_limit")
+        grown = self.conversations.go_on(call, texts)
+        prompt_ids, vision = self.conversations.prompt_ids(grown), self.conversations.vision(grown)
+        room = min(self._limits.new_tokens, self._limits.context - len(prompt_ids))
+        if room <= 0:
+            raise EpisodeOver("context_limit")
+        return self._answered(grown, await self._sampled(prompt_ids, room, {}, vision))
 
     async def _sampled(
         self, prompt_ids: list[int], room: int, options: Mapping[str, Any], vision: VisionInputs | None
@@ -265,14 +284,20 @@ class Model:
         """
         return self.conversations.count_tokens(messages, tools)
 
-    def text_of(self, token_ids: Sequence[int], ended: bool = False) -> str:
-        """The text of ids, special tokens included.
+    def tokens_behind_prompt(self, call: Call) -> int:
+        """The tokens of a conversation up to ``call`` and its response, without those of its first prompt."""
+        return len(self.conversations.ids_behind_prompt(call))
+
+    def text_of(self, token_ids: Sequence[int], ended: bool = False, special: bool = True) -> str:
+        """The text of ids.
 
         Args:
             ended: of a response: without the token that ended its turn.
+            special: special tokens included.
         """
         ids = list(token_ids)
-        return self._template.decode(ids[:-1] if ended and ids and ids[-1] in self._template.end_tokens else ids)
+        cut = ids[:-1] if ended and ids and ids[-1] in self._template.end_tokens else ids
+        return self._template.decode(cut, special)
 
     def reward(self, value: float, call: Call | None = None) -> None:
         """Add to the reward of ``call`` (None: the newest that was answered, in a role the newest of that role)."""

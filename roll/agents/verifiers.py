@@ -12,9 +12,13 @@ from roll.agents.chat_ids import without_thoughts
 from roll.agents.conversation import Call
 from roll.agents.episode import Agent, Episode, EpisodeOver, Model, Task
 from roll.agents.programs import ProgramError, program_environment, running
+from roll.datasets.columns import read_ground_truth
 from roll.rewards.base import GuardedReward, RewardSample
 from roll.rewards.custom import Limits
 from roll.rewards.registry import build_reward
+
+TRUTH = "ground_truth"
+"""The column with the right answer; where it is not there, it is looked for as data sets of verl and SkyRL have it."""
 
 
 class Verifier(Protocol):
@@ -39,7 +43,7 @@ class RewardVerifier:
         worker_cls: as in a section ``rewards.<name>``: a short name, or the dotted path of a function
             ``(prompt, response, ground_truth, **row) -> float | dict``.
         answer_key: column of the row with the ground truth.
-        whole_episodes: the response is all that was said from the first one on; else the last one.
+        scores: what it is shown as the response: ``answer``, ``episode`` or ``solution``, as the key of that name.
 
     Raises:
         RewardOptionError: a reward that does not exist, or an option that it does not have or cannot use.
@@ -49,11 +53,11 @@ class RewardVerifier:
         self,
         worker_cls: str,
         options: Mapping[str, Any] | None = None,
-        answer_key: str = "ground_truth",
+        answer_key: str = TRUTH,
         timeout: float | None = None,
-        whole_episodes: bool = False,
+        scores: str = "answer",
     ) -> None:
-        self._whole_episodes = whole_episodes
+        self._scores = scores
         reward = build_reward(worker_cls, options, Limits(timeout))
         self._reward = GuardedReward(worker_cls, reward)
         self._answer_key = answer_key
@@ -71,21 +75,14 @@ class RewardVerifier:
         call = _last_call(episode)
         if call is None:
             return 0.0
-        prompt, response = (
-            _transcript(model, episode)
-            if self._whole_episodes
-            else (
-                model.text_of(model.conversations.prompt_ids(call)[: -call.opening or None]),
-                model.text_of(call.whole_response, ended=True),
-            )
-        )
+        prompt, response = self._shown(call, model, episode)
         sample = RewardSample(
             prompt=prompt,
             response=response,
-            ground_truth=task.row.get(self._answer_key),
+            ground_truth=read_ground_truth(task.row) if self._answer_key == TRUTH else task.row.get(self._answer_key),
             finish_reason=call.finish_reason,
             row=dict(task.row),
-            num_tokens=sum(len(one.response_ids) for one in (episode.calls if self._whole_episodes else [call])),
+            num_tokens=sum(len(one.response_ids) for one in ([call] if self._scores == "answer" else episode.calls)),
         )
         loop = asyncio.get_running_loop()
         (result,) = await loop.run_in_executor(self._threads, self._reward, [sample])
@@ -94,6 +91,19 @@ class RewardVerifier:
             episode.error = f"reward: {result.error}"
             raise EpisodeOver("environment_error")
         return result.score
+
+    def _shown(self, call: Call, model: Model, episode: Episode) -> tuple[str, str]:
+        """Prompt and response."""
+        if self._scores == "episode":
+            return _transcript(model, episode)
+        if self._scores == "solution":
+            behind = model.conversations.ids_behind_prompt(call)
+            prompt = model.conversations.prompt_ids(call) + call.response_ids
+            return model.text_of(prompt[: len(prompt) - len(behind)]), model.text_of(behind, special=False)
+        return (
+            model.text_of(model.conversations.prompt_ids(call)[: -call.opening or None]),
+            model.text_of(call.whole_response, ended=True),
+        )
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

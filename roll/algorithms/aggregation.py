@@ -41,14 +41,21 @@ _BLOCK = 2**17
 """Elements of a block: a handful of float32 tensors of this size stay in a core's cache of 2 MB."""
 
 
-def row_blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+SUMMED_BLOCK = 2**17
+"""Elements of a block whose sum is taken apart: not by the number of threads, on which no metric may depend."""
+
+
+def row_blocks(*tensors: Tensor, size: int | None = None) -> Iterable[tuple[Tensor, ...]]:
     """The same rows of each of several (B, L), block by block; several rows each, where there are several.
 
     On a CPU a chain of elementwise operations takes the time of moving its operands between memory and core: done block
     by block they stay in the cache.  Elsewhere there is one block.
+
+    Args:
+        size: elements of a block; None: as many as the threads' caches hold.
     """
     first = tensors[0]
-    count = first.numel() // (_BLOCK * torch.get_num_threads()) if first.device.type == "cpu" else 0
+    count = first.numel() // (size or _BLOCK * torch.get_num_threads()) if first.device.type == "cpu" else 0
     count = min(count, len(first) // 2)
     return zip(*(tensor.tensor_split(count) for tensor in tensors), strict=True) if count > 1 else (tensors,)
 
@@ -147,10 +154,15 @@ class Groups:
         _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
         return cls(index, counts)
 
+    def of_rows(self, per_group: Tensor) -> Tensor:
+        """Give each row its group's number: (G,) -> (B,)."""
+        # A third of the time of indexing, as this is for few rows.
+        return per_group.index_select(0, self.index)
+
     @property
     def sizes(self) -> Tensor:
         """int64 (B,): the size of each row's group."""
-        return self.counts[self.index]
+        return self.of_rows(self.counts)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over each group: (B,) -> (G,), in the dtype of ``values``."""
@@ -160,9 +172,13 @@ class Groups:
         """Mean over each group: (B,) -> (G,)."""
         return self.sum(values) / self.counts
 
-    def std(self, values: Tensor) -> Tensor:
-        """Bessel-corrected standard deviation of each group: (B,) -> (G,); 0 for a group of one."""
-        centred = values - self.mean(values)[self.index]
+    def std(self, values: Tensor, mean: Tensor | None = None) -> Tensor:
+        """Bessel-corrected standard deviation of each group: (B,) -> (G,); 0 for a group of one.
+
+        Args:
+            mean: that of each group, where it is known.
+        """
+        centred = values - self.of_rows(self.mean(values) if mean is None else mean)
         return (self.sum(centred.square()) / (self.counts - 1).clamp(min=1)).sqrt()
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from roll.algorithms import aggregation
 from roll.algorithms import policy_losses as _policy_losses  # noqa: F401  registers the variants
 from roll.algorithms.aggregation import LossDenominators, aggregate, clear_, level_log_ratio, row_blocks
 from roll.algorithms.kl import KLOptions, kl_estimate
@@ -26,7 +28,7 @@ from roll.algorithms.loss_types import (
     policy_losses,
     register_policy_loss,
 )
-from roll.algorithms.metrics import MetricBuilder
+from roll.algorithms.metrics import MetricBuilder, correlation_moments
 from roll.algorithms.registry import Registry
 from roll.config.algorithm import POLICY_LOSSES, PPOConfig
 from roll.config.corrections import CorrectionOptions, CorrectionRule, correction_options
@@ -157,38 +159,37 @@ def mismatch_metrics(inputs: LossInputs, metrics: MetricBuilder, with_segments: 
     """
     if inputs.rollout_log_probs is None:
         return
-    mask, tokens = inputs.mask, inputs.num_tokens
-    trainer, rollout = inputs.trainer_log_probs, inputs.rollout_log_probs
-    # Everything below is 0 outside the mask, so plain sums are masked sums.
-    log_ratio, size, k3, ratio, difference = (torch.empty_like(trainer) for _ in range(5))
-    old, sampled = torch.empty_like(trainer, dtype=torch.float64), torch.empty_like(trainer, dtype=torch.float64)
-    largest = []
-    columns = (log_ratio, size, k3, ratio, difference, old, sampled)
-    for a, b, bits, d, d_size, d_k3, d_ratio, d_p, p, q in row_blocks(trainer, rollout, inputs.keep.bits, *columns):
-        torch.abs(clear_(torch.sub(a, b, out=d), bits), out=d_size)
-        if d.numel():
-            largest.append(d_size.amax())
-        bounded = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        torch.expm1(bounded, out=d_k3).sub_(bounded)
-        clear_(torch.exp(bounded, out=d_ratio), bits)
-        p.copy_(clear_(torch.exp(a, out=d_p), bits))
-        q.copy_(clear_(torch.exp(b, out=bounded), bits))
-        d_p.sub_(bounded)
-    totals = log_ratio.sum(-1)
-    metrics.mean("actor/train_infer_log_diff_abs_mean", size.sum(), tokens)
-    if largest:
-        metrics.largest("actor/train_infer_log_diff_abs_max", torch.stack(largest), tokens)
-    metrics.mean("actor/train_infer_kl_k1", -log_ratio.sum(), tokens)
-    metrics.mean("actor/train_infer_kl_k3", k3.sum(), tokens)
-    metrics.correlation("actor/train_infer_pearson", old, sampled, tokens)
-    metrics.mean("actor/train_infer_diff_token_mean", difference.sum(), tokens)
-    metrics.mean("actor/train_infer_ratio_token_mean", ratio.sum(), tokens)
+    tokens, trainer, rollout = inputs.num_tokens, inputs.trainer_log_probs, inputs.rollout_log_probs
+    # Sums are taken of blocks that are still in the cache. Everything is 0 outside the mask, so they are masked sums.
+    of_rows, largest, sums = [], [], []
+    for a, b, bits in row_blocks(trainer, rollout, inputs.keep.bits, size=aggregation.SUMMED_BLOCK):
+        log_ratio = clear_(torch.sub(a, b), bits)
+        size = log_ratio.abs()
+        largest.append(size.amax() if size.numel() else size.new_zeros(()))
+        is_bounded = size.device.type == "cpu" and largest[-1].item() <= LOG_RATIO_BOUND
+        bounded = log_ratio if is_bounded else log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        of_rows.append(log_ratio.sum(-1))
+        of_block = [size.sum(), log_ratio.sum(), torch.expm1(bounded, out=size).sub_(bounded).sum()]
+        of_block.append(clear_(torch.exp(bounded, out=size), bits).sum())
+        old, sampled = (clear_(torch.exp(of, out=out), bits) for of, out in ((a, log_ratio), (b, size)))
+        moments = correlation_moments(old, sampled)
+        sums.append([*of_block, old.sub_(sampled).sum(), *moments])
+    size_sum, k1, k3, ratio, difference, *moments = (reduce(torch.add, parts) for parts in zip(*sums, strict=True))
+    totals = torch.cat(of_rows)
+    metrics.mean("actor/train_infer_log_diff_abs_mean", size_sum, tokens)
+    metrics.largest("actor/train_infer_log_diff_abs_max", torch.stack(largest), tokens)
+    metrics.mean("actor/train_infer_kl_k1", -k1, tokens)
+    metrics.mean("actor/train_infer_kl_k3", k3, tokens)
+    metrics.correlation("actor/train_infer_pearson", moments, tokens)
+    metrics.mean("actor/train_infer_diff_token_mean", difference, tokens)
+    metrics.mean("actor/train_infer_ratio_token_mean", ratio, tokens)
     rows, lengths = inputs.lengths > 0, inputs.lengths.clamp(min=1)
     for name, row_log_ratio in (("geometric", totals / lengths), ("sequence", totals)):
         row_ratio = row_log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
         metrics.mean(f"actor/train_infer_ratio_{name}_mean", torch.where(rows, row_ratio, 0.0).sum(), rows.sum())
     if with_segments:
-        bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        mask = inputs.mask
+        bounded = inputs.keep(trainer - rollout).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         segment = torch.where(mask, level_log_ratio(bounded, mask, "segment", inputs.turn_ids).exp(), 0.0)
         metrics.mean("actor/train_infer_ratio_segment_mean", segment.sum(), tokens)
 

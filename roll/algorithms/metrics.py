@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,12 @@ class Correlation:
         variance_y = self.sum_yy - self.sum_y**2 / self.count
         scale = (max(variance_x, 0.0) * max(variance_y, 0.0)) ** 0.5
         return min(max(covariance / scale, -1.0), 1.0) if scale > 1e-12 * self.count else 1.0
+
+
+def correlation_moments(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Sums of x, y, x^2, y^2 and x y in float64, of which those of several parts add up."""
+    x, y = (values.detach().double().flatten() for values in (x, y))
+    return x.sum(), y.sum(), x @ x, y @ y, x @ y
 
 
 class MetricBuilder:
@@ -93,10 +99,9 @@ class MetricBuilder:
         if values.numel():
             self._add(name, Max, torch.where(count > 0, values.detach().amax(), -torch.inf))
 
-    def correlation(self, name: str, x: Tensor, y: Tensor, count: Tensor) -> None:
-        """Pearson's correlation, accumulated in float64, of values that are 0 outside a mask of ``count`` elements."""
-        x, y = (t.detach().double().flatten() for t in (x, y))
-        self._add(name, Correlation, count, x.sum(), y.sum(), x @ x, y @ y, x @ y)
+    def correlation(self, name: str, moments: Sequence[Tensor], count: Tensor) -> None:
+        """Pearson's correlation from :func:`correlation_moments` of ``count`` pairs."""
+        self._add(name, Correlation, count, *moments)
 
     def summary(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """``name/mean``, ``name/max`` and ``name/min`` of the masked values."""

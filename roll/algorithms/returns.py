@@ -9,11 +9,12 @@ c^(n_s - n_t) = c^(n_s) / c^(n_t), a product with the matrix of ones between two
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import Keep, has_holes, kept_, row_blocks
+from roll.algorithms.aggregation import Keep, has_holes, row_blocks
 
 _BLOCK = 32
 _DEEPEST_EXPONENT = 2.0
@@ -22,8 +23,36 @@ _DEEPEST_OF_BLOCKS = 600.0
 """Of the scalings between blocks, in float64: exp(-600) is 1e-261."""
 
 
-def reverse_discounted_sum(values: Tensor, discount: float) -> Tensor:
-    """y_t = x_t + discount * y_{t+1} along the last dimension: float (B, L) -> (B, L), dense (no mask)."""
+@lru_cache(maxsize=64)
+def _powers(width: int, discount: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """c^(s-t) within a block, (width, width) and 0 where s < t; and what flows in from behind it, c^(width-t)."""
+    with torch.inference_mode(False):
+        steps = torch.arange(width, device=device, dtype=torch.float64)
+        distance = steps[:, None] - steps[None, :]
+        powers = torch.where(distance >= 0, discount ** distance.clamp(min=0), 0.0)
+        return powers.to(dtype), (discount ** (width - steps)).to(dtype)
+
+
+@lru_cache(maxsize=64)
+def _suffix(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Ones where s >= t: (width, width)."""
+    with torch.inference_mode(False):
+        return torch.ones(width, width, dtype=dtype, device=device).tril_()
+
+
+def _product(blocks: Tensor, matrix: Tensor, out: Tensor | None) -> Tensor:
+    """(B, N, K) times (K, K), into ``out`` (B, N * K) where there is one."""
+    if out is None:
+        return blocks @ matrix
+    return torch.mm(blocks.view(-1, blocks.shape[-1]), matrix, out=out.view(-1, blocks.shape[-1])).view(blocks.shape)
+
+
+def reverse_discounted_sum(values: Tensor, discount: float, out: Tensor | None = None) -> Tensor:
+    """y_t = x_t + discount * y_{t+1} along the last dimension: float (B, L) -> (B, L), dense (no mask).
+
+    Args:
+        out: contiguous float (B, L) that may be used for the result.
+    """
     rows, length = values.shape
     if discount == 0.0 or length == 0:
         return values.clone()
@@ -31,19 +60,16 @@ def reverse_discounted_sum(values: Tensor, discount: float) -> Tensor:
     blocks = -(-length // width)
     missing = blocks * width - length
     padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
-    steps = torch.arange(width, device=values.device, dtype=torch.float64)
-    distance = steps[:, None] - steps[None, :]
-    powers = torch.where(distance >= 0, discount ** distance.clamp(min=0), 0.0).to(values.dtype)
-    inside = padded.view(rows, blocks, width) @ powers
+    powers, inflow = _powers(width, discount, values.dtype, values.device)
+    inside = _product(padded.view(rows, blocks, width), powers, None if missing else out)
     if blocks > 1:
         # What flows into a block is the complete sum at the start of the next one.
         starts = reverse_discounted_sum(inside[:, :, 0], float(discount**width))
-        inflow = (discount ** (width - steps)).to(values.dtype)
         inside[:, :-1].addcmul_(starts[:, 1:, None], inflow)
     return inside.view(rows, blocks * width)[:, :length]
 
 
-def masked_discounted_sum(values: Tensor, mask: Tensor, discount: float) -> Tensor:
+def masked_discounted_sum(values: Tensor, mask: Tensor, discount: float, out: Tensor | None = None) -> Tensor:
     """y_t = sum over s >= t of discount^n x_s, n the masked tokens in (t, s]: float (B, L) -> (B, L).
 
     Only masked tokens discount.  What stands on an unmasked token counts for the tokens left of it as if it stood on
@@ -51,7 +77,7 @@ def masked_discounted_sum(values: Tensor, mask: Tensor, discount: float) -> Tens
     """
     rows, length = values.shape
     if discount == 1.0 or length == 0:
-        return reverse_discounted_sum(values, discount)
+        return reverse_discounted_sum(values, discount, out)
     # 0 has no inverse; what 1e-12 lets through is far below the rounding of float32.
     exponent = math.log(max(discount, 1e-12))
     is_shallow = -exponent * length < _DEEPEST_OF_BLOCKS
@@ -62,8 +88,8 @@ def masked_discounted_sum(values: Tensor, mask: Tensor, discount: float) -> Tens
         values, mask = (torch.nn.functional.pad(t, (0, missing)) for t in (values, mask))
     counts = mask.view(torch.uint8).view(rows, blocks, width).cumsum(-1, dtype=torch.uint8)
     weights = counts.to(values.dtype).mul_(exponent).exp_()
-    suffix = torch.ones(width, width, dtype=values.dtype, device=values.device).tril_()
-    inside = values.view(rows, blocks, width).mul_(weights) @ suffix
+    suffix = _suffix(width, values.dtype, values.device)
+    inside = _product(values.view(rows, blocks, width).mul_(weights), suffix, None if missing else out)
     if blocks > 1:
         whole = weights[..., -1]
         starts = _starts(inside[..., 0], counts[..., -1], exponent) if is_shallow else _scan(inside[..., 0], whole)
@@ -78,7 +104,7 @@ def _starts(values: Tensor, counts: Tensor, exponent: float) -> Tensor:
     """
     tokens = counts.double()
     weights = tokens.cumsum(-1).sub_(tokens).mul_(exponent).exp_()
-    suffix = torch.ones(2 * (tokens.shape[-1],), dtype=tokens.dtype, device=tokens.device).tril_()
+    suffix = _suffix(tokens.shape[-1], tokens.dtype, tokens.device)
     return (values * weights).matmul(suffix).div_(weights).to(values.dtype)
 
 
@@ -98,7 +124,8 @@ def discounted_returns(token_level_rewards: Tensor, mask: Tensor, gamma: float) 
     has_gaps, sums = _has_gaps(mask, gamma), torch.empty_like(token_level_rewards)
     for rewards, rows, result in row_blocks(token_level_rewards, mask, sums):
         keep = Keep(rows, rewards.dtype)
-        kept_(_recursion(keep(rewards), rows, gamma, has_gaps), keep.bits, result)
+        _recursion(keep(rewards), rows, gamma, has_gaps, result)
+        keep.in_place(result)
     return sums
 
 
@@ -129,16 +156,21 @@ def generalized_advantages(
         # The hole before a turn gets gamma times the value of the turn's first token: of all tokens left of it, it is
         # the last one of the turn before that has it undiscounted, as its delta asks for.
         delta[:, :-1].add_(kept_values[:, 1:], alpha=gamma)
-        kept_(_recursion(delta, rows, discount, has_gaps), keep.bits, result)
+        _recursion(delta, rows, discount, has_gaps, result)
+        keep.in_place(result)
         torch.add(kept_values, result, out=target)
     return advantages, returns
 
 
 def _has_gaps(mask: Tensor, discount: float) -> bool:
     """Some row has unmasked tokens between masked ones, and they make a difference."""
-    return discount != 1.0 and bool(has_holes(mask))
+    return discount != 1.0 and any(bool(has_holes(rows)) for (rows,) in row_blocks(mask))
 
 
-def _recursion(values: Tensor, mask: Tensor, discount: float, has_gaps: bool) -> Tensor:
-    """The discounted sum of each masked token; what stands left of a row's first one is meaningless."""
-    return masked_discounted_sum(values, mask, discount) if has_gaps else reverse_discounted_sum(values, discount)
+def _recursion(values: Tensor, mask: Tensor, discount: float, has_gaps: bool, out: Tensor) -> None:
+    """Write the discounted sum of each masked token to ``out``; what stands left of a row's first one is meaningless."""
+    sums = (
+        masked_discounted_sum(values, mask, discount, out) if has_gaps else reverse_discounted_sum(values, discount, out)
+    )
+    if sums.data_ptr() != out.data_ptr():
+        out.copy_(sums)

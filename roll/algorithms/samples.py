@@ -107,8 +107,9 @@ class RewardPostprocessor:
         if "running" in (options.norm_mean_type, options.norm_std_type):
             running.update(raw)
         groups = Groups.of(group_ids) if "group" in (options.norm_mean_type, options.norm_std_type) else None
-        std = self._std(raw, groups, running)
-        return self._mean(raw, groups, running), torch.where(std > EPS, std + EPS, 1.0)
+        means = groups.mean(raw) if groups is not None else None
+        std = self._std(raw, groups, means, running)
+        return self._mean(raw, groups, means, running), torch.where(std > EPS, std + EPS, 1.0)
 
     def applied(self, raw: Tensor, mean: Tensor, divisor: Tensor) -> tuple[Tensor, Metrics]:
         """(raw - mean) / divisor within the clip: float32 (B,), and ``critic/reward_clip_frac``."""
@@ -122,22 +123,22 @@ class RewardPostprocessor:
             normalised = clipped
         return normalised.float(), metrics.build()
 
-    def _mean(self, raw: Tensor, groups: Groups | None, running: RunningMoments) -> Tensor:
+    def _mean(self, raw: Tensor, groups: Groups | None, means: Tensor | None, running: RunningMoments) -> Tensor:
         if self.options.norm_mean_type == "batch":
             return raw.mean()
         if self.options.norm_mean_type == "running":
             return torch.full((), running.mean, dtype=raw.dtype, device=raw.device)
-        if groups is not None and self.options.norm_mean_type == "group":
-            return torch.where(groups.counts > 1, groups.mean(raw), 0.0)[groups.index]
+        if groups is not None and means is not None and self.options.norm_mean_type == "group":
+            return groups.of_rows(torch.where(groups.counts > 1, means, 0.0))
         return torch.zeros((), dtype=raw.dtype, device=raw.device)
 
-    def _std(self, raw: Tensor, groups: Groups | None, running: RunningMoments) -> Tensor:
+    def _std(self, raw: Tensor, groups: Groups | None, means: Tensor | None, running: RunningMoments) -> Tensor:
         if self.options.norm_std_type == "batch" and raw.numel() > 1:
             return raw.std()
         if self.options.norm_std_type == "running":
             return torch.full((), running.std, dtype=raw.dtype, device=raw.device)
         if groups is not None and self.options.norm_std_type == "group":
-            return groups.std(raw)[groups.index]
+            return groups.of_rows(groups.std(raw, means))
         return torch.zeros((), dtype=raw.dtype, device=raw.device)
 
     def state_dict(self) -> dict[str, Any]:

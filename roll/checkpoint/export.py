@@ -27,7 +27,7 @@ from roll.config.lora import names_of
 from roll.config.reading.errors import ConfigError
 from roll.models.build import DTYPES, auto_class, checked_config
 from roll.models.loading import TensorFiles
-from roll.models.lora import adapter_file_name, adapter_names, base_name, is_adapter
+from roll.models.lora import adapter_file_name, adapter_names, base_name, is_adapter, merged_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,11 +100,17 @@ def write_peft(trained: TrainedModel, folder: Path) -> None:
     if not contents.scalings:
         rule = f"{trained.folder} holds no adapters; only a run with model_args.lora_target has any"
         raise wrong("--to", "peft", rule, "hf")
-    ranks = {weight: contents.trained[adapter_names(weight)[0]][0] for weight in contents.scalings}
+    plain = dict(trained.skeleton().named_parameters())
+    shapes = {weight: tuple(plain[weight].shape) for weight in contents.scalings}
+    experts = [weight for weight, shape in shapes.items() if len(shape) == 3]
+    ranks = {
+        weight: contents.trained[adapter_names(weight)[0]][0] // (shape[0] if len(shape) == 3 else 1)
+        for weight, shape in shapes.items()
+    }
     # The factor is alpha / rank, whichever formula the run had it from.
     alphas = {weight: scaling * ranks[weight] for weight, scaling in contents.scalings.items()}
     first = next(iter(ranks))
-    modules = [weight.removesuffix(".weight") for weight in ranks]
+    modules = [weight.removesuffix(".weight") for weight in ranks if weight not in experts]
     whole = sorted({base_name(name).rpartition(".")[0] for name in contents.trained if not is_adapter(name)})
     config = LoraConfig(
         task_type="TOKEN_CLS" if trained.head == "value" else "CAUSAL_LM",
@@ -112,7 +118,8 @@ def write_peft(trained: TrainedModel, folder: Path) -> None:
         lora_alpha=_plain(alphas[first]),
         rank_pattern={w.removesuffix(".weight"): r for w, r in ranks.items() if r != ranks[first]},
         alpha_pattern={w.removesuffix(".weight"): _plain(a) for w, a in alphas.items() if a != alphas[first]},
-        target_modules=modules,
+        target_modules=modules or None,
+        target_parameters=experts or None,
         modules_to_save=whole or None,
         base_model_name_or_path=trained.model,
         inference_mode=True,
@@ -172,7 +179,7 @@ def in_memory(trained: TrainedModel, rounding: Rounding) -> PreTrainedModel:
                 live[base_name(name)].copy_(trained.read(stored, name))
         for weight, scaling in trained.contents.scalings.items():
             down, up = (trained.read(stored, name) for name in adapter_names(weight))
-            live[weight] += (up @ down) * scaling
+            live[weight].copy_(merged_weight(live[weight], down, up, scaling))
         for parameter in model.parameters():
             parameter.copy_(rounding(parameter))
     whole: PreTrainedModel = model.eval()

@@ -88,9 +88,9 @@ class TrainedModel:
                     yield from ((key, part.contiguous()) for key, part in layout.split(name, whole))
                 elif name in self.contents.scalings:
                     down, up = (self.read(stored, one) for one in adapter_names(name))
-                    (part,) = layout.parts(name)
-                    base = layout.read(files, part.name).float()
-                    yield part.name, merged_weight(base, down, up, self.contents.scalings[name]).to(dtype)
+                    base = layout.joined({part.name: layout.read(files, part.name) for part in layout.parts(name)})
+                    whole = merged_weight(base[name].float(), down, up, self.contents.scalings[name]).to(dtype)
+                    yield from ((key, part.contiguous()) for key, part in layout.split(name, whole))
                 else:
                     assert parameter.is_floating_point(), name
                     yield from ((part.name, layout.read(files, part.name).to(dtype)) for part in layout.parts(name))

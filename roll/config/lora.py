@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 ALL_LINEAR = "all-linear"
 """Every linear layer but the output matrix."""
+EXPERTS = "experts"
+"""In ``lora_target``, alone or behind a path: the fused experts of sparse layers."""
 
 _PATTERN_MARKS = frozenset("*+?|()[]{}^$\\")
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -33,6 +35,16 @@ def adapter_rank(args: ModelArguments) -> int:
     if args.adapter_name_or_path is None or not os.path.isfile(file):
         return args.lora_rank
     return int(_own_settings(file).get("lora_rank", args.lora_rank))
+
+
+def adapts_experts(args: ModelArguments) -> bool:
+    """True where adapters are asked for on tensors of experts, as far as can be read without the model."""
+    file = Path(args.adapter_name_or_path or "").expanduser() / _ADAPTER_CONFIG
+    if args.adapter_name_or_path is not None:
+        return os.path.isfile(file) and bool(_own_settings(file, {"experts": "target_parameters"}).get("experts"))
+    return not is_pattern(args.lora_target) and any(
+        name.rpartition(".")[2] == EXPERTS for name in names_of(args.lora_target)
+    )
 
 
 def is_pattern(target: str | Sequence[str] | None) -> bool:
@@ -90,6 +102,8 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
     value = args.lora_target or args.adapter_name_or_path
     if backend_of(strategy).only_plain_adapters:
         _check_plain(path, args, strategy, in_rl, checks)
+    if adapts_experts(args):
+        _check_experts(path, args, role, key, value, checks)
     if checks.check_files and find_spec("peft") is None:
         checks.add(key, value, "needs peft, an optional package: pip install 'roll-rl[peft]'")
     if args.freeze_module_prefix:
@@ -104,6 +118,23 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
     if not trains and not args.adapter_name_or_path:
         checks.note(f"{path}.lora_target", "has no effect: a new adapter changes nothing until it is trained")
     _check_adapter(path, args, checks)
+
+
+def _check_experts(path: str, args: ModelArguments, role: WorkerConfig, key: str, value: Any, checks: Checks) -> None:
+    """What does not go with adapters of fused experts."""
+    strategy, options = role.strategy_args.strategy_name, role.strategy_args.strategy_config
+    if backend_of(strategy).only_plain_adapters:
+        other = f"strategy_name: {strategy.replace(backend_of(strategy).name, 'fsdp2')}"
+        rule = f"means the experts of sparse layers, of which {strategy} adapts the attention only; or use {other}"
+        checks.add(key, value, rule, "q_proj,k_proj,v_proj,o_proj")
+    if int(options.get("ep_size") or 1) > 1:
+        rule = "must be 1 with adapters of the experts: A and B would have to be divided over ranks like them"
+        checks.add(
+            f"{path.removesuffix('.model_args')}.strategy_args.strategy_config.ep_size", options["ep_size"], rule, 1
+        )
+    if args.lora_dropout:
+        rule = "must be 0 with adapters of the experts: they are added to the weights, which see no input to drop"
+        checks.add(f"{path}.lora_dropout", args.lora_dropout, rule, 0.0)
 
 
 def _check_plain(path: str, args: ModelArguments, strategy: str, in_rl: bool, checks: Checks) -> None:
@@ -154,10 +185,12 @@ def _check_adapter(path: str, args: ModelArguments, checks: Checks) -> None:
             checks.add(f"{path}.{name}", written, rule, held)
 
 
-def _own_settings(file: Path) -> dict[str, Any]:
+_OURS_TO_THEIRS = {"lora_rank": "r", "lora_alpha": "lora_alpha"}
+
+
+def _own_settings(file: Path, names: dict[str, str] = _OURS_TO_THEIRS) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError):
         return {}
-    names = {"lora_rank": "r", "lora_alpha": "lora_alpha"}
     return {ours: config[theirs] for ours, theirs in names.items() if theirs in config}

@@ -134,11 +134,10 @@ SUPPORT: dict[str, tuple[str, ...]] = {
 }
 """By capability: the strategies (by the beginning of their name) under which it is tested."""
 FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
-    EXPERTS: {
-        **dict.fromkeys(("deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"), ("fsdp2",)),
-        "glm4_moe": ("fsdp2", "hf_infer"),
-    },
-    RECURRENT: dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), ("fsdp2",)),
+    EXPERTS: dict.fromkeys(
+        ("deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"), ("fsdp2", "hf_infer")
+    ),
+    RECURRENT: dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), ("fsdp2", "hf_infer")),
 }
 """The same for values of ``model_type`` that are tested under other strategies than the rest."""
 

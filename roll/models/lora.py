@@ -2,6 +2,10 @@
 
     y = W x + scaling * B (A x),   A: (r, in), B: (out, r), scaling = alpha / r (alpha / sqrt(r) with rsLoRA)
 
+The fused experts of a sparse layer are tensors W: (E, out, in), adapted through peft's ``target_parameters``: each
+expert has A and B of its own, held as A: (E r, in), expert by expert, and B: (out, r E), in whose columns the expert is
+the inner index.
+
 peft puts the adapters into a Hugging Face model in place, so the model stays what it was to everyone else; only the
 names of adapted modules change.  :class:`Adapters` knows the way back: the weights of the model without adapters that
 computes the same (``W + scaling * B A``), under the names that the base has.
@@ -13,6 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +26,7 @@ from torch import Tensor, nn
 
 from roll.config.lora import ALL_LINEAR, VISION_TOWER, is_pattern, names_of, uses_lora
 from roll.models.build import VALUE_HEAD, has_tied_embeddings
-from roll.models.experts import sparse_layers
+from roll.models.experts import EXPERTS, SparseLayer, sparse_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,6 +42,10 @@ DOWN_PART, UP_PART = "#lora_A", "#lora_B"
 _WHOLE = f".modules_to_save.{ADAPTER}."
 _ORIGINAL = ".original_module."
 _BASE, _LORA_A, _LORA_B = ".base_layer.", f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}."
+_BASES = re.compile(r"(\.base_layer)+\.")  # peft wraps a module once for each of its tensors
+EXPERT_TENSORS = ("gate_up_proj", "down_proj")
+"""The fused tensors of a sparse layer's experts that adapters go with: both, of which peft wraps the first inside."""
+_TENSOR = "parameter_name"  # of peft's modules that adapt a tensor
 _FILE_PREFIX = "base_model.model."
 _VALUE_HEAD = VALUE_HEAD.removesuffix(".")
 
@@ -47,7 +56,6 @@ _PLAIN_CONFIG: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "fan_in_fan_out": (False, None),
     "init_lora_weights": (True, False, "gaussian"),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None, [], {}),
     "layer_replication": (None, []),
 }
@@ -75,13 +83,16 @@ class MergedWeight:
 
     def separate(self) -> list[MergedWeight]:
         """Its parts as tensors of their own: W under its name, then A and B."""
+        assert len(self.parts) == 1 or self.parts[1].ndim == self.parts[0].ndim, "experts are sent merged"
         suffixes = ("", DOWN_PART, UP_PART)
         return [MergedWeight(self.name + suffix, (part,)) for suffix, part in zip(suffixes, self.parts, strict=False)]
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """The names of A and B of the adapter of a weight, ``...q_proj.weight``, in the model."""
-    path = weight.removesuffix(".weight")
+    """The names in the model of A and B of a weight's adapter: ``...q_proj.weight`` or ``...experts.down_proj``."""
+    path, _, last = weight.rpartition(".")
+    if last != "weight":
+        path += ".base_layer" * (len(EXPERT_TENSORS) - 1 - EXPERT_TENSORS.index(last))
     return f"{path}{_LORA_A}weight", f"{path}{_LORA_B}weight"
 
 
@@ -97,12 +108,32 @@ def is_trained_whole(name: str) -> bool:
 
 def base_name(name: str) -> str:
     """The name that the model without adapters has for a parameter that is not A or B."""
-    return name.replace(_BASE, ".").replace(_WHOLE, ".")
+    return _BASES.sub(".", name).replace(_WHOLE, ".")
 
 
 def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
-    """``W + scaling * B A``, computed in float32, in the type of W."""
+    """``W + scaling * B A``, computed in float32, in the type of W; of each expert where W is (E, out, in)."""
+    if weight.ndim == 3:
+        return torch.baddbmm(weight.float(), *_factors(down, up, len(weight)), alpha=scaling).to(weight.dtype)
     return torch.addmm(weight.float(), up.float(), down.float(), alpha=scaling).to(weight.dtype)
+
+
+def merged_rows(rows: Tensor, first: int, shape: Sequence[int], down: Tensor, up: Tensor, scaling: float) -> Tensor:
+    """What :func:`merged_weight` has in the rows ``first`` and following of W, all of one expert.
+
+    Args:
+        rows: (n, in), of W as (E * out, in).
+        shape: of W, (E, out, in).
+    """
+    expert, begin = divmod(first, shape[1])
+    ups, downs = _factors(down, up, shape[0])
+    own = ups[expert, begin : begin + len(rows)]
+    return torch.addmm(rows.float(), own, downs[expert], alpha=scaling).to(rows.dtype)
+
+
+def _factors(down: Tensor, up: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """B (E, out, r) and A (E, r, in) of each expert, in float32."""
+    return up.float().unflatten(1, (-1, num_experts)).permute(2, 0, 1), down.float().unflatten(0, (num_experts, -1))
 
 
 class Adapters:
@@ -113,12 +144,8 @@ class Adapters:
         named = dict(model.named_modules())
         # Kept as objects: a sharding backend may rename modules, it does not replace them.
         self._switches = [module for module in named.values() if hasattr(module, "disable_adapters")]
-        self._scalings = {name: m.scaling[ADAPTER] for name, m in named.items() if hasattr(m, "lora_A")}
-
-    @property
-    def scalings(self) -> dict[str, float]:
+        self.scalings = {_adapted(path, m): m.scaling[ADAPTER] for path, m in named.items() if hasattr(m, "lora_A")}
         """The factor of ``B A`` for every adapted weight."""
-        return {f"{path}.weight": scaling for path, scaling in self._scalings.items()}
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -144,13 +171,12 @@ class Adapters:
         for name, tensor in tensors.items():
             if _ORIGINAL in name or _LORA_A in name or _LORA_B in name:
                 continue
-            path, is_adapted, rest = name.partition(_BASE)
-            down = tensors.get(f"{path}{_LORA_A}weight") if is_adapted and rest == "weight" else None
-            if down is None:
-                yield MergedWeight(base_name(name), (tensor,))
+            weight = base_name(name)
+            if weight in self.scalings:
+                down, up = (tensors[part] for part in adapter_names(weight))
+                yield MergedWeight(weight, (tensor, down, up), self.scalings[weight])
             else:
-                parts = (tensor, down, tensors[f"{path}{_LORA_B}weight"])
-                yield MergedWeight(f"{path}.weight", parts, self._scalings[path])
+                yield MergedWeight(weight, (tensor,))
 
     def own(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """The tensors that an adapter file holds, under the names that peft gives them there."""
@@ -173,6 +199,11 @@ class Adapters:
         trains, self._config.inference_mode = self._config.inference_mode, True
         self._config.save_pretrained(str(folder))
         self._config.inference_mode = trains
+
+
+def _adapted(path: str, module: Any) -> str:
+    """The weight that a module of peft adapts, under the name that the base has."""
+    return base_name(f"{path}.{getattr(module, _TENSOR, 'weight')}")
 
 
 def adapter_file_name(name: str) -> str:
@@ -199,12 +230,36 @@ def add_adapters(model: PreTrainedModel, args: ModelArguments, seed: int, dtype:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(config, model, ADAPTER)
+    for module in model.modules():
+        if hasattr(module, _TENSOR):
+            module._activate_lora = partial(_with_adapted_tensor, module)
     if args.adapter_name_or_path:
         _load(peft, model, args.adapter_name_or_path)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return Adapters(model, config)
+
+
+@contextmanager
+def _with_adapted_tensor(wrapper: Any, active: Sequence[str]) -> Iterator[None]:
+    """The experts that ``wrapper`` wraps find ``W + scaling B A`` under the name of W, for the length of a pass.
+
+    In place of peft's parametrization, which writes to parameters and changes the module's class in every pass: FSDP1's
+    parameters are views of a flat one, which may not be written to.
+    """
+    name, experts = getattr(wrapper, _TENSOR), wrapper.get_base_layer()
+    up, down, scaling = wrapper.get_delta_factors(ADAPTER)
+    adapted = torch.baddbmm(getattr(experts, name), up, down, alpha=scaling)
+    held = experts.__dict__.get(name)  # FSDP1 keeps a gathered parameter there
+    experts.__dict__[name] = adapted  # before the parameter of that name, which stays where it is
+    try:
+        yield
+    finally:
+        if held is None:
+            del experts.__dict__[name]
+        else:
+            experts.__dict__[name] = held
 
 
 def _import_peft() -> Any:
@@ -220,9 +275,11 @@ def _new_config(peft: Any, model: PreTrainedModel, args: ModelArguments) -> Any:
     if _is_value_model(model) and _VALUE_HEAD not in whole:
         whole.append(_VALUE_HEAD)
     _check_whole_modules(model, whole, "model_args.additional_target")
+    modules, experts = _targets(model, args.lora_target, whole, "model_args.lora_target")
     return peft.LoraConfig(
         task_type=_task_type(model),
-        target_modules=_target_modules(model, args.lora_target, whole, "model_args.lora_target"),
+        target_modules=modules,
+        target_parameters=experts,
         r=args.lora_rank,
         lora_alpha=args.lora_alpha or 2 * args.lora_rank,
         lora_dropout=args.lora_dropout,
@@ -246,8 +303,11 @@ def _loaded_config(peft: Any, model: PreTrainedModel, args: ModelArguments) -> A
     if _is_value_model(model) and _VALUE_HEAD not in whole:
         raise ValueError(f"{where} has no value head ({_VALUE_HEAD}); start from the adapter of a critic")
     _check_whole_modules(model, whole, f"{where} (modules_to_save)")
-    target = config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules)
-    _target_modules(model, target, whole, f"{where} (target_modules)")
+    target = config.target_modules
+    if target:
+        target = target if isinstance(target, str) else sorted(target)
+        _target_modules(model, target, whole, f"{where} (target_modules)")
+    _check_target_parameters(model, config.target_parameters or (), where)
     config.inference_mode = False
     config.lora_dropout = args.lora_dropout
     return config
@@ -281,6 +341,71 @@ def _check_whole_modules(model: PreTrainedModel, names: Sequence[str], where: st
                 f"{where}: {target!r} cannot be trained alongside adapters in this model, which ties its output matrix "
                 "to its embeddings; leave it out"
             )
+
+
+def _targets(
+    model: PreTrainedModel, target: str | Sequence[str] | None, whole: Sequence[str], where: str
+) -> tuple[str | list[str] | None, list[str] | None]:
+    """``lora_target`` in peft's terms: modules, and tensors of fused experts.
+
+    Raises:
+        ValueError: see :func:`_target_modules`; experts that cannot be adapted.
+    """
+    if is_pattern(target):
+        return _target_modules(model, target, whole, where), None
+    names = names_of(target)
+    fused = [layer for layer in sparse_layers(model) if layer.is_fused]
+    meant = {name: [one for one in fused if _is_named(f"{one.name}.{EXPERTS}", name)] for name in names}
+    others = [name for name in names if not meant[name]]
+    layers = [layer for found in meant.values() for layer in found]
+    for layer in layers:
+        _check_adaptable(layer, where)
+    tensors = [f"{layer.name}.{EXPERTS}.{tensor}" for layer in layers for tensor in EXPERT_TENSORS]
+    if not others:
+        return None, tensors
+    if ALL_LINEAR in others:
+        linear = _target_modules(model, ALL_LINEAR, whole, where)
+        named = [name for name in others if name != ALL_LINEAR]
+        if not named:
+            return linear, tensors or None
+        return sorted({*linear, *_target_modules(model, named, whole, where)}), tensors or None
+    return _target_modules(model, others, whole, where), tensors or None
+
+
+def _check_adaptable(layer: SparseLayer, where: str) -> None:
+    """
+    Raises:
+        ValueError: experts whose tensors are not (E, out, in).
+    """
+    tensors = tuple(name for name, tensor in layer.experts.named_parameters(recurse=False) if tensor.ndim == 3)
+    if tensors != EXPERT_TENSORS or getattr(layer.experts, "is_transposed", False):
+        raise ValueError(
+            f"{where}: {EXPERTS!r} means {layer.name}.{EXPERTS}, whose tensors {' and '.join(tensors)} are not laid "
+            f"out as (experts, out, in) matrices {' and '.join(EXPERT_TENSORS)}: adapters of such experts (gpt-oss) "
+            f"could not be merged for the engines; {ALL_LINEAR} adapts attention"
+        )
+
+
+def _check_target_parameters(model: PreTrainedModel, targets: Sequence[str], where: str) -> None:
+    """Of a loaded adapter: both tensors of the experts of every layer that it adapts.
+
+    Raises:
+        ValueError: others.
+    """
+    adapted: set[str] = set()
+    for layer in sparse_layers(model):
+        own = [f"{layer.name}.{EXPERTS}.{tensor}" for tensor in EXPERT_TENSORS] if layer.is_fused else []
+        found = [target for target in targets for name in own if _is_named(name, target)]
+        if found:
+            _check_adaptable(layer, where)
+            if len(set(found)) != len(EXPERT_TENSORS):
+                break
+            adapted |= set(found)
+    if adapted != set(targets):
+        raise ValueError(
+            f"{where} has target_parameters={sorted(targets)}; supported are both tensors of fused experts, "
+            f"{' and '.join(EXPERT_TENSORS)}, and nothing else"
+        )
 
 
 def _target_modules(
@@ -325,18 +450,17 @@ def _target_modules(
 def _refuse_experts(model: PreTrainedModel, wanted: str, found: Sequence[str], where: str) -> None:
     """
     Raises:
-        ValueError: a target that is a tensor of all experts of a layer, or the module that holds them.
+        ValueError: one tensor of all experts of a layer, or their module by a pattern.
     """
     for layer in sparse_layers(model):
         tensors = [name for name, _ in layer.experts.named_parameters(recurse=False)] if layer.is_fused else []
-        meant = [f"{layer.name}.experts", *(f"{layer.name}.experts.{name}" for name in tensors)]
-        is_module, is_tensor = meant[0] in found, not found and any(_is_named(name, wanted) for name in meant)
-        if tensors and (is_module or is_tensor):
+        module = f"{layer.name}.{EXPERTS}"
+        is_tensor = not found and any(_is_named(f"{module}.{name}", wanted) for name in tensors)
+        if tensors and (module in found or is_tensor):
             raise ValueError(
                 f"{where}: {wanted!r} means the experts of {layer.name}, which are {' and '.join(tensors)}, one tensor "
-                "each for all experts: they have no adapters here, because engines and exports hold matrices of single "
-                f"experts, and adapters would have to be merged into each; {ALL_LINEAR} adapts attention and shared "
-                "experts, training without lora_target all weights"
+                f"each for all experts; adapters go with both of them, by the name {EXPERTS}, as in "
+                f"lora_target: {ALL_LINEAR},{EXPERTS}"
             )
 
 

@@ -96,6 +96,9 @@ class StoredLayout:
         """The stored tensors of a live one, in the order of its rows; one that the model does not have is its own."""
         return self._parts.get(name) or (Part(name, 0, 0, ()),)
 
+    def live_shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
     def stretches(self, name: str, most: int) -> list[Stretch]:
         """A live tensor of several stored ones as stretches of at most ``most`` elements; a larger stored tensor is one
         by itself."""

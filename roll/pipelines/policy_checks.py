@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from roll.config.algorithm import estimator
 from roll.config.checks.base import Checks
-from roll.config.lora import adapter_rank, uses_lora
+from roll.config.lora import adapter_rank, adapts_experts, uses_lora
 from roll.config.model_files import EXPERTS, model_config, needed
 from roll.config.plan.planning import shares_devices
 from roll.config.policy import PolicyRunConfig, update_mode
@@ -358,6 +358,9 @@ def _check_adapter(config: PolicyRunConfig, checks: Checks) -> None:
     options = config.weight_sync
     if not uses_lora(config.actor_train.model_args):
         rule = "actor_train has no adapters (model_args.lora_target)"
+        checks.add("weight_sync.lora", options.lora, rule, "merged")
+    elif adapts_experts(config.actor_train.model_args):
+        rule = "does not go with adapters of experts: engines hold matrices of single experts, so they are merged first"
         checks.add("weight_sync.lora", options.lora, rule, "merged")
     elif options.mode in ("full", "delta"):
         rule = "with lora: adapter, A and B are sent whole and nothing else changes"

@@ -142,7 +142,8 @@ def put_adapters(draft: Draft) -> None:
 
 def put_reward(draft: Draft) -> None:
     """The reward of a whole run: named by its environment, or derived from the files' names."""
-    if draft.facts.get("rewards_set") or draft.facts.get("episodes") or put_reward_model(draft) or put_function(draft):
+    played = draft.facts.get("episodes") and "reward" in draft.raw
+    if draft.facts.get("rewards_set") or played or put_reward_model(draft) or put_function(draft):
         return
     files = [str(name) for name in draft.get("train_files", default=[])]
     reward = draft.get("reward") or ("gsm8k_rule" if files and all(GSM8K in name.lower() for name in files) else None)

@@ -105,7 +105,8 @@ def translate(
     if not whole:
         draft.facts |= facts_of(recipe)
     draft.roles = {"actor_train", "actor_infer"} | (set() if whole else roles_of(recipe.config))
-    given = {**source.keys, **variables_of(source, dialect)}
+    keys = source.keys if dialect.files is None else dialect.files(source.keys, source.config_path)
+    given = {**keys, **variables_of(source, dialect)}
     left = _without_unset_sizes(given, dialect)
     _check_program(source, dialect, draft)
     _refuse_doubles(given, dialect, draft)
@@ -288,7 +289,10 @@ def _match(key: str, value: Any, dialect: Dialect, draft: Draft) -> _Match | Non
     try:
         ours = rule.value(value)
     except ValueError as error:
-        draft.problems.add(key, value, str(error))
+        problem = str(error)
+        if unset := UNSET.fullmatch(str(value)):
+            problem = f"is a variable that is not set, and {error}: give it in front: roll translate {unset[1]}=... ..."
+        draft.problems.add(key, value, problem)
         return None
     if rule.fact and rest:
         draft.facts.setdefault(rule.fact, {})[rest] = ours

@@ -52,6 +52,8 @@ class Source:
     """Of the program that starts one process a device (``torchrun``, ``accelerate launch``, ``deepspeed``)."""
     remarks: list[str] = field(default_factory=list)
     """Remarks on the way it was read."""
+    config_path: str = ""
+    """Folder of the file that ``--config-name`` names."""
 
 
 def read_text(text: str) -> Source:
@@ -306,6 +308,7 @@ def _read_arguments(words: list[str], source: Source) -> list[Problem]:
             if flag in ("-cn", "--config-name"):
                 source.keys[CONFIG_NAME] = value.removesuffix(".yaml")
             else:
+                source.config_path = value
                 source.left_out.append(f"{flag} {value}")
         elif word in ("...", "\\", "--"):
             source.left_out.append(word)

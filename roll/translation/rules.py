@@ -154,6 +154,8 @@ class Dialect:
     programs: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     """Patterns of the modules that start their trainer, and the facts that each adds."""
 
+    files: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
+    """The keys of a command above those of the file of settings that it names, in a folder."""
     prepare: Callable[[Draft], None] | None = None
     """Arithmetic that comes before all other: facts of theirs in the terms of the common ones."""
     algorithm: Callable[[Draft], None] | None = None

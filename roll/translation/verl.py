@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from roll.translation.episodes import find_tool_episodes
 from roll.translation.families import LANGUAGE_PART
+from roll.translation.reading import CONFIG_NAME, read_yaml
 from roll.translation.rules import Dialect
-from roll.translation.tables import TEXTS, one_of, read_table
+from roll.translation.tables import one_of, read_table
 
 ESTIMATORS = {
     "gae": "gae",
@@ -48,7 +54,54 @@ FACTS: dict[str, Any] = {
 NULLS = (None, "null", "none", "None", "")
 
 
-CONFIG_FILES = {"ppo_trainer": "fsdp", "ppo_megatron_trainer": "megatron", "transfer_queue_ppo_trainer": "fsdp"}
+BASES = ("ppo_trainer", "ppo_megatron_trainer")
+"""verl's files of defaults, under FSDP and under Megatron."""
+TURNS = "actor_rollout_ref.rollout.multi_turn"
+
+
+def _turns(length: int, batch: int = 256, **turns: Any) -> dict[str, Any]:
+    """Settings of one of the files next to verl's scripts of several turns."""
+    return {
+        "data.max_prompt_length": length,
+        "data.max_response_length": length,
+        "data.train_batch_size": batch,
+        "actor_rollout_ref.rollout.name": "sglang",
+        f"{TURNS}.enable": True,
+        **{f"{TURNS}.{name}": value for name, value in turns.items()},
+    }
+
+
+GSM8K = _turns(1024, max_assistant_turns=5)
+CONFIG_FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ppo_trainer": ("fsdp", {}),
+    "ppo_megatron_trainer": ("megatron", {}),
+    "transfer_queue_ppo_trainer": ("fsdp", {}),
+    "gsm8k_multiturn_grpo": ("fsdp", GSM8K),
+    "gsm8k_multiturn_grpo_server": ("fsdp", GSM8K),
+    "gsm8k_multiturn_megatron_grpo": ("megatron", GSM8K),
+    "gsm8k_multiturn_grpo_w_interaction": ("fsdp", _turns(1024, max_user_turns=5)),
+    "search_multiturn_grpo": ("fsdp", {**_turns(1024, max_assistant_turns=2), "data.shuffle": False}),
+}
+"""Files that come with verl: their backend, and what they set beyond the defaults."""
+
+
+def with_file(keys: Mapping[str, Any], folder: str) -> Mapping[str, Any]:
+    """The keys above those of the file that ``--config-name`` names: the file where it is here, else a known one.
+
+    Raises:
+        ConfigError: a file that is no YAML section.
+    """
+    name = str(keys.get(CONFIG_NAME, BASES[0]))
+    file = Path(folder) / f"{name}.yaml"
+    if name in BASES or not folder or not file.is_file():
+        return {**CONFIG_FILES.get(name, ("", {}))[1], **keys}
+    text = file.read_text(encoding="utf-8")
+    written = read_yaml(text, file.name).keys
+    groups = [str(group) for group in yaml.safe_load(text).get("defaults", ())]
+    if any(group not in (*BASES, "_self_") and "model_engine" not in group for group in groups):
+        return keys  # further files, which are not here
+    own = {key: value for key, value in written.items() if not key.startswith("hydra.")}
+    return {**own, **keys, CONFIG_NAME: BASES["megatron" in " ".join(groups)]}
 
 
 def config_name(value: object) -> str:
@@ -57,12 +110,10 @@ def config_name(value: object) -> str:
         ValueError: a file of settings beyond their defaults.
     """
     if value in CONFIG_FILES:
-        return CONFIG_FILES[str(value)]
-    if "multiturn" in str(value) or "tool" in str(value):
-        raise ValueError(TEXTS["TURNS"])
+        return CONFIG_FILES[str(value)][0]
     raise ValueError(
-        "names a file of settings of theirs that is not in the command: translate a script that states them, or give "
-        f"the file itself; known: {', '.join(CONFIG_FILES)}"
+        "names a file of settings of theirs that is not here: start where --config-path leads to it, or give the keys "
+        f"themselves; known: {', '.join(CONFIG_FILES)}"
     )
 
 
@@ -123,4 +174,6 @@ VERL = Dialect(
     "actor_rollout_ref.model.path",
     FACTS,
     PROGRAMS,
+    files=with_file,
+    prepare=find_tool_episodes,
 )

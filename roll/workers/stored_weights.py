@@ -80,7 +80,7 @@ def read_weights(arguments: Any, checkpoint: Path | None) -> dict[str, Tensor]:
     layout = StoredLayout(model, {name: tensor.shape for name, tensor in tensors.items()})
     stored = dict(item for name, tensor in tensors.items() for item in layout.split(name, tensor.detach()))
     if checkpoint is not None:
-        for name, tensor in trained_weights(checkpoint, stored):
+        for name, tensor in trained_weights(checkpoint, stored, layout):
             parts = dict(layout.split(name, tensor)) if name in tensors else {name: tensor}
             unknown = parts.keys() - stored.keys()
             if unknown:
@@ -95,8 +95,11 @@ def read_weights(arguments: Any, checkpoint: Path | None) -> dict[str, Tensor]:
     }
 
 
-def trained_weights(folder: Path, base: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def trained_weights(folder: Path, base: Mapping[str, Tensor], layout: StoredLayout) -> Iterator[tuple[str, Tensor]]:
     """The float32 weights that a checkpoint of any strategy holds, adapters merged into those of ``base``.
+
+    Args:
+        base: stored tensors of the model that ``layout`` is of.
 
     Raises:
         CheckpointMismatchError, CheckpointDamagedError: it cannot be read.
@@ -109,7 +112,8 @@ def trained_weights(folder: Path, base: Mapping[str, Tensor]) -> Iterator[tuple[
             yield base_name(name), tensor
     for weight, scaling in contents.scalings.items():
         down, up = (trained[name] for name in adapter_names(weight))
-        yield weight, merged_weight(base[weight], down, up, scaling)
+        whole = layout.joined({part.name: base[part.name] for part in layout.parts(weight)})
+        yield weight, merged_weight(whole[weight], down, up, scaling)
 
 
 def read_trained(folder: Path, contents: ModelContents) -> dict[str, Tensor]:

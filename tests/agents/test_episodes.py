@@ -201,7 +201,7 @@ class Raising(GuessNumber):
 
 class Hanging(GuessNumber):
     def step(self, action: str) -> Any:
-        time.sleep(0.5)
+        time.sleep(60)
 
 
 class Garbage(GuessNumber):
@@ -228,14 +228,14 @@ class FailsOnce(GuessNumber):
     ("make", "error"),
     [
         (Raising, "env.step: RuntimeError: broken"),
-        (Hanging, "env.step: took more than 0.1 s"),
+        (Hanging, "env.step: took more than 0.5 s"),
         (Garbage, "env.step: BrokenContract"),
-        (AsyncHanging, "env.reset: took more than 0.1 s"),
+        (AsyncHanging, "env.reset: took more than 0.5 s"),
         (lambda: 1 / 0, "env.reset: ZeroDivisionError"),
     ],
 )
 def test_faults_of_environments_are_outcomes(template: ChatTemplate, make: Any, error: str) -> None:
-    episode, _ = play(template, make, bisect, step_seconds=0.1, reset_seconds=0.1)
+    episode, _ = play(template, make, bisect, step_seconds=0.5, reset_seconds=0.5)
     assert episode.outcome == "environment_error" and episode.error is not None and episode.error.startswith(error)
 
 
@@ -308,3 +308,55 @@ def test_a_policy_in_several_parts(template: ChatTemplate) -> None:
     episode = asyncio.run(run_episode(Task("play", 1), SelfPlay(), model, Limits()))
     assert [(call.role, call.reward) for call in episode.calls] == [("proposer", -1.0), ("solver", 1.0)]
     assert model.turns_left == 0 and episode.seconds.model > 0
+
+
+class Searching:
+    """Tells something after each response; the second ends the episode."""
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        self.turns = 0
+        return "Find it.", {}
+
+    def step(self, action: str) -> tuple[list[dict[str, Any]], float, bool, bool, dict[str, Any]]:
+        self.turns += 1
+        told = [{"role": "user", "content": text} for text in ("\n<information>", "a thing</information>\n")]
+        return told, float(self.turns), self.turns == 3, False, {}
+
+
+@pytest.mark.parametrize("ends", [(True, True, True), (False, False, False), (True, False, True), (False, True, False)])
+def test_turns_within_one_message(template: ChatTemplate, ends: tuple[bool, ...]) -> None:
+    """As SkyRL without ``use_conversation_multi_turn``: observations raw behind a response without its end token, which
+    the last response gets, sampled or not; all but the observations is trained."""
+    eos = template.eos_token
+    said = [[*template.encode(f"<search>{number}</search>"), *[eos] * end] for number, end in enumerate(ends)]
+    prompts: list[list[int]] = []
+
+    async def engine(prompt_ids: list[int], most: int, options: Mapping[str, Any]) -> Sampled:
+        prompts.append(list(prompt_ids))
+        ids = said[len(prompts) - 1]
+        return Sampled(list(ids), [-1.0] * len(ids), [len(prompts)] * len(ids), "stop")
+
+    limits = Limits(context=10_000)
+    agent = EnvironmentAgent("env", Searching, EnvironmentOptions(context="response"))
+    episode = asyncio.run(run_episode(Task("env", 3), agent, Model(engine, template, "hermes", limits), limits))
+    ids, mask, rewards = template.prompt([{"role": "user", "content": "Find it."}]), [], {}
+    start, given = len(ids), []
+    for turn, response in enumerate(said):
+        given.append(list(ids))
+        kept = response[:-1] if response[-1] == eos else response
+        ids, mask = ids + kept, mask + [1] * len(kept)
+        if turn == len(said) - 1:
+            ids, mask = [*ids, eos], [*mask, 1]
+        rewards[len(ids) - 1] = turn + 1.0
+        for text in ("\n<information>", "a thing</information>\n") if turn < len(said) - 1 else ():
+            told = template.encode(text)
+            ids, mask = ids + told, mask + [0] * len(told)
+    (branch,) = episode.conversations.branches()
+    assert prompts == given and branch.token_ids.tolist() == ids
+    assert branch.trained.tolist() == [False] * start + [bool(one) for one in mask]
+    assert {at: value for at, value in enumerate(branch.rewards.tolist()) if value} == rewards
+    assert episode.outcome == "terminated" and episode.reward == 6.0
+    short = Limits(context=len(prompts[1]))
+    prompts.clear()
+    cut = asyncio.run(run_episode(Task("env", 3), agent, Model(engine, template, "hermes", short), short))
+    assert cut.outcome == "context_limit" and len(cut.calls) == 1

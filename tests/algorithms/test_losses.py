@@ -24,6 +24,7 @@ from roll.algorithms.losses import (
     POLICY_LOSS_NAMES,
     actor_loss,
     actor_loss_options,
+    mismatch_metrics,
     option_names,
     register_policy_loss,
     value_loss,
@@ -404,6 +405,20 @@ def test_blocks_of_rows_change_no_bit(
         assert loss == found[0][1]
         assert metrics == found[0][2]
     assert found[0][0].isfinite().all()
+
+
+def test_sums_of_blocks_add_up_to_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch(30, 9, 31)
+    inputs = inputs_of(batch, log_probs=batch.log_probs.detach())
+    found = []
+    for block in (1, 64, 2**17):
+        monkeypatch.setattr(aggregation, "SUMMED_BLOCK", block)
+        metrics = MetricBuilder()
+        mismatch_metrics(inputs, metrics, with_segments=True)
+        found.append({name: metric.value() for name, metric in metrics.build().items()})
+    assert len(found[0]) == 10
+    for values in found[1:]:
+        assert values == pytest.approx(found[0], rel=1e-12, abs=1e-14)
 
 
 def _single(value: object) -> object:

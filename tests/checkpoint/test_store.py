@@ -21,7 +21,7 @@ from roll.checkpoint.store import ObjectStore, store_problem
 from roll.config.reading.errors import ConfigError
 from roll.preflight import check_resumption
 from tests.checkpoint.test_contents import PLAIN, write_checkpoint
-from tests.config.good import changed, load
+from tests.config.good import changed, load, mistakes
 
 
 def write(manager: CheckpointManager, step: int) -> Path:
@@ -86,6 +86,11 @@ def test_roll_check_looks_into_the_store(tmp_path: Path) -> None:
     output = {"output_dir": str(tmp_path / "out"), "checkpoint_config": {"output_dir": url}}
     config = output | {"resume_from_checkpoint": True}
     check_resumption(load(tmp_path, changed(config)))
+    of_the_store = {"resume_from_checkpoint": f"{url}/checkpoint-5"}
+    refused = mistakes(tmp_path, changed(output | of_the_store), check_files=True)
+    assert "resume_from_checkpoint" not in {problem.key for problem in refused}, "it is no local folder"
+    with pytest.raises(ConfigError, match="holds no whole checkpoint"):
+        check_resumption(load(tmp_path, changed(output | of_the_store)))
     ObjectStore(url).put(write_checkpoint(tmp_path / "other", {"actor_train": PLAIN}))
     check_resumption(load(tmp_path, changed(config)))
     ObjectStore(url).put(write_checkpoint(tmp_path / "other", {"sft_train": PLAIN}, step=5))

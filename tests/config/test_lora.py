@@ -81,6 +81,45 @@ def test_megatron_trains_plain_adapters(tmp_path: Path, key: str, value: Any, ru
     assert "strategy_name: fsdp2_train" in problem.rule
 
 
+@pytest.mark.parametrize(
+    ("strategy", "config", "changes", "key", "rule"),
+    [
+        ("megatron_train", {}, {}, "model_args.lora_target", "adapts the attention only"),
+        (
+            "fsdp2_train",
+            {"ep_size": 2},
+            {},
+            "strategy_args.strategy_config.ep_size",
+            "must be 1 with adapters of the experts",
+        ),
+        ("fsdp2_train", {}, {"lora_dropout": 0.1}, "model_args.lora_dropout", "see no input to drop"),
+    ],
+)
+def test_what_does_not_go_with_adapters_of_experts(
+    tmp_path: Path, strategy: str, config: dict[str, Any], changes: dict[str, Any], key: str, rule: str
+) -> None:
+    section = {"strategy_name": strategy, "strategy_config": config}
+    data = {"sft_train.strategy_args": section, "sft_train.model_args.lora_target": "all-linear,experts"}
+    data |= {f"sft_train.model_args.{name}": value for name, value in changes.items()}
+    data["sft_train.device_mapping"] = "list(range(0,2))"
+    (problem,) = mistakes(tmp_path, changed(data, GOOD_SFT))
+    assert problem.key == f"sft_train.{key}" and rule in problem.rule
+
+
+def test_adapted_experts_travel_merged(tmp_path: Path) -> None:
+    data = {f"{MODEL}.lora_target": "all-linear,experts", "weight_sync": {"lora": "adapter"}}
+    (problem,) = mistakes(tmp_path, changed(data))
+    assert problem.key == "weight_sync.lora" and problem.example == "merged" and "adapters of experts" in problem.rule
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    held = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(held))
+    (problem,) = mistakes(
+        tmp_path, changed({f"{MODEL}.adapter_name_or_path": str(adapter), "weight_sync": {"lora": "adapter"}})
+    )
+    assert problem.key == "weight_sync.lora"
+
+
 def test_dropout_is_for_supervised_training(tmp_path: Path) -> None:
     changes = {"sft_train.model_args.lora_target": "q_proj", "sft_train.model_args.lora_dropout": 0.1}
     assert mistakes(tmp_path, changed(changes, GOOD_SFT)) == ()

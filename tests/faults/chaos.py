@@ -212,7 +212,8 @@ def chaos(
     for number in range(10_000):
         if done >= kills:
             break
-        kind, victim = ("synchronous", "asynchronous")[number % 2], dice.choice(victims)
+        # Turns begin with either kind, so that short runs of this program try both.
+        kind, victim = ("synchronous", "asynchronous")[(number + seed) % 2], dice.choice(victims)
         # A run that goes on by itself refuses to after two deaths in one place, and eight steps are few places.
         number_of = min(per_chain if victim == "tree" else 1, kills - done)
         moments = [dice.choice(MOMENTS) if victim == "tree" else "any" for _ in range(number_of)]

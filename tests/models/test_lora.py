@@ -15,7 +15,7 @@ pytest.importorskip("peft")
 
 from roll.config.roles import ModelArguments
 from roll.models.build import build_model
-from roll.models.lora import Adapters, add_adapters
+from roll.models.lora import EXPERT_TENSORS, Adapters, adapter_names, add_adapters, merged_rows
 from tests.strategies.lora_cases import write_adapter
 from tests.strategies.moe_models import write_moe
 from tests.strategies.samples import make_batch, plain_model, plain_outputs, write_model
@@ -136,13 +136,62 @@ def test_mistakes_are_named(untied: Path, options: dict[str, Any], message: str)
         adapted(untied, **options)
 
 
-@pytest.mark.parametrize("target", ["experts", "mlp.experts.gate_up_proj", "down_proj"])
-def test_fused_experts_have_no_adapters(tmp_path: Path, target: str) -> None:
-    folder = write_moe(tmp_path)
-    args = ModelArguments(model_name_or_path=str(folder), lora_target=[target], lora_rank=2)
-    model = build_model(args, "causal_lm")
-    with pytest.raises(ValueError, match="which are gate_up_proj and down_proj, one tensor each for all experts"):
-        add_adapters(model, args, 0, torch.float32)
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_moe(tmp_path_factory.mktemp("moe") / "model")
+
+
+@pytest.mark.parametrize(
+    ("target", "modules"),
+    [
+        ("experts", set()),
+        ("all-linear,experts", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        (["q_proj", "mlp.experts"], {"q_proj"}),
+    ],
+)
+def test_fused_experts_are_adapted_with_both_tensors(moe: Path, target: Any, modules: set[str]) -> None:
+    """By the ends of names, as modules; the router stays as it is."""
+    model, adapters = adapted(moe, lora_target=target, lora_rank=2)
+    ends = {name.rpartition(".")[2] for name in targets(model)}
+    assert ends == {"experts", "base_layer", *modules}, "one wrapper for each of the two tensors"
+    experts = {f"model.layers.{layer}.mlp.experts.{tensor}" for layer in (0, 1) for tensor in EXPERT_TENSORS}
+    assert experts == {weight for weight in adapters.scalings if not weight.endswith(".weight")}
+    named = dict(model.named_parameters())
+    assert all(named[part].requires_grad for weight in adapters.scalings for part in adapter_names(weight))
+    assert not [name for name, p in named.items() if p.requires_grad and "lora_" not in name]
+
+
+def test_merged_experts_are_those_of_the_adapted_model(moe: Path, tmp_path: Path) -> None:
+    tensors = [f"experts.{tensor}" for tensor in EXPERT_TENSORS]
+    adapter = write_adapter(moe, tmp_path, target=["q_proj"], tensors=tensors)
+    model, adapters = adapted(moe, adapter_name_or_path=str(adapter))
+    plain, batch, weights = plain_model(moe), make_batch(), merged(model, adapters)
+    base = dict(plain.named_parameters())["model.layers.1.mlp.experts.gate_up_proj"].detach().clone()
+    plain.load_state_dict(weights)
+    with torch.no_grad():
+        wanted, actual = plain_outputs(model, batch), plain_outputs(plain, batch)
+        with adapters.disabled():
+            without = plain_outputs(model, batch)
+    torch.testing.assert_close(actual["log_probs"], wanted["log_probs"], rtol=0, atol=1e-5)
+    assert torch.equal(without["log_probs"], plain_outputs(plain_model(moe), batch)["log_probs"])
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    down, up = (dict(model.named_parameters())[part].detach() for part in adapter_names(name))
+    rows = merged_rows(base.flatten(0, 1)[5 * 48 + 24 : 6 * 48], 5 * 48 + 24, base.shape, down, up, 2.0)
+    torch.testing.assert_close(rows, weights[name][5, 24:], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("target", ["mlp.experts.gate_up_proj", "down_proj", r".*\.experts"])
+def test_experts_are_adapted_by_their_name_alone(moe: Path, target: str) -> None:
+    with pytest.raises(ValueError, match=r"gate_up_proj and down_proj, one tensor each .* all-linear,experts"):
+        adapted(moe, lora_target=target, lora_rank=2)
+
+
+def test_experts_that_are_laid_out_otherwise_are_refused(moe: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"are not laid out as \(experts, out, in\) .* \(gpt-oss\)"):
+        adapted(write_moe(tmp_path / "other", "gpt_oss"), lora_target="experts", lora_rank=2)
+    adapter = write_adapter(moe, tmp_path / "adapter", target=["q_proj"], tensors=["experts.down_proj"])
+    with pytest.raises(ValueError, match=r"target_parameters=\['experts.down_proj'\]; supported are both tensors"):
+        adapted(moe, adapter_name_or_path=str(adapter))
 
 
 @pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])

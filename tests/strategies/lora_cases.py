@@ -19,13 +19,29 @@ RANK, ALPHA = 4, 8
 TARGET = ["q_proj", "v_proj", "down_proj"]
 
 
-def write_adapter(model: Path, folder: Path, whole: list[str] | None = None, target: list[str] | str = TARGET) -> Path:
-    """An adapter in which A and B are random, so that both have a gradient, written by peft."""
+def write_adapter(
+    model: Path,
+    folder: Path,
+    whole: list[str] | None = None,
+    target: list[str] | str | None = TARGET,
+    tensors: list[str] | None = None,
+) -> Path:
+    """An adapter in which A and B are random, so that both have a gradient, written by peft.
+
+    Args:
+        tensors: of fused experts, adapted too.
+    """
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
     config = LoraConfig(
-        task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, target_modules=target, modules_to_save=whole, lora_dropout=0.0
+        task_type="CAUSAL_LM",
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=target,
+        target_parameters=tensors,
+        modules_to_save=whole,
+        lora_dropout=0.0,
     )
     adapted = get_peft_model(plain_model(model), config)
     for name, parameter in adapted.named_parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,12 +72,42 @@ def self_test_alone(role: WorkerConfig) -> str:
     return ""
 
 
+def self_test_of_zero3(role: WorkerConfig, withheld: list[str], learns: bool) -> str:
+    """The message of the self-test where steps that keep ranks together are left out, by method; then that of another
+    start with all of them, for the ranks must not wait for each other."""
+    messages = []
+    for methods in (withheld, []):
+        strategy: Any = create_strategy(role)
+        for method in methods:
+            setattr(strategy, method, lambda *args: None)
+        try:
+            strategy.initialize(10 if learns else 0)
+        except ValueError as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+    assert not messages[1], messages[1]
+    return messages[0]
+
+
 def train_adapters(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[str, Any]:
+    return lora_cases.train(_trainer(role), role, batch, steps)
+
+
+def train_and_save_adapters(role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, torch.Tensor]:
+    return lora_cases.train_and_save(_trainer(role), role, batch, folder)
+
+
+def load_and_train_adapters(role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, torch.Tensor]:
+    return lora_cases.load_and_train(_trainer(role), role, batch, folder)
+
+
+def _trainer(role: WorkerConfig) -> Any:
     if role.strategy_args.strategy_name.startswith("deepspeed"):
         from tests.strategies.deepspeed.cases import trainer
 
-        return lora_cases.train(trainer, role, batch, steps)
-    return lora_cases.train(sharded_cases.trainer, role, batch, steps)
+        return trainer
+    return sharded_cases.trainer
 
 
 def buckets(role: WorkerConfig, bucket_bytes: int) -> tuple[list[dict[str, torch.Tensor]], int]:

@@ -130,6 +130,7 @@ def train_and_save(role: WorkerConfig, batch: TensorBatch, folder: Path) -> None
         (2, "fsdp_train", {}, "moe"),
         (2, "megatron_train", {"tensor_model_parallel_size": 2}, "adapters"),
         (2, "deepspeed_train", {"zero_stage": 1}, "adapters"),
+        (2, "fsdp2_train", {}, "adapted experts"),
     ],
 )
 def test_it_is_what_the_run_would_have_exported(
@@ -143,8 +144,9 @@ def test_it_is_what_the_run_would_have_exported(
 ) -> None:
     for package in ("peft", "megatron.core", "deepspeed"):
         pytest.importorskip(package)
-    model = write_moe(tmp_path / "model") if kind == "moe" else untied_model
-    options = {"model_args": ADAPTERS} if kind == "adapters" else {}
+    model = write_moe(tmp_path / "model") if kind in ("moe", "adapted experts") else untied_model
+    targets = {"adapters": {}, "adapted experts": {"lora_target": ["q_proj", "experts"]}}
+    options = {"model_args": ADAPTERS | targets[kind]} if kind in targets else {}
     role = make_role(model, strategy, config=config, **options)
     run_ranks(world, train_and_save, role, make_batch(), tmp_path / "run")
     output = tmp_path / "out"
@@ -154,8 +156,8 @@ def test_it_is_what_the_run_would_have_exported(
     written, wanted = (load_file(path / "model.safetensors") for path in (output, tmp_path / "run/wanted"))
     assert written.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        torch.testing.assert_close(written[name], tensor, rtol=0, atol=0 if kind != "adapters" else 1e-6)
-    if kind == "adapters":
+        torch.testing.assert_close(written[name], tensor, rtol=0, atol=1e-6 if kind in targets else 0)
+    if kind in targets:
         words = [str(tmp_path / "run/checkpoint-2/actor_train"), "--to", "peft", "--output", str(tmp_path / "adapter")]
         assert export.main(words) == 0
 

@@ -124,6 +124,24 @@ def test_ranks_that_share_no_expert(run_ranks: RunRanks, moe_folder: Callable[[s
     assert [bool(counts[3:].any()) for counts in chosen] == [False, True]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("learns", [True, False], ids=["learns", "forward"])
+def test_the_self_test_of_zero3_names_what_is_wrong(
+    run_ranks: RunRanks, moe_folder: Callable[[str], Path], learns: bool
+) -> None:
+    """Neither gathered as one leaf nor all called, experts that are modules are mixed up, or the ranks wait for each
+    other; with either, the start succeeds."""
+    one = role(moe_folder(SEPARATE), "zero3")
+    for methods in (["_prepare_experts", "_use_units"], ["_prepare_experts"], ["_use_units"]):
+        messages = run_ranks(2, cases.self_test_of_zero3, one, methods, learns)
+        wrong = ["something else when ranks choose different experts" in message for message in messages]
+        assert wrong == [len(methods) == 2] * 2, (methods, messages)
+        if len(methods) == 2:
+            assert all(
+                "leave actor_train.strategy_args.strategy_config.zero_optimization.leaf_module" in m for m in messages
+            )
+
+
 @pytest.mark.default_rows("fsdp2-apart")
 @pytest.mark.parametrize(
     ("strategy", "units"),

@@ -122,18 +122,78 @@ def test_all_linear_trains_no_router(run_ranks: RunRanks, tmp_path: Path, strate
     assert not [name for name in trained if "gate." in name or "router" in name or ".experts." in name]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", ["fsdp2_train", "fsdp_train", "deepspeed_train"])
-def test_adapters_next_to_experts_equal_plain_peft(run_ranks: RunRanks, tmp_path: Path, strategy: str) -> None:
-    """Attention and shared experts; the merged weights are those that peft merges."""
+ADAPTED = {
+    "fsdp2": ("fsdp2_train", {}),
+    "fsdp2-experts-apart": ("fsdp2_train", UNITS),
+    "fsdp": ("fsdp_train", {}),
+    "fsdp-experts-apart": ("fsdp_train", UNITS),
+    "zero2": ("deepspeed_train", {"zero_stage": 2}),
+    "zero3": ("deepspeed_train", {"zero_stage": 3}),
+}
+
+
+@pytest.fixture(scope="module")
+def expert_adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("peft")
+    target, tensors = ["q_proj"], ["experts.gate_up_proj", "experts.down_proj"]
+    return lora_cases.write_adapter(folder, tmp_path_factory.mktemp("adapter"), target=target, tensors=tensors)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["fsdp2-experts-apart", "fsdp", "zero3"])
+def test_adapters_of_experts_are_resumed_and_exported(
+    run_ranks: RunRanks, folder: Path, expert_adapter: Path, tmp_path: Path, case: str
+) -> None:
+    """Also on one rank under FSDP2, and the export is what peft makes of base and adapter."""
+    strategy, config = ADAPTED[case]
+    role = make_role(folder, strategy, config=config, model_args={"adapter_name_or_path": str(expert_adapter)})
+    parts = split_rows(make_batch(), SPLITS[2])
+    whole = run_ranks(2, cases.train_and_save_adapters, role, parts, tmp_path)[0]
+    resumed = run_ranks(2, cases.load_and_train_adapters, role, parts, tmp_path)[0]
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    other = make_role(folder, model_args={"adapter_name_or_path": str(expert_adapter)})
+    (alone,) = run_ranks(1, cases.load_and_train_adapters, other, [make_batch()], tmp_path)
+    for name, weight in whole.items():
+        torch.testing.assert_close(alone[name], weight, rtol=0, atol=1e-4)  # sums in another order
+    live = StoredLayout(plain_model(folder)).joined(whole)
+    lora_cases.assert_export_is_complete(folder, tmp_path / "export", live, make_batch())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["fsdp2", "zero3"])
+def test_adapted_experts_travel_merged_in_bounded_buckets(
+    run_ranks: RunRanks, folder: Path, expert_adapter: Path, case: str
+) -> None:
+    """A stretch of matrices at a time, each merged; the same to rounding as the whole tensor merged."""
+    strategy, config = ADAPTED[case]
+    role = make_role(folder, strategy, config=config, model_args={"adapter_name_or_path": str(expert_adapter)})
+    limit = 2**13
+    found, most = run_ranks(2, cases.buckets, role, limit)[0]
+    (wanted,), _ = run_ranks(2, cases.buckets, role, 2**30)[0]
+    travelled = {name: tensor for bucket in found for name, tensor in bucket.items()}
+    assert travelled.keys() == wanted.keys() == load_file(folder / "model.safetensors").keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(travelled[name], tensor, rtol=0, atol=1e-6)
+    largest = max(tensor.nbytes for tensor in wanted.values())
+    live = max(tensor.nbytes for tensor in plain_model(folder).parameters())
+    assert most <= max(limit, largest) < live
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ADAPTED)
+def test_adapters_of_experts_equal_plain_peft(run_ranks: RunRanks, tmp_path: Path, case: str) -> None:
+    """Attention, shared and fused experts; the merged weights are those that peft merges."""
+    pytest.importorskip("peft")
+    strategy, config = ADAPTED[case]
+    if strategy == "deepspeed_train":
+        pytest.importorskip("deepspeed")
     source = write_moe(tmp_path / "model", "qwen2_moe")
     targets = ["q_proj", "v_proj", "shared_expert.down_proj"]
-    adapter = lora_cases.write_adapter(source, tmp_path / "adapter", target=targets)
+    tensors = ["experts.gate_up_proj", "experts.down_proj"]
+    adapter = lora_cases.write_adapter(source, tmp_path / "adapter", target=targets, tensors=tensors)
     wanted = lora_cases.plain_training(source, adapter, make_batch(), 2)
     wanted["weights"] = StoredLayout(plain_model(source)).views(wanted["weights"])  # as they are sent to the engines
-    role = make_role(
-        source, strategy, model_args={"adapter_name_or_path": str(adapter)}, training={"adam_epsilon": 1e-3}
-    )
+    adapted = {"adapter_name_or_path": str(adapter)}
+    role = make_role(source, strategy, config=config, model_args=adapted, training={"adam_epsilon": 1e-3})
     results = run_ranks(2, cases.train_adapters, role, split_rows(make_batch(), (7, 5)), 2)
     lora_cases.assert_same_training(results, wanted, relative=4e-6)

@@ -19,14 +19,15 @@ from roll.rewards.sandbox import Sandbox, Settings
 from roll.translation.command import load
 from roll.translation.reading import read_recording
 from roll.translation.recording import REQUIRED, record
-from roll.translation.tables import TURNS
 from tests.translation.conftest import QUICKSTART, Translate
 
 FOLDER = os.environ.get("PUBLIC_CONFIGS_DIR")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="PUBLIC_CONFIGS_DIR names no folder of published scripts")
 
 REASONS = {
-    "turns, tools, agents": f"{TURNS}|all turns into one message of the assistant|mini-batches count turns there",
+    "mini-batches of turns": "mini-batches count turns there",
+    "files that are not there": "is not here: start where --config-path leads to it",
+    "variables that are not set": "is a variable that is not set",
     "families that are not tested": "is tested with none of this family|moves the bias of the routers|"
     "the language part of a model",
     "adapters on experts": "puts adapters on the experts too",

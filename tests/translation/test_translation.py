@@ -364,6 +364,12 @@ def test_turns_of_skyrl_become_episodes(translated: Translate) -> None:
         "data_args.file_name": ["train.parquet"],
     }
     assert keys["custom_envs.search_val.data_args.file_name"] == ["val.parquet"]
+    one_message = translated(f"{EPISODES} generator.use_conversation_multi_turn=false")
+    added = {"custom_envs.search.context": "response", "custom_envs.search_val.context": "response"}
+    assert (
+        one_message.keys == keys | added
+        and load(one_message, QUICKSTART).plan.entries["search"].samples == "trajectory"
+    )  # type: ignore[attr-defined]
     plan = load(translation, QUICKSTART).plan
     assert plan.train.groups == 64 and plan.train.group_size == 5  # type: ignore[attr-defined]
     assert keys["train_env_manager.group_filter_config.type"] == "std_filter"
@@ -387,13 +393,95 @@ def test_turns_of_skyrl_become_episodes(translated: Translate) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"{EPISODES} generator.use_conversation_multi_turn=false", "all turns into one message of the assistant"),
         (f"{EPISODES} generator.step_wise_trajectories=true", "mini-batches count turns there"),
         ("bash x.sh generator.max_turns=4", "have no translation"),
     ],
 )
 def test_turns_that_differ_are_refused(translated: Translate, text: str, message: str) -> None:
     assert message in refusal(translated, text)
+
+
+TOOLS = (
+    f"{VERL}{ON_8}data.train_files=[train.parquet] data.val_files=[val.parquet] data.max_prompt_length=100 "
+    "data.max_response_length=300 data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
+    "actor_rollout_ref.rollout.n=8 data.filter_overlong_prompts=True actor_rollout_ref.rollout.val_kwargs.n=4 "
+    "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm "
+)
+TURN = "actor_rollout_ref.rollout.multi_turn."
+
+
+def test_tools_of_verl_become_episodes(translated: Translate) -> None:
+    """A group of episodes is a prompt's samples; every key of the algorithm is that of a single turn."""
+    text = f"{TOOLS}{TURN}tool_config_path=tools.yaml {TURN}max_user_turns=3 {TURN}max_parallel_calls=2 "
+    translation = translated(f"{text}{TURN}format=qwen3_coder data.shuffle=False")
+    keys = translation.keys
+    assert keys["pipeline"] == "agentic" and keys["rollout_batch_size"] == 64 * 8 and keys["sequence_length"] == 400
+    assert {key.removeprefix("custom_envs.tools."): value for key, value in keys.items() if ".tools." in key} == {
+        "agent": "verl",
+        "agent_config.tool_config_path": "tools.yaml",
+        "agent_config.max_user_turns": 3,
+        "agent_config.max_parallel_calls": 2,
+        "agent_config.response_length": 300,
+        "agent_config.filter_overlong_prompts": True,
+        "agent_config.prompt_length": 100,
+        "verifier.worker_cls": "math_rule",
+        "max_steps": 4,
+        "max_tokens_per_step": 300,
+        "tool_format": "qwen_xml",
+        "data_args.file_name": ["train.parquet"],
+        "data_args.shuffle": False,
+    }
+    assert keys["custom_envs.tools_val.data_args.file_name"] == ["val.parquet"]
+    assert keys["val_env_manager.group_size"] == 4 and keys["loss_norm_length"] == 300
+    loaded = load(translation, QUICKSTART)
+    assert loaded.plan.train.groups == 64 and loaded.plan.train.group_size == 8  # type: ignore[attr-defined]
+    assert [str(warning) for warning in loaded.warnings if "no effect" in warning.text] == []
+    single = translated(f"{TOOLS}data.shuffle=False")
+    assert any("one turn" in note.text for note in translated(f"{TOOLS}{TURN}max_user_turns=3").notes)
+    own = ("data_args", "rewards.", "validation.", "custom_envs.", "env_manager", "length", "batch_size", "num_ret")
+    for key in single.keys.keys() | keys.keys():
+        assert any(part in key for part in (*own, "pipeline")) or single.keys.get(key) == keys.get(key), key
+
+
+def test_episodes_of_a_critic_are_not_continued_by_its_values(translated: Translate) -> None:
+    """Neither verl nor SkyRL bootstraps an episode that a limit ends."""
+    text = TOOLS.replace("adv_estimator=grpo", "adv_estimator=gae") + " critic.ppo_micro_batch_size_per_gpu=1 "
+    assert translated(f"{text}{TURN}enable=True").keys["bootstrap_truncated"] is False
+    sky = EPISODES.replace("dynamic_sampling.type=filter", "advantage_estimator=gae")
+    assert translated(f"{sky} trainer.critic_mini_batch_size=64").keys["bootstrap_truncated"] is False
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"bash x.sh {TURN}tool_config_path=t.yaml", "have no translation"),
+        (f"{TOOLS}{TURN}enable=True {TURN}completion_callback=x", "is no key of multi_turn"),
+        (f"{TOOLS}{TURN}enable=True data.tool_config_path=t.yaml", "must be that of multi_turn.tool_config_path"),
+        (f"{TOOLS}{TURN}enable=True {TURN}use_inference_chat_template=True", "lose thoughts again"),
+        (f"{TOOLS}{TURN}enable=True {TURN}format=llama3_json", "llama3_json"),
+        (f"{TOOLS}{TURN}enable=True reward_model.enable=True reward_model.model.path=rm", "a reward function scores"),
+        (f"{TOOLS}{TURN}enable=True actor_rollout_ref.model.path=Qwen2.5-VL-3B", "rows with images are not given"),
+        (f"{TOOLS}--config-name=retool_grpo", "is not here: start where --config-path leads"),
+    ],
+)
+def test_tools_that_differ_are_refused(translated: Translate, text: str, message: str) -> None:
+    assert message in refusal(translated, text)
+
+
+def test_settings_of_a_file(translated: Translate, tmp_path: Path) -> None:
+    """A file of verl's that is here is read, one that is known has its settings; both stand below the command."""
+    known = translated(f"{TOOLS}--config-name=gsm8k_multiturn_megatron_grpo {TURN}max_assistant_turns=2").keys
+    assert known["actor_train.strategy_args.strategy_name"] == "megatron_train" and known["sequence_length"] == 400
+    assert known["custom_envs.tools.max_steps"] == 2
+    (tmp_path / "mine.yaml").write_text(
+        "hydra: {searchpath: [x]}\ndefaults: [ppo_trainer, _self_]\ndata: {max_prompt_length: 7, seed: 5}\n"
+        "actor_rollout_ref: {rollout: {multi_turn: {enable: true, max_assistant_turns: 6}}}\n",
+        encoding="utf-8",
+    )
+    read = translated(f"{TOOLS}--config-path={tmp_path} --config-name=mine").keys
+    assert (read["seed"], read["custom_envs.tools.max_steps"], read["sequence_length"]) == (5, 6, 400)
+    (tmp_path / "mine.yaml").write_text("defaults: [others]\ndata: {seed: 5}\n", encoding="utf-8")
+    assert "is not here" in refusal(translated, f"{TOOLS}--config-path={tmp_path} --config-name=mine")
 
 
 def test_images_and_an_engine_that_is_not_tested_with_them(translated: Translate) -> None:

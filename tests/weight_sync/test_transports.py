@@ -133,7 +133,7 @@ def test_an_engine_that_does_not_answer(world: World, monkeypatch: pytest.Monkey
     done = threading.Event()
     monkeypatch.setattr(world.engines[1], "update_weights", lambda tensors: done.wait(30))
     with pytest.raises(WeightSyncError, match="weight update 1: engine 1 was not done with 'update_weights' in time"):
-        world.send(make_weights(), version=1, deadline=0.75)
+        world.send(make_weights(), version=1, deadline=2.0)
     done.set()
 
 

@@ -17,7 +17,7 @@ FIELDS = {
     ),
 }
 """What ``agent_template`` may name, by context."""
-FIELDS["last"] = FIELDS["own"] = FIELDS["append"]
+FIELDS["last"] = FIELDS["own"] = FIELDS["response"] = FIELDS["append"]
 
 ELSEWHERE = {
     "webshop": "its shop and search index are a package of their own",
@@ -130,8 +130,10 @@ def check_agent_keys(key: str, agent: str, section: CustomEnvConfig, checks: Che
         if getattr(section, name) and name in section.agent_config:
             rule = f"is set by agent_config.{name}, too: keep one of them"
             checks.add(f"{key}.{name}", getattr(section, name), rule)
-    if agent in ("tools", "repository") and section.data_args is None and section.env_type is None:
-        columns = "messages, prompt or question" if agent == "tools" else "issue, with files, tests and imports"
+    if agent in ("tools", "repository", "verl") and section.data_args is None and section.env_type is None:
+        columns = {"tools": "messages, prompt or question", "verl": "prompt"}.get(
+            agent, "issue, with files, tests and imports"
+        )
         rule = f"is needed by agent: {agent}: the questions, in a column {columns}"
         checks.missing(f"{key}.data_args.file_name", rule, "[data/train.jsonl]")
     for name in ("context", "history_length", "env_config", "use_thread_lock", "max_env_step_concurrent"):

@@ -15,7 +15,7 @@ from roll.config.run import OlderRLVRKeys
 
 NORMALIZATIONS = ("identity", "mean", "mean_std", "asym_clip")
 GROUPINGS = ("batch", "tags", "traj_group_id")
-AGENTS = ("tools", "black_box", "repository")
+AGENTS = ("tools", "black_box", "repository", "verl")
 TOOL_CALL_FORMATS = ("hermes", "qwen_xml", "glm", "mistral", "deepseek", "llama3", "gpt_oss")
 TOOL_IDS = ("python_code", "search", "mcp")
 
@@ -127,7 +127,8 @@ class CustomEnvConfig:
     agent: str | None = setting(None, choices=AGENTS, dotted_path=True)
     """In place of ``env_type``, who works on the task: ``tools`` (the policy with tools, until it answers),
     ``black_box`` (a program that speaks to the policy over HTTP), ``repository`` (the policy with files, programs and
-    tests in the sandbox), or the dotted path of a coroutine ``run(task, model)`` of your own."""
+    tests in the sandbox), ``verl`` (the policy with tools and interactions of verl's files, in verl's loop), or the
+    dotted path of a coroutine ``run(task, model)`` of your own."""
     agent_config: dict[str, Any] = field(default_factory=dict)
     """Options of the agent; of a coroutine its keyword arguments. Checked by the agent itself."""
     tools: list[Any] = field(default_factory=list)
@@ -138,7 +139,7 @@ class CustomEnvConfig:
     verifier: dict[str, Any] = field(default_factory=dict)
     """Short for ``agent_config.verifier``: the reward of an answer, by ``worker_cls`` (a reward's name or dotted path),
     ``reward_kwargs`` and ``answer_key``, or by a ``command``. Of an environment: a reward of whole episodes, which is
-    added to what the environment pays; ``scores`` (``answer``, ``episode``) says what is shown to it."""
+    added to what the environment pays; ``scores`` (``answer``, ``episode``, ``solution``) says what is shown to it."""
     tool_format: str | None = setting(None, choices=TOOL_CALL_FORMATS)
     """How the model writes tool calls; null: as its chat template does."""
     env_manager_cls: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
@@ -159,13 +160,15 @@ class CustomEnvConfig:
     """One call of ``reset`` or ``step`` at a time in a process, as ``max_env_step_concurrent: 1``."""
     max_env_step_concurrent: int = setting(0, ge=0)
     """Most calls of ``reset`` and ``step`` at a time in a process, for this tag; 0: no limit."""
-    context: Literal["append", "observation", "last", "own"] | None = None
+    context: Literal["append", "observation", "last", "own", "response"] | None = None
     """What a prompt holds: ``append``: everything so far; ``observation``: the current observation and the last turns,
     told in ``agent_template``; ``last``: the last turns as messages; ``own``: the messages that the environment
-    returns. null: as ``env_manager_cls`` says, else ``append``."""
+    returns; ``response``: everything so far, observations raw within the one message that the policy writes. null: as
+    ``env_manager_cls`` says, else ``append``."""
     samples: Literal["trajectory", "step"] | None = None
     """What a row of the batch is: a whole conversation (``trajectory``), or one model call with its prompt (``step``).
-    null: as ``env_manager_cls`` says, else ``trajectory`` with ``context: append`` and ``step`` with the others."""
+    null: as ``env_manager_cls`` says, else ``trajectory`` with ``context: append`` and ``response``, ``step`` with the
+    others."""
     data_args: DataArguments | None = None
     """Tasks from a data set: ``reset`` is given a row as ``task``, an agent has it as ``task.row``."""
     time_limit: float | None = setting(None, gt=0)

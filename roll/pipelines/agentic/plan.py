@@ -215,7 +215,7 @@ def played_as(section: CustomEnvConfig) -> PlayedAs:
     if name == "ProxyEnvManager" and section.config.get("trajectory_mode") == "step":
         manager = PlayedAs("append", "step")
     context = section.context or manager.context
-    own = manager.samples if section.context is None else "trajectory" if context == "append" else "step"
+    own = manager.samples if section.context is None else "trajectory" if context in ("append", "response") else "step"
     return PlayedAs(context, section.samples or own)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from roll.agents.tool_calls import detect_format
 from roll.agents.verifiers import ScoredAgent
 from roll.config.roles import DataArguments
 from roll.datasets.reading import read_rows
+from roll.datasets.types import DataError
 from roll.environments.base import Environment
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.environments.registry import is_instant, make_environment
@@ -30,6 +32,8 @@ from roll.rollout.flow import sampling_params
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 def build_players(
@@ -149,10 +153,18 @@ class TaskSource:
     Args:
         name: tells the tasks of training from those of validation.
         data: rows of data sets, by tag.
+        in_order: tags whose rows are drawn as they stand in their files (``data_args.shuffle: false``).
     """
 
-    def __init__(self, manager: ManagerPlan, name: str, data: Mapping[str, list[dict[str, Any]]]) -> None:
+    def __init__(
+        self,
+        manager: ManagerPlan,
+        name: str,
+        data: Mapping[str, list[dict[str, Any]]],
+        in_order: Container[str] = (),
+    ) -> None:
         self._name = name
+        self._in_order = in_order
         self._data = data
         self._shares = manager.groups_by_tag
         places = sorted(
@@ -180,7 +192,8 @@ class TaskSource:
             return Task(tag, _number(f"{self._name}/{tag}/{own}"))
         epoch, position = divmod(own, len(rows))
         order = list(range(len(rows)))
-        random.Random(f"{self._name}/{tag}/order/{epoch}").shuffle(order)
+        if tag not in self._in_order:
+            random.Random(f"{self._name}/{tag}/order/{epoch}").shuffle(order)
         return Task(tag, _number(f"{self._name}/{tag}/{own}"), rows[order[position]])
 
 
@@ -201,3 +214,31 @@ def read_data(plan: AgenticPlan) -> dict[str, list[dict[str, Any]]]:
         if arguments is not None and arguments.file_name:
             found[tag] = [source.row for source in read_rows(arguments.file_name, arguments.dataset_dir)]
     return found
+
+
+def fitting_rows(
+    data: Mapping[str, list[dict[str, Any]]], players: Mapping[str, Player]
+) -> dict[str, list[dict[str, Any]]]:
+    """The rows that their agents take: verl's leaves out those with long prompts (``filter_overlong_prompts``).
+
+    Raises:
+        DataError: none is left.
+    """
+    kept = dict(data)
+    for tag in kept.keys() & players.keys():
+        player, rows = players[tag], kept[tag]
+        fits = getattr(player.agent, "fits", None)
+        if fits is None:
+            continue
+        kept[tag] = [row for row in rows if fits(row, player.template)]
+        if not kept[tag]:
+            raise DataError(f"custom_envs.{tag}: all {len(rows)} prompts are longer than agent_config.prompt_length")
+        if len(kept[tag]) < len(rows):
+            logger.info("%s: %d of %d rows left out: longer prompts", tag, len(rows) - len(kept[tag]), len(rows))
+    return kept
+
+
+def tags_in_order(plan: AgenticPlan) -> frozenset[str]:
+    """Tags whose rows are not shuffled."""
+    given = ((tag, entry.section.data_args) for tag, entry in plan.entries.items())
+    return frozenset(tag for tag, arguments in given if arguments is not None and not arguments.shuffle)

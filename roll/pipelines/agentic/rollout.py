@@ -16,7 +16,7 @@ from roll.environments.off_loop import EnvironmentProcesses
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
 from roll.pipelines.agentic.metrics import dumped_episodes, episode_metrics, token_checks
 from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan
-from roll.pipelines.agentic.players import TaskSource, build_players, read_data
+from roll.pipelines.agentic.players import TaskSource, build_players, fitting_rows, read_data, tags_in_order
 from roll.pipelines.agentic.preflight import own_group_filter
 from roll.pipelines.engine_rollout import EngineRollout, RunsAhead
 from roll.pipelines.files import pad_token_id
@@ -70,16 +70,18 @@ def load_episode_data(
         DataError: a file that cannot be read.
         TemplateError: a chat template whose conversations cannot grow.
     """
-    data = read_data(plan)
     validation = plan.validation
     processes: list[EnvironmentProcesses] = []
     shared: dict[str, Any] = {}
+    players = build_players(config, plan, plan.train, tokenizer, processes, shared, judge)
+    others = {} if validation is None else build_players(config, plan, validation, tokenizer, processes, shared, judge)
+    data, in_order = fitting_rows(read_data(plan), players | others), tags_in_order(plan)
     return EpisodeData(
         tokenizer,
-        build_players(config, plan, plan.train, tokenizer, processes, shared, judge),
-        {} if validation is None else build_players(config, plan, validation, tokenizer, processes, shared, judge),
-        TaskSource(plan.train, f"train/{config.seed}", data),
-        None if validation is None else TaskSource(validation, "validation", data),
+        players,
+        others,
+        TaskSource(plan.train, f"train/{config.seed}", data, in_order),
+        None if validation is None else TaskSource(validation, "validation", data, in_order),
         processes,
         list(shared.values()),
     )

@@ -11,7 +11,7 @@ from roll.config.loader import LoadedConfig
 from roll.config.plan.plan import RolePlan
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.pipelines.agentic.metrics import episode_table
-from roll.pipelines.agentic.players import TaskSource, build_players, read_data
+from roll.pipelines.agentic.players import TaskSource, build_players, fitting_rows, read_data, tags_in_order
 from roll.pipelines.agentic.rollout import SLICE_SECONDS
 from roll.pipelines.agentic_rollout.config import AgenticRolloutConfig, AgenticRolloutPlan
 from roll.pipelines.evaluate.config import EvaluatedModel, Pass
@@ -49,7 +49,7 @@ class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan])
         plan, played = self.plan, self.plan.played
         self.players = build_players(self.config, plan, played, tokenizer, self._processes, self._shared)
         name = "validation" if plan.is_validation else f"train/{self.config.seed}"
-        self.tasks = TaskSource(played, name, read_data(plan))
+        self.tasks = TaskSource(played, name, fitting_rows(read_data(plan), self.players), tags_in_order(plan))
 
     def num_asked(self, way: Pass) -> int:
         return self.plan.played.groups

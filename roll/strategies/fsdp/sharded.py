@@ -25,7 +25,7 @@ from roll.config.roles import ModelArguments
 from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.config.strategies.registry import typed_strategy_config
 from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings
-from roll.models.experts import SparseLayer, choose_kernel, run_every_expert
+from roll.models.experts import EXPERTS, SparseLayer, choose_kernel, run_every_expert
 from roll.models.log_probs import ResponseModel, output_matrices
 from roll.strategies.base import StateKind
 from roll.strategies.training.checkpoint import Shard, pieces_of, restore_shards, resumed, save_training
@@ -117,7 +117,9 @@ def _expert_units(layers: Sequence[SparseLayer], names: set[str]) -> list[nn.Mod
             ", ".join(sorted({type(one).__name__ for one in experts})),
         )
         units += [one for one in experts if one not in units]
-    return units
+    # Adapters of fused experts add to the tensors in the call of what wraps them, so that is where they are gathered.
+    wrapped = {id(layer.experts): getattr(layer.block, EXPERTS) for layer in layers}
+    return [wrapped.get(id(unit), unit) for unit in units]
 
 
 def _check_found(names: set[str], units: list[nn.Module], model: nn.Module) -> None:

@@ -1,4 +1,7 @@
-"""Keys and values: a row of fixed length for each running sample, and the prefix cache."""
+"""Keys and values: a row of fixed length for each running sample, and the prefix cache.
+
+Layers of linear attention keep no token, but a state of fixed size, which each sample has one of.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,23 @@ import torch
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Size of a model's keys and values for each token."""
+    """Size of a model's keys and values for each token.
+
+    ``num_layers`` keep them; ``head_dim`` is the longest of their vectors, others are padded with zeros.
+    ``states``: for each sample, shape and dtype of every tensor that other layers keep.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    states: tuple[tuple[torch.Size, torch.dtype], ...] = ()
 
 
 class SlotCache:
     """Keys and values, allocated once.
 
     ``data``: (num_layers, 2, num_rows, num_kv_heads, max_len, head_dim); index 1 is key (0) or value (1).
+    ``states``: (num_rows, ...) each, see :class:`CacheShape`.
     """
 
     def __init__(
@@ -32,20 +41,30 @@ class SlotCache:
         self.max_len = max_len
         size = (shape.num_layers, 2, num_rows, shape.num_kv_heads, max_len, shape.head_dim)
         self.data = torch.zeros(size, dtype=dtype, device=device)
+        self.states = [torch.zeros(num_rows, *own, dtype=kind, device=device) for own, kind in shape.states]
 
     @property
     def num_bytes(self) -> int:
-        return self.data.numel() * self.data.element_size()
+        return sum(tensor.nbytes for tensor in (self.data, *self.states))
 
-    def write_prompts(self, first_row: int, keys_values: torch.Tensor, counts: Sequence[int]) -> None:
+    def release(self) -> None:
+        """Free the memory."""
+        self.data, self.states = self.data.new_empty(0), []
+
+    def write_prompts(
+        self, first_row: int, keys_values: torch.Tensor, counts: Sequence[int], states: Sequence[torch.Tensor] = ()
+    ) -> None:
         """Copy prompts into the rows from ``first_row`` on: ``counts[0]`` rows for the first prompt, and so forth.
 
         Args:
             keys_values: (num_layers, 2, num_prompts, num_kv_heads, longest prompt, head_dim).
+            states: (num_prompts, ...) each.
         """
         length = keys_values.shape[4]
         for prompt, count in enumerate(counts):
             self.data[:, :, first_row : first_row + count, :, :length] = keys_values[:, :, prompt, None]
+            for held, new in zip(self.states, states, strict=True):
+                held[first_row : first_row + count] = new[prompt]
             first_row += count
 
     def rows(self, first_row: int, count: int, length: int) -> torch.Tensor:
@@ -63,6 +82,8 @@ class SlotCache:
         for to, origin in zip(np.split(destination, breaks), np.split(source, breaks), strict=True):
             target = self.data[:, :, to[0] : to[-1] + 1, :, :length]
             target.copy_(self.data[:, :, origin[0] : origin[-1] + 1, :, :length])
+            for state in self.states:
+                state[to[0] : to[-1] + 1] = state[origin[0] : origin[-1] + 1]
 
 
 class DecodeSlots:
@@ -84,6 +105,8 @@ class DecodeSlots:
         offsets: torch.Tensor | None = None,
     ) -> None:
         self._data = cache.data
+        self._states = cache.states
+        self._count = len(lengths)
         self.size = len(positions)
         self.end = int(lengths.max())
         self._ragged = bool((lengths != self.end).any())
@@ -106,11 +129,28 @@ class DecodeSlots:
             held.append(part[: self.size, :, : self.end])
         return held[0], held[1]
 
-    def bias(self) -> torch.Tensor | None:
-        """(size, end): 0 where a row has a token, the lowest number elsewhere; None when all rows are equally long."""
-        if not self._ragged:
+    def states(self) -> list[torch.Tensor]:
+        """Copies of the rows' states, (size, ...) each."""
+        return [state[: self.size].clone() for state in self._states]
+
+    def put_states(self, states: Sequence[torch.Tensor]) -> None:
+        """Keep those of the rows that count; behind them may be rows of samples that have just begun."""
+        for held, new in zip(self._states, states, strict=True):
+            held[: self._count] = new[: self._count]
+
+    def bias(self, window: int | None = None) -> torch.Tensor | None:
+        """(size, end): 0 where a row has a token, the lowest number elsewhere; None when all rows are equally long.
+
+        Args:
+            window: of the tokens of a row, only the last so many are seen.
+        """
+        is_seen_whole = window is None or self.end <= window
+        if not self._ragged and is_seen_whole:
             return None
-        past = torch.arange(self.end, device=self.positions.device) > self.positions[:, None]
+        places = torch.arange(self.end, device=self.positions.device)
+        past = places > self.positions[:, None]
+        if window is not None and not is_seen_whole:
+            past |= places <= self.positions[:, None] - window
         bias = torch.zeros(past.shape, dtype=self._data.dtype, device=past.device)
         return bias.masked_fill_(past, torch.finfo(bias.dtype).min)
 

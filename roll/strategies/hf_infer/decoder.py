@@ -33,12 +33,14 @@ class PromptStates:
     ``offsets``: by prompt, what the rotary position of a token behind it is ahead of its place in the sequence: the
     tokens of an image share positions. Empty: nothing.
     ``routes``: (num_prompts, longest prompt, layers, k), experts of each token, where they are recorded.
+    ``states``: (num_prompts, ...) each, of layers of linear attention after the prompt.
     """
 
     keys_values: torch.Tensor
     logits: torch.Tensor
     offsets: Sequence[int] = ()
     routes: np.ndarray | None = None
+    states: Sequence[torch.Tensor] = ()
 
     def only(self, prompt: int) -> PromptStates:
         """A copy of one prompt's states (which does not keep the others in memory)."""
@@ -47,6 +49,7 @@ class PromptStates:
             self.logits[prompt : prompt + 1].clone(),
             self.offsets[prompt : prompt + 1],
             None if self.routes is None else self.routes[prompt : prompt + 1].copy(),
+            [state[prompt : prompt + 1].clone() for state in self.states],
         )
 
 
@@ -182,6 +185,8 @@ def is_fusable(model: nn.Module) -> bool:
     """True for a model that :class:`FusedDecoder` computes."""
     config: Any = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        return False
     return type(model).__name__ in _FAMILIES and config.hidden_act == "silu" and rope in _STATIC_ROPE
 
 

@@ -122,7 +122,8 @@ class GenerationEngine:
         self._unfinished: dict[str, int] = {}
         self._rows = RunningRows(max_num_seqs, max_model_len)
         self._cache = self._new_cache()
-        self._prefixes = PrefixCache(prefix_cache_tokens)
+        # A state stands for all tokens up to the last: there is none of a prefix of them.
+        self._prefixes = PrefixCache(0 if decoder.cache_shape.states else prefix_cache_tokens)
         self.num_prompt_tokens = 0
         """Of all prompts so far, each counted when its first samples start."""
         self._sampler = Sampler(self._rows, decoder.vocab_size, decoder.device, decoder.masked_token_ids)
@@ -259,7 +260,7 @@ class GenerationEngine:
                 end += 1
             images = [rows.samples[row].request.vision for row in range(begin, end)]
             states = self._prefill([rows.token_ids(row)[:-1] for row in range(begin, end)], images)
-            self._cache.write_prompts(begin, states.keys_values, [1] * (end - begin))
+            self._cache.write_prompts(begin, states.keys_values, [1] * (end - begin), states.states)
             begin = end
         for sample in rows.samples:
             sample.stale = False
@@ -268,7 +269,7 @@ class GenerationEngine:
         """Free the cache's memory. Only between requests."""
         assert not self._rows.size, "samples are running"
         self._prefixes.clear()
-        self._cache.data = self._cache.data.new_empty(0)
+        self._cache.release()
 
     def restore_cache(self) -> None:
         """Undo :meth:`release_cache`."""
@@ -355,7 +356,7 @@ class GenerationEngine:
         if groups[-1].waiting and groups[-1].prompt is None:
             groups[-1].prompt = prompts.only(len(groups) - 1)
         if prompts.keys_values.untyped_storage().data_ptr() != self._cache.data.untyped_storage().data_ptr():
-            self._cache.write_prompts(first_row, prompts.keys_values, counts)
+            self._cache.write_prompts(first_row, prompts.keys_values, counts, prompts.states)
         source = torch.repeat_interleave(torch.tensor(counts)).to(self._decoder.device)
         return prompts.logits.index_select(0, source)
 

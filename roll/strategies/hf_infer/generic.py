@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from roll.models.routes import encoded
 from roll.protocol.vision import EncodedImage, VisionInputs, patches_of, token_types, vision_token_ids
@@ -26,34 +27,59 @@ logger = logging.getLogger(__name__)
 class GenericDecoder(Decoder):
     """Calls ``model(...)`` with a transformers ``Cache`` that reads and writes the engine's rows.
 
+    Layers may attend to all tokens, to a window of them, or linearly, by a state.
+
     Raises:
-        ValueError: the model's layers keep tensors of different shapes, or no keys and values at all.
+        ValueError: the model's layers have different numbers of heads, or no keys and values at all.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self._shape = self._probe_shape()
-        self._layers = [_RowsLayer(index) for index in range(self._shape.num_layers)]
-        self._cache = Cache(layers=list(self._layers))
+        config = model.config.get_text_config()
+        self._kinds: tuple[str, ...] = tuple(getattr(config, "layer_types", None) or ())
+        self._window: int | None = getattr(config, "sliding_window", None)
+        probe = self._probe()
+        self._widths = [(pair[0].shape[-1], pair[1].shape[-1]) for pair in _written(probe)]
+        self._shape = self._shape_of(probe)
+        numbers = iter(range(self._shape.num_layers))
+        layers = [
+            LinearAttentionLayer() if _is_linear(layer) else _RowsLayer(index := next(numbers), self._widths[index])
+            for layer in probe.layers
+        ]
+        self._layers = [layer for layer in layers if isinstance(layer, _RowsLayer)]
+        self._linear = [layer for layer in layers if not isinstance(layer, _RowsLayer)]
+        self._cache = Cache(layers=layers)
 
     @property
     def cache_shape(self) -> CacheShape:
         return self._shape
 
     def prefill(self, prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
+        if not self._shape.states or len({len(prompt) for prompt in prompts}) == 1:
+            return self._prefill(prompts, images)
+        # A state goes through whatever stands behind a prompt, so only prompts of one length are computed together.
+        assert images is None
+        by_length: dict[int, list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            by_length.setdefault(len(prompt), []).append(row)
+        parts = [(rows, self._prefill([prompts[row] for row in rows])) for rows in by_length.values()]
+        return _assembled(parts, len(prompts), max(by_length))
+
+    def _prefill(self, prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64, device=self.device)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = torch.tensor(prompt, device=self.device)
         # Padding stands behind the prompt, where causal attention does not see it: no mask is needed.
         wanted, which = torch.unique(lengths - 1, return_inverse=True)
-        cache = DynamicCache()
+        cache = self._new_cache()
         inputs, offsets = self._inputs(tokens, [len(prompt) for prompt in prompts], images)
         logits = self._run(input_ids=tokens, **inputs, past_key_values=cache, logits_to_keep=wanted)
-        keys_values = torch.stack([torch.stack(pair) for pair in _written(cache)])
+        width = self._shape.head_dim
+        keys_values = torch.stack([torch.stack([_padded(part, width) for part in pair]) for pair in _written(cache)])
         routes = None if self.chosen is None else self.chosen.reshape(*tokens.shape, *self.chosen.shape[1:])
         first = logits[torch.arange(len(prompts), device=self.device), which]
-        return PromptStates(keys_values, first, offsets, routes)
+        return PromptStates(keys_values, first, offsets, routes, _states(cache.layers))
 
     def _run(self, **inputs: Any) -> torch.Tensor:
         """Logits; the experts of all tokens too, where they are recorded."""
@@ -95,7 +121,11 @@ class GenericDecoder(Decoder):
         logits = self._run(
             input_ids=tokens[:, known:],
             **inputs,
-            past_key_values=Cache(layers=[_PromptLayer(part, known) for part in keys_values]),
+            past_key_values=Cache(
+                layers=[
+                    _PromptLayer(part, known, widths) for part, widths in zip(keys_values, self._widths, strict=True)
+                ]
+            ),
             logits_to_keep=1,
         )
         return logits[:, -1], offsets
@@ -117,32 +147,61 @@ class GenericDecoder(Decoder):
         return slots.rotary_positions[:, None]
 
     def decode(self, tokens: torch.Tensor, slots: DecodeSlots) -> torch.Tensor:
-        bias = slots.bias()
-        if bias is None:
-            bias = torch.zeros(slots.size, slots.end, dtype=self.dtype, device=self.device)
         for layer in self._layers:
             layer.slots = slots
-        return self._run(
+        states = slots.states()
+        for linear, conv, recurrent in zip(self._linear, states[::2], states[1::2], strict=True):
+            _give_states(linear, conv, recurrent)
+        logits = self._run(
             input_ids=tokens[:, None],
             position_ids=self._rotary_positions(slots),
-            attention_mask=bias[:, None, None],
+            attention_mask=self._masks(slots),
             past_key_values=self._cache,
         )[:, -1]
+        slots.put_states(_states(self._linear))
+        return logits
+
+    def _masks(self, slots: DecodeSlots) -> Any:
+        """What is added to scores, (size, 1, 1, end): for all layers, or for each kind of them."""
+
+        def mask(window: int | None) -> torch.Tensor:
+            bias = slots.bias(window)
+            if bias is None:
+                bias = torch.zeros(slots.size, slots.end, dtype=self.dtype, device=self.device)
+            return bias[:, None, None]
+
+        if not set(self._kinds) - {FULL}:
+            return mask(None if self._kinds else self._window)
+        masks: dict[str, torch.Tensor | None] = {FULL: mask(None), LINEAR: None}
+        return masks | {SLIDING: mask(self._window)} if SLIDING in self._kinds else masks
+
+    def _new_cache(self) -> Cache:
+        """Keeps all tokens in layers with a window too."""
+        if LINEAR not in self._kinds:
+            return DynamicCache()
+        return Cache(layers=[LinearAttentionLayer() if kind == LINEAR else DynamicLayer() for kind in self._kinds])
 
     @torch.no_grad()
-    def _probe_shape(self) -> CacheShape:
-        """Shape of what the model really writes into a cache, found by computing one token."""
-        cache = DynamicCache()
+    def _probe(self) -> Cache:
+        """What the model really writes into a cache, found by computing one token."""
+        cache = self._new_cache()
         self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), past_key_values=cache, use_cache=True)
-        written = _written(cache)
-        shapes = {tuple(tensor.shape) for pair in written for tensor in pair}
-        if len(shapes) != 1:
+        return cache
+
+    def _shape_of(self, probe: Cache) -> CacheShape:
+        """
+        Args:
+            probe: of one token.
+        """
+        written = _written(probe)
+        heads = {tensor.shape[1] for pair in written for tensor in pair}
+        if len(heads) != 1:
             raise ValueError(
-                f"hf_infer: the layers of {type(self.model).__name__} keep tensors of shapes {sorted(shapes)}; the "
-                "engine needs keys and values of one shape in every layer"
+                f"hf_infer: the layers of {type(self.model).__name__} keep keys and values of {sorted(heads)} heads; "
+                "the engine needs one number of heads in every layer"
             )
-        _, num_kv_heads, _, head_dim = shapes.pop()
-        return CacheShape(len(written), num_kv_heads, head_dim)
+        states = tuple((state.shape[1:], state.dtype) for state in _states(probe.layers))
+        return CacheShape(len(written), heads.pop(), max(max(pair) for pair in self._widths), states)
 
 
 FEATURE_CACHE_TOKENS = 16384
@@ -273,9 +332,62 @@ class _ImageFeatures:
     deepstack: list[torch.Tensor]
 
 
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""Kinds of layers, as configurations name them."""
+
+
+def _is_linear(layer: Any) -> bool:
+    return isinstance(layer, LinearAttentionLayer)
+
+
 def _written(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of every layer, (batch, num_kv_heads, length, head_dim)."""
-    return [(layer.keys, layer.values) for layer in cache.layers]
+    """Keys and values of every layer that has any, (batch, num_kv_heads, length, head_dim)."""
+    return [(layer.keys, layer.values) for layer in cache.layers if not _is_linear(layer)]
+
+
+def _states(layers: Sequence[Any]) -> list[torch.Tensor]:
+    """Two of each layer of linear attention, (batch, ...): what its convolution and its recurrence go on from."""
+    linear = [layer for layer in layers if _is_linear(layer)]
+    return [state for layer in linear for state in (layer.conv_states[0], layer.recurrent_states[0])]
+
+
+def _give_states(layer: Any, conv: torch.Tensor, recurrent: torch.Tensor) -> None:
+    """Let a layer of linear attention go on from here; it writes into these tensors."""
+    layer.conv_states[0], layer.recurrent_states[0] = conv, recurrent
+    layer.conv_kernel_size[0] = conv.shape[-1]
+    layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = True
+    layer.has_previous_state[0] = True
+
+
+def _padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """With zeros behind its last dimension: keys and values may be of different length (DeepSeek-V3)."""
+    return tensor if tensor.shape[-1] == width else torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1]))
+
+
+def _assembled(parts: Sequence[tuple[list[int], PromptStates]], count: int, longest: int) -> PromptStates:
+    """Prompts that were computed in several parts.
+
+    Args:
+        parts: places of prompts, and their states.
+        count: of all prompts.
+    """
+    first = parts[0][1]
+    shape = list(first.keys_values.shape)
+    shape[2], shape[4] = count, longest
+    keys_values, logits = first.keys_values.new_zeros(shape), first.logits.new_empty(count, first.logits.shape[1])
+    states = [state.new_empty(count, *state.shape[1:]) for state in first.states]
+    routes = None
+    if first.routes is not None:
+        routes = np.zeros((count, longest, *first.routes.shape[2:]), first.routes.dtype)
+    for rows, part in parts:
+        length = part.keys_values.shape[4]
+        keys_values[:, :, rows, :, :length] = part.keys_values
+        logits[rows] = part.logits
+        for state, own in zip(states, part.states, strict=True):
+            state[rows] = own
+        if routes is not None:
+            routes[rows, :length] = part.routes
+    return PromptStates(keys_values, logits, (), routes, states)
 
 
 class _EngineLayer(CacheLayerMixin):
@@ -295,9 +407,9 @@ class _EngineLayer(CacheLayerMixin):
 class _PromptLayer(_EngineLayer):
     """One prompt of which ``known`` tokens are there: ``keys_values`` (2, num_kv_heads, length, head_dim)."""
 
-    def __init__(self, keys_values: torch.Tensor, known: int) -> None:
+    def __init__(self, keys_values: torch.Tensor, known: int, widths: tuple[int, int]) -> None:
         super().__init__()
-        self._keys_values = keys_values
+        self._keys_values = [part[..., :width] for part, width in zip(keys_values, widths, strict=True)]
         self._known = known
 
     def update(
@@ -308,7 +420,7 @@ class _PromptLayer(_EngineLayer):
         return keys[None], values[None]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._keys_values.shape[2], 0
+        return self._keys_values[0].shape[1], 0
 
     def get_seq_length(self) -> int:
         return self._known
@@ -319,14 +431,18 @@ class _RowsLayer(_EngineLayer):
 
     slots: DecodeSlots
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, widths: tuple[int, int]) -> None:
         super().__init__()
         self._index = index
+        self._widths = widths
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.slots.append(self._index, key_states[:, :, 0], value_states[:, :, 0])
+        width = max(self._widths)
+        new = (_padded(states[:, :, 0], width) for states in (key_states, value_states))
+        keys, values = self.slots.append(self._index, *new)
+        return keys[..., : self._widths[0]], values[..., : self._widths[1]]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.end, 0
@@ -339,29 +455,27 @@ def create_decoder(model: PreTrainedModel, max_model_len: int) -> Decoder:
     """The fused decoder where the model's family allows it, the generic one elsewhere.
 
     Raises:
-        ValueError: a model with layers other than full causal attention.
+        ValueError: layers of another kind than causal attention, to all tokens or a window, and linear attention.
     """
-    _refuse_partial_attention(model, max_model_len)
+    _refuse_other_layers(model)
     model.requires_grad_(False).eval()
     decoder: Decoder
     if getattr(model.config, "vision_config", None) is not None:
         decoder = VisionDecoder(model)
     else:
-        decoder = FusedDecoder(model, max_model_len) if is_fusable(model) else GenericDecoder(model)
+        window = getattr(model.config, "sliding_window", None)
+        has_window = window and max_model_len > window and not getattr(model.config, "layer_types", None)
+        is_fused = is_fusable(model) and not has_window
+        decoder = FusedDecoder(model, max_model_len) if is_fused else GenericDecoder(model)
     logger.info("hf_infer: %s is computed by %s", type(model).__name__, type(decoder).__name__)
     return decoder
 
 
-def _refuse_partial_attention(model: PreTrainedModel, max_model_len: int) -> None:
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    if kinds == {"full_attention"} and window and not getattr(config, "layer_types", None):
-        kinds = {"sliding_attention"}
-    if window and max_model_len <= window:
-        kinds.discard("sliding_attention")
-    if kinds - {"full_attention"}:
+def _refuse_other_layers(model: PreTrainedModel) -> None:
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    known = {FULL, SLIDING, LINEAR} if getattr(model.config, "vision_config", None) is None else {FULL}
+    if kinds - known:
         raise ValueError(
-            f"hf_infer: {type(model).__name__} has layers of type {', '.join(sorted(kinds))}; the engine's cache holds "
-            f"full attention only. With a sliding window, set strategy_config.max_model_len to at most {window}"
+            f"hf_infer: {type(model).__name__} has layers of type {', '.join(sorted(kinds - known))}; the engine "
+            f"computes {', '.join(sorted(known))}"
         )

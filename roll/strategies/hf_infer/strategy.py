@@ -216,7 +216,8 @@ class HfInferStrategy(GenerationStrategy):
 def _load_model(role: WorkerConfig, load_format: str) -> Any:
     # The engine gives masks of its own, which flash-attention kernels do not take.
     eager = attention_implementation(role.model_args) == "eager"
-    args = replace(role.model_args, attn_implementation="eager" if eager else "sdpa")
+    # null: sdpa where the model has it, else eager.
+    args = replace(role.model_args, attn_implementation="eager" if eager else None)
     dtype = DTYPES[args.dtype]
     device = current_platform().device()
     model: Any

@@ -26,7 +26,7 @@ from roll.models.build import build_model, has_tied_embeddings
 from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers
 from roll.models.layouts import TokenLayout, TopTokens, padded, with_token_rows
 from roll.models.log_probs import ResponseModel
-from roll.models.lora import Adapters, MergedWeight, add_adapters, base_name
+from roll.models.lora import Adapters, MergedWeight, add_adapters, base_name, merged_rows
 from roll.models.routes import encoded, missing_mark, route_dtype, routes_of, with_prompts_of_leaders
 from roll.models.stored import StoredLayout
 from roll.models.vision import FEATURES, ImagePool, with_images
@@ -289,16 +289,25 @@ class DataParallelStrategy(ModelStrategy):
 
     def _comes_in_stretches(self, weight: MergedWeight) -> bool:
         """Several stored tensors, none of which needs more than a stretch of the live one."""
-        return len(weight.parts) == 1 and len(self._stored.parts(weight.name)) > 1
+        return len(self._stored.parts(weight.name)) > 1
 
     def _stretches(self, weight: MergedWeight, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Collective. The stored tensors of a weight that is larger than a bucket, in runs that are not, one gather
-        each."""
-        (tensor,) = weight.parts
+        each; adapters, which are small, come whole."""
+        tensor, *adapter = weight.parts
         itemsize = self._wire_dtype(tensor).itemsize
+        low_rank = self._gather(adapter) if adapter else []
         for stretch in self._stored.stretches(weight.name, bucket_bytes // itemsize):
             flat = self._gather_span(tensor, stretch.begin, stretch.end)
-            yield list(stretch.of(flat)) if self.rank == 0 else []
+            found = list(stretch.of(flat)) if self.rank == 0 else []
+            if found and low_rank:
+                shape = self._stored.live_shape(weight.name)
+                firsts = [begin // shape[-1] for _, begin, _ in stretch.parts]
+                found = [
+                    (name, merged_rows(part, first, shape, *low_rank, weight.scaling))
+                    for (name, part), first in zip(found, firsts, strict=True)
+                ]
+            yield found
 
     def _live_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Collective. All weights whole, as the model computes with them."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from roll.strategies.engines.requests import GenerationRequest
 from roll.strategies.hf_infer.decoder import FusedDecoder, PromptStates
@@ -22,7 +20,6 @@ from tests.strategies.hf_infer.helpers import (
     random_prompts,
     run,
 )
-from tests.strategies.moe_models import write_moe
 
 CASES = [(name, kind) for name in CONFIGS for kind in ("fused", "generic") if (name, kind) != ("gpt2", "fused")]
 
@@ -44,25 +41,6 @@ def test_equals_generate_with_ragged_prompts_groups_and_refill(name: str, kind: 
         assert output.finish_reason == ("stop" if tokens[-1] == 1 else "length")
         assert len(output.log_probs) == len(tokens)
     assert {len(tokens) for tokens in expected} != {len(expected[0])}, "lengths must differ to say anything"
-
-
-@pytest.mark.long
-def test_a_family_with_shared_experts_and_a_bias_equals_generate(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(write_moe(tmp_path, "glm4_moe")).eval().requires_grad_(False)
-    prompts = [[token % model.config.vocab_size for token in prompt] for prompt in random_prompts([1, 17, 30])]
-    engine = build_engine(model, "generic", max_num_seqs=4)
-    outputs = run(engine, [GenerationRequest(str(i), p, greedy(12), num_samples=2) for i, p in enumerate(prompts)])
-    for (request_id, _), output in outputs.items():
-        prompt = prompts[int(request_id)]
-        assert output.token_ids == generate_greedy(model, prompt, 12)
-        logits = model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
-        wanted = logits.log_softmax(-1).gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(output.log_probs), wanted, rtol=0, atol=1e-5)
-
-
-def test_families_whose_layers_keep_something_else_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"DeepseekV3ForCausalLM keep tensors of shapes .*one shape in every layer"):
-        GenericDecoder(AutoModelForCausalLM.from_pretrained(write_moe(tmp_path, "deepseek_v3")))
 
 
 def test_equals_generate_in_a_large_batch() -> None:
@@ -112,26 +90,6 @@ def test_prompt_is_computed_once_for_a_split_group() -> None:
 def test_choice_of_decoder() -> None:
     assert isinstance(create_decoder(build_model("llama"), MAX_MODEL_LEN), FusedDecoder)
     assert isinstance(create_decoder(build_model("gpt2"), MAX_MODEL_LEN), GenericDecoder)
-
-
-def test_sliding_window_is_refused_unless_no_sequence_reaches_it() -> None:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    config = MistralConfig(
-        vocab_size=100,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=16,
-    )
-    with pytest.raises(ValueError, match="max_model_len to at most 16"):
-        create_decoder(MistralForCausalLM(config), 17)
-    model = MistralForCausalLM(config).eval()
-    decoder = create_decoder(model, 16)
-    prompt = random_prompts([12])
-    torch.testing.assert_close(decoder.prefill(prompt).logits, model(torch.tensor(prompt)).logits[:, -1])
 
 
 @pytest.mark.gpu

@@ -1,0 +1,307 @@
+"""verl's tool agent: tools and interactions that verl's configuration files name, in the loop of its ``tool_agent``.
+
+The classes are verl's own or written for it, and are built by verl's registries (the package ``verl`` must be there).
+Everything else is roll's: a conversation grows as the chat template renders it, what was sampled is trained.
+
+Of the loop (``verl/experimental/agent_loop/tool_agent_loop.py``): after each response the episode ends where the
+response budget is used up or the turns are; else its tool calls are made, the first ``max_parallel_calls`` of them;
+without a call an interaction, if there is one, gives the next user message; without either the episode ends.  The
+reward is a function of all tokens behind the prompt; what tools and interactions score reaches that function in
+``extra_info``, and no gradient otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from roll.agents.agent_options import AgentOptionError, VerlOptions
+from roll.agents.chat_ids import ChatTemplate, Message
+from roll.agents.episode import Episode, EpisodeOver, Model, Response, Task
+from roll.agents.tool_calls import ToolCall
+from roll.agents.verifiers import Verifier
+
+SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
+"""verl's loops, as the column ``agent_name`` of a row and ``default_agent_loop`` name them."""
+
+REGISTRIES = {
+    "tool_config_path": (
+        ("verl.tools.utils.tool_registry", "verl.tools.tool_registry"),
+        "initialize_tools_from_config",
+    ),
+    "interaction_config_path": (
+        ("verl.interactions.utils.interaction_registry",),
+        "initialize_interactions_from_config",
+    ),
+}
+"""Modules of verl, of which versions have one or the other, and the function that builds what a file names."""
+
+
+@dataclass
+class AgentData:
+    """What verl hands to a tool's ``execute`` as ``agent_data``."""
+
+    messages: list[Message]
+    tools_kwargs: Mapping[str, Any]
+    request_id: str
+    tool_rewards: list[float] = field(default_factory=list)
+    turn_scores: list[float] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    user_turns: int = 0
+    assistant_turns: int = 0
+
+
+class VerlAgent:
+    """Plays verl's ``tool_agent`` and ``single_turn_agent``, whichever a row names.
+
+    Args:
+        tools: objects with ``name``, ``tool_schema`` (a pydantic model) and the coroutines ``create``, ``execute`` and
+            ``release``; None: those of ``options.tool_config_path``, built at the first episode.
+        interactions: by name, objects with the coroutines ``start_interaction``, ``generate_response`` and
+            ``finalize_interaction``; None: those of ``options.interaction_config_path``.
+    """
+
+    def __init__(
+        self,
+        options: VerlOptions,
+        verifier: Verifier,
+        tools: Sequence[Any] | None = None,
+        interactions: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._options, self._verifier = options, verifier
+        self._tools = None if tools is None else {tool.name: tool for tool in tools}
+        self._interactions = interactions
+
+    def check_host(self) -> None:
+        """Build tools and interactions.
+
+        Raises:
+            AgentOptionError: without verl, or what its registries say of the file.
+        """
+        options = self._options
+        if self._tools is None:
+            found = _built("tool_config_path", options.tool_config_path) or ()
+            self._tools = {tool.name: tool for tool in found}
+        if self._interactions is None:
+            self._interactions = _built("interaction_config_path", options.interaction_config_path) or {}
+
+    def fits(self, row: Mapping[str, Any], template: ChatTemplate) -> bool:
+        """Return false for a row that ``filter_overlong_prompts`` leaves out."""
+        options = self._options
+        if not options.filter_overlong_prompts or options.prompt_length is None:
+            return True
+        self.check_host()
+        offered = template.with_tools([schema_of(tool) for tool in self._offered(row).values()])
+        return len(offered.prompt(self._first_messages(row))) <= options.prompt_length
+
+    async def run(self, task: Task, model: Model, episode: Episode) -> float:
+        """Play an episode; returns what the verifier says of it.
+
+        Raises:
+            EpisodeOver: a limit, after the episode has been scored; or a verifier that has failed.
+        """
+        self.check_host()
+        row = task.row
+        loop = row.get("agent_name") or self._options.default_agent_loop
+        if loop not in (SINGLE_TURN, TOOL_AGENT):
+            raise ValueError(f"agent_name: {loop}: {TOOL_AGENT} and {SINGLE_TURN} are played here")
+        data = AgentData(self._first_messages(row), _entry(row, "tools_kwargs"), uuid.uuid4().hex)
+        ended: EpisodeOver | None = None
+        try:
+            await self._played(data, self._offered(row), row, model, episode, once=loop == SINGLE_TURN)
+        except EpisodeOver as over:
+            if not episode.calls:
+                raise
+            ended = over
+        score = await self._verifier(_with_account(task, data), model, episode)
+        episode.success = score > 0
+        if ended is not None:
+            model.reward(score)
+            raise ended
+        return score
+
+    async def _played(
+        self,
+        data: AgentData,
+        tools: Mapping[str, Any],
+        row: Mapping[str, Any],
+        model: Model,
+        episode: Episode,
+        once: bool,
+    ) -> None:
+        options, schemas = self._options, [schema_of(tool) for tool in tools.values()]
+        interaction, kwargs = self._interaction(row) if not once else (None, {})
+        if interaction is not None:
+            await interaction.start_interaction(data.request_id, **kwargs)
+        while True:
+            budget = options.response_length
+            response = await model.chat(data.messages, tools=schemas, most_behind_prompt=budget)
+            data.messages.append(response.message)
+            data.assistant_turns += 1
+            if once or self._turns_are_over(data) or model.tokens_behind_prompt(response.call) >= budget:
+                return
+            begin = time.perf_counter()
+            try:
+                if response.parsed.calls:
+                    data.messages += await self._results(response, data, tools, episode)
+                    data.user_turns += 1
+                elif interaction is None or await self._answered(interaction, kwargs, data):
+                    return
+            finally:
+                episode.seconds.environment += time.perf_counter() - begin
+
+    def _turns_are_over(self, data: AgentData) -> bool:
+        most_own, most_others = self._options.max_assistant_turns, self._options.max_user_turns
+        return bool((most_own and data.assistant_turns >= most_own) or (most_others and data.user_turns >= most_others))
+
+    async def _results(
+        self, response: Response, data: AgentData, tools: Mapping[str, Any], episode: Episode
+    ) -> list[Message]:
+        """Messages with the results of the calls that are made; further calls are left unanswered, as there."""
+        calls = response.parsed.calls[: self._options.max_parallel_calls]
+        results = await asyncio.gather(*(self._called(call, data, tools) for call in calls))
+        episode.metrics["tool_calls"] = episode.metrics.get("tool_calls", 0.0) + len(calls)
+        failed = sum(failed for _, _, failed in results)
+        episode.metrics["failed_tool_calls"] = episode.metrics.get("failed_tool_calls", 0.0) + failed
+        data.tool_rewards += [float(reward) for _, reward, _ in results if reward is not None]
+        made = zip(calls, response.message["tool_calls"], results, strict=False)
+        return [
+            {"role": "tool", "tool_call_id": asked["id"], "name": call.name, "content": content}
+            for call, asked, (content, _, _) in made
+        ]
+
+    async def _called(self, call: ToolCall, data: AgentData, tools: Mapping[str, Any]) -> tuple[Any, Any, bool]:
+        """Content of the result, the tool's own score, and whether the call has failed."""
+        tool = instance = None
+        try:
+            tool = tools[call.name]
+            given = data.tools_kwargs.get(call.name) or {}
+            created = await tool.create(create_kwargs=given.get("create_kwargs") or {})
+            instance = created[0] if isinstance(created, tuple) else created
+            answer, reward, _ = await tool.execute(instance, call.arguments, agent_data=data)
+        except Exception as error:
+            return f"Error when executing tool: {error}", 0.0, True
+        finally:
+            if tool is not None and instance:
+                await tool.release(instance)
+        text = answer if isinstance(answer, str) else getattr(answer, "text", None) or ""
+        content: Any = self._shortened(text)
+        images = getattr(answer, "image", None)
+        if images is not None:
+            every = images if isinstance(images, list | tuple) else [images]
+            parts: list[Message] = [{"type": "image", "image": image} for image in every if image is not None]
+            content = [*parts, *([{"type": "text", "text": content}] if content else [])]
+        return content, reward, False
+
+    def _shortened(self, text: str) -> str:
+        """A result of at most ``max_tool_response_length`` characters; the side is the one that stays, as there."""
+        most, mark = self._options.max_tool_response_length, "(truncated)"
+        if len(text) <= most:
+            return text
+        if self._options.tool_response_truncate_side == "left":
+            return f"{text[:most]}...{mark}"
+        if self._options.tool_response_truncate_side == "right":
+            return f"{mark}...{text[-most:]}"
+        half = most // 2
+        return f"{text[:half]}...{mark}...{text[-half:]}"
+
+    async def _answered(self, interaction: Any, kwargs: Mapping[str, Any], data: AgentData) -> bool:
+        """Put the interaction's message into the conversation; true: it ends the episode."""
+        over, said, score, _ = await interaction.generate_response(data.request_id, data.messages, **kwargs)
+        data.user_turns += 1
+        data.messages.append({"role": "user", "content": said})
+        if score is not None:
+            data.turn_scores.append(float(score))
+        return bool(over)
+
+    def _interaction(self, row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """The row's interaction, with its arguments; None without any.
+
+        Raises:
+            ValueError: the row names none, or another one.
+        """
+        if not self._interactions:
+            return None, {}
+        kwargs = _entry(row, "interaction_kwargs")
+        if kwargs.get("name") not in self._interactions:
+            known = ", ".join(self._interactions)
+            raise ValueError(f"extra_info.interaction_kwargs.name: {kwargs.get('name')!r}: there are {known}")
+        return self._interactions[kwargs["name"]], kwargs
+
+    def _offered(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The tools of a row: those of ``extra_info.tool_selection``, else all."""
+        tools = self._tools or {}
+        chosen = (row.get("extra_info") or {}).get("tool_selection")
+        return {name: tools[name] for name in chosen if name in tools} if chosen else tools
+
+    def _first_messages(self, row: Mapping[str, Any]) -> list[Message]:
+        """
+        Raises:
+            ValueError: no conversation in the column, or images.
+        """
+        key, images = self._options.prompt_key, row.get("images")
+        messages = row.get(key)
+        if not isinstance(messages, list | tuple) or not messages:
+            raise ValueError(f"column {key}: must hold a conversation, a list of messages")
+        if images is not None and len(images):
+            raise ValueError("column images: images of rows are not shown to verl's tool agent here")
+        return [dict(message) for message in messages]
+
+    async def close(self) -> None:
+        """Nothing of its own is open."""
+
+
+def schema_of(tool: Any) -> Message:
+    """A tool's schema as verl gives it to the chat template."""
+    schema: Message = tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
+    return schema
+
+
+def _entry(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A mapping in ``extra_info``; entries of other rows' tools, which Parquet fills with nulls, are left out."""
+    found = (row.get("extra_info") or {}).get(name) or {}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _with_account(task: Task, data: AgentData) -> Task:
+    """The task with what verl adds to ``extra_info`` for the reward."""
+    account = {
+        "num_turns": data.user_turns + data.assistant_turns + 1,
+        "turn_scores": data.turn_scores,
+        "tool_rewards": data.tool_rewards,
+        **data.extra_fields,
+    }
+    return replace(task, row={**task.row, "extra_info": {**(task.row.get("extra_info") or {}), **account}})
+
+
+def _built(key: str, path: str | None) -> Any:
+    """What verl's registry builds of a file; None without one.
+
+    Raises:
+        AgentOptionError: no verl, or one without such a registry; a file or class that it cannot use.
+    """
+    if path is None:
+        return None
+    names, function = REGISTRIES[key]
+    registries = [name for name in names if _is_there(name)]
+    if not registries:
+        rule = f"its classes are built by verl, and {names[0]} is not here: pip install verl (0.7 has both registries)"
+        raise AgentOptionError(f"agent_config.{key}: {rule}")
+    try:
+        return getattr(importlib.import_module(registries[0]), function)(path)
+    except Exception as error:
+        raise AgentOptionError(f"agent_config.{key}: {path}: {type(error).__name__}: {error}") from error
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
