@@ -53,8 +53,12 @@ def results(run: FinishedRun) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def other(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of the same architecture with other weights."""
-    folder = tmp_path_factory.mktemp("models") / "other"
-    shutil.copytree(world.model, folder)
+    return changed_model(world.model, tmp_path_factory.mktemp("models") / "other")
+
+
+def changed_model(model: Path, folder: Path) -> Path:
+    """A copy in ``folder`` with noise on every weight."""
+    shutil.copytree(model, folder)
     torch.manual_seed(3)
     weights = load_file(folder / "model.safetensors")
     save_file(
