@@ -225,7 +225,7 @@ def test_tasks_of_lm_eval_inside_training(run: Run, world: TinyWorld, tmp_path: 
         "doc_to_text": "{{question}}",
         "doc_to_target": "0",
         "doc_to_choice": [" 3", " 12 and more"],
-        "metric_list": [{"metric": "acc"}, {"metric": "bpb"}],
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
     }
     (tasks / "eggs.yaml").write_text(yaml.safe_dump(task))
     harness = {"name": "lm_eval", "tasks": ["tiny_eggs"], "include": str(tasks)}
