@@ -229,6 +229,11 @@ def put_loss(draft: Draft) -> None:
     if level == "sequence" and kind in ("cispo", "sapo"):
         draft.refuse("level", f"with loss_type {kind} has no translation: it is token by token here", "token")
         return
+    if draft.get("truncated_out") and MODES[kind] != "token-mean":
+        rule = f"with loss_type {kind} counts them in the mean over responses there; here max_len_mask leaves them out"
+        draft.refuse("truncated_out", f"{rule}: dapo and cispo are the same", False)
+    if draft.get("weighted_kl") and level == "sequence":
+        draft.refuse("weighted_kl", "weighs the KL by the ratio of the sequence there, by those of tokens here", False)
     low = float(draft.get("epsilon", default=0.2))
     high = float(draft.get("epsilon_high", default=low))
     variant = kind if kind in ("cispo", "sapo") else "gspo_token" if level == "sequence" else "ppo"
