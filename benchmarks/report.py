@@ -32,7 +32,7 @@ from roll.pipelines.sample_records import SampleRecorder
 from roll.protocol import DataProto
 from roll.report.page import write_page
 from roll.report.run_files import read_run
-from roll.rollout.batch import object_column
+from roll.rollout.groups import object_column
 from roll.tracking.sample_log import SampleLog
 
 ROOT = Path(__file__).resolve().parents[1]

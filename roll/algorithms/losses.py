@@ -172,8 +172,8 @@ def mismatch_metrics(inputs: LossInputs, metrics: MetricBuilder, with_segments: 
         of_block = [size.sum(), log_ratio.sum(), torch.expm1(bounded, out=size).sub_(bounded).sum()]
         of_block.append(clear_(torch.exp(bounded, out=size), bits).sum())
         old, sampled = (clear_(torch.exp(of, out=out), bits) for of, out in ((a, log_ratio), (b, size)))
-        moments = correlation_moments(old, sampled)
-        sums.append([*of_block, old.sub_(sampled).sum(), *moments])
+        of_pairs = correlation_moments(old, sampled)
+        sums.append([*of_block, old.sub_(sampled).sum(), *of_pairs])
     size_sum, k1, k3, ratio, difference, *moments = (reduce(torch.add, parts) for parts in zip(*sums, strict=True))
     totals = torch.cat(of_rows)
     metrics.mean("actor/train_infer_log_diff_abs_mean", size_sum, tokens)

@@ -168,11 +168,10 @@ def _has_gaps(mask: Tensor, discount: float) -> bool:
 
 
 def _recursion(values: Tensor, mask: Tensor, discount: float, has_gaps: bool, out: Tensor) -> None:
-    """Write the discounted sum of each masked token to ``out``; what stands left of a row's first one is meaningless."""
-    sums = (
-        masked_discounted_sum(values, mask, discount, out)
-        if has_gaps
-        else reverse_discounted_sum(values, discount, out)
-    )
+    """Write each masked token's discounted sum to ``out``; what stands left of a row's first one is meaningless."""
+    if has_gaps:
+        sums = masked_discounted_sum(values, mask, discount, out)
+    else:
+        sums = reverse_discounted_sum(values, discount, out)
     if sums.data_ptr() != out.data_ptr():
         out.copy_(sums)

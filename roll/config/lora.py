@@ -150,7 +150,7 @@ def _check_plain(path: str, args: ModelArguments, strategy: str, in_rl: bool, ch
 
 def _check_without_target(path: str, args: ModelArguments, checks: Checks) -> None:
     if args.additional_target:
-        rule = "goes with lora_target: it names modules trained in full beside adapters"
+        rule = "goes with lora_target: it names modules trained in full in addition to adapters"
         checks.add(f"{path}.additional_target", args.additional_target, rule, "~")
     _note_without_effect(path, args, "no lora_target", checks)
 

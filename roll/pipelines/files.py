@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 import shutil
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.checkpoint.folders import atomic_folder
 from roll.config.model_files import CONFIG, model_folder
-from roll.distributed.failures import WorkerFailed
 from roll.rollout.groups import SampleGroup
 from roll.tracking import SampleTable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from roll.distributed import Cluster, PendingCall
+    from roll.distributed import Cluster
     from roll.protocol.vision import EncodedImage
 
 
@@ -59,88 +54,6 @@ def copy_processor(model_path: str, folder: Path) -> None:
     for name in PROCESSOR_FILES if source is not None else ():
         if (source / name).is_file():  # type: ignore[operator]
             shutil.copyfile(source / name, folder / name)  # type: ignore[operator]
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """The driver, or a worker, had no room for a file (none left, beyond a quota, or beyond the largest allowed)."""
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        return True
-    texts = (report.error for report in error.reports) if isinstance(error, WorkerFailed) else ()
-    return any(os.strerror(number) in text for text in texts for number in _NO_ROOM)
-
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class PendingCheckpoint:
-    """A checkpoint folder under its hidden name, and the clusters that write into it.
-
-    Args:
-        writing: gives the folder when it is entered, publishes it when it is left.
-        writers: clusters of training workers.
-        steps_done: by the weights that it holds.
-    """
-
-    def __init__(self, writing: AbstractContextManager[Path], writers: Sequence[Cluster], steps_done: int = 0) -> None:
-        self._stack = ExitStack()
-        self._writers = writers
-        self.steps_done = steps_done
-        self._asked: list[PendingCall[list[bool]]] = []
-        self.path = self._stack.enter_context(writing)
-
-    def is_written(self) -> bool:
-        """True if all ranks were done when they were last asked; never waits, asks again where some were not.
-
-        Raises:
-            WorkerFailed, WorkerDied: a rank could not write its part.
-        """
-        if not self._asked:
-            self._asked = self._ask(wait=False)
-        if not all(call.done() for call in self._asked):
-            return False
-        answers = [done for call in self._asked for done in call.result()]
-        self._asked = []
-        return all(answers)
-
-    def publish(self) -> None:
-        """Wait until all ranks are done, then let the checkpoint appear.
-
-        Raises:
-            WorkerFailed, WorkerDied: a rank could not write its part; nothing appears.
-            OSError: the folder could not be completed.
-        """
-        try:
-            for call in self._ask(wait=True):
-                call.result()
-        except BaseException as error:
-            if is_disk_full(error):
-                self.settle()
-            self.discard()
-            raise
-        self._stack.close()
-
-    def settle(self) -> None:
-        """Wait until every rank has stopped to write, whatever came of it: one of them found no room."""
-        from roll.workers.training import TrainingWorker
-
-        self._asked = []
-        for cluster in self._writers:
-            for rank in range(cluster.world_size):
-                try:
-                    cluster.submit(rank, TrainingWorker.checkpoint_saved, True).result()
-                except WorkerFailed as error:
-                    logger.info("%s", error)
-
-    def discard(self) -> None:
-        """Remove the folder. To be called where an exception is handled, when all writers have ended."""
-        error = sys.exc_info()
-        assert error[0] is not None
-        self._stack.__exit__(*error)
-
-    def _ask(self, wait: bool) -> list[PendingCall[list[bool]]]:
-        from roll.workers.training import TrainingWorker
-
-        return [cluster.call_all(TrainingWorker.checkpoint_saved, wait) for cluster in self._writers]
 
 
 def sample_table(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ def check_needed_roles(config: PolicyRunConfig, checks: Checks) -> None:
             rule = f"must be actor_train's, {dtype}: the engine holds exactly the weights it is sent"
             checks.add(key, engine.model_args.dtype, rule, dtype)
         else:
-            checks.note(key, f"{engine.model_args.dtype} beside {dtype} in training: log-probs differ by the rounding")
+            checks.note(key, f"{engine.model_args.dtype} with {dtype} in training: log-probs differ by the rounding")
     own, trained = config.actor_infer.model_args.model_name_or_path, config.actor_train.model_args.model_name_or_path
     if own is not None and own != (trained or config.pretrain):
         checks.note(

@@ -9,13 +9,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
-from roll.checkpoint import Checkpoint, CheckpointManager
-from roll.checkpoint.best import BestCheckpoint
-from roll.checkpoint.state import load_state, save_state
+from roll.checkpoint import Checkpoint
+from roll.checkpoint.state import load_state
 from roll.config.loader import LoadedConfig
-from roll.config.reading.masking import masked
 from roll.distributed import (
     Cluster,
     Interrupted,
@@ -26,41 +22,31 @@ from roll.distributed import (
     WorkerDied,
     ray_runtime,
 )
-from roll.distributed.actor import Profiling
 from roll.distributed.guard import Guard
 from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
 from roll.pipelines.batches import FOLDER as BATCHES
 from roll.pipelines.batches import BatchRecorder
-from roll.pipelines.files import PendingCheckpoint, is_disk_full, write_samples
 from roll.pipelines.interruption import Interruption, command_to_go_on
+from roll.pipelines.run_checkpoints import STATE_FOLDER, RunCheckpoints
+from roll.pipelines.run_outputs import RunOutputs, whole_sets
 from roll.pipelines.sample_records import SampleRecorder
 from roll.pipelines.stragglers import StragglerWatch
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
-from roll.report.page import ending_command, write_report
-from roll.report.run_files import REPORT_NAME, RunFiles
-from roll.report.traces import write_traces
 from roll.tracking import (
     ENDING_LOGGER,
-    LOG_NAME,
-    METRICS_NAME,
     PhaseTimer,
     ProgressReporter,
-    RunSummary,
     SampleTable,
-    TrackedRun,
     build_trackers,
     setup_logging,
 )
-from roll.tracking.console import INTERVAL_ENDS
-from roll.tracking.plots import plot_run
 from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, SampleLog
 from roll.tracking.timeline import REQUESTS_NAME, TIMELINE_NAME, TimelineLog, span_log
 
 logger = logging.getLogger(__name__)
 
-STATE_FOLDER = "pipeline"
 RESOLVED_CONFIG = "config.yaml"
 PLOT = "curves.png"
 SHOWN_SAMPLES = 8
@@ -87,7 +73,6 @@ class RunContext:
         self._timer = PhaseTimer(self._peak_memory if self.config.memory_steps else None)
         self._stragglers = StragglerWatch(lambda: self._clusters)
         self._measures_memory = False
-        self._pending: PendingCheckpoint | None = None
         self._interruption = Interruption(self.config.interrupt_timeout)
         config = self.config
         self._batches = BatchRecorder(
@@ -95,23 +80,9 @@ class RunContext:
         )
         self._guard: Guard | None = None
         self._total_steps = 0
-        self._drawn = False
-        upload = self.config.checkpoint_config
-        self._checkpoints = CheckpointManager(
-            self.plan.checkpoint_dir,
-            self.config.max_ckpt_to_keep,
-            upload_dir=upload.output_dir,
-            async_upload=upload.async_upload,
-            keep_local_file=upload.keep_local_file,
-            storage_options=upload.storage_options,
-            best=(
-                BestCheckpoint(self.plan.checkpoint_dir, upload.keep_best_metric, upload.keep_best_mode)
-                if upload.keep_best_metric
-                else None
-            ),
-        )
-        self._resume = self._checkpoints.resolve(self.config.resume_from_checkpoint)
-        self._files = RunFiles.of(loaded, resumed=self._resume is not None)
+        self._checkpoints = RunCheckpoints(config, self.plan, self.record, self._published)
+        self._resume = self._checkpoints.resume
+        self._outputs = RunOutputs(loaded, resumed=self._resume is not None)
 
     # Start and end
 
@@ -126,7 +97,7 @@ class RunContext:
                 ray_runtime(
                     self.plan.num_devices_per_node,
                     self.plan.num_nodes,
-                    self._profiling().environment() | self.config.system_envs,
+                    self._outputs.profiling().environment() | self.config.system_envs,
                     log_dir / "workers",
                 )
             )
@@ -134,10 +105,12 @@ class RunContext:
             supervised.tell(mark=runtime.mark)
             ending.on_first = self._interruption.begin
             ending.saves_on_usr1 = self.config.on_usr1 == "save"
-            self._write_config()
-            self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, self._tracked_run())
+            self._outputs.write_config()
+            last_step = None if self._resume is None else self._resume.step - 1
+            tracked = self._outputs.tracked_run(last_step)
+            self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, tracked)
             stack.callback(self._tracker.close)
-            stack.callback(self._checkpoints.close)
+            stack.callback(self._checkpoints.manager.close)
             self._begin_record(stack)
             resources = ResourceManager(self.plan.num_devices_per_node, self.plan.num_nodes)
             stack.callback(resources.close)
@@ -145,7 +118,7 @@ class RunContext:
             try:
                 yield resources
                 with ending.holding():
-                    self._publish_checkpoint()
+                    self._checkpoints.publish()
             except BaseException as caught:
                 ending.release()
                 with ending.holding(then_raise=False):
@@ -168,18 +141,18 @@ class RunContext:
             stack.callback(span_log.close)
         stack.callback(self._timeline.close)
         stack.callback(self.samples.close)
-        self._files.write()
+        self._outputs.describe()
 
     def _end_early(self, error: BaseException) -> BaseException:
         """Save what there is to save, and end the clusters; ``error`` with an account of where the run stands."""
         if isinstance(error, Interrupted):
-            self._interruption.save(self._publish_checkpoint)
+            self._interruption.save(self._checkpoints.publish)
         self._interruption.end()
         # A rank that hangs would not take part in an orderly end.
         self._shut_down(graceful=False)
-        if self._pending is not None:
-            self._pending.discard()
-        self._files.write(outcome=f"{type(error).__name__}: {error}")
+        if self._checkpoints.pending is not None:
+            self._checkpoints.pending.discard()
+        self._outputs.describe(outcome=f"{type(error).__name__}: {error}")
         error.add_note(self._account())
         logging.getLogger(ENDING_LOGGER).error("%s: %s\n%s", type(error).__name__, error, self._account())
         return error
@@ -190,26 +163,11 @@ class RunContext:
         try:
             yield
         finally:
-            metrics = self.plan.log_dir / METRICS_NAME
-            if self._guard is not None and not self._drawn:
+            if self._guard is not None and not self._outputs.drawn:
                 with ending.holding(then_raise=False):
-                    if metrics.exists():
-                        self._draw_curves()
-                    self._write_report()
-
-    def _draw_curves(self) -> None:
-        self._drawn = True
-        metrics, plot = self.plan.log_dir / METRICS_NAME, self.plan.output_dir / PLOT
-        try:
-            plot_run(metrics, plot, self.plan.exp_name, self._loaded.pipeline.panels)
-        except (OSError, ValueError, RuntimeError) as error:
-            logger.warning("the curves could not be drawn: %s", error)
-
-    def _write_report(self) -> None:
-        if self.config.report_at_end:
-            write_report(self.plan.output_dir)
-        if self.config.otlp_output_dir is not None:
-            write_traces(self.plan.output_dir, Path(self.config.otlp_output_dir))
+                    if self._outputs.metrics.exists():
+                        self._outputs.draw_curves()
+                    self._outputs.write_report()
 
     def _account(self) -> str:
         """The progress of the run, and how to go on."""
@@ -220,43 +178,24 @@ class RunContext:
         return f"{steps}; newest checkpoint: {newest}\nto go on: {command_to_go_on(self._loaded)}"
 
     def _newest_checkpoint(self) -> Path | None:
-        places = self._places_of_newest()
+        places = self._checkpoints.places(self._interruption.saved_steps)
         return next((folder for folder in places if folder.is_dir()), places[0]) if places else None
-
-    def _places_of_newest(self) -> list[Path]:
-        """Where the newest checkpoint may be: it may move when it is copied away."""
-        step = self._interruption.saved_steps
-        if step is None:
-            return []
-        name = f"checkpoint-{step}"
-        upload = self._checkpoints.upload_dir
-        places = [folder / name for folder in (self._checkpoints.root, *([upload] if upload else []))]
-        if self._resume is not None and self._resume.step == step:
-            places.append(self._resume.path)
-        return places
 
     def _leave_account(self) -> None:
         """Have the guard speak for this process, should that end hard."""
         assert self._guard is not None
         supervised.tell(reached=self._interruption.steps_done)
-        if places := self._places_of_newest():
-            if self._checkpoints.store is not None:
-                copies = [f"{self._checkpoints.store}/{places[0].name}"]
+        if places := self._checkpoints.places(self._interruption.saved_steps):
+            if self._checkpoints.manager.store is not None:
+                copies = [f"{self._checkpoints.manager.store}/{places[0].name}"]
             else:
                 copies = []
             supervised.tell(checkpoint=[*map(str, places), *copies])
-        metrics, plot = self.plan.log_dir / METRICS_NAME, self.plan.output_dir / PLOT
         self._guard.tell(
             {
                 "account": self._account(),
-                "log": str((self.plan.log_dir / LOG_NAME).resolve()),
-                "command": ending_command(
-                    metrics,
-                    plot,
-                    self.plan.exp_name,
-                    self._loaded.pipeline.panels,
-                    self.plan.output_dir if self.config.report_at_end else None,
-                ),
+                "log": str(self._outputs.log.resolve()),
+                "command": self._outputs.ending_command(),
             }
         )
 
@@ -270,26 +209,6 @@ class RunContext:
         for cluster in self._clusters:
             cluster.shutdown(graceful=graceful)
 
-    def _profiling(self) -> Profiling:
-        config = self.config
-        folder = Path(config.profiler_output_dir or self.plan.log_dir / "profiler").resolve()
-        return Profiling(str(folder), config.profiler_timeline, config.profiler_memory, config.profiler_calls)
-
-    def _tracked_run(self) -> TrackedRun:
-        return TrackedRun(
-            log_dir=self.plan.log_dir,
-            exp_name=self.plan.exp_name,
-            config=masked(self._loaded.resolved),
-            resume_step=None if self._resume is None else self._resume.step - 1,
-        )
-
-    def _write_config(self) -> None:
-        for warning in self._loaded.warnings:
-            logger.warning("%s", warning)
-        text = yaml.safe_dump(masked(self._loaded.resolved), sort_keys=False, allow_unicode=True)
-        self.plan.output_dir.mkdir(parents=True, exist_ok=True)
-        (self.plan.output_dir / RESOLVED_CONFIG).write_text(text, encoding="utf-8")
-
     def watch(self, clusters: Sequence[Cluster]) -> None:
         """Clusters to shut down at the end, and to ask for their peak memory."""
         self._clusters += clusters
@@ -297,23 +216,12 @@ class RunContext:
     def finish(self, steps: int) -> None:
         """Draw the curves, write the report and show what came of the run."""
         self._record_phases(steps)
-        self._files.write(outcome="finished")
+        self._outputs.describe(outcome="finished")
         self.samples.flush()
-        self._draw_curves()
-        self._write_report()
-        plot = self.plan.output_dir / PLOT
-        files = {"log": self.plan.log_dir / LOG_NAME, **self._tracker.files(), "curves": plot}
-        if self.config.report_at_end:
-            files["report"] = self.plan.output_dir / REPORT_NAME
-        validations = sorted(self._validations)
-        RunSummary(
-            title=self.plan.exp_name,
-            before=_overall(self._validations[validations[0]], True) if len(validations) > 1 else {},
-            after=_overall(self._validations[validations[-1]], True) if validations else {},
-            seconds=time.perf_counter() - self._began,
-            steps=steps,
-            files=files,
-        ).show()
+        self._outputs.draw_curves()
+        self._outputs.write_report()
+        seconds = time.perf_counter() - self._began
+        self._outputs.summary(self._validations, seconds, steps, self._tracker.files()).show()
 
     # Steps, phases, metrics
 
@@ -369,7 +277,8 @@ class RunContext:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time the block as ``time/<name>``."""
-        self._publish_if_written()
+        if self._checkpoints.pending is not None:
+            self._checkpoints.publish_if_written()
         return self._measured(name) if self._measures_memory else self._timer.phase(name)
 
     @contextmanager
@@ -401,14 +310,14 @@ class RunContext:
         Raises:
             NotFinite: a loss or gradient was not finite, and ``on_nonfinite`` says that this ends the run.
         """
-        self._publish_if_written()
+        self._checkpoints.publish_if_written()
         seconds = time.perf_counter() - self._step_began
         metrics = to_floats(merge_metrics(self._recorded)) | self._timer.pop() | self._stragglers.pop()
         metrics |= {"time/step_total": seconds, "system/global_step": float(step)}
         if "system/tokens" in metrics:
             metrics["system/tps"] = metrics["system/tokens"] / seconds
         self._recorded = []
-        self._checkpoints.measured(step, metrics)
+        self._checkpoints.manager.measured(step, metrics)
         self._record_phases(step)
         if step % self.config.logging_steps == 0:
             self._tracker.log(metrics, step)
@@ -425,8 +334,8 @@ class RunContext:
         """Metrics of a validation after ``steps_done`` steps."""
         self._validations[steps_done] = dict(metrics)
         self._tracker.log(metrics, steps_done)
-        self._checkpoints.measured(steps_done, metrics)
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in _overall(metrics).items())
+        self._checkpoints.manager.measured(steps_done, metrics)
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in whole_sets(metrics).items())
         logger.info("validation after %d steps: %s", steps_done, shown)
 
     def dump_samples(self, kind: str, step: int, table: Callable[[], SampleTable], part: str = "") -> None:
@@ -437,12 +346,7 @@ class RunContext:
             part: the name of a validation set, if it has one.
         """
         name = f"{kind}-{part}" if part else kind
-        if self.plan.dump_dir is not None:
-            file = self.plan.dump_dir / f"{name}-{step:06d}.jsonl"
-            try:
-                write_samples(file, table())
-            except OSError as error:
-                logger.error("%s was not written: %s", file, error)
+        self._outputs.dump(name, step, table)
         if kind == "validation":
             rows = list(table())
             self._tracker.log_samples(name, rows[:SHOWN_SAMPLES], step)
@@ -506,81 +410,24 @@ class RunContext:
         phase, at the latest before the next checkpoint or the end of the run.
         """
         ending.save_requested = False
-        with self._timer.phase("save"):
-            self._publish_checkpoint()
-            pending = PendingCheckpoint(self._checkpoints.writing(steps_done), writers, steps_done)
-            try:
-                yield pending.path
-                save_state(pending.path / STATE_FOLDER, dict(state) | {"validations": self._validation_state()})
-            except BaseException as error:
-                if is_disk_full(error):
-                    pending.settle()
-                pending.discard()
-                self._go_on_without(pending, error)
-                return
-            self._pending = pending
-            self._publish_if_written()
+        validations = {str(steps): metrics for steps, metrics in self._validations.items()}
+        whole = dict(state) | {"validations": validations}
+        with self._timer.phase("save"), self._checkpoints.writing(steps_done, whole, writers) as path:
+            yield path
 
-    def _publish_if_written(self) -> None:
-        pending = self._pending
-        try:
-            written = pending is not None and pending.is_written()
-        except RemoteError as error:
-            assert pending is not None
-            if is_disk_full(error):
-                self._pending = None
-                pending.settle()
-                pending.discard()
-            self._go_on_without(pending, error)
-            return
-        if written:
-            self._publish_checkpoint()
-
-    def _publish_checkpoint(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        try:
-            pending.publish()
-        except (RemoteError, OSError) as error:
-            self._go_on_without(pending, error)
-            return
-        self._interruption.saved_steps = pending.steps_done
+    def _published(self, steps_done: int) -> None:
+        self._interruption.saved_steps = steps_done
         self._leave_account()
-
-    def _go_on_without(self, pending: PendingCheckpoint, error: BaseException) -> None:
-        """A full disk costs a checkpoint, nothing else; any other error is raised."""
-        if not is_disk_full(error):
-            raise error
-        self.record({"system/lost_checkpoints": Sum(1.0)})
-        logger.error(
-            "the disk is full: the checkpoint after %d steps is lost, and the run goes on without it: %s",
-            pending.steps_done,
-            error,
-        )
-
-    def _validation_state(self) -> dict[str, dict[str, float]]:
-        return {str(steps): metrics for steps, metrics in self._validations.items()}
 
     def checkpoint_to_resume(self) -> Checkpoint | None:
         """The checkpoint that ``resume_from_checkpoint`` asks for, if there is one."""
-        if self._resume is not None:
-            self._checkpoints.set_aside_after(self._resume.step)
-            self._interruption.saved_steps = self._resume.step
-            logger.info("continuing from %s", self._resume.path)
-        return self._resume
+        found = self._checkpoints.take_up()
+        if found is not None:
+            self._interruption.saved_steps = found.step
+        return found
 
     def load_state(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """The state that :meth:`writing_checkpoint` was given."""
         state = load_state(checkpoint.role(STATE_FOLDER))
         self._validations = {int(steps): metrics for steps, metrics in state["validations"].items()}
         return state
-
-
-def _overall(metrics: Mapping[str, float], intervals: bool = False) -> dict[str, float]:
-    """Metrics of whole validation sets: none by tag or under a second name, ends of intervals only where asked for."""
-    return {
-        name: value
-        for name, value in metrics.items()
-        if name.startswith("val/") and name.count("/") <= 2 and (intervals or not name.endswith(INTERVAL_ENDS))
-    }

@@ -43,7 +43,7 @@ _MAX_TEXT = 20_000
 
 
 def sample_notes(groups: Sequence[SampleGroup]) -> Notes:
-    """One entry a row of :func:`roll.rollout.batch.build_batch`."""
+    """One entry a row of :func:`roll.rollout.groups.build_batch`."""
     found = []
     for group in groups:
         prompt = {"text": group.prompt.prompt_text[:_MAX_TEXT], "truth": _short(group.prompt.ground_truth)}

@@ -8,7 +8,7 @@ checkpoints come between steps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -18,6 +18,7 @@ from roll.config.loader import LoadedConfig
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
 from roll.datasets import EpochOrder, ShuffledEpochs
+from roll.datasets.images import VisionModel
 from roll.datasets.preparation import PreparedRows
 from roll.datasets.streaming import Drawn
 from roll.distributed import Cluster, ResourceManager
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 PlanT = TypeVar("PlanT", bound=SupervisedPlan)
 RowT = TypeVar("RowT")
+RowsT = TypeVar("RowsT")
 
 
 class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
@@ -160,6 +162,29 @@ class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
         cls, config: ConfigT, plan: PlanT, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
     ) -> PreparedRows[RowT]:
         """One set, rendered as the configuration says."""
+
+    @classmethod
+    def rendered(
+        cls,
+        build: Callable[..., RowsT],
+        config: Any,
+        plan: SupervisedPlan,
+        data_args: DataArguments,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> RowsT:
+        """One set, by the ``build`` of a data set class with the settings that all pipelines have in common.
+
+        Args:
+            build: with the settings of one pipeline bound to it.
+        """
+        role = plan.roles[cls.role]
+        return build(
+            data_args,
+            tokenizer,
+            config.sequence_length,
+            global_template=config.global_template,
+            vision=VisionModel.load(str(role.model_path), tokenizer, role.section.model_args.trust_remote_code),
+        )
 
     # A step
 

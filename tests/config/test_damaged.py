@@ -264,7 +264,7 @@ DAMAGES: list[tuple[dict[str, Any], str, str]] = [
         "rewards.math.response_filter_config.type",
         "has no meaning for a single response",
     ),
-    ({"rewards.math.components": {"format": {}}}, "rewards.math.worker_cls", "has no place beside components"),
+    ({"rewards.math.components": {"format": {}}}, "rewards.math.worker_cls", "does not go with components"),
     ({**PARTS, f"{FORMAT}.gatee": True}, f"{FORMAT}.gatee", "nearest known one is gate"),
     ({**PARTS, f"{FORMAT}.weight": 2}, f"{FORMAT}.weight", "has no meaning for a gate"),
     ({**PARTS, f"{FORMAT}.worker_cls": "formt"}, f"{FORMAT}.worker_cls", "for example worker_cls: format"),

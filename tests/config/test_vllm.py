@@ -120,4 +120,4 @@ def test_engine_args_do_not_bypass_the_keys(tmp_path: Path, argument: dict[str, 
 
 def test_an_engine_of_another_dtype_is_noted(tmp_path: Path) -> None:
     loaded = load(tmp_path, with_options({}, **{"actor_infer.model_args.dtype": "fp16"}))
-    assert any("fp16 beside bf16 in training" in str(notice) for notice in loaded.warnings)
+    assert any("fp16 with bf16 in training" in str(notice) for notice in loaded.warnings)

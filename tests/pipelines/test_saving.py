@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from roll.checkpoint import CheckpointManager
-from roll.pipelines.files import PendingCheckpoint
+from roll.pipelines.run_checkpoints import PendingCheckpoint
 from roll.workers.training import TrainingWorker
 
 

@@ -21,8 +21,8 @@ from roll.protocol import DataProto
 from roll.protocol.vision import IMAGES
 from roll.report.page import write_page
 from roll.report.run_files import read_run
-from roll.rollout.batch import object_column
 from roll.rollout.episode_batch import build_episode_batch
+from roll.rollout.groups import object_column
 from roll.tracking import METRICS_NAME
 from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, read_payloads
 from tests import vision_models

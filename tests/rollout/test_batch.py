@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.rewards.base import RewardResult
-from roll.rollout.batch import build_batch, greedy_baseline, reward_components
+from roll.rollout.groups import build_batch, greedy_baseline, reward_components
 from tests.rollout.helpers import make_group
 
 tokens = st.lists(st.integers(0, 1000), min_size=1, max_size=6)

@@ -14,9 +14,8 @@ import pytest
 
 from roll.checkpoint.state import load_state, save_state
 from roll.datasets.types import PromptRow
-from roll.rollout.batch import build_batch
 from roll.rollout.group_flow import RolloutStalled
-from roll.rollout.groups import FinishedGroup, SampleGroup
+from roll.rollout.groups import FinishedGroup, SampleGroup, build_batch
 from roll.rollout.loops import RolloutContext, rollout_loops
 from roll.rollout.replay import group_from, group_state
 from roll.rollout.scheduling import RolloutScheduler

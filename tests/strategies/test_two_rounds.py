@@ -12,8 +12,7 @@ import torch
 
 from roll.datasets.types import PromptRow
 from roll.rewards.base import RewardResult
-from roll.rollout.batch import build_batch
-from roll.rollout.groups import FinishedGroup
+from roll.rollout.groups import FinishedGroup, build_batch
 from roll.rollout.loops import RolloutContext
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.strategies import sharded_cases as cases

@@ -25,7 +25,7 @@ from roll.config.reading.yaml_files import SourceFile
 from roll.pipelines.policy import actor_keys
 from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.protocol import DataProto
-from roll.rollout.batch import build_batch
+from roll.rollout.groups import build_batch
 from roll.strategies.base import Output
 from roll.translation import skyrl, verl
 from roll.translation.command import tree

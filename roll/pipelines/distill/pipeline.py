@@ -15,7 +15,6 @@ from roll.config.loader import LoadedConfig
 from roll.config.model_files import check_vocabularies, model_number, vocabulary_hash
 from roll.config.roles import DataArguments
 from roll.datasets import SftDataset
-from roll.datasets.images import VisionModel
 from roll.datasets.types import SftRow
 from roll.distributed import PendingCall, ResourceManager
 from roll.pipelines.distill.cache import RowTargets, TeacherCache, row_key
@@ -78,14 +77,7 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, DistillPlan, SftRow]):
         cls, config: DistillConfig, plan: DistillPlan, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
     ) -> SftDataset:
         """One set, rendered by the student's templates."""
-        path = str(plan.roles["student"].model_path)
-        return SftDataset.build(
-            data_args,
-            tokenizer,
-            config.sequence_length,
-            global_template=config.global_template,
-            vision=VisionModel.load(path, tokenizer, config.student.model_args.trust_remote_code),
-        )
+        return cls.rendered(SftDataset.build, config, plan, data_args, tokenizer)
 
     def compare_vocabularies(self) -> None:
         """Tokenizers of the hub are on this machine only now. And open the cache, which knows the teacher's."""

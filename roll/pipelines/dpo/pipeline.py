@@ -22,7 +22,6 @@ from roll.algorithms.preferences import (
 from roll.config.loader import LoadedConfig
 from roll.config.losses import couples_pairs, is_unpaired, needs_mismatched
 from roll.config.roles import DataArguments
-from roll.datasets.images import VisionModel
 from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow, Judgement
 from roll.pipelines.dpo.config import DPOConfig, DPOPlan, has_base
 from roll.pipelines.residency import WEIGHTS
@@ -69,16 +68,8 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, DPOPlan, JudgedRow]):
             config.chosen_key, config.rejected_key, responses=config.completion_key, scores=config.label_key
         )
         kind: Judgement = "labels" if is_unpaired(config) else "pairs"
-        model = config.actor_train.model_args
-        return JudgedDataset.build(
-            data_args,
-            tokenizer,
-            config.sequence_length,
-            names,
-            kind,
-            global_template=config.global_template,
-            vision=VisionModel.load(str(plan.roles["actor_train"].model_path), tokenizer, model.trust_remote_code),
-        )
+        build = partial(JudgedDataset.build, columns=names, judgement=kind)
+        return cls.rendered(build, config, plan, data_args, tokenizer)
 
     def next_batch(self, step: int) -> DataProto:
         drawn = self.rows.next_batch(self.plan.global_batch_size)

@@ -102,7 +102,7 @@ def check_rewards(config: RLVRConfig, checks: Checks) -> None:
 def check_components(key: str, reward: RewardConfig, checks: Checks) -> None:
     """Every component names a reward; something is added up; gates are gates."""
     if reward.worker_cls is not None:
-        rule = "has no place beside components: make it one of them"
+        rule = "does not go with components: make it one of them"
         checks.add(f"{key}.worker_cls", reward.worker_cls, rule, "~")
     if reward.reward_kwargs:
         rule = "belong to the rewards under components, each to its own"

@@ -24,10 +24,9 @@ from roll.pipelines.sample_records import sample_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
-from roll.rollout.batch import build_batch, greedy_baseline, reward_components
 from roll.rollout.filters import build_filter
 from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
-from roll.rollout.groups import SampleGroup
+from roll.rollout.groups import SampleGroup, build_batch, greedy_baseline, reward_components
 from roll.rollout.loops import rollout_loops
 from roll.rollout.mending import SetAside
 from roll.rollout.replay import PromptCodec, ReplayBuffer

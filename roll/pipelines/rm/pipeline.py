@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from roll.algorithms.reward_models import (
 )
 from roll.config.losses import JUDGEMENTS, RANKS, SCORE_INPUT, SCORE_MEAN, SCORE_STD
 from roll.config.roles import DataArguments
-from roll.datasets.images import VisionModel
 from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow
 from roll.models.partitions import balance_partitions, workload
 from roll.pipelines.rm.config import RMConfig, RMPlan
@@ -61,17 +61,13 @@ class RMPipeline(SupervisedPipeline[RMConfig, RMPlan, JudgedRow]):
             config.scores_key,
             config.step_separator,
         )
-        model = config.reward_train.model_args
-        return JudgedDataset.build(
-            data_args,
-            tokenizer,
-            config.sequence_length,
-            columns,
-            JUDGEMENTS[config.loss_type],
+        build = partial(
+            JudgedDataset.build,
+            columns=columns,
+            judgement=JUDGEMENTS[config.loss_type],
             score_input=config.score_input,
-            global_template=config.global_template,
-            vision=VisionModel.load(str(plan.roles["reward_train"].model_path), tokenizer, model.trust_remote_code),
         )
+        return cls.rendered(build, config, plan, data_args, tokenizer)
 
     def next_batch(self, step: int) -> DataProto:
         rows = self.rows.next_batch(self.plan.global_batch_size)
@@ -135,7 +131,7 @@ def judged_batch(rows: Sequence[JudgedRow], dp_size: int) -> DataProto:
     widest = max(sum(len(rows[index].responses) for index in share) for share in shares)
     sequences, places, targets = list[list[int]](), list[list[int]](), list[list[float]]()
     shared, units, margins = list[int](), list[int](), list[float | None]()
-    images = list[VisionInputs | None]()
+    images: list[VisionInputs | None] = []
     for share in shares:
         filled = len(sequences) + widest
         for index in share:

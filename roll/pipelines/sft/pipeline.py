@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,16 +66,8 @@ class SFTPipeline(SupervisedPipeline[SFTConfig, SFTPlan, SftRow]):
     def read(
         cls, config: SFTConfig, plan: SFTPlan, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
     ) -> SftDataset:
-        path = str(plan.roles["sft_train"].model_path)
-        return SftDataset.build(
-            data_args,
-            tokenizer,
-            config.sequence_length,
-            global_template=config.global_template,
-            query_key=config.query_key,
-            train_on=config.train_on,
-            vision=VisionModel.load(path, tokenizer, config.sft_train.model_args.trust_remote_code),
-        )
+        build = partial(SftDataset.build, query_key=config.query_key, train_on=config.train_on)
+        return cls.rendered(build, config, plan, data_args, tokenizer)
 
     def rows_to_learn(self) -> tuple[Drawn[SftRow], int]:
         if not self.plan.data_args.streaming:

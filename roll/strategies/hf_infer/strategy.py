@@ -57,7 +57,7 @@ class HfInferStrategy(GenerationStrategy):
         )
         model = _load_model(self.role, self._config.load_format)
         max_model_len = longest_sequence(self._config.max_model_len, model.config, args.model_name_or_path)
-        self._stored = StoredLayout(model)
+        self._stored = StoredLayout(model).on_the_way()
         self._decoder = create_decoder(model, max_model_len)
         if self.role.router_replay.mode == "R3":
             self._record_routes(self._decoder)

@@ -1,0 +1,209 @@
+"""Checkpoints of a run: written while training goes on, found again at the start; a full disk costs only one."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from roll.checkpoint import Checkpoint, CheckpointManager
+from roll.checkpoint.best import BestCheckpoint
+from roll.checkpoint.state import save_state
+from roll.config.plan.plan import Plan
+from roll.config.run import RunConfig
+from roll.distributed import Cluster, PendingCall, RemoteError, WorkerFailed
+from roll.protocol.metrics import Metrics, Sum
+
+logger = logging.getLogger(__name__)
+
+STATE_FOLDER = "pipeline"
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """The driver, or a worker, had no room for a file (none left, beyond a quota, or beyond the largest allowed)."""
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return True
+    texts = (report.error for report in error.reports) if isinstance(error, WorkerFailed) else ()
+    return any(os.strerror(number) in text for text in texts for number in _NO_ROOM)
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class PendingCheckpoint:
+    """A checkpoint folder under its hidden name, and the clusters that write into it.
+
+    Args:
+        writing: gives the folder when it is entered, publishes it when it is left.
+        writers: clusters of training workers.
+        steps_done: by the weights that it holds.
+    """
+
+    def __init__(self, writing: AbstractContextManager[Path], writers: Sequence[Cluster], steps_done: int = 0) -> None:
+        self._stack = ExitStack()
+        self._writers = writers
+        self.steps_done = steps_done
+        self._asked: list[PendingCall[list[bool]]] = []
+        self.path = self._stack.enter_context(writing)
+
+    def is_written(self) -> bool:
+        """True if all ranks were done when they were last asked; never waits, asks again where some were not.
+
+        Raises:
+            WorkerFailed, WorkerDied: a rank could not write its part.
+        """
+        if not self._asked:
+            self._asked = self._ask(wait=False)
+        if not all(call.done() for call in self._asked):
+            return False
+        answers = [done for call in self._asked for done in call.result()]
+        self._asked = []
+        return all(answers)
+
+    def publish(self) -> None:
+        """Wait until all ranks are done, then let the checkpoint appear.
+
+        Raises:
+            WorkerFailed, WorkerDied: a rank could not write its part; nothing appears.
+            OSError: the folder could not be completed.
+        """
+        try:
+            for call in self._ask(wait=True):
+                call.result()
+        except BaseException as error:
+            if is_disk_full(error):
+                self.settle()
+            self.discard()
+            raise
+        self._stack.close()
+
+    def settle(self) -> None:
+        """Wait until every rank has stopped to write, whatever came of it: one of them found no room."""
+        from roll.workers.training import TrainingWorker
+
+        self._asked = []
+        for cluster in self._writers:
+            for rank in range(cluster.world_size):
+                try:
+                    cluster.submit(rank, TrainingWorker.checkpoint_saved, True).result()
+                except WorkerFailed as error:
+                    logger.info("%s", error)
+
+    def discard(self) -> None:
+        """Remove the folder. To be called where an exception is handled, when all writers have ended."""
+        error = sys.exc_info()
+        assert error[0] is not None
+        self._stack.__exit__(*error)
+
+    def _ask(self, wait: bool) -> list[PendingCall[list[bool]]]:
+        from roll.workers.training import TrainingWorker
+
+        return [cluster.call_all(TrainingWorker.checkpoint_saved, wait) for cluster in self._writers]
+
+
+class RunCheckpoints:
+    """The checkpoint that is being written, the newest one, and the one that the run continues from.
+
+    Args:
+        record: takes metrics of the current step.
+        published: called with the steps that a checkpoint holds, when it has appeared.
+    """
+
+    def __init__(
+        self, config: RunConfig, plan: Plan, record: Callable[[Metrics], None], published: Callable[[int], None]
+    ) -> None:
+        upload = config.checkpoint_config
+        self.manager = CheckpointManager(
+            plan.checkpoint_dir,
+            config.max_ckpt_to_keep,
+            upload_dir=upload.output_dir,
+            async_upload=upload.async_upload,
+            keep_local_file=upload.keep_local_file,
+            storage_options=upload.storage_options,
+            best=(
+                BestCheckpoint(plan.checkpoint_dir, upload.keep_best_metric, upload.keep_best_mode)
+                if upload.keep_best_metric
+                else None
+            ),
+        )
+        self.resume = self.manager.resolve(config.resume_from_checkpoint)
+        self.pending: PendingCheckpoint | None = None
+        self._record, self._published = record, published
+
+    def take_up(self) -> Checkpoint | None:
+        """The checkpoint that ``resume_from_checkpoint`` asks for, if there is one; those after it are set aside."""
+        if self.resume is not None:
+            self.manager.set_aside_after(self.resume.step)
+            logger.info("continuing from %s", self.resume.path)
+        return self.resume
+
+    def places(self, steps_done: int | None) -> list[Path]:
+        """Where the checkpoint after so many steps may be: it may move when it is copied away."""
+        if steps_done is None:
+            return []
+        name, upload = f"checkpoint-{steps_done}", self.manager.upload_dir
+        places = [folder / name for folder in (self.manager.root, *([upload] if upload else []))]
+        if self.resume is not None and self.resume.step == steps_done:
+            places.append(self.resume.path)
+        return places
+
+    @contextmanager
+    def writing(self, steps_done: int, state: Mapping[str, Any], writers: Sequence[Cluster]) -> Iterator[Path]:
+        """See :meth:`roll.pipelines.run_context.RunContext.writing_checkpoint`."""
+        self.publish()
+        pending = PendingCheckpoint(self.manager.writing(steps_done), writers, steps_done)
+        try:
+            yield pending.path
+            save_state(pending.path / STATE_FOLDER, state)
+        except BaseException as error:
+            if is_disk_full(error):
+                pending.settle()
+            pending.discard()
+            self._go_on_without(pending, error)
+            return
+        self.pending = pending
+        self.publish_if_written()
+
+    def publish_if_written(self) -> None:
+        """Let the pending checkpoint appear if all ranks are done; never waits."""
+        pending = self.pending
+        try:
+            written = pending is not None and pending.is_written()
+        except RemoteError as error:
+            assert pending is not None
+            if is_disk_full(error):
+                self.pending = None
+                pending.settle()
+                pending.discard()
+            self._go_on_without(pending, error)
+            return
+        if written:
+            self.publish()
+
+    def publish(self) -> None:
+        """Wait until the pending checkpoint, if there is one, has appeared."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        try:
+            pending.publish()
+        except (RemoteError, OSError) as error:
+            self._go_on_without(pending, error)
+            return
+        self._published(pending.steps_done)
+
+    def _go_on_without(self, pending: PendingCheckpoint, error: BaseException) -> None:
+        """A full disk costs a checkpoint, nothing else; any other error is raised."""
+        if not is_disk_full(error):
+            raise error
+        self._record({"system/lost_checkpoints": Sum(1.0)})
+        logger.error(
+            "the disk is full: the checkpoint after %d steps is lost, and the run goes on without it: %s",
+            pending.steps_done,
+            error,
+        )
