@@ -221,6 +221,10 @@ class DeepSpeedStrategy(DataParallelStrategy):
         """
         language_model = self.model.language_model
         run_head_when_called(language_model)
+        if self.trains and self.adapters is not None and self.adapters.adapt_experts:
+            # Where adapters of experts are all there is, nothing in front of the first needs a gradient, and DeepSpeed
+            # would free what wraps it before its backward pass.
+            language_model.enable_input_require_grads()
         trained = [parameter.requires_grad for parameter in language_model.parameters()]
         if "leaf_module" in self.config.zero_optimization or any(trained) != all(trained):
             # Behind frozen modules a layer's input needs no gradient, and DeepSpeed would free it before its backward.

@@ -296,15 +296,15 @@ class DataParallelStrategy(ModelStrategy):
         each; adapters, which are small, come whole."""
         tensor, *adapter = weight.parts
         itemsize = self._wire_dtype(tensor).itemsize
-        low_rank = self._gather(adapter) if adapter else []
+        down_up = self._gather(adapter)
         for stretch in self._on_the_way.stretches(weight.name, bucket_bytes // itemsize):
             flat = self._gather_span(tensor, stretch.begin, stretch.end)
             found = list(stretch.of(flat)) if self.rank == 0 else []
-            if found and low_rank:
-                shape = self._on_the_way.live_shape(weight.name)
+            if found and down_up:
+                (down, up), shape = down_up, self._on_the_way.live_shape(weight.name)
                 firsts = [begin // shape[-1] for _, begin, _ in stretch.parts]
                 found = [
-                    (name, merged_rows(part, first, shape, *low_rank, weight.scaling))
+                    (name, merged_rows(part, first, shape, down, up, weight.scaling))
                     for (name, part), first in zip(found, firsts, strict=True)
                 ]
             yield found
