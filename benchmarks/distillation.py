@@ -2,12 +2,14 @@
 
     pip install 'trl==1.16.*'            # into the environment that has roll, or one on top of it
     python -m benchmarks.distillation --model 10M --rows 16 --prompt 192 --response 64
-    python -m benchmarks.distillation --model 10M --prompt 64 --response 192 --top-k 0 64
+    python -m benchmarks.distillation --model 10M --prompt 192 --response 64 --group 4 --top-k 64
 
 Forward KL from a teacher of the same shape: TRL's ``GKDTrainer`` (``lmbda=0``, ``beta=0``) takes logits of all tokens,
 its ``DistillationTrainer`` (``beta=0``) is given the responses in place of its own samples and projects them in chunks.
 Here the teacher gives the whole vocabulary, or ``--top-k`` tokens and the rest as one bucket. ``teacher known`` reads
 what the teacher said from memory, as a run with ``teacher_cache`` does from its second epoch on; TRL has no such thing.
+With ``--group`` that many adjacent rows are responses to one prompt, as where a teacher was sampled several times;
+``shared prompts`` is ``use_prefix_sharing``.
 
 One process and one thread for each contestant, taking turns, float32, the least CPU time of ``--repeats`` steps, the
 teacher's forward pass included. Tokens are prompt and response, the same for everybody. Before that the losses of the
@@ -42,13 +44,15 @@ console = Console(width=130, highlight=False)
 PAD = 1
 
 
-def make_batch(rows: int, prompt: int, response: int, vocabulary: int) -> TensorBatch:
-    """Rows of random tokens: prompts of one length, responses up to a quarter shorter than ``response``."""
+def make_batch(rows: int, prompt: int, response: int, vocabulary: int, group: int) -> TensorBatch:
+    """Rows of random tokens: prompts of one length, each for ``group`` adjacent rows; responses up to a quarter shorter
+    than ``response``."""
     random = torch.Generator().manual_seed(1)
     lengths = response - torch.randint(0, response // 4 + 1, (rows, 1), generator=random)
     columns = torch.arange(prompt + response)
     attended = columns < prompt + lengths
     ids = torch.randint(2, vocabulary, attended.shape, generator=random)
+    ids[:, :prompt] = ids[::group, :prompt].repeat_interleave(group, 0)[:rows]
     return {
         "input_ids": ids.where(attended, torch.tensor(PAD)),
         "attention_mask": attended,
@@ -128,11 +132,13 @@ def trl_step(trainer: Any, parts: list[TensorBatch], tokens: torch.Tensor) -> fl
 
 
 def own_contestants(
-    folder: Path, teacher: Path, batch: TensorBatch, counts: list[int], micro: int, vocabulary: int
+    folder: Path, teacher: Path, batch: TensorBatch, args: argparse.Namespace, vocabulary: int
 ) -> list[Contestant]:
-    found = []
-    for count in counts:
-        for layout, keys in (("", {}), (", without padding", {"use_remove_padding": True})):
+    found, micro = [], args.micro_batch
+    layouts: list[tuple[str, dict[str, Any]]] = [("", {}), (", without padding", {"use_remove_padding": True})]
+    layouts += [(", shared prompts", {"use_prefix_sharing": True})] if args.group > 1 else []
+    for count in args.top_k:
+        for layout, keys in layouts:
             policy = own_strategy(folder, "fsdp2_train", micro, **keys)
             taught_by = own_strategy(teacher, "fsdp2_infer", micro, **keys)
             ask = partial(taught_by.forward_top_tokens, batch, TopTokens(count, vocabulary))
@@ -163,6 +169,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=192)
     parser.add_argument("--response", type=int, default=64)
+    parser.add_argument("--group", type=int, default=1, help="responses to a prompt")
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--top-k", type=int, nargs="+", default=[0, 64], help="0: the whole vocabulary")
     parser.add_argument("--repeats", type=int, default=4)
@@ -175,9 +182,9 @@ def main() -> None:
         folders = Path(name) / "student", Path(name) / "teacher"
         for seed, folder in enumerate(folders):
             write_random(folder, SHAPES[args.model], seed)
-        batch = make_batch(args.rows, args.prompt, args.response, vocabulary)
+        batch = make_batch(args.rows, args.prompt, args.response, vocabulary, args.group)
         contestants = trl_contestants(*folders, batch, args.prompt, args.micro_batch)
-        contestants += own_contestants(*folders, batch, args.top_k, args.micro_batch, vocabulary)
+        contestants += own_contestants(*folders, batch, args, vocabulary)
         compare(contestants, batch, args)
         dist.destroy_process_group()
 

@@ -41,9 +41,10 @@ def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         ConfigError: every mistake.
     """
     from roll.cli import ready, run
-    from roll.pipelines.evaluate.harness import HARNESSES, HarnessOptions, HarnessRun
+    from roll.pipelines.evaluate.harness import HarnessRun
+    from roll.serving.harness import HARNESSES, HarnessOptions
 
-    HARNESSES[arguments.harness].require()
+    HARNESSES[arguments.harness].require("--harness")
     if not arguments.tasks:
         example = "my_task" if arguments.harness == "lm_eval" else "my_task.py"
         raise ConfigError([Problem("--tasks", None, "is needed with --harness", example, has_value=False)])

@@ -147,6 +147,11 @@ class Adapters:
         self.scalings = {_adapted(path, m): m.scaling[ADAPTER] for path, m in named.items() if hasattr(m, "lora_A")}
         """The factor of ``B A`` for every adapted weight."""
 
+    @property
+    def adapt_experts(self) -> bool:
+        """Tensors of fused experts are among the adapted weights."""
+        return any(not weight.endswith(".weight") for weight in self.scalings)
+
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """The base model as it was loaded, for the length of a block without gradients."""
@@ -230,9 +235,9 @@ def add_adapters(model: PreTrainedModel, args: ModelArguments, seed: int, dtype:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(config, model, ADAPTER)
-    for module in model.modules():
-        if hasattr(module, _TENSOR):
-            module._activate_lora = partial(_with_adapted_tensor, module)
+    wrappers: list[Any] = [module for module in model.modules() if hasattr(module, _TENSOR)]
+    for wrapper in wrappers:
+        wrapper._activate_lora = partial(_with_adapted_tensor, wrapper)
     if args.adapter_name_or_path:
         _load(peft, model, args.adapter_name_or_path)
     for parameter in model.parameters():

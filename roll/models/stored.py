@@ -9,7 +9,8 @@ matrices for each expert, under names that depend on the family:
 | ``mlp.experts.gate_up_proj[e]``, lower  | ``mlp.experts.e.up_proj.weight``          | ``...experts.e.w3.weight``  |
 | ``mlp.experts.down_proj[e]``            | ``mlp.experts.e.down_proj.weight``        | ``...experts.e.w2.weight``  |
 
-Qwen3-VL-MoE is stored as it computes but for the order of the last two dimensions: (E, H, 2I) and (E, I, H).
+Qwen3-VL-MoE is stored as it computes but for the order of the last two dimensions: (E, H, 2I) and (E, I, H); gpt-oss
+just as it computes.  Their experts travel to the engines as matrices all the same, ``mlp.experts.gate_up_proj[e]``.
 
 The mapping is read off transformers' own table: its conversion runs on tensors of row numbers, and what comes out says
 which rows of which live tensor each stored one is.  So a stored tensor is a view of a live one, in both directions, and
@@ -19,6 +20,7 @@ weights travel and are compared under stored names: the same for every trainer a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -145,6 +147,25 @@ class StoredLayout:
             live[name] = rows.view(self._shapes[name])
         return live
 
+    def on_the_way(self) -> StoredLayout:
+        """The layout in which weights travel: as stored, but for experts that are stored as one tensor, which are
+        matrices, so that no more of them than a bucket is gathered at a time."""
+        layout = copy(self)
+        layout._parts = {name: self._matrices(name) or parts for name, parts in self._parts.items()}
+        layout._live = {part.name: (name, part) for name, parts in layout._parts.items() for part in parts}
+        return layout
+
+    def _matrices(self, name: str) -> tuple[Part, ...]:
+        """Of the experts of a layer that are stored as one tensor; none of any other."""
+        shape, (stored, *others) = self._shapes[name], self._parts[name]
+        if others or len(shape) != 3 or _EXPERTS not in name:
+            return ()
+        number, rows, columns = shape
+        return tuple(
+            Part(f"{stored.name}[{expert}]", expert * rows, (expert + 1) * rows, (rows, columns))
+            for expert in range(number)
+        )
+
     def part(self, stored: str) -> Part:
         """The rows of its live tensor that a stored one is."""
         return self._live[stored][1] if stored in self._live else Part(stored, 0, 0, ())
@@ -175,6 +196,7 @@ class StoredLayout:
         return {part.name: torch.Size(part.shape) for parts in self._parts.values() for part in parts}
 
 
+_EXPERTS = ".experts."  # in the names of their tensors, in every family
 _Conversion = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 

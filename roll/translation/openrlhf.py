@@ -89,6 +89,9 @@ def put_advantages(draft: Draft) -> None:
         draft.refuse("reward_range", "must be as far below 0 as above: there is one bound here", [-10, 10])
     else:
         draft.put("reward_clip", float(high), "reward_range")
+    if estimator == "rloo" and "reward_range" in draft.given:
+        rule = "holds differences of scores within it, behind the comparison, there; here the scores themselves"
+        draft.refuse("reward_range", f"with rloo {rule}; left out, it is -10 and 10", [-10, 10])
 
 
 def put_kl(draft: Draft) -> None:

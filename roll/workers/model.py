@@ -167,6 +167,7 @@ class RewardModelWorker(ModelWorker):
         config = load_config(args)
         check_has_score(config.architectures, config.num_labels, str(args.model_name_or_path))
         self._longest = getattr(config, "max_position_embeddings", None)
+        self._image_token = getattr(config, "image_token_id", None)
         self._statistics = score_statistics(config)
         self._tokenizer = AutoTokenizer.from_pretrained(
             args.model_name_or_path, trust_remote_code=args.trust_remote_code
@@ -195,6 +196,8 @@ class RewardModelWorker(ModelWorker):
         if token_ids is None:
             text = chat_text(self._tokenizer, given.messages or (), given.response)
             token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self._image_token is not None and self._image_token in token_ids:
+            return failure("the prompt has images, and a reward model inside a run is given text alone")
         if self._longest is not None and len(token_ids) >= self._longest:
             return failure(f"{len(token_ids)} tokens are more than the reward model's {self._longest} positions")
         return list(token_ids)

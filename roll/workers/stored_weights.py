@@ -66,7 +66,7 @@ class StoredWeightsWorker(Worker):
 
 @torch.no_grad()
 def read_weights(arguments: Any, checkpoint: Path | None) -> dict[str, Tensor]:
-    """Stored tensors of a model by name, in the compute type; tied ones once.
+    """Tensors of a model as they travel to engines, in the compute type; tied ones once.
 
     Args:
         arguments: ``model_args`` of the model's folder, without adapters.
@@ -77,7 +77,7 @@ def read_weights(arguments: Any, checkpoint: Path | None) -> dict[str, Tensor]:
     persistent = model.state_dict().keys()
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    layout = StoredLayout(model, {name: tensor.shape for name, tensor in tensors.items()})
+    layout = StoredLayout(model, {name: tensor.shape for name, tensor in tensors.items()}).on_the_way()
     stored = dict(item for name, tensor in tensors.items() for item in layout.split(name, tensor.detach()))
     if checkpoint is not None:
         for name, tensor in trained_weights(checkpoint, stored, layout):

@@ -76,8 +76,17 @@ def ties(base: Tensor, a: Tensor, b: Tensor, density: float = 0.5) -> Tensor:
     return base + out.view_as(base)
 
 
+def agreeing(base: Tensor, *differences: Tensor) -> Tensor:
+    """The sum of the differences whose sign is that of the sum of all, element by element."""
+    out = torch.zeros_like(base).flatten()
+    for place, values in enumerate(zip(*(one.flatten().tolist() for one in differences), strict=True)):
+        sign = math.copysign(1.0, sum(values))
+        out[place] = sum(value for value in values if value * sign > 0)
+    return base + out.view_as(base)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["linear", "slerp", "ties", "dare_linear"])
+@pytest.mark.parametrize("method", ["linear", "slerp", "ties", "dare_linear", "dare_ties"])
 def test_a_merge_is_its_papers_formula(models: list[Path], method: str, tmp_path: Path) -> None:
     pytest.importorskip("mergekit", reason="needs mergekit: the extra [merge]")
     base, a, b = models
@@ -86,6 +95,7 @@ def test_a_merge_is_its_papers_formula(models: list[Path], method: str, tmp_path
         "slerp": ["--t", "0.3"],
         "ties": ["--base", str(base), "--density", "0.5"],
         "dare_linear": ["--base", str(base), "--density", "1", "--weights", "0.5", "2"],
+        "dare_ties": ["--base", str(base), "--density", "1", "--weights", "0.5", "0.75"],
     }
     status = main(
         [str(a), str(b), "--method", method, "--dtype", "fp32", "--output", str(tmp_path / "m"), *words[method]]
@@ -100,10 +110,38 @@ def test_a_merge_is_its_papers_formula(models: list[Path], method: str, tmp_path
             "slerp": lambda x=x, y=y: slerp(x, y),
             "ties": lambda x=x, y=y, zero=zero: ties(zero, x, y),
             "dare_linear": lambda x=x, y=y, zero=zero: zero + 0.5 * (x - zero) + 2 * (y - zero),
+            "dare_ties": lambda x=x, y=y, zero=zero: agreeing(zero, 0.5 * (x - zero), 0.75 * (y - zero)),
         }[method]()
         torch.testing.assert_close(tensor, wanted, rtol=1e-5, atol=1e-6, msg=f"{method} {name}")
     about = json.loads((tmp_path / "m/merge.json").read_text())
     assert about["method"] == method and about["models"] == [str(a), str(b)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["dare_linear", "dare_ties"])
+def test_what_dare_draws(models: list[Path], method: str, tmp_path: Path) -> None:
+    """A second source that is the base itself: what comes out is the drawn part of the first one's difference."""
+    pytest.importorskip("mergekit", reason="needs mergekit: the extra [merge]")
+    base, _, b = models
+    words = [str(b), str(base), "--base", str(base), "--method", method, "--density", "0.25", "--dtype", "fp32"]
+    merged = {}
+    for name, seed in (("one", 1), ("again", 1), ("other", 2)):
+        assert main([*words, "--seed", str(seed), "--output", str(tmp_path / name)]) == 0
+        merged[name] = read(tmp_path / name)
+    start, end = read(base), read(b)
+    kept = {}
+    for name, tensor in merged["one"].items():
+        assert torch.equal(tensor, merged["again"][name]), "the draw is the seed's"
+        whole, part = (end[name] - start[name]).double(), (tensor - start[name]).double()
+        drawn = part.abs() > 0.5 * whole.abs()
+        assert torch.equal(tensor[~drawn], start[name][~drawn])
+        if drawn.any():  # a tensor's L1 norm is kept, where the paper divides by the density
+            scaled = whole * (whole.abs().sum() / whole[drawn].abs().sum())
+            torch.testing.assert_close(part[drawn], scaled[drawn], rtol=1e-3, atol=1e-6, msg=name)
+        kept[name] = drawn
+    every = torch.cat([one.flatten() for one in kept.values()]).double()
+    assert abs(float(every.mean()) - 0.25) < 5 * math.sqrt(0.25 * 0.75 / len(every))
+    assert any(not torch.equal(tensor, merged["other"][name]) for name, tensor in merged["one"].items())
 
 
 def test_mistakes(models: list[Path], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from roll.config.roles import DataArguments
 from roll.datasets import DataError
 from roll.datasets.preferences import JudgedColumns, JudgedDataset
+from roll.rewards.base import RewardResult
 from roll.rollout.rewarding import ModelInput
 from roll.workers.model import RewardModelWorker
 
@@ -95,8 +96,17 @@ def test_a_long_prompt_is_cut_and_its_responses_are_not(tokenizer: Any, write_js
 def worker(tokenizer: Any) -> RewardModelWorker:
     """Without a model: it only reads."""
     made = RewardModelWorker.__new__(RewardModelWorker)
-    made._tokenizer, made._longest = tokenizer, None
+    made._tokenizer, made._longest, made._image_token = tokenizer, None, None
     return made
+
+
+def test_images_are_no_text(tokenizer: Any) -> None:
+    """A placeholder without its image would be scored as some word."""
+    reads = worker(tokenizer)
+    reads._image_token = 7
+    assert reads._read(ModelInput(token_ids=[1, 2])) == [1, 2]
+    found = reads._read(ModelInput(token_ids=[1, 7, 2]))
+    assert isinstance(found, RewardResult) and "the prompt has images" in str(found.error)
 
 
 def test_trl_5813_training_and_scoring_see_the_same_tokens(tokenizer: Any, write_jsonl: Write) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,12 @@ def results(run: FinishedRun) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def other(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of the same architecture with other weights."""
-    folder = tmp_path_factory.mktemp("models") / "other"
-    shutil.copytree(world.model, folder)
+    return changed_model(world.model, tmp_path_factory.mktemp("models") / "other")
+
+
+def changed_model(model: Path, folder: Path) -> Path:
+    """A copy in ``folder`` with noise on every weight."""
+    shutil.copytree(model, folder)
     torch.manual_seed(3)
     weights = load_file(folder / "model.safetensors")
     save_file(
@@ -200,3 +205,42 @@ def test_the_only_engine_is_killed_and_started_again(
     done = run(changes)
     assert (tmp_path / "dead").exists()
     assert samples(done, "first") == [row for row in samples(both, "first") if row[0] in ("t1", "greedy")]
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed (the extra harness)")
+def test_tasks_of_lm_eval_inside_training(run: Run, world: TinyWorld, tmp_path: Path) -> None:
+    """They ask each validation's weights, and training goes on as without them."""
+    questions, tasks = tmp_path / "questions.jsonl", tmp_path / "tasks"
+    questions.write_text(
+        "".join(json.dumps({"question": f"{number} eggs", "answer": "?"}) + "\n" for number in range(4))
+    )
+    tasks.mkdir()
+    task = {
+        "task": "tiny_eggs",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(questions)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "0",
+        "doc_to_choice": [" 3", " 12 and more"],
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (tasks / "eggs.yaml").write_text(yaml.safe_dump(task))
+    harness = {"name": "lm_eval", "tasks": ["tiny_eggs"], "include": str(tasks)}
+    data = {"file_name": [str(world.validation)], "messages": "messages"}
+    validation = {"data_args": data, **VALIDATION, "before_train": False}
+    changes = {"eval_steps": 1, "validation": validation, "actor_train.training_args": training_args(8, 2, 1e-2)}
+    alone = run(changes)
+    done = run(changes | {"validation": validation | {"harness": harness}})
+    name = "lm_eval/tiny_eggs/acc"
+    found = {row["step"]: row for row in read_metrics(done.logs / METRICS_NAME) if name in row}
+    assert list(found) == [1, 2] and all(0 <= row[name] <= 1 for row in found.values())
+    samples = sorted((done.output / "validation" / "lm_eval").rglob("samples_*.jsonl"))
+    said = [json.loads(file.read_text().splitlines()[0])["resps"] for file in samples]
+    assert len(said) == 2 and said[0] != said[1], "the weights of two steps"
+    without = [row for row in read_metrics(alone.logs / METRICS_NAME) if "val_correct/all/mean" in row]
+    for row in without:
+        assert found[row["step"]]["val_correct/all/mean"] == row["val_correct/all/mean"]
+    assert done.values("actor/grad_norm") == alone.values("actor/grad_norm")
+    assert done.values("critic/score/mean") == alone.values("critic/score/mean")

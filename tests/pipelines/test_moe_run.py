@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.pipelines.conftest import Run
 from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, training_args
+from tests.strategies.moe_models import moe_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -36,17 +38,25 @@ def model(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["gathered", "ep2"])
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gathered": ({}, {}),
+    "ep2": ({"ep_size": 2}, {}),
+    "adapters": ({}, {"lora_target": "all-linear,experts", "lora_rank": 4}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
 def finished(run: Run, model: Path, request: pytest.FixtureRequest) -> FinishedRun:
+    strategy_config, adapters = CASES[request.param]
     return run(
         {
-            "actor_train.strategy_args.strategy_config": {"ep_size": request.param},
+            "actor_train.strategy_args.strategy_config": strategy_config,
             "max_steps": 2,
             "pretrain": str(model),
             "reward_pretrain": str(model),
             "actor_train.device_mapping": [0, 1],
             "actor_train.training_args": training_args(4, 2, 1e-2) | {"save_hf_model": True},
-            "actor_train.model_args": MODEL_ARGS,
+            "actor_train.model_args": MODEL_ARGS | adapters,
             "actor_train.use_prefix_sharing": True,
         }
     )
@@ -55,6 +65,30 @@ def finished(run: Run, model: Path, request: pytest.FixtureRequest) -> FinishedR
 def test_trainer_and_engine_agree_before_and_after_an_update(finished: FinishedRun) -> None:
     assert max(finished.values("actor/train_infer_log_diff_abs_max")) < 1e-4
     assert finished.values("actor/ratio_max") == finished.values("actor/ratio_min") == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_families_that_one_engine_generates_with(run: Run, world: TinyWorld, tmp_path: Path, family: str) -> None:
+    """Values shorter than keys; sinks and windows; linear attention: agreement before and after an update."""
+    folder = tmp_path / "model"
+    shutil.copytree(world.model, folder)
+    own = AutoConfig.from_pretrained(world.model)
+    ids = {"vocab_size": own.vocab_size, "eos_token_id": own.eos_token_id, "pad_token_id": own.pad_token_id}
+    window = {"sliding_window": 8} if family == "gpt_oss" else {}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(moe_config(family, **ids, **window)).save_pretrained(folder)
+    finished = run(
+        {
+            "max_steps": 2,
+            "pretrain": str(folder),
+            "reward_pretrain": str(folder),
+            "actor_train.training_args": training_args(8, 2, 1e-2),
+            "actor_train.model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True},
+        },
+        output=tmp_path / "output",
+    )
+    assert max(finished.values("actor/train_infer_log_diff_abs_max")) < (1e-3 if family == "qwen3_next" else 1e-4)
+    assert finished.values("actor/grad_norm")[0] > 0
 
 
 def test_the_load_is_in_the_metrics(finished: FinishedRun) -> None:

@@ -42,7 +42,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 FOLDER = os.environ.get("ROLL_TORCHVISION") or str(Path(sys.prefix) / "roll-torchvision")
 """Where vLLM finds torchvision on a CPU."""
-ON_TWO = ("actor_infer.device_mapping", "actor_infer.generating_args")
 
 
 @pytest.fixture(scope="module")
@@ -149,21 +148,37 @@ def test_asynchronous_rollout_continues_prompts_with_images(run: Run, pictures: 
     assert max(finished.values("actor/train_infer_log_diff_abs_max")[:1]) < 1e-4
 
 
-@pytest.mark.skipif(not Path(FOLDER).is_dir(), reason="no torchvision: install-vllm-vision")
-def test_vllm_samples_what_trainers_compute(run: Run, tmp_path: Path) -> None:
-    world = make_pictures(tmp_path / "wide", hidden=128)  # vLLM has no kernel for smaller heads on a CPU
+def in_vllm(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same run with vLLM, which finds torchvision, on a device of its own."""
     path = {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), FOLDER))}
     stops = GENERATING | {"stop_token_ids": list(range(8, 384, 8))}
-    engine = {
+    return {name: value for name, value in settings.items() if not name.startswith("actor_infer.")} | {
         "actor_train.device_mapping": [0],
         "actor_train.training_args": training_args(8, 2),
         "actor_infer": role("vllm", [1], generating_args=stops, system_envs=path),
         "reference": role("fsdp2_infer", [0], infer_batch_size=4),
-        "eval_steps": 0,
     }
-    plain = {name: value for name, value in changes(world, tmp_path / "rollouts").items() if name not in ON_TWO}
-    finished = run(plain | engine, output=tmp_path)
+
+
+NEEDS_TORCHVISION = pytest.mark.skipif(not Path(FOLDER).is_dir(), reason="no torchvision: install-vllm-vision")
+
+
+@NEEDS_TORCHVISION
+def test_vllm_samples_what_trainers_compute(run: Run, tmp_path: Path) -> None:
+    world = make_pictures(tmp_path / "wide", hidden=128)  # vLLM has no kernel for smaller heads on a CPU
+    finished = run(in_vllm(changes(world, tmp_path / "rollouts")) | {"eval_steps": 0}, output=tmp_path)
     assert max(finished.values("actor/train_infer_log_diff_abs_max")) < 1e-4
+
+
+@NEEDS_TORCHVISION
+def test_vllm_plays_what_an_environment_shows(run: Run, tmp_path: Path) -> None:
+    """Turns with a picture each: what is trained, images and all, is what vLLM sampled."""
+    world = make_pictures(tmp_path / "wide", hidden=128)
+    finished = run(in_vllm(sign_changes(world, tmp_path / "rollouts")), "agentic", tmp_path)
+    assert max(finished.values("actor/train_infer_log_diff_abs_max")) < 1e-4
+    assert finished.values("agent/retokenized_tokens") == [0.0] * 3
+    for row in episodes(tmp_path / "rollouts", 0):
+        assert all(turn["prompt"].count("<|image_pad|>") == 9 and len(turn["images"]) == 1 for turn in row["turns"])
 
 
 def test_demonstrations(shared_ray: str, pictures: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,12 @@ def _become_worker(link: socket.socket) -> None:
     from ray._private.workers.setup_worker import parser
 
     known, sys.argv = parser.parse_known_args(arguments)
-    update_envs(RuntimeEnvContext.deserialize(known.serialized_runtime_env_context or "{}").env_vars)
+    own = RuntimeEnvContext.deserialize(known.serialized_runtime_env_context or "{}").env_vars
+    update_envs(own)
+    if "PYTHONPATH" in own:
+        # What is imported here already was not looked for there (transformers and torchvision, say): begin anew.
+        link.set_inheritable(True)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     runpy.run_path(sys.argv[0], run_name="__main__")
     os._exit(0)
 

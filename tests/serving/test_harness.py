@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from roll.config.reading.errors import ConfigError
 from roll.evaluate import main
-from roll.pipelines.evaluate.harness import COMMANDS, READERS, HarnessOptions, environment
+from roll.serving.harness import COMMANDS, READERS, HarnessOptions, environment
 
 pytestmark = pytest.mark.long
 
@@ -130,6 +130,6 @@ def test_inspect_asks_in_chats(make_serving: Any, tmp_path: Path) -> None:
 
 def test_a_harness_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.setattr("roll.pipelines.evaluate.harness.find_spec", lambda name: None)
+    monkeypatch.setattr("roll.serving.harness.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--harness = '?lm_eval'?: needs a package that is not installed"):
         main(["tiny/rlvr_config.yaml", "--harness", "lm_eval", "--tasks", "x"])

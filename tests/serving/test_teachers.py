@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from roll.config.reading.errors import ConfigError
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
@@ -221,3 +231,76 @@ def test_ids_that_a_service_is_asked_for() -> None:
     ids = probe_ids(1000, [990, 991, 5], 10)
     assert ids[:3] == [5, 990, 991] and len(ids) == 10 and max(ids) < 1000
     assert len(set(probe_ids(4, [], 10))) == 4
+
+
+@pytest.fixture(scope="module")
+def vllm_server(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """vLLM's own HTTP server with a tiny model of two heads of 32, in a process of its own: its address, the folder."""
+    if find_spec("vllm") is None:
+        pytest.skip("vllm is not installed: make install-vllm")
+    folder = tmp_path_factory.mktemp("vllm")
+    words, model = tiny["word_problems"], tiny["tiny_model"]
+    problems = words.draw_problems(64, seed=1, validation=False)
+    tokenizer = model.make_tokenizer(f"{problem.question}\n{words.solution(problem)}" for problem in problems)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "HEADS", 2)
+        model.save(model.make_model(tokenizer, seed=0), tokenizer, folder / "model")
+    with socket.socket() as held:
+        # Bound as vLLM binds it, and not listening: nobody else is given the port meanwhile.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        arguments = ["--model", folder / "model", "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", port]
+        arguments += ["--dtype", "float32", "--max-model-len", 128, "--enforce-eager", "--max-logprobs", -1]
+        own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *map(str, arguments)]
+        with (folder / "log").open("w") as log:
+            process = subprocess.Popen(
+                command, env={**os.environ, **own}, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            while True:  # until it answers or has ended; the suite's own limit is the only one
+                assert process.poll() is None, (folder / "log").read_text()[-3000:]
+                try:
+                    assert httpx2.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
+                    break
+                except httpx2.TransportError:
+                    time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}", folder / "model"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.mark.long
+def test_vllms_own_server_is_a_teacher(vllm_server: tuple[str, Path]) -> None:
+    """Its log-probs are the model's, at the same places, of some tokens and of the whole vocabulary; and it is refused
+    where its limits are too small."""
+    url, folder = vllm_server
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    vocabulary = model.config.vocab_size
+    options = RemoteStrategyConfig(base_url=f"{url}/v1")
+    assert list(service_problems(options, str(folder), 5, 100)) == []
+    assert list(service_problems(options, str(folder), 0, 100)) == []
+    (problem,) = service_problems(options, str(folder), vocabulary + 1, 100)
+    assert "does not give the log-probs of a prompt" in problem and "--max-logprobs" in problem
+    (problem,) = service_problems(options, str(folder), 5, 128)
+    assert "serves 128 tokens at most" in problem
+    worker = TeacherWorker(WorkerContext("teacher", teacher_role(url), 0, 1))
+    worker.initialize()
+    batch = rows()
+    mask = batch.batch["response_mask"]
+    with torch.no_grad():
+        table = model(batch.batch["input_ids"]).logits.float().log_softmax(-1)
+    before = table.roll(1, dims=1)[mask]  # what each token was predicted by
+    for count in (5, 0):
+        found = worker.compute_top_tokens(batch, count=count, limit=2**31 - 1).batch
+        plain = before.topk(count or vocabulary)
+        torch.testing.assert_close(found["top_log_probs"][mask], plain.values, atol=2e-5, rtol=0)
+        assert torch.equal(found["top_ids"][mask][:, :5], plain.indices[:, :5].int())
+        assert float((found["tail_log_prob"][mask].exp() - (1 - plain.values.exp().sum(-1))).abs().max()) < 1e-5
+    log_probs = worker.compute_log_probs(batch).batch["log_probs"]
+    worker.close()
+    own = before.gather(1, batch.batch["input_ids"][mask][:, None])[:, 0]
+    torch.testing.assert_close(log_probs[mask], own, atol=2e-5, rtol=0)

@@ -72,11 +72,11 @@ def self_test_alone(role: WorkerConfig) -> str:
     return ""
 
 
-def self_test_of_zero3(role: WorkerConfig, withheld: list[str], learns: bool) -> str:
+def self_test_of_zero3(role: WorkerConfig, withheld: tuple[str, ...], learns: bool) -> str:
     """The message of the self-test where steps that keep ranks together are left out, by method; then that of another
     start with all of them, for the ranks must not wait for each other."""
     messages = []
-    for methods in (withheld, []):
+    for methods in (withheld, ()):
         strategy: Any = create_strategy(role)
         for method in methods:
             setattr(strategy, method, lambda *args: None)

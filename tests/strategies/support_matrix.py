@@ -366,7 +366,7 @@ EXPERTS = (
         "mixture of experts: self-test at the start",
         moe("test_separate_experts_need_the_patch"),
         moe("test_separate_experts_need_the_patch"),
-        moe("test_ranks_that_share_no_expert[zero3]", "made under ZeRO-3"),
+        moe("test_the_self_test_of_zero3_names_what_is_wrong", "made under ZeRO-3"),
         Other("no"),
     ),
     Feature(
@@ -376,7 +376,7 @@ EXPERTS = (
     ),
     Feature(
         "mixture of experts: LoRA, without routers",
-        *[moe_state("test_adapters_next_to_experts_equal_plain_peft")] * 3,
+        *[moe_state("test_adapters_of_experts_equal_plain_peft")] * 3,
         Other("no: adapters of attention only, refused by name"),
     ),
 )

@@ -132,7 +132,7 @@ def test_the_self_test_of_zero3_names_what_is_wrong(
     """Neither gathered as one leaf nor all called, experts that are modules are mixed up, or the ranks wait for each
     other; with either, the start succeeds."""
     one = role(moe_folder(SEPARATE), "zero3")
-    for methods in (["_prepare_experts", "_use_units"], ["_prepare_experts"], ["_use_units"]):
+    for methods in (("_prepare_experts", "_use_units"), ("_prepare_experts",), ("_use_units",)):
         messages = run_ranks(2, cases.self_test_of_zero3, one, methods, learns)
         wrong = ["something else when ranks choose different experts" in message for message in messages]
         assert wrong == [len(methods) == 2] * 2, (methods, messages)

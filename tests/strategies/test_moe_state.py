@@ -129,6 +129,8 @@ ADAPTED = {
     "fsdp-experts-apart": ("fsdp_train", UNITS),
     "zero2": ("deepspeed_train", {"zero_stage": 2}),
     "zero3": ("deepspeed_train", {"zero_stage": 3}),
+    "fsdp2-alone-checkpointed": ("fsdp2_train", {}),
+    "zero3-alone": ("deepspeed_train", {"zero_stage": 3}),
 }
 
 
@@ -182,18 +184,18 @@ def test_adapted_experts_travel_merged_in_bounded_buckets(
 @pytest.mark.long
 @pytest.mark.parametrize("case", ADAPTED)
 def test_adapters_of_experts_equal_plain_peft(run_ranks: RunRanks, tmp_path: Path, case: str) -> None:
-    """Attention, shared and fused experts; the merged weights are those that peft merges."""
+    """Attention, shared and fused experts, or these alone; the merged weights are those that peft merges."""
     pytest.importorskip("peft")
     strategy, config = ADAPTED[case]
     if strategy == "deepspeed_train":
         pytest.importorskip("deepspeed")
     source = write_moe(tmp_path / "model", "qwen2_moe")
-    targets = ["q_proj", "v_proj", "shared_expert.down_proj"]
+    targets = None if "alone" in case else ["q_proj", "v_proj", "shared_expert.down_proj"]
     tensors = ["experts.gate_up_proj", "experts.down_proj"]
     adapter = lora_cases.write_adapter(source, tmp_path / "adapter", target=targets, tensors=tensors)
     wanted = lora_cases.plain_training(source, adapter, make_batch(), 2)
     wanted["weights"] = StoredLayout(plain_model(source)).views(wanted["weights"])  # as they are sent to the engines
-    adapted = {"adapter_name_or_path": str(adapter)}
+    adapted = {"adapter_name_or_path": str(adapter), "disable_gradient_checkpointing": "checkpointed" not in case}
     role = make_role(source, strategy, config=config, model_args=adapted, training={"adam_epsilon": 1e-3})
     results = run_ranks(2, cases.train_adapters, role, split_rows(make_batch(), (7, 5)), 2)
     lora_cases.assert_same_training(results, wanted, relative=4e-6)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from roll.models.stored import StoredLayout
 from tests.strategies import moe_cases, sync_cases
 from tests.strategies.hf_infer.helpers import make_tokenizer
 from tests.strategies.moe_models import write_moe
-from tests.strategies.samples import make_batch, make_role, split_rows
+from tests.strategies.samples import make_batch, make_role, plain_model, split_rows
 from tests.weight_sync.local_engines import TRANSPORTS
 
 RunRanks = Callable[..., list[Any]]
@@ -73,11 +74,22 @@ def test_every_strategy_and_transport(run_ranks: RunRanks, folder: Path, tmp_pat
 EXPERTS = {
     "fsdp2": ("qwen3_moe", "fsdp2_train", {}),
     "fsdp2-glm4": ("glm4_moe", "fsdp2_train", {}),
+    "fsdp2-gpt_oss": ("gpt_oss", "fsdp2_train", {}),
+    "fsdp2-deepseek": ("deepseek_v3", "fsdp2_train", {}),
+    "fsdp2-linear": ("qwen3_next", "fsdp2_train", {}),
+    "fsdp2-adapters": ("qwen3_moe", "fsdp2_train", {}),
+    "zero3-adapters": ("qwen3_moe", "deepspeed_train", {"zero_stage": 3}),
     "fsdp": ("olmoe", "fsdp_train", {}),
     "zero3": ("mixtral", "deepspeed_train", {"zero_stage": 3}),
     "megatron-ep": ("qwen2_moe", "megatron_train", {"expert_model_parallel_size": 2}),
     "megatron-ep-mixtral": ("mixtral", "megatron_train", {"expert_model_parallel_size": 2}),
 }
+
+
+def on_the_way(folder: Path) -> dict[str, torch.Tensor]:
+    """A model's tensors as they travel."""
+    plain = plain_model(folder)
+    return StoredLayout(plain).on_the_way().views(plain.state_dict())
 
 
 @pytest.mark.default_rows("zero3", "megatron-ep")
@@ -89,11 +101,15 @@ def test_experts_travel_as_they_are_stored(run_ranks: RunRanks, tmp_path: Path, 
         pytest.importorskip("deepspeed" if strategy.startswith("deepspeed") else "megatron.core")
     folder = write_moe(tmp_path / "model", family)
     make_tokenizer().save_pretrained(folder)
-    role = make_role(folder, strategy, dtype="bf16", config=config, training={"learning_rate": 1e-3})
+    adapted = {"lora_target": "all-linear,experts", "lora_rank": 2} if name.endswith("adapters") else {}
+    training = {"learning_rate": 1e-3}
+    role = make_role(folder, strategy, dtype="bf16", config=config, model_args=adapted, training=training)
     updates = [("shared_memory", "trained"), ("object_store", "full"), ("safetensors", "delta")]
     rows = split_rows(make_batch(), (6, 6))
     sent, _ = run_ranks(2, sync_cases.train_and_sync, role, rows, tmp_path, updates)
-    assert {tensors for tensors, _ in sent} == {len(load_file(folder / "model.safetensors"))}
+    travelling = on_the_way(folder)
+    assert {tensors for tensors, _ in sent} == {len(travelling)}
+    assert travelling.keys() == load_file(folder / "model.safetensors").keys() or family == "gpt_oss"
 
 
 @pytest.mark.default_rows("fsdp2", "megatron-tp")
@@ -114,16 +130,17 @@ def test_adapters_by_themselves(run_ranks: RunRanks, folder: Path, tmp_path: Pat
 
 
 @pytest.mark.default_rows("fsdp2")
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-ep2", "fsdp", "zero3"])
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-ep2", "fsdp", "zero3", "fsdp2-gpt_oss", "fsdp2-ep2-gpt_oss"])
 def test_experts_travel_in_bounded_buckets(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
     """A layer's experts are one tensor that is larger than a bucket: no more than a bucket of them is gathered at a
-    time."""
-    strategy, config = (STRATEGIES | {"fsdp2-ep2": ("fsdp2_train", {"ep_size": 2})})[name]
+    time, however a folder holds them."""
+    family = "gpt_oss" if name.endswith("gpt_oss") else "qwen3_moe"
+    strategy, config = (STRATEGIES | {"fsdp2-ep2": ("fsdp2_train", {"ep_size": 2})})[name.removesuffix("-gpt_oss")]
     if name == "zero3":
         pytest.importorskip("deepspeed")
-    folder, limit = write_moe(tmp_path, "qwen3_moe"), 2**13
+    folder, limit = write_moe(tmp_path, family), 2**13
     (found, most), (_, none) = run_ranks(2, moe_cases.buckets, make_role(folder, strategy, config=config), limit)
-    stored = load_file(folder / "model.safetensors")
+    stored = on_the_way(folder)
     assert all(sum(tensor.nbytes for tensor in bucket.values()) <= limit or len(bucket) == 1 for bucket in found)
     assert sorted(key for bucket in found for key in bucket) == sorted(stored)
     assert all(torch.equal(tensor, stored[key]) for bucket in found for key, tensor in bucket.items())

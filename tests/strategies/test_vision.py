@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from roll.models.stored import StoredLayout
 from roll.protocol.vision import vision_token_ids
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.hf_infer.engine import GenerationEngine
@@ -235,9 +236,13 @@ def test_weights_arrive_in_an_engine(
         training={"learning_rate": 1e-5, "weight_decay": 0.0},
     )
     sent = run_ranks(2, sync_cases.train_and_sync, role, half(), tmp_path, [("shared_memory", "trained")])[0]
-    sizes = {one: parameter.numel() for one, parameter in vision_cases.plain_model(model_of(kind)).named_parameters()}
+    plain = vision_cases.plain_model(model_of(kind))
+    travelling = StoredLayout(plain).on_the_way().views(dict(plain.named_parameters()))
+    assert (kind == "qwen3_vl_moe") == any(one.endswith("experts.gate_up_proj[1]") for one in travelling)
+    sizes = {one: parameter.numel() for one, parameter in plain.named_parameters()}
     language = [size for one, size in sizes.items() if not one.startswith("model.visual.")]
-    assert sent == [(len(sizes), 2 * sum(sizes.values())), (len(sizes), 2 * sum(language))], "all are verified"
+    number = len(travelling)
+    assert sent == [(number, 2 * sum(sizes.values())), (number, 2 * sum(language))], "all are verified"
 
 
 @pytest.mark.long

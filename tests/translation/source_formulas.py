@@ -44,6 +44,15 @@ class Responses:
     prompt_length: int
     response_length: int
 
+    @property
+    def truncated(self) -> Tensor:
+        """Responses as long as may be."""
+        return self.mask.sum(-1) == self.response_length
+
+    def without_truncated(self) -> Responses:
+        """The batch with no token of theirs."""
+        return replace(self, mask=self.mask * ~self.truncated[:, None])
+
 
 def mean(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum() / mask.sum()
@@ -398,6 +407,8 @@ def skyrl_actor(batch: Responses, settings: Settings) -> Tensor:
     """The policy's loss of one optimizer step: divergence over responses, entropy over tokens."""
     get = settings.get
     advantages, _ = skyrl_advantages(batch, settings)
+    if get("generator.apply_overlong_filtering", False):
+        batch = batch.without_truncated()
     low, high, name = get("eps_clip_low", 0.2), get("eps_clip_high", 0.2), get("policy_loss_type", "regular")
     losses: dict[str, Callable[[], Tensor]] = {
         "regular": lambda: clipped(ratio_of(batch), advantages, low, high),

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.protocol import DataProto
 from roll.rollout.groups import build_batch
 from roll.strategies.base import Output
+from roll.translation import skyrl, verl
 from roll.translation.command import tree
 from roll.translation.engine import Translation
 from roll.workers.training import policy_update_loss, value_update_loss
@@ -131,6 +133,10 @@ class OurSide:
         tensors["ref_log_probs"], tensors["values"] = self.spread(there.reference), self.spread(there.values).float()
         if self.config.reward_weights:
             tensors["reward_components"] = there.components.float()
+        if self.config.max_len_mask:
+            self.batch.non_tensor_batch["finish_reason"] = np.where(there.truncated, "length", "stop")
+        if self.config.top_entropy_quantile < 1.0:
+            tensors["old_entropy"] = self.spread(there.entropy.detach())
         if self.plan.needs_greedy_baseline:
             tensors["baseline_scores"] = there.greedy_scores.float()
             tensors["baseline_lengths"] = torch.ones(len(there.scores), dtype=torch.int64)
@@ -216,7 +222,10 @@ ADVANTAGES: list[Settings] = [
     GRPO | {"algorithm.gamma": 0.9},
     *(
         {"algorithm.adv_estimator": name, **IN_REWARD, "algorithm.kl_penalty": kind, "algorithm.gamma": 0.9}
-        for name, kind in (("rloo", "kl"), ("remax", "abs"), ("opo", "low_var_kl"), ("reinforce_plus_plus", "mse"))
+        for name, kind in (
+            *(("rloo", "kl"), ("remax", "abs"), ("opo", "low_var_kl"), ("reinforce_plus_plus", "mse")),
+            *(("rloo", "kl+"), ("opo", "abs+"), ("remax", "low_var_kl+")),
+        )
     ),
     *(
         {"algorithm.adv_estimator": name, **IN_REWARD, "algorithm.kl_ctrl.kl_coef": 0.3}
@@ -394,6 +403,7 @@ SKYRL_CASES: list[Settings] = [
         for mode in ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")
     ),
     {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 40},
+    {"generator.apply_overlong_filtering": True, **NO_KL, "use_entropy_loss": True},
     {"use_tis": True, "tis_imp_ratio_cap": 1.1},
     {"off_policy_correction.tis_ratio_type": "token"},
     {"off_policy_correction.tis_ratio_type": "sequence", "off_policy_correction.sequence_tis_ratio_clip_high": 1.2},
@@ -475,15 +485,46 @@ def test_the_batch_reaches_every_bound() -> None:
     assert (products > 2.0).any() and (products < 0.5).any() and ((products > 0.5) & (products < 2.0)).any()
 
 
-def test_an_adaptive_weight_follows_the_mean_over_responses(translated: Translate) -> None:
-    """verl: ``masked_mean`` of each response, then their mean; the reward has the weight of before."""
-    settings = IN_REWARD | {"algorithm.adv_estimator": "rloo", "algorithm.kl_ctrl.type": "adaptive"}
-    settings |= {"algorithm.kl_ctrl.horizon": 50, "algorithm.kl_ctrl.target_kl": 0.3, "algorithm.kl_ctrl.kl_coef": 0.2}
-    loaded = compare(translated, VERL, settings)
-    scoring = OurSide(loaded, RESPONSES).scoring
+ADAPTIVE: Settings = {"algorithm.adv_estimator": "rloo", "algorithm.kl_ctrl.type": "adaptive", **IN_REWARD}
+ADAPTIVE |= {"algorithm.kl_ctrl.horizon": 50, "algorithm.kl_ctrl.target_kl": 0.3, "algorithm.kl_ctrl.kl_coef": 0.2}
+SKYRL_ADAPTIVE: Settings = {"advantage_estimator": "rloo", **NO_KL, "use_kl_in_reward": True, "kl_loss_coef": 0.2}
+SKYRL_ADAPTIVE |= {"kl_ctrl.type": "adaptive", "kl_ctrl.horizon": 50, "kl_ctrl.kl_target": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("base", "settings"),
+    [(VERL, ADAPTIVE), (SKYRL, SKYRL_ADAPTIVE | {"kl_estimator_type": "k1"})],
+    ids=["verl", "skyrl"],
+)
+def test_an_adaptive_weight_follows_the_mean_over_responses(
+    base: str, settings: Settings, translated: Translate
+) -> None:
+    """``masked_mean`` of each response, then their mean; the reward has the weight of before."""
+    assert_follows(OurSide(compare(translated, base, settings), RESPONSES).scoring, 0.2, 0.3, 50)
+
+
+def assert_follows(scoring: AdvantageComputer, weight: float, target: float, horizon: int) -> None:
+    """The weight after one batch, of k1."""
     current = float(((RESPONSES.old - RESPONSES.reference).sum(-1) / RESPONSES.mask.sum(-1)).mean())
-    expected = 0.2 * (1 + min(max(current / 0.3 - 1, -0.2), 0.2) * len(RESPONSES.scores) / 50)
+    expected = weight * (1 + min(max(current / target - 1, -0.2), 0.2) * len(RESPONSES.scores) / horizon)
     assert scoring.state_dict()["kl"]["value"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_every_name_of_an_algorithm_has_a_comparison() -> None:
+    """What a vocabulary translates has a row above: under its own name, or under another that becomes the same."""
+    rows = [*ADVANTAGES, *LOSSES, *AGGREGATIONS, *IN_THE_LOSS, *CORRECTIONS, *REJECTIONS]
+    vocabularies: list[tuple[list[Settings], str, dict[str, str], str]] = [
+        (rows, "algorithm.adv_estimator", verl.ESTIMATORS, "gae"),
+        (rows, "actor.policy_loss.loss_mode", verl.LOSSES, "vanilla"),
+        (rows, "actor.kl_loss_type", verl.KL_TYPES, "low_var_kl"),
+        (rows, "algorithm.kl_penalty", verl.KL_TYPES, "kl"),
+        (SKYRL_CASES, "advantage_estimator", skyrl.ESTIMATORS, "grpo"),
+        (SKYRL_CASES, "policy_loss_type", skyrl.LOSSES | skyrl.COVARIANCE_LOSSES, "regular"),
+        (SKYRL_CASES, "loss_reduction", skyrl.REDUCTIONS, "token_mean"),
+    ]
+    for cases, key, names, default in vocabularies:
+        compared = {names[case.get(key, default)] for case in cases}
+        assert set(names.values()) - compared == set(), key
 
 
 def test_scores_of_minus_one_and_one(translated: Translate) -> None:

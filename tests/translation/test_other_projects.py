@@ -6,6 +6,7 @@ arguments, ``PolicyLoss`` and the experience maker.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from torch import Tensor
 from roll.config.reading.errors import ConfigError
 from roll.translation import command
 from roll.translation.command import load
+from roll.translation.openrlhf import OPENRLHF as OPENRLHF_DIALECT
+from roll.translation.trl import MODES
 from tests.translation.conftest import QUICKSTART, Translate
 from tests.translation.source_formulas import Responses, mean, row_means
-from tests.translation.test_algorithms import LONGEST, PROMPT, RESPONSES, OurSide, assert_equal
+from tests.translation.test_algorithms import LONGEST, PROMPT, RESPONSES, OurSide, assert_equal, assert_follows
 
 Settings = dict[str, Any]
 TRL = (
@@ -58,6 +61,8 @@ def trl_loss(batch: Responses, settings: Settings, spread: float = SPREAD) -> Te
     advantages = compared(batch, spread if scale == "group" else None)
     if scale == "batch":
         advantages = advantages / (batch.scores.std() + spread)
+    if settings.get("mask_truncated_completions"):
+        batch = batch.without_truncated()
     mask, log_ratio = batch.mask, batch.log_probs - batch.old
     if settings.get("importance_sampling_level") == "sequence":
         log_ratio = row_means(log_ratio, mask)[:, None]
@@ -65,6 +70,13 @@ def trl_loss(batch: Responses, settings: Settings, spread: float = SPREAD) -> Te
     high = settings.get("epsilon_high", low)
     if kind == "cispo":
         loss = -ratio.clamp(max=high).detach() * advantages * batch.log_probs
+    elif kind == "vespo":
+        whole = (log_ratio.detach() * mask).sum(-1, keepdim=True).clamp(math.log(1e-8), 20)
+        k, decay = (
+            torch.where(advantages >= 0, settings.get(f"vespo_{name}_pos", up), settings.get(f"vespo_{name}_neg", down))
+            for name, up, down in (("k", 2.0, 3.0), ("lambda", 3.0, 2.0))
+        )
+        loss = -(decay + k * whole - decay * whole.exp()).exp() * advantages * batch.log_probs
     elif kind == "sapo":
         heat = torch.where(
             advantages > 0, settings.get("sapo_temperature_pos", 1.0), settings.get("sapo_temperature_neg", 1.05)
@@ -74,6 +86,9 @@ def trl_loss(batch: Responses, settings: Settings, spread: float = SPREAD) -> Te
         bounded = ratio.clamp(max=settings["delta"]) if "delta" in settings else ratio
         loss = -torch.minimum(bounded * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
     loss = loss * torch.ones_like(mask)
+    if share := settings.get("top_entropy_quantile"):
+        entropy = batch.entropy.detach()
+        loss = loss * (entropy >= entropy[mask.bool()].quantile(1 - share))
     if settings.get("use_vllm") and settings.get("vllm_importance_sampling_correction", True) is True:
         level, _, action = settings.get("vllm_importance_sampling_mode", "sequence_mask").partition("_")
         cap, difference = settings.get("vllm_importance_sampling_cap", 3.0), (batch.old - batch.rollout) * mask
@@ -81,9 +96,12 @@ def trl_loss(batch: Responses, settings: Settings, spread: float = SPREAD) -> Te
         loss = loss * (weight.clamp(max=cap) if action == "truncate" else weight * (weight <= cap))
     if beta := settings.get("beta", 0.0):
         distance = batch.reference - batch.log_probs
-        loss = loss + beta * (distance.exp() - distance - 1)
+        weight = (batch.log_probs - batch.old).exp() if settings.get("use_bias_correction_kl") else 1.0
+        loss = loss + beta * weight * (distance.exp() - distance - 1)
     if kind in ("grpo", "sapo"):
         return row_means(loss, mask).mean()
+    if kind == "luspo":
+        return (loss * mask).sum(-1).mean()
     if kind == "dr_grpo":
         return (loss * mask).sum() / (len(mask) * batch.response_length)
     return mean(loss, mask)
@@ -102,6 +120,9 @@ TRL_CASES: list[Settings] = [
         {"importance_sampling_level": "sequence", "loss_type": kind, "epsilon": 0.1, "epsilon_high": 0.2}
         for kind in ("grpo", "dapo", "dr_grpo")
     ),
+    {"loss_type": "vespo", "beta": 0.1},
+    {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.7, "vespo_lambda_neg": 1.5},
+    *({"loss_type": "luspo", "importance_sampling_level": level, "beta": 0.1} for level in ("token", "sequence")),
     {"scale_rewards": "none"},
     {"scale_rewards": "batch"},
     VLLM,
@@ -111,6 +132,10 @@ TRL_CASES: list[Settings] = [
         for action in ("truncate", "mask")
     ),
     VLLM | {"vllm_importance_sampling_correction": "false"},
+    *({"mask_truncated_completions": True, "beta": 0.1, "loss_type": kind} for kind in ("dapo", "bnpo")),
+    {"mask_truncated_completions": True, "epsilon_high": 1.3, "loss_type": "cispo"},
+    {"beta": 0.1, "use_bias_correction_kl": True, "loss_type": "dr_grpo"},
+    *({"top_entropy_quantile": share, "beta": 0.1} for share in (0.2, 0.5)),
 ]
 
 
@@ -149,13 +174,18 @@ def openrlhf_rewards(batch: Responses, settings: Settings) -> Tensor:
 
 
 def openrlhf_scores(batch: Responses, settings: Settings) -> Tensor:
-    kind = settings.get("advantage_estimator", "gae")
+    """Punished for their length, then compared, then held within ``reward_clip_range``."""
+    kind, low, high = settings.get("advantage_estimator", "gae"), *settings.get("reward_clip_range", "-10 10").split()
+    if buffer := settings.get("overlong_buffer_len"):
+        beyond = (batch.mask.sum(-1) - (batch.response_length - buffer)).clamp(0, buffer)
+        batch = replace(batch, scores=batch.scores - beyond / buffer * settings.get("overlong_penalty_factor", 1.0))
     if kind in ("gae", "reinforce"):
-        return batch.scores
-    if kind == "group_norm":
-        return compared(batch, SPREAD)[:, 0]
-    difference = compared(batch, None)[:, 0]
-    return difference * 4 / 3 if kind == "rloo" else difference  # leaving one of four out
+        scores = batch.scores
+    elif kind == "group_norm":
+        scores = compared(batch, SPREAD)[:, 0]
+    else:
+        scores = compared(batch, None)[:, 0] * (4 / 3 if kind == "rloo" else 1)  # leaving one of four out
+    return scores.clamp(float(low), float(high))
 
 
 def openrlhf_kl(batch: Responses, settings: Settings) -> Tensor:
@@ -250,6 +280,14 @@ OPENRLHF_CASES: list[Settings] = [
             {"vllm_is_truncated_threshold": "0.95 1.05", "vllm_is_correction_type": "seq-mask-tis"},
         )
     ),
+    *(
+        {"advantage_estimator": kind, **IN_LOSS, "overlong_buffer_len": 6, "overlong_penalty_factor": 0.5}
+        for kind in ("gae", "rloo", "reinforce_baseline", "group_norm")
+    ),
+    *(
+        {"advantage_estimator": kind, **IN_LOSS, "reward_clip_range": "-0.4 0.4"}
+        for kind in ("gae", "reinforce", "reinforce_baseline", "group_norm", "dr_grpo")
+    ),
 ]
 
 
@@ -262,14 +300,43 @@ def test_openrlhf_has_the_same_loss_and_gradient(settings: Settings, translated:
         assert_equal(ours.critic_loss(), openrlhf_value_loss(RESPONSES, settings), RESPONSES.new_values)
 
 
+def test_openrlhf_adapts_the_weight_of_the_kl(translated: Translate) -> None:
+    words_of = words({"kl_target": 0.3, "kl_horizon": 50, "init_kl_coef": 0.2})
+    loaded = load(translated(OPENRLHF + words_of), QUICKSTART)
+    assert_follows(OurSide(loaded, RESPONSES).scoring, 0.2, 0.3, 50)
+
+
+def test_every_name_of_an_algorithm_has_a_comparison() -> None:
+    rules = OPENRLHF_DIALECT.rules
+    assert {case.get("loss_type", "dapo") for case in TRL_CASES} == set(MODES)
+    for key, default, names in (
+        ("advantage_estimator", "gae", "gae reinforce reinforce_baseline rloo group_norm dr_grpo"),
+        ("policy_loss_type", "ppo", "ppo gspo"),
+        ("kl_estimator", "k1", "k1 k2 k3"),
+        ("vllm_is_correction_type", "tis", "tis icepop seq-mask-tis"),
+    ):
+        assert {case.get(key, default) for case in OPENRLHF_CASES} == set(names.split())
+        for name in names.split():
+            rules[key].value(name)
+        with pytest.raises(ValueError, match="known: " + ", ".join(names.split())):
+            rules[key].value("another")
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (f"{TRL} --loss_type luspo", "loss_type = .?luspo.?: has no translation"),
+        (f"{TRL} --loss_type other", "loss_type = .?other.?: has no translation"),
+        (f"{TRL} --loss_type vespo --use_vllm", "multiplies the ratio of the response"),
         (f"{TRL} --loss_type bnpo --gradient_accumulation_steps 2", "each of the 2 micro-batches"),
         (f"{TRL} --delta 1.1", "must be above 1 \\+ epsilon_high"),
         (f"{TRL} --loss_type sapo --importance_sampling_level sequence", "token by token"),
         (f"{TRL} --num_generations 5", "do not divide into groups of 5"),
+        *(
+            (f"{TRL} --mask_truncated_completions --loss_type {kind}", "counts them in the mean over responses")
+            for kind in ("grpo", "dr_grpo", "sapo")
+        ),
+        (f"{TRL} --use_bias_correction_kl --importance_sampling_level sequence --beta 1", "weighs the KL by the ratio"),
+        (f"{OPENRLHF} --advantage_estimator rloo {words(IN_LOSS)} --reward_clip_range -1 1", "behind the comparison"),
         (f"{TRL} --reward_funcs mine.reward", "takes whole batches as TRL calls them"),
         (
             f"{TRL} --lerning_rate 1",

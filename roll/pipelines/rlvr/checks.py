@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 from roll.config.algorithm import estimator
 from roll.config.checks.base import (
@@ -20,9 +21,7 @@ from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.plan.plan import explain_indivisible, working_values
 from roll.config.reading.errors import closest
 from roll.config.rewards import section_of
-from roll.pipelines.policy import (
-    policy_training_plans,
-)
+from roll.pipelines.policy import is_async, policy_training_plans
 from roll.pipelines.policy_checks import (
     check_algorithm,
     check_async,
@@ -32,7 +31,7 @@ from roll.pipelines.policy_checks import (
     note_distribution,
 )
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
-from roll.pipelines.rlvr.config import RLVRConfig
+from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig
 from roll.pipelines.rlvr.plan import lengths, max_new_tokens, model_path, sharing_roles, started_roles
 from roll.pipelines.rlvr.teachers import check_opd
 
@@ -180,6 +179,8 @@ def check_validation(config: RLVRConfig, checks: Checks) -> None:
         check_data_files("validation.data_args", section.data_args, checks)
     check_columns("validation.data_args", section.data_args, checks)
     check_concurrent(config, checks)
+    if section.harness is not None:
+        check_harness(config, section.harness, checks)
     for name, one in section.sets.items():
         key = f"validation.sets.{name}"
         if not SET_NAME.fullmatch(name) or name in ("sampled", "greedy"):
@@ -209,6 +210,26 @@ def check_concurrent(config: RLVRConfig, checks: Checks) -> None:
     for name, others in sharing.items():
         rule = f"needs devices of its own for {name}, which shares some with {', '.join(others)}"
         checks.add(key, True, rule, False)
+
+
+def check_harness(config: RLVRConfig, harness: HarnessConfig, checks: Checks) -> None:
+    """A harness has tasks, and the engines to itself."""
+    key = "validation.harness"
+    if not harness.tasks:
+        rule = "is needed: names of tasks (lm_eval) or task files (inspect)"
+        checks.missing(f"{key}.tasks", rule, "[my_task]")
+    if harness.include is not None and not Path(harness.include).expanduser().is_dir():
+        checks.add(f"{key}.include", harness.include, "no such folder of task files")
+    if is_async(config):
+        rule = (
+            "has the engines to itself, and with async_generation_ratio they always work on samples; leave it out "
+            "and run roll evaluate --harness on the checkpoints"
+        )
+        checks.add(key, harness.name, rule, "~")
+    elif config.validation is not None and config.validation.concurrent:
+        checks.add(
+            "validation.concurrent", True, "does not go with validation.harness, which has the engines to itself", False
+        )
 
 
 def longest_in_validation(config: RLVRConfig) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from roll.config.data import DataArguments
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
@@ -37,6 +37,22 @@ class ValidationSetConfig:
 
 
 @dataclass(frozen=True)
+class HarnessConfig:
+    """``validation.harness``: tasks of an evaluation program on the policy, besides the validation prompts."""
+
+    name: Literal["lm_eval", "inspect"] = "lm_eval"
+    """The program (``pip install 'roll-rl[harness]'``)."""
+    tasks: list[str] = field(default_factory=list)
+    """lm-eval: names of tasks; Inspect: task files."""
+    include: str | None = None
+    """lm-eval: a folder of task files."""
+    arguments: list[str] = field(default_factory=list)
+    """Further words of the program's own command line, such as ``--limit=50``."""
+    chat: bool = False
+    """lm-eval: ask by chat completions, which knows no log-likelihoods."""
+
+
+@dataclass(frozen=True)
 class ValidationConfig(WorkerConfig):
     """``validation``: which questions are asked every ``eval_steps``, and how the answers are sampled.
 
@@ -58,6 +74,8 @@ class ValidationConfig(WorkerConfig):
     sets: dict[str, ValidationSetConfig] = field(default_factory=dict)
     """Further sets by name, each with files, sampling and lengths of its own. With sets, ``data_args.file_name`` may be
     left out."""
+    harness: HarnessConfig | None = None
+    """Tasks of lm-eval or Inspect that every validation asks as well; null: none."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from roll.config.strategies.base import own_weights
 from roll.pipelines.policy import is_taught, needs_critic, needs_reference, pg_variant, taught_by_advantage
 from roll.pipelines.policy_preflight import check_transport
 from roll.pipelines.rlvr.checks import check_rlvr
-from roll.pipelines.rlvr.config import RLVRConfig, ValidationConfig, ValidationSetConfig
+from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig, ValidationConfig, ValidationSetConfig
 from roll.pipelines.rlvr.plan import (
     RLVRPlan,
     batch_facts,
@@ -55,7 +55,7 @@ from roll.pipelines.rlvr.plan import (
     rlvr_facts,
     started_roles,
 )
-from roll.pipelines.rlvr.preflight import check_rewards, own_functions, samples_ahead_problems
+from roll.pipelines.rlvr.preflight import check_harness_is_there, check_rewards, own_functions, samples_ahead_problems
 from roll.pipelines.rlvr.teachers import TEACHER, check_teachers_of, check_vocabularies_of
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ class RLVR(PipelineDefinition):
         ("`query_filter_config` and `response_filter_config`", FilterConfig, ()),
         ("`validation` (in addition to the keys of a role)", ValidationConfig, (WorkerConfig,)),
         ("`validation.sets.<name>`", ValidationSetConfig, ()),
+        ("`validation.harness`", HarnessConfig, ()),
         ("`router_args`", RouterConfig, ()),
         ("`weight_sync`", WeightSyncConfig, ()),
     )
@@ -183,6 +184,7 @@ class RLVR(PipelineDefinition):
 
     def check_parts(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         check_rewards(loaded)
+        check_harness_is_there(loaded)
         check_vocabularies_of(self, loaded)
 
     def check_services(self, loaded: LoadedConfig[RLVRConfig]) -> None:

@@ -4,6 +4,7 @@ answers."""
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 from roll.config.loader import LoadedConfig
 from roll.distributed import ResourceManager
@@ -11,13 +12,15 @@ from roll.pipelines.engine_rollout import EngineRollout
 from roll.pipelines.files import dumped_table
 from roll.pipelines.policy_pipeline import PolicyPipeline
 from roll.pipelines.rlvr.clusters import StartingClusters, start_clusters
-from roll.pipelines.rlvr.config import RLVRConfig
+from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig
 from roll.pipelines.rlvr.data import RecordedRollouts, load_data
 from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.rollout import AsyncRolloutPhase, RolloutPhase
 from roll.pipelines.rlvr.validation import Validation
 from roll.protocol.metrics import Mean
+from roll.serving.harness import HarnessOptions, run_program
+from roll.serving.server import FrontOptions, HttpFront
 
 
 class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan, Validation]):
@@ -27,6 +30,8 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan, Validation]):
         config, plan = loaded.config, loaded.plan
         assert isinstance(plan, RLVRPlan)
         super().__init__(loaded, plan, RecordedRollouts(config, plan.output_dir, plan.samples_per_step))
+        self.by_harness: dict[str, float] = {}
+        """Metrics of ``validation.harness``, until they are reported."""
 
     def start_clusters(self, resources: ResourceManager) -> StartingClusters:
         return start_clusters(self.loaded, resources)
@@ -53,9 +58,31 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan, Validation]):
     def validates(self) -> bool:
         return self.config.validation is not None and bool(self.plan.eval_steps)
 
+    def validate(self, step: int) -> None:
+        """Also have the program of ``validation.harness`` ask the engines, which nobody else does meanwhile."""
+        section = self.config.validation
+        if section is not None and section.harness is not None:
+            with self.context.phase("val_harness"), self.generating():
+                self.by_harness = self.ask_harness(section.harness, step)
+        super().validate(step)
+
+    def ask_harness(self, harness: HarnessConfig, step: int) -> dict[str, float]:
+        """The program's metrics of the engines' present weights, ``<program>/<task>/<metric>``."""
+        name, model = harness.name, self.plan.roles["actor_infer"]
+        include = None if harness.include is None else str(Path(harness.include).expanduser())
+        options = HarnessOptions(name, tuple(harness.tasks), include, tuple(harness.arguments), harness.chat)
+        front = HttpFront(FrontOptions(name, max_running_requests=self.config.max_running_requests))
+        try:
+            front.open(self.clusters.actor_infer, self.tokenizer)
+            output = self.plan.output_dir / "validation" / name / f"step-{step}"
+            metrics = run_program(options, front, str(model.model_path), output)
+        finally:
+            front.close()
+        return {f"{name}/{metric}": value for metric, value in metrics.items()}
+
     def report(self, validation: Validation, step: int) -> None:
         self.context.record({"time/val_step_total": Mean(validation.seconds)})
         metrics, answered = validation.report()
-        self.context.record_validation(metrics, step)
+        self.context.record_validation(metrics | self.by_harness, step)
         for name, groups in answered.items():
             self.context.dump_samples("validation", step, partial(dumped_table, groups, self.plan.dump_dir), name)

@@ -111,9 +111,12 @@ def sharing_roles(roles: Mapping[str, WorkerConfig]) -> dict[str, list[str]]:
 
 
 def validates_concurrently(config: RLVRConfig, roles: Mapping[str, WorkerConfig]) -> bool:
-    """Whether validation goes on while ``roles`` train: where devices allow it, unless the file says no."""
+    """Whether validation goes on while ``roles`` train: where devices allow it, unless the file says no. The program of
+    a harness has the engines to itself."""
     section = config.validation
-    return section is not None and section.concurrent is not False and not sharing_roles(roles)
+    if section is None or section.concurrent is False or section.harness is not None:
+        return False
+    return not sharing_roles(roles)
 
 
 def generating(key: str, own: GeneratingArguments, base: GeneratingArguments, written: Written) -> GeneratingArguments:

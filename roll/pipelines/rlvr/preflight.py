@@ -46,6 +46,18 @@ def check_rewards(loaded: LoadedConfig[RLVRConfig]) -> None:
         raise ConfigError(problems)
 
 
+def check_harness_is_there(loaded: LoadedConfig[RLVRConfig]) -> None:
+    """
+    Raises:
+        ConfigError: the program of ``validation.harness`` is not installed.
+    """
+    from roll.serving.harness import HARNESSES
+
+    validation = loaded.config.validation
+    if validation is not None and validation.harness is not None:
+        HARNESSES[validation.harness.name].require("validation.harness.name", shown(loaded.source))
+
+
 def unknown_numbers(domain: str, reward: object, loaded: LoadedConfig[RLVRConfig]) -> list[Problem]:
     """A mistake where ``reward_weights`` names what a rule is known not to return."""
     known = getattr(reward, "numbers", ())

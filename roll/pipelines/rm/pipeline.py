@@ -131,7 +131,7 @@ def judged_batch(rows: Sequence[JudgedRow], dp_size: int) -> DataProto:
     widest = max(sum(len(rows[index].responses) for index in share) for share in shares)
     sequences, places, targets = list[list[int]](), list[list[int]](), list[list[float]]()
     shared, units, margins = list[int](), list[int](), list[float | None]()
-    images = list[VisionInputs | None]()
+    images: list[VisionInputs | None] = []
     for share in shares:
         filled = len(sequences) + widest
         for index in share:

@@ -33,7 +33,7 @@ from roll.strategies.deepspeed.states import (
     set_master_weights,
 )
 from roll.strategies.training.data_parallel import DataParallelStrategy
-from roll.strategies.training.experts import check_choices_may_differ
+from roll.strategies.training.experts import calls_recorded, check_choices_may_differ, check_same_on_all_ranks
 from roll.strategies.training.optimizer import (
     INITIAL_SCALE,
     TrainingProgress,
@@ -123,13 +123,31 @@ class DeepSpeedStrategy(DataParallelStrategy):
             trained = (parameter for parameter in self.model.parameters() if learns and parameter.requires_grad)
             return [safe_get_local_grad(parameter) for parameter in trained]
 
+        called: list[int] = []
+
+        def clear() -> None:
+            # Ranks that have called others have been given parts of others, and keep them for passes to come. DeepSpeed
+            # would compare the order at the next pass, and rank 0 not hear of it but wait for those that have.
+            check_same_on_all_ranks(called, self.device)
+            if learns:
+                self.engine.optimizer.zero_grad()
+
         if learns:
             self._begin_micro_batch(last=True)
         differentiate = self._differentiate if learns else None
-        clear = self.engine.optimizer.zero_grad if learns else _nothing
         section = f"{self.role.name}.strategy_args.strategy_config"
         advice = f"set {section}.zero_stage: 2, or leave {section}.zero_optimization.leaf_module to the model"
-        check_choices_may_differ(self.model, self._compute, differentiate, gradients, clear, self.device, advice)
+        with calls_recorded(self._units_to_gather(), called):
+            check_choices_may_differ(self.model, self._compute, differentiate, gradients, clear, self.device, advice)
+
+    def _units_to_gather(self) -> list[torch.nn.Module]:
+        """Modules for whose call DeepSpeed gathers parameters: not those inside a leaf."""
+        from deepspeed.utils import z3_leaf_module
+
+        modules = list(self.model.modules())
+        leaves = [module for module in modules if z3_leaf_module(module)]
+        inside = {id(inner) for leaf in leaves for inner in leaf.modules() if inner is not leaf}
+        return [module for module in modules if id(module) not in inside]
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
         """Without weights where they can be read later, in the compute type; float32 ones are read apart."""
@@ -203,6 +221,10 @@ class DeepSpeedStrategy(DataParallelStrategy):
         """
         language_model = self.model.language_model
         run_head_when_called(language_model)
+        if self.trains and self.adapters is not None and self.adapters.adapt_experts:
+            # Where adapters of experts are all there is, nothing in front of the first needs a gradient, and DeepSpeed
+            # would free what wraps it before its backward pass.
+            language_model.enable_input_require_grads()
         trained = [parameter.requires_grad for parameter in language_model.parameters()]
         if "leaf_module" in self.config.zero_optimization or any(trained) != all(trained):
             # Behind frozen modules a layer's input needs no gradient, and DeepSpeed would free it before its backward.
@@ -319,9 +341,6 @@ class DeepSpeedStrategy(DataParallelStrategy):
 
     def _on_device(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.detach() for tensor in tensors if tensor.device.type == self.device.type]
-
-
-def _nothing() -> None: ...
 
 
 def import_deepspeed(platform: Platform) -> Any:

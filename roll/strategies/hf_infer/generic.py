@@ -42,7 +42,7 @@ class GenericDecoder(Decoder):
         self._widths = [(pair[0].shape[-1], pair[1].shape[-1]) for pair in _written(probe)]
         self._shape = self._shape_of(probe)
         numbers = iter(range(self._shape.num_layers))
-        layers = [
+        layers: list[Any] = [
             LinearAttentionLayer() if _is_linear(layer) else _RowsLayer(index := next(numbers), self._widths[index])
             for layer in probe.layers
         ]

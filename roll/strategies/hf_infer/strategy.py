@@ -57,7 +57,7 @@ class HfInferStrategy(GenerationStrategy):
         )
         model = _load_model(self.role, self._config.load_format)
         max_model_len = longest_sequence(self._config.max_model_len, model.config, args.model_name_or_path)
-        self._stored = StoredLayout(model)
+        self._stored = StoredLayout(model).on_the_way()
         self._decoder = create_decoder(model, max_model_len)
         if self.role.router_replay.mode == "R3":
             self._record_routes(self._decoder)
@@ -231,6 +231,9 @@ def _load_model(role: WorkerConfig, load_format: str) -> Any:
         attn_implementation=args.attn_implementation,
         trust_remote_code=args.trust_remote_code,
     )
+    for name, buffer in model.named_buffers():
+        if any(kept in name for kept in model._keep_in_fp32_modules_strict or ()):
+            buffer.data = buffer.data.float()  # as when a folder is loaded: what balances experts by a bias
     return model.to(device)
 
 

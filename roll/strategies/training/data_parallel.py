@@ -126,6 +126,7 @@ class DataParallelStrategy(ModelStrategy):
         self._shapes = {name: list(parameter.shape) for name, parameter in language_model.named_parameters()}
         live = {base_name(name): tensor.shape for name, tensor in language_model.state_dict().items()}
         self._stored = StoredLayout(language_model, live)
+        self._on_the_way = self._stored.on_the_way()
         self._trained_names = {name for name, parameter in language_model.named_parameters() if parameter.requires_grad}
         self.model = ResponseModel(language_model, self._context_group())
         if self.sparse_layers:
@@ -281,30 +282,29 @@ class DataParallelStrategy(ModelStrategy):
             if not others and self._num_bytes(first) > bucket_bytes and self._comes_in_stretches(first):
                 yield from self._stretches(first, bucket_bytes)
                 continue
-            parts = [
-                stored for name, tensor in self._whole_weights(bucket) for stored in self._stored.split(name, tensor)
-            ]
+            weights = self._whole_weights(bucket)
+            parts = [part for name, tensor in weights for part in self._on_the_way.split(name, tensor)]
             whole = [(name, part.contiguous()) for name, part in parts]
             yield from [whole] if len(whole) <= len(bucket) else runs_of(whole, bucket_bytes)
 
     def _comes_in_stretches(self, weight: MergedWeight) -> bool:
         """Several stored tensors, none of which needs more than a stretch of the live one."""
-        return len(self._stored.parts(weight.name)) > 1
+        return len(self._on_the_way.parts(weight.name)) > 1
 
     def _stretches(self, weight: MergedWeight, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Collective. The stored tensors of a weight that is larger than a bucket, in runs that are not, one gather
         each; adapters, which are small, come whole."""
         tensor, *adapter = weight.parts
         itemsize = self._wire_dtype(tensor).itemsize
-        low_rank = self._gather(adapter) if adapter else []
-        for stretch in self._stored.stretches(weight.name, bucket_bytes // itemsize):
+        down_up = self._gather(adapter)
+        for stretch in self._on_the_way.stretches(weight.name, bucket_bytes // itemsize):
             flat = self._gather_span(tensor, stretch.begin, stretch.end)
             found = list(stretch.of(flat)) if self.rank == 0 else []
-            if found and low_rank:
-                shape = self._stored.live_shape(weight.name)
+            if found and down_up:
+                (down, up), shape = down_up, self._on_the_way.live_shape(weight.name)
                 firsts = [begin // shape[-1] for _, begin, _ in stretch.parts]
                 found = [
-                    (name, merged_rows(part, first, shape, *low_rank, weight.scaling))
+                    (name, merged_rows(part, first, shape, down, up, weight.scaling))
                     for (name, part), first in zip(found, firsts, strict=True)
                 ]
             yield found

@@ -16,6 +16,7 @@ numbers between the forward and the backward pass; with several, a forward pass 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from roll.config.roles import ModelArguments
 from roll.models.experts import RoutingSums, SparseLayer
@@ -173,7 +174,7 @@ def check_choices_may_differ(
         compute: the strategy's forward pass of a layout.
         differentiate: its backward pass; None where nothing is trained (or gradients cannot be read).
         gradients: this rank's shards.
-        clear: leaves no gradient behind.
+        clear: leaves no gradient behind. It may raise a RuntimeError, on all ranks, over how they got here.
         device: where the passes run.
         advice: the end of the message.
 
@@ -213,6 +214,33 @@ def check_choices_may_differ(
         clear()
     if error > TOLERANCE:
         raise ValueError(f"{_WRONG} (a relative error of {error:.1g}); {advice}")
+
+
+@contextmanager
+def calls_recorded(modules: Sequence[nn.Module], called: list[int]) -> Iterator[None]:
+    """Add the number of each of ``modules`` to ``called`` when it is called."""
+    hooks = [
+        module.register_forward_pre_hook(lambda module, args, number=number: called.append(number))
+        for number, module in enumerate(modules)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_same_on_all_ranks(numbers: Sequence[int], device: torch.device) -> None:
+    """Collective.
+
+    Raises:
+        RuntimeError: on every rank, where one has other numbers.
+    """
+    own = zlib.crc32(repr(list(numbers)).encode())
+    ends = torch.tensor([own, -own], device=device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    if int(ends[0]) != -int(ends[1]):
+        raise RuntimeError("ranks called different modules, whose parameters all of them have to gather together")
 
 
 _WRONG = "this model computes something else when ranks choose different experts"
