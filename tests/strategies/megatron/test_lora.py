@@ -128,10 +128,11 @@ def test_training_equals_plain_peft(
 
 
 @pytest.mark.parametrize(
-    ("world", "sizes", "dtype", "others"),
+    ("world", "sizes", "dtype", "others", "name"),
     [
-        (2, {"tp": 2, "sp": True}, "fp32", [(1, {}), (2, {"pp": 2, "vpp": 2})]),
-        (4, {"tp": 2, "pp": 2, "dist_opt": True}, "bf16", []),
+        (2, {"tp": 2, "sp": True}, "fp32", [(1, {}), (2, {"pp": 2, "vpp": 2})], "qwen2"),
+        (4, {"tp": 2, "pp": 2, "dist_opt": True}, "bf16", [], "qwen2"),
+        (1, {}, "fp32", [], "whole"),
     ],
 )
 def test_resumed_is_uninterrupted_and_the_export_is_complete(
@@ -142,24 +143,26 @@ def test_resumed_is_uninterrupted_and_the_export_is_complete(
     sizes: dict[str, Any],
     dtype: str,
     others: list[tuple[int, dict[str, Any]]],
+    name: str,
 ) -> None:
     from safetensors import safe_open
 
-    whole = run_lora(cases.train_and_save_lora, world, sizes, args=(tmp_path,), dtype=dtype)[0]
-    resumed = run_lora(cases.load_and_train_lora, world, sizes, args=(tmp_path,), dtype=dtype)[0]
+    whole = run_lora(cases.train_and_save_lora, world, sizes, name, args=(tmp_path,), dtype=dtype)[0]
+    resumed = run_lora(cases.load_and_train_lora, world, sizes, name, args=(tmp_path,), dtype=dtype)[0]
     assert whole.keys() == resumed.keys()
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert all(torch.equal(whole[one], resumed[one]) for one in whole)
     if dtype == "fp32":
-        lora_cases.assert_export_is_complete(family("qwen2"), tmp_path / "export", whole, make_batch())
+        lora_cases.assert_export_is_complete(family(TARGETS[name][0]), tmp_path / "export", whole, make_batch())
     for file in (tmp_path / "checkpoint" / "model_and_optimizer").iterdir():
         with safe_open(file, framework="pt") as tensors:
             held = list(tensors.keys())
-        assert held and all(".lora_" in name for name in held), "the base is not written"
+        assert held and all(".lora_" in one or ".modules_to_save." in one for one in held), "the base is not written"
+        assert any(".modules_to_save." in one for one in held) == (name == "whole")
     for other_world, other_sizes in others:
-        other = run_lora(cases.load_and_train_lora, other_world, other_sizes, args=(tmp_path,), dtype=dtype)[0]
-        for name, weight in whole.items():
+        other = run_lora(cases.load_and_train_lora, other_world, other_sizes, name, args=(tmp_path,), dtype=dtype)[0]
+        for one, weight in whole.items():
             # Two steps, whose sums are taken in another order.
-            torch.testing.assert_close(other[name], weight, rtol=0, atol=2e-6)
+            torch.testing.assert_close(other[one], weight, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
