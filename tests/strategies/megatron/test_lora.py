@@ -189,6 +189,15 @@ def test_a_critic_trains_its_head_in_full(run_case: RunCase, value_family: Calla
     assert torch.equal(trained["score.weight"], load_file(folder / "model.safetensors")["score.weight"])
 
 
+def test_what_is_trained_in_full_begins_as_the_base(run_case: RunCase, family: Callable[[str], Path]) -> None:
+    model_args = {"lora_target": "q_proj", "additional_target": "lm_head,embed_tokens,model.norm"}
+    trained = run_case(cases.initial_lora, 1, {}, "qwen3", model_args=model_args)[0]
+    plain = dict(plain_model(family("qwen3")).named_parameters())
+    whole = {name: tensor for name, tensor in trained.items() if "lora_" not in name}
+    assert whole.keys() == {"lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"}
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in whole.items())
+
+
 @pytest.mark.parametrize(("world", "sizes"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2})])
 def test_weights_are_sent_merged_or_apart(
     run_lora: RunCase,
