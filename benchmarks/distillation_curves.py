@@ -6,7 +6,8 @@
 Every run starts from the warm start of seed 0, and the teacher is what GRPO made of it in 200 steps; a seed decides
 about problems and samples. The configurations are those of ``examples/tiny`` and ``examples/tiny_distill`` with the
 overrides below: both algorithms take one optimizer step on each batch of 256 samples, and both take eight. Runs that
-are there already are not repeated; validations are 200 held-out problems, four samples each.
+are there already are not repeated; validations are 200 held-out problems, four samples each. With eight steps GRPO has
+the rate, of two that were tried, with which it learns faster: 4e-4, not the 1e-3 of distillation.
 """
 
 from __future__ import annotations
@@ -53,8 +54,7 @@ RATE = "actor_train.training_args.learning_rate"
 CONTESTANTS = (
     Contestant("distillation, 8 updates a batch", "opd_8", OPD, ("opd_form=topk", *EIGHT, f"{RATE}=1e-3"), "tab:red -"),
     Contestant("distillation, 1 update", "opd_1", OPD, ("opd_form=topk", *ONE), "tab:red --"),
-    Contestant("GRPO, 8 updates a batch", "grpo_8", GRPO, (*EIGHT, f"{RATE}=1e-3"), "tab:blue -"),
-    Contestant("GRPO, 8 updates, rate 4e-4", "grpo_8_slow", GRPO, (*EIGHT, f"{RATE}=4e-4"), "tab:cyan -"),
+    Contestant("GRPO, 8 updates a batch", "grpo_8", GRPO, (*EIGHT, f"{RATE}=4e-4"), "tab:blue -"),
     Contestant("GRPO, 1 update", "grpo_1", GRPO, ONE, "tab:blue --"),
 )
 

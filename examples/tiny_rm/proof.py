@@ -83,13 +83,13 @@ def report(runs: list[Path], width: int) -> list[tuple[float, float, float]]:
 def draw(curves: dict[str, list[tuple[float, float, float]]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(1, len(curves), figsize=(9, 3.4), layout="constrained", squeeze=False)
+    figure, panels = plt.subplots(1, len(curves), figsize=(9, 3.4), layout="constrained", squeeze=False, sharey=True)
     panel: Any
     for panel, (kind, points) in zip(panels[0], curves.items(), strict=True):
         distances, proxies, golds = zip(*points, strict=True)
         panel.plot(distances, golds, "o-", color="tab:green", label="gold: share right by the verifier")
         panel.plot(distances, proxies, "s--", color="tab:red", label="proxy: reward model, normalised")
-        panel.set(title=f"PPO, {kind}", xlabel="distance from the first policy, sqrt(KL)", ylim=(-0.1, 1.1))
+        panel.set(title=f"PPO, {kind}", xlabel="distance from the first policy, sqrt(KL)", xlim=(0, None))
         panel.grid(alpha=0.3)
     panels[0][0].legend(fontsize=8)
     figure.savefig(path, dpi=120)

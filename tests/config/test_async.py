@@ -97,3 +97,16 @@ def test_concurrent_validation_needs_devices_of_its_own(tmp_path: Path) -> None:
     assert isinstance(older, RLVRPlan) and not older.validates_concurrently, "the name that it had before"
     shared = load(tmp_path, changed({})).plan
     assert isinstance(shared, RLVRPlan) and not shared.validates_concurrently
+
+
+def test_a_harness_has_the_engines_to_itself(tmp_path: Path) -> None:
+    harness, synchronous = {"validation.harness": {"tasks": ["x"]}}, APART | {"async_generation_ratio": 0}
+    assert load(tmp_path, changed(synchronous)).plan.validates_concurrently
+    assert not load(tmp_path, changed(synchronous | harness)).plan.validates_concurrently
+    (error,) = mistakes(tmp_path, changed(APART | harness))
+    assert (error.key, error.value) == ("validation.harness", "lm_eval")
+    (error,) = mistakes(tmp_path, changed(synchronous | harness | {"validation.concurrent": True}))
+    assert (error.key, error.example) == ("validation.concurrent", False)
+    wrong = {"validation.harness": {"name": "inspect", "include": "nowhere"}}
+    missing, folder = mistakes(tmp_path, changed(synchronous | wrong))
+    assert (missing.key, folder.key) == ("validation.harness.tasks", "validation.harness.include")
