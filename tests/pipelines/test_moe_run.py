@@ -73,10 +73,10 @@ def test_families_that_one_engine_generates_with(run: Run, world: TinyWorld, tmp
     folder = tmp_path / "model"
     shutil.copytree(world.model, folder)
     own = AutoConfig.from_pretrained(world.model)
-    ids = {"vocab_size": own.vocab_size, "eos_token_id": own.eos_token_id, "pad_token_id": own.pad_token_id}
-    window = {"sliding_window": 8} if family == "gpt_oss" else {}
+    ids = {name: getattr(own, name) for name in ("vocab_size", "eos_token_id", "pad_token_id")}
+    sizes = {"max_position_embeddings": 256} | ({"sliding_window": 8} if family == "gpt_oss" else {})
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(moe_config(family, **ids, **window)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(moe_config(family, **ids, **sizes)).save_pretrained(folder)
     finished = run(
         {
             "max_steps": 2,
