@@ -247,7 +247,7 @@ def vllm_server(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         model.save(model.make_model(tokenizer, seed=0), tokenizer, folder / "model")
     with socket.socket() as held:
         # Bound as vLLM binds it, and not listening: nobody else is given the port meanwhile.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
         arguments = ["--model", folder / "model", "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", port]
