@@ -79,7 +79,9 @@ class RewardVerifier:
         sample = RewardSample(
             prompt=prompt,
             response=response,
-            ground_truth=read_ground_truth(task.row) if self._answer_key == TRUTH else task.row.get(self._answer_key),
+            ground_truth=read_ground_truth(dict(task.row))
+            if self._answer_key == TRUTH
+            else task.row.get(self._answer_key),
             finish_reason=call.finish_reason,
             row=dict(task.row),
             num_tokens=sum(len(one.response_ids) for one in ([call] if self._scores == "answer" else episode.calls)),

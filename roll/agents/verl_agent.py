@@ -64,8 +64,8 @@ class VerlAgent:
     Args:
         tools: objects with ``name``, ``tool_schema`` (a pydantic model) and the coroutines ``create``, ``execute`` and
             ``release``; None: those of ``options.tool_config_path``, built at the first episode.
-        interactions: by name, objects with the coroutines ``start_interaction``, ``generate_response`` and
-            ``finalize_interaction``; None: those of ``options.interaction_config_path``.
+        interactions: by name, objects with the coroutines ``start_interaction`` and ``generate_response``, which are
+            all that verl's loop calls; None: those of ``options.interaction_config_path``.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ MODES = {
     "dr_grpo": "seq-mean-token-sum-norm",
     "bnpo": "token-mean",
 }
-MODES |= {"cispo": "token-mean", "sapo": "seq-mean-token-mean"}
+MODES |= {"cispo": "token-mean", "sapo": "seq-mean-token-mean", "vespo": "token-mean", "luspo": "seq-mean-token-sum"}
 """Aggregation of each ``loss_type``."""
 THINK = r"<think>(?!.*<think>)(.*?)</think>.*"
 REWARDS: dict[str, dict[str, Any]] = {
@@ -236,7 +236,7 @@ def put_loss(draft: Draft) -> None:
         draft.refuse("weighted_kl", "weighs the KL by the ratio of the sequence there, by those of tokens here", False)
     low = float(draft.get("epsilon", default=0.2))
     high = float(draft.get("epsilon_high", default=low))
-    variant = kind if kind in ("cispo", "sapo") else "gspo_token" if level == "sequence" else "ppo"
+    variant = kind if kind in ("cispo", "sapo", "vespo") else "gspo_token" if level == "sequence" else "ppo"
     draft.put("pg_variant", variant, "loss_type", "level")
     draft.put("loss_agg_mode", MODES[kind], "loss_type")
     if kind == "dr_grpo":
@@ -252,9 +252,20 @@ def put_loss(draft: Draft) -> None:
         draft.put("cispo_epsilon_low", 1.0, "loss_type")
         draft.put("cispo_epsilon_high", high - 1.0, "epsilon_high", "epsilon")
         draft.remark(["epsilon_high"], "the bound of the weight itself there, of what it exceeds 1 by here")
+    elif variant == "vespo":
+        put_vespo(draft)
     else:
         draft.put("sapo_tau_pos", float(draft.get("sapo_pos", default=1.0)), "sapo_pos")
         draft.put("sapo_tau_neg", float(draft.get("sapo_neg", default=1.05)), "sapo_neg")
+
+
+def put_vespo(draft: Draft) -> None:
+    """The exponents of both signs; vLLM's mismatch is a factor of the response's ratio there."""
+    for name, default in (("k_pos", 2.0), ("lambda_pos", 3.0), ("k_neg", 3.0), ("lambda_neg", 2.0)):
+        draft.put(f"vespo_{name}", float(draft.get(f"vespo_{name}", default=default)), f"vespo_{name}")
+    if draft.get("use_vllm") and draft.get("is_on", default=True):
+        rule = "multiplies the ratio of the response with loss_type vespo there, the loss here"
+        draft.refuse("is_on", rule, False)
 
 
 def put_local_mean(draft: Draft) -> None:

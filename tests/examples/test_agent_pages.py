@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from roll.agents.agent_options import BlackBoxOptions
+from roll.agents.agent_options import AgentOptionError, BlackBoxOptions
 from roll.agents.black_box import BlackBoxAgent
 from roll.agents.doors import check_agent
 from roll.agents.episode import Limits, Model, Task, run_episode
@@ -55,7 +55,12 @@ def test_entries_of_the_pages(entry: dict[str, Any], page_files: None) -> None:
     assert not entry.keys() - names.keys()
     plain = {name: value for name, value in entry.items() if name not in ("data_args", "tool_wrapper")}
     agent, options = agent_of(CustomEnvConfig(**plain))
-    if agent is not None:
+    if agent == "verl":
+        # Its file and the package that builds what it names are the reader's own.
+        with pytest.raises(AgentOptionError, match="tool_config_path: "):
+            check_agent(agent, options)
+        check_agent(agent, options | {"tool_config_path": None})
+    elif agent is not None:
         check_agent(agent, options)
     else:
         for one in entry["tool_wrapper"]["tool_configs"]:
@@ -101,7 +106,8 @@ def test_curl_as_an_agent_from_elsewhere(page_files: None) -> None:
 @pytest.mark.e2e
 @pytest.mark.long
 def test_the_examples_train(tiny_model: Path, tmp_path: Path) -> None:
-    """Both in one run, with an untrained model: a program around OpenAI's client, and the tools of an MCP server."""
+    """In one run, untrained: a program around OpenAI's client, the tools of an MCP server, verl's loop (of whose rows
+    one is too long), and a game whose turns are one message."""
     questions = tmp_path / "questions.jsonl"
     questions.write_text(
         "".join(json.dumps({"question": f"What is {n}+1 ?", "ground_truth": str(n + 1)}) + "\n" for n in range(8))
@@ -110,6 +116,20 @@ def test_the_examples_train(tiny_model: Path, tmp_path: Path) -> None:
         "questions"
     ]
     entry["data_args"]["file_name"] = [str(questions)]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n}+1?"}], "reward_model": {"ground_truth": "3"}} for n in range(4)
+    ]
+    rows.append({"prompt": [{"role": "user", "content": "9" * 500}], "reward_model": {"ground_truth": "3"}})
+    loop_rows = tmp_path / "loop.jsonl"
+    loop_rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loop = {
+        "agent": "verl",
+        "agent_config": {"response_length": 30, "prompt_length": 100, "filter_overlong_prompts": True},
+        "verifier": {"worker_cls": "gsm8k_rule"},
+        "data_args": {"file_name": [str(loop_rows)]},
+        "max_tokens_per_step": 30,
+    }
+    game = {"env_type": "guess_number", "context": "response", "max_steps": 2, "max_tokens_per_step": 12}
     both = {
         "defaults": [os.path.relpath(ROOT / "examples/agent_black_box/agent_config", tmp_path) + "@_here_"],
         "pretrain": str(tiny_model),
@@ -119,8 +139,8 @@ def test_the_examples_train(tiny_model: Path, tmp_path: Path) -> None:
         "track_with": ["jsonl"],
         "rollout_batch_size": 16,
         "sequence_length": 256,
-        "custom_envs": {"questions": entry},
-        "train_env_manager": {"num_env_groups": 2, "group_size": 8, "tags": ["player", "questions"]},
+        "custom_envs": {"questions": entry, "loop": loop, "game": game},
+        "train_env_manager": {"num_env_groups": 4, "group_size": 4, "tags": ["player", "questions", "loop", "game"]},
         "actor_train": {"training_args": {"per_device_train_batch_size": 8}},
     }
     config = tmp_path / "config.yaml"
@@ -134,5 +154,7 @@ def test_the_examples_train(tiny_model: Path, tmp_path: Path) -> None:
     assert len(steps) == 2
     for row in steps:
         assert row["episode/player/turns"] >= 1 and row["episode/questions/turns"] >= 1
+        assert row["episode/loop/turns"] == 1 and row["episode/game/turns"] == 2
+        assert row["agent/trained_once_violations"] == row["agent/retokenized_tokens"] == 0
         assert row["agent/breaks"] == row["agent/foreign_responses"] == 0
         assert not any("agent_error" in name or "environment_error" in name for name in row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -244,36 +245,32 @@ def vllm_server(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "HEADS", 2)
         model.save(model.make_model(tokenizer, seed=0), tokenizer, folder / "model")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words_of = [
-        "--model",
-        str(folder / "model"),
-        "--served-model-name",
-        "tiny",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    words_of += ["--dtype", "float32", "--max-model-len", "128", "--enforce-eager", "--max-logprobs", "-1"]
-    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words_of]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=log, start_new_session=True)
-    try:
-        while True:  # until it answers or has ended; the suite's own limit is the only one
-            assert process.poll() is None, (folder / "log").read_text()[-3000:]
-            try:
-                assert httpx2.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
-                break
-            except httpx2.TransportError:
-                time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}", folder / "model"
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with socket.socket() as held:
+        # Bound as vLLM binds it, and not listening: nobody else is given the port meanwhile.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        arguments = ["--model", folder / "model", "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", port]
+        arguments += ["--dtype", "float32", "--max-model-len", 128, "--enforce-eager", "--max-logprobs", -1]
+        own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *map(str, arguments)]
+        with (folder / "log").open("w") as log:
+            process = subprocess.Popen(
+                command, env={**os.environ, **own}, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            while True:  # until it answers or has ended; the suite's own limit is the only one
+                assert process.poll() is None, (folder / "log").read_text()[-3000:]
+                try:
+                    assert httpx2.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
+                    break
+                except httpx2.TransportError:
+                    time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}", folder / "model"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @pytest.mark.long

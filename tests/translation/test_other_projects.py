@@ -6,6 +6,7 @@ arguments, ``PolicyLoss`` and the experience maker.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,13 @@ def trl_loss(batch: Responses, settings: Settings, spread: float = SPREAD) -> Te
     high = settings.get("epsilon_high", low)
     if kind == "cispo":
         loss = -ratio.clamp(max=high).detach() * advantages * batch.log_probs
+    elif kind == "vespo":
+        whole = (log_ratio.detach() * mask).sum(-1, keepdim=True).clamp(math.log(1e-8), 20)
+        k, decay = (
+            torch.where(advantages >= 0, settings.get(f"vespo_{name}_pos", up), settings.get(f"vespo_{name}_neg", down))
+            for name, up, down in (("k", 2.0, 3.0), ("lambda", 3.0, 2.0))
+        )
+        loss = -(decay + k * whole - decay * whole.exp()).exp() * advantages * batch.log_probs
     elif kind == "sapo":
         heat = torch.where(
             advantages > 0, settings.get("sapo_temperature_pos", 1.0), settings.get("sapo_temperature_neg", 1.05)
@@ -92,6 +100,8 @@ def trl_loss(batch: Responses, settings: Settings, spread: float = SPREAD) -> Te
         loss = loss + beta * weight * (distance.exp() - distance - 1)
     if kind in ("grpo", "sapo"):
         return row_means(loss, mask).mean()
+    if kind == "luspo":
+        return (loss * mask).sum(-1).mean()
     if kind == "dr_grpo":
         return (loss * mask).sum() / (len(mask) * batch.response_length)
     return mean(loss, mask)
@@ -110,6 +120,9 @@ TRL_CASES: list[Settings] = [
         {"importance_sampling_level": "sequence", "loss_type": kind, "epsilon": 0.1, "epsilon_high": 0.2}
         for kind in ("grpo", "dapo", "dr_grpo")
     ),
+    {"loss_type": "vespo", "beta": 0.1},
+    {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.7, "vespo_lambda_neg": 1.5},
+    *({"loss_type": "luspo", "importance_sampling_level": level, "beta": 0.1} for level in ("token", "sequence")),
     {"scale_rewards": "none"},
     {"scale_rewards": "batch"},
     VLLM,
@@ -312,7 +325,8 @@ def test_every_name_of_an_algorithm_has_a_comparison() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (f"{TRL} --loss_type luspo", "loss_type = .?luspo.?: has no translation"),
+        (f"{TRL} --loss_type other", "loss_type = .?other.?: has no translation"),
+        (f"{TRL} --loss_type vespo --use_vllm", "multiplies the ratio of the response"),
         (f"{TRL} --loss_type bnpo --gradient_accumulation_steps 2", "each of the 2 micro-batches"),
         (f"{TRL} --delta 1.1", "must be above 1 \\+ epsilon_high"),
         (f"{TRL} --loss_type sapo --importance_sampling_level sequence", "token by token"),

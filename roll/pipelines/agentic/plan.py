@@ -35,7 +35,7 @@ from roll.pipelines.teachers import finished_teacher
 REWARD = "reward"
 """The role that judges episodes."""
 
-Context = Literal["append", "observation", "last", "own"]
+Context = Literal["append", "observation", "last", "own", "response"]
 Samples = Literal["trajectory", "step"]
 
 

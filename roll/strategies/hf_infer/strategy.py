@@ -231,6 +231,9 @@ def _load_model(role: WorkerConfig, load_format: str) -> Any:
         attn_implementation=args.attn_implementation,
         trust_remote_code=args.trust_remote_code,
     )
+    for name, buffer in model.named_buffers():
+        if any(kept in name for kept in model._keep_in_fp32_modules_strict or ()):
+            buffer.data = buffer.data.float()  # as when a folder is loaded: what balances experts by a bias
     return model.to(device)
 
 
