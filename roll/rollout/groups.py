@@ -1,4 +1,4 @@
-"""Groups of samples: messages between the driver and the generation workers, and the columns of a training batch (listed
+"""Groups of samples: messages between the driver and the generation workers, and columns of a training batch (listed
 in ``docs/architecture.md``)."""
 
 from __future__ import annotations
