@@ -83,6 +83,8 @@ def with_deepspeed(role: RolePlan, options: DeepSpeedStrategyConfig, shape: Mode
                 # ZeRO-0 in float32 is torch's optimizer on the model's own gradients, as executed.
                 work.peak[Kind.GRADIENTS] = int(accumulated / (ranks if stage >= 2 else 1))
             work.peak[Kind.COMMUNICATION] = int(bucket * overlap) if stage else 0
+            if task.on_cpu and stage in (1, 2):
+                _take_freed_pages(work, accumulates=work.micro_batches > task.updates)
             if plan.offload_optimizer != "none":
                 work.peak[Kind.GRADIENTS] = 0
             gradient = Collective("reduce_scatter" if stage else "all_reduce", group, int(trained * compute))
@@ -93,6 +95,16 @@ def with_deepspeed(role: RolePlan, options: DeepSpeedStrategyConfig, shape: Mode
             work.peak[Kind.COMMUNICATION] = 2 * min(task.bucket_bytes, int(whole))
             work.collectives[Collective("gather", group, int(whole))] += 1
     return run
+
+
+def _take_freed_pages(work: Work, accumulates: bool) -> None:
+    """A CPU's memory is taken when it is written to: the bucket's, and where no earlier micro-batch has left gradients
+    theirs, while the backward pass frees activations. A GPU's allocator holds both from the beginning."""
+    room = work.peak[Kind.ACTIVATIONS]
+    for kind in (Kind.COMMUNICATION, Kind.GRADIENTS)[: 1 if accumulates else 2]:
+        taken = min(room, work.peak[kind])
+        work.peak[kind] -= taken
+        room -= taken
 
 
 def _trained_weights(run: RoleRun, weights: float, compute: int, lora: bool) -> float:
