@@ -31,7 +31,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.preferences import Contestant, own_strategy, write_random
+from benchmarks.preferences import TRL_SETTINGS, Contestant, own_strategy, write_random
 from benchmarks.train_step import SHAPES
 from roll.algorithms.aggregation import LossDenominators
 from roll.config.losses import DivergenceConfig
@@ -66,15 +66,8 @@ def trl_contestants(folder: Path, teacher: Path, batch: TensorBatch, prompt: int
     from trl import DistillationConfig, DistillationTrainer
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-    settings: dict[str, Any] = {
+    settings = TRL_SETTINGS | {
         "output_dir": str(folder / "trl"),
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
         "beta": 0.0,
         "learning_rate": 1e-6,
         "per_device_train_batch_size": micro,

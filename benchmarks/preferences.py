@@ -73,24 +73,29 @@ def texts(count: int, prompt: int, response: int, vocabulary: int) -> list[dict[
 SIDES = ("chosen", "rejected")
 
 
+TRL_SETTINGS: dict[str, Any] = {
+    "report_to": [],
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+}
+"""Of every trainer of TRL: float32 on a CPU, without logging or saving."""
+
+
 def trl_trainer(kind: str, folder: Path, reference: Path, rows: list[dict[str, Any]], **options: Any) -> Any:
     """TRL's ``DPOTrainer`` or ``KTOTrainer`` on the rows in their order, without logging or saving."""
     import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    settings = {
+    settings = TRL_SETTINGS | {
         "output_dir": str(folder / "trl"),
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "use_cpu": True,
-        "bf16": False,
         "shuffle_dataset": False,
-        "gradient_checkpointing": False,
         "max_length": None,
         "beta": BETA,
-        "disable_tqdm": True,
     }
     config = getattr(trl, f"{kind}Config")
     known = set(config.__dataclass_fields__)

@@ -144,9 +144,9 @@ class Conversations:
         if parent.response_ids and parent.response_ids[-1] == self._template.eos_token:
             for column in (parent.response_ids, parent.log_probs, parent.versions):
                 column.pop()
-        told: Message = {"role": "user", "content": "".join(texts)}
+        said: Message = {"role": "user", "content": "".join(texts)}
         ids = [one for text in texts for one in self._template.encode(text)]
-        messages = [*parent.messages, parent.message, told]
+        messages = [*parent.messages, parent.message, said]
         call = Call(len(self.calls), parent.index, ids, messages, parent.tools, role=parent.role)
         self.calls.append(call)
         return call

@@ -19,6 +19,7 @@ import pytest
 
 from roll.checkpoint.store import ObjectStore
 from roll.distributed.guard import kill_tree
+from tests.checkpoint.test_store import bucket  # noqa: F401  the fixture
 from tests.pipelines.conftest import Run
 from tests.pipelines.subprocess_runs import Start
 from tests.pipelines.tiny_runs import (
@@ -104,23 +105,7 @@ def webhdfs(tmp_path: Path) -> Iterator[Store]:
     server.server_close()
 
 
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "key", "AWS_REGION": "us-east-1"}.items():
-        monkeypatch.setenv(name, value)
-    options = {"endpoint_url": f"http://{host}:{port}"}
-    import fsspec
-
-    fsspec.filesystem("s3", **options).mkdir("bucket")
-    yield "s3://bucket/runs/one", options
-    server.stop()
-
-
-@pytest.mark.parametrize("kind", ["webhdfs", "s3"])
+@pytest.mark.parametrize("kind", ["webhdfs", "bucket"])
 def test_a_run_whose_folder_is_gone_goes_on_from_the_store(
     request: pytest.FixtureRequest, start: Start, run: Run, world: TinyWorld, tmp_path: Path, kind: str
 ) -> None:
