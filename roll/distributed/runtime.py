@@ -124,9 +124,9 @@ def ray_runtime(
     * otherwise a private Ray is started on the loopback interface with ports and a folder of its own.
 
     Leaving the block (by success, exception or signal) ends every process of the run on this node, and so does the
-    hard end of this process (kill -9, out of memory, a second Ctrl-C). SIGINT, SIGTERM, SIGHUP and SIGUSR1, to this node
-    or to a further one, raise :class:`~roll.distributed.signals.Interrupted` in the block; Ray and the workers are not
-    reached by them.
+    hard end of this process (kill -9, out of memory, a second Ctrl-C). SIGINT, SIGTERM, SIGHUP and SIGUSR1, to this
+    node or to a further one, raise :class:`~roll.distributed.signals.Interrupted` in the block; Ray and the workers are
+    not reached by them.
 
     Args:
         num_devices_per_node: Logical device slots of a node without accelerators.

@@ -1,7 +1,7 @@
 """The part of the compose specification that compose.yaml uses: read strictly, and run with namespaces for containers.
 
-A service is a process tree with a network address, a name, mounts, process ids and limits of its own, as a container has;
-its file system is a copy of what the Dockerfile copies, at the same relative paths. https://compose-spec.io
+A service is a process tree with a network address, a name, mounts, process ids and limits of its own, as a container
+has; its file system is a copy of what the Dockerfile copies, at the same relative paths. https://compose-spec.io
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""examples/cluster/slurm.sh and compose.yaml run as written, over hosts that are network namespaces: stand-ins for Slurm's
-two commands start its tasks there, and a small interpreter of the compose specification starts the services."""
+"""examples/cluster/slurm.sh and compose.yaml run as written, over hosts that are network namespaces: stand-ins for
+Slurm's two commands start its tasks there, an interpreter of the compose specification starts the services."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class SlurmJob:
         (self.folder / "tasks").unlink(missing_ok=True)
         script = str(ROOT / "examples/cluster/slurm.sh")
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen([script, *words], env=self.environ, cwd=self.folder, text=True, **pipes)  # type: ignore[call-overload]
+        return subprocess.Popen([script, *words], env=self.environ, cwd=self.folder, text=True, **pipes)
 
     def preempt(self) -> None:
         """SIGTERM to the process of each task, and no other, as ``--signal=TERM@300`` does."""
@@ -143,13 +143,13 @@ def test_a_slurm_job_is_preempted_and_goes_on(two_hosts: list[Host], world: Tiny
 
 
 def test_compose_services_run_as_written(tmp_path: Path) -> None:
-    """The model that ``warm-start`` leaves in a volume is what the nodes train, which find each other by their names."""
+    """The model that ``warm-start`` leaves in a volume is what the nodes train; they find each other by their names."""
     environ = {"RAY_AUTH_TOKEN": TOKEN, "RECIPE": "num_gpus_per_node=1 max_steps=2 eval_steps=0 save_steps=0"}
     project = Project(read((ROOT / "compose.yaml").read_text(), environ), tmp_path)
-    tiny = project.volume("artifacts")
-    command = [sys.executable, ROOT / "examples/tiny/prepare.py", "--output", tiny, "--seeds", "0"]
+    made = project.volume("artifacts")
+    command = [sys.executable, ROOT / "examples/tiny/prepare.py", "--output", made, "--seeds", "0"]
     subprocess.run(command, check=True, capture_output=True)
-    shutil.copytree(tiny / "seed0/init", tiny / "seed0/warm_start/model")  # as if trained, which takes two minutes
+    shutil.copytree(made / "seed0/init", made / "seed0/warm_start/model")  # as if trained, which takes minutes
     with project.up(seconds=60) as services:
         status, text = services["node0"].wait(200)
         assert status == 0, text
