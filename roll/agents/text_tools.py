@@ -33,7 +33,7 @@ class TextTool(Protocol):
     """Tells the policy how to call it."""
 
     def find(self, text: str) -> Any:
-        """What is called for; None: nothing."""
+        """The call in a response; None: no call."""
         ...
 
     async def call(self, found: Any) -> ToolResult: ...
@@ -157,7 +157,7 @@ def text_tool(tool_id: str, tool_args: Mapping[str, Any]) -> TextTool:
 
 @dataclass(frozen=True)
 class WrapperOptions:
-    """What tool calls are worth, and how many an episode has."""
+    """Rewards and largest number of tool calls of an episode."""
 
     tool_reward: float = 0.0
     tool_success_reward: float = 0.0

@@ -48,7 +48,7 @@ class LoadedConfig(Generic[C]):
     resolved: dict[str, Any]
     """The effective YAML: what was written, composed and resolved (secrets included: mask before showing)."""
     warnings: tuple[Notice, ...]
-    """What was accepted that the user should know of."""
+    """Values that were accepted and that the user should know of."""
     source: Path
     """The file."""
     overrides: tuple[str, ...] = ()

@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 
 
 PROFILER_ENV = "ROLL_PROFILER"
-"""How a run tells its workers what to record: :class:`Profiling` as JSON."""
+"""Environment variable with the recording settings of a run's workers: :class:`Profiling` as JSON."""
 _TABLE_ROWS = 40
 
 
 @dataclass(frozen=True)
 class Profiling:
-    """What is recorded.
+    """Settings of recording.
 
     Attributes:
         folder: for ``<worker>-<method>-<call>.trace.json.gz`` (Chrome's trace format, which Perfetto and TensorBoard

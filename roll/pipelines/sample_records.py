@@ -1,4 +1,4 @@
-"""What the record of samples keeps of a step: blocks of :mod:`roll.tracking.sample_log`, made of batches and rows."""
+"""Record of a step's samples: blocks of :mod:`roll.tracking.sample_log`, made of batches and rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from roll.agents.episode import EpisodeGroup
 
 Notes = Sequence[Mapping[str, Any]]
-"""What a batch does not say of its samples (by row) or episodes (by number): keys of a sample, and of a prompt under
+"""Further values of a batch's samples (by row) or episodes (by number): keys of a sample, and of a prompt under
 ``prompt``."""
 
 LOG_PROB_SCALE, MISMATCH_SCALE = 1e3, 1e5
@@ -321,7 +321,7 @@ class _Block:
     def read_back(
         self, prompt_id: str, text: str, ids: Sequence[int], decode: Callable[[Sequence[int]], str]
     ) -> str | None:
-        """What a prompt's ids say, where that is another text than ``text``; asked once for each prompt."""
+        """The decoded ids of a prompt, where they are another text than ``text``; asked once for each prompt."""
         key = prompt_id, text
         if key not in self._read_back:
             decoded = decode(ids)

@@ -1,4 +1,4 @@
-"""What is wrong with a run: rules that look at its metrics, samples and times, and say what they have seen.
+"""Diagnosis of a run: rules that look at its metrics, samples and times, and say what they have seen.
 
 A rule stays silent unless its evidence is there.  The findings come in the order of :data:`RULES`, which is that of
 causes: what goes into the model, what the reward makes of what comes out, whether engine and trainer agree, what the

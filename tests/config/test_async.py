@@ -1,4 +1,4 @@
-"""What asynchronous rollout needs of a configuration, and what follows from it."""
+"""Requirements of asynchronous rollout on a configuration, and its consequences."""
 
 from __future__ import annotations
 

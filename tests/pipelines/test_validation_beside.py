@@ -40,7 +40,7 @@ PLAN = ValidationPlan(
 
 @dataclass
 class Asked:
-    """What came of a validation."""
+    """Result of a validation."""
 
     metrics: dict[str, float]
     tokens: dict[str, list[list[int]]]

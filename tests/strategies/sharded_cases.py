@@ -1,4 +1,4 @@
-"""What the ranks of a pool are asked to do in the tests of strategies, whichever a role names."""
+"""Work of the ranks of a pool in the tests of strategies, whichever a role names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks are asked to do in the tests of DeepSpeed."""
+"""Work of ranks in the tests of DeepSpeed."""
 
 from __future__ import annotations
 
