@@ -18,7 +18,7 @@ from roll.environments.off_loop import call_off_loop, in_own_process
 from roll.tracking.timeline import span_log
 
 Context = Literal["append", "observation", "last", "own", "response"]
-"""Contents of the next prompt: everything so far; the current observation with the last turns told in a template; the
+"""Contents of the next prompt: everything so far; the current observation with the last turns in a template; the
 current observation behind the last turns as messages; the environment's messages and nothing else; everything so far,
 observations raw within the one message that the policy writes."""
 

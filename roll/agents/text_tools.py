@@ -193,10 +193,10 @@ class _ToolEnvironment:
         given = {"task": task} if takes_task(self._inner) else {}
         observation, info = await _called(self._inner.reset, seed, **given)
         self._uses = 0
-        told = "\n".join(tool.instruction for tool in self._tools)
+        instructions = "\n".join(tool.instruction for tool in self._tools)
         if isinstance(observation, str):
-            return f"{observation}\n\n{told}", info
-        return [{"role": "system", "content": told}, *observation], info
+            return f"{observation}\n\n{instructions}", info
+        return [{"role": "system", "content": instructions}, *observation], info
 
     async def step(self, action: str) -> Any:
         if self._uses < self._options.max_tool_uses:

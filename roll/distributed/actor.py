@@ -62,7 +62,7 @@ class Profiling:
 
     @classmethod
     def of_this_process(cls) -> Self | None:
-        """As the run has told this worker."""
+        """The settings that the run has given this worker."""
         text = os.environ.get(PROFILER_ENV)
         return None if text is None else cls(**json.loads(text))
 

@@ -33,7 +33,7 @@ Notes = Sequence[Mapping[str, Any]]
 
 LOG_PROB_SCALE, MISMATCH_SCALE = 1e3, 1e5
 ROUTES = "routed_experts"
-"""The column of the routes that the engine has told (router replay)."""
+"""The column of the routes that the engine has reported (router replay)."""
 THUMBNAIL = 128
 """Longest side of an image's copy in the record, in pixels."""
 MAX_IMAGES = 1000
@@ -414,11 +414,11 @@ class _Rows:
 
 
 def _routes(chosen: NDArray[Any]) -> list[list[int] | None] | None:
-    """The experts (tokens, k) of each token; None: the engine has not told, which it never does of the last one."""
+    """The experts (tokens, k) of each token; None: the engine has not reported it, as of the last one."""
     absent = 255 if chosen.dtype == np.uint8 else -1
-    told = (chosen != absent).all(-1).tolist()
-    experts = [ids if known else None for ids, known in zip(chosen.tolist(), told, strict=True)]
-    return experts if any(told) else None
+    known = (chosen != absent).all(-1).tolist()
+    experts = [ids if is_known else None for ids, is_known in zip(chosen.tolist(), known, strict=True)]
+    return experts if any(known) else None
 
 
 def _alike(text: str, decoded: str) -> bool:

@@ -277,7 +277,7 @@ def straggler(facts: Facts) -> Finding | None:
 
 
 def _slow_process(facts: Facts) -> Finding | None:
-    """Ranks that wait for one another in every call are told apart by the time in which each worked or was kept from
+    """Ranks that wait for one another in every call are distinguished by the time in which each worked or was kept from
     working (with ``memory_steps``)."""
     by_phase: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(dict)
     for name, values in facts.matching(r"time/[^/]+/.+/rank_\d+").items():

@@ -57,7 +57,7 @@ class FinishedGroup:
     weight_versions: list[list[tuple[int, int, int]]]
     """By sample: (version, first, behind last) of its tokens; together they cover those that were sampled."""
     top_log_probs: list[list[list[tuple[int, float]]]] = field(default_factory=list)
-    """By sample and position the likeliest tokens, where they were asked for."""
+    """By sample and position the most probable tokens, where they were asked for."""
     error: str | None = None
     """Why the engine refused the request; such a group has no samples."""
     given: np.ndarray | None = None

@@ -104,7 +104,7 @@ def export(role: WorkerConfig, path: Path, value: bool = False) -> None:
 
 
 def train_and_save(role: WorkerConfig, batch: TensorBatch, path: Path, steps: int) -> dict[str, Any]:
-    """Train, save half-way, train on; the state at the end, and a random number drawn there."""
+    """Train, save halfway, train on; the state at the end, and a random number drawn there."""
     torch.manual_seed(7)
     strategy = trainer(role, max_grad_norm=1.0)
     for step in range(2 * steps):

@@ -16,8 +16,8 @@ from tests.strategies.hf_infer import helpers
 
 
 def growing_samples(started: GenerationStrategy, advance: Advance, folder: Path) -> dict[str, Any]:
-    """Samples that are asked for after every step beside the same ones left in peace: two of a seed with likeliest
-    tokens, one that ends in a stop string, one that was begun before, and one that has no room at first."""
+    """Samples that are asked for after every step next to the same ones without interruption: two of a seed with most
+    probable tokens, one that ends in a stop string, one that was begun before, and one that has no room at first."""
     requests = _requests(started, advance, folder)
     calm = helpers.run(started, requests)
     started.add_requests(requests)

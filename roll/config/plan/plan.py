@@ -60,7 +60,7 @@ class TrainingPlan:
     epochs: int = 1
     """Passes over the samples of a step."""
     num_steps: int | None = None
-    """Pipeline steps in which the role trains; null: told by the data."""
+    """Pipeline steps in which the role trains; null: the data decide."""
     rule: MicroBatching | None = None
     """Rule that forms micro-batches; null: by ``micro_batch_size``."""
 
@@ -75,7 +75,7 @@ class TrainingPlan:
 
     @property
     def total_optimizer_steps(self) -> int | None:
-        """Over the whole run; null: told by the data."""
+        """Over the whole run; null: the data decide."""
         return None if self.num_steps is None else self.num_steps * self.optimizer_steps_per_step
 
     def sentence(self) -> str:
@@ -117,7 +117,7 @@ class Plan:
     num_nodes: int
     folders: Folders
     max_steps: int | None
-    """Pipeline steps; null: told by the data."""
+    """Pipeline steps; null: the data decide."""
     save_steps: int
     """Steps between checkpoints; 0: none."""
     eval_steps: int
@@ -195,7 +195,7 @@ class RunAhead:
 
     Version v of the weights is what v steps of training made of them; step v starts from it. Two rules:
 
-    - *Capacity*: at any version, groups that are under way or wait for their step, together with those that were
+    - *Capacity*: at any version, groups that are in flight or wait for their step, together with those that were
       already taken at this version, are at most floor((1 + r) * B). So while step v trains, r * B groups of later steps
       may be begun (arXiv 2505.24298, eq. 3, with r for its eta).
     - *Age*: a group is trained on at step s only if its oldest token was sampled with version s - ceil(r) or later.
@@ -236,7 +236,7 @@ class RunAhead:
 
         Args:
             ready: number of ready groups by the version of their oldest token.
-            unfinished: number of groups under way, by the version that they were begun with.
+            unfinished: number of groups in flight, by the version that they were begun with.
         """
         size = self.prompts_per_step
         if sum(ready.values()) < size:

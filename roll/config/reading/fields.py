@@ -110,7 +110,7 @@ class FieldRules:
     example: Any = None
     """A value that would work, for error messages."""
     inert: str | None = None
-    """For a key that is accepted and changes nothing: what decides instead, told to the user in one line."""
+    """For a key that is accepted and changes nothing: what decides instead, in one line for the user."""
     or_one: bool = False
     """Of a mapping of names to sections: one section may stand in its place, and has the key's own name then."""
     read_if: tuple[tuple[str, tuple[Any, ...]], ...] = ()

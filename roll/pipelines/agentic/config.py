@@ -162,7 +162,7 @@ class CustomEnvConfig:
     """Most calls of ``reset`` and ``step`` at a time in a process, for this tag; 0: no limit."""
     context: Literal["append", "observation", "last", "own", "response"] | None = None
     """Contents of a prompt: ``append``: everything so far; ``observation``: the current observation and the last turns,
-    told in ``agent_template``; ``last``: the last turns as messages; ``own``: the messages that the environment
+    in ``agent_template``; ``last``: the last turns as messages; ``own``: the messages that the environment
     returns; ``response``: everything so far, observations raw within the one message that the policy writes. null: as
     ``env_manager_cls`` says, else ``append``."""
     samples: Literal["trajectory", "step"] | None = None
@@ -197,7 +197,7 @@ class CustomEnvConfig:
 
 @dataclass(frozen=True)
 class AgenticConfig(PolicyRunConfig, OlderRLVRKeys):
-    """Everything an agentic run is told. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
+    """Configuration of an agentic run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
 
     group_key: ClassVar[str] = "train_env_manager.group_size"
 

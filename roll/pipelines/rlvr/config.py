@@ -80,7 +80,7 @@ class ValidationConfig(WorkerConfig):
 
 @dataclass(frozen=True)
 class RLVRConfig(PolicyRunConfig, OlderRLVRKeys):
-    """Everything an RLVR run is told. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
+    """Configuration of an RLVR run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
 
     group_key: ClassVar[str] = "num_return_sequences_in_group"
 

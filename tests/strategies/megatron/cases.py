@@ -125,7 +125,7 @@ def export(role: WorkerConfig, rows: TensorBatch, path: Path, value: bool = Fals
 
 
 def train_and_save(role: WorkerConfig, batch: TensorBatch, path: Path, steps: int) -> dict[str, Any]:
-    """Train, save half-way, train on; the state at the end, and a random number drawn there."""
+    """Train, save halfway, train on; the state at the end, and a random number drawn there."""
     with fresh_groups():
         strategy = RecordingStrategy(role, max_grad_norm=1.0)
         strategy.initialize(num_training_steps=10)
