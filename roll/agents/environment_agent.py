@@ -217,7 +217,7 @@ def _note(episode: Episode, turn: Turn) -> None:
     if "success" in turn.info:
         episode.success = bool(turn.info["success"])
     for name, value in dict(turn.info.get("metrics", {})).items():
-        episode.metrics[name] = episode.metrics.get(name, 0.0) + float(value)
+        episode.count(name, value)
 
 
 def _raw_text(content: Any) -> str:
