@@ -1,4 +1,4 @@
-"""What episodes cost: the driver's overhead for a turn, hundreds of them at once, engines kept busy, prefixes known.
+"""Cost of episodes: the driver's overhead for a turn, hundreds of them at once, engines kept busy, prefixes known.
 
     python -m benchmarks.agentic             # all of it, some two minutes on two cores
     python -m benchmarks.agentic overhead    # or one part: overhead, engine, latency, ahead, tokens, calls

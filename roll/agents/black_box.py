@@ -91,7 +91,7 @@ class BlackBoxAgent:
         await session.done.wait()
 
     async def _program(self, session: Session, scratch: str) -> Exit | None:
-        """How the program ended; None for one that was ended because its episode was over."""
+        """The program's end; None for one that was ended because its episode was over."""
         options, fields = self._options, task_body(session.task)
         task_file = Path(scratch) / "task.json"
         task_file.write_text(json.dumps(fields, ensure_ascii=False, default=str), "utf-8")

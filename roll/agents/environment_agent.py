@@ -18,14 +18,14 @@ from roll.environments.off_loop import call_off_loop, in_own_process
 from roll.tracking.timeline import span_log
 
 Context = Literal["append", "observation", "last", "own", "response"]
-"""What the next prompt holds: everything so far; the current observation with the last turns told in a template; the
+"""Contents of the next prompt: everything so far; the current observation with the last turns in a template; the
 current observation behind the last turns as messages; the environment's messages and nothing else; everything so far,
 observations raw within the one message that the policy writes."""
 
 
 @dataclass(frozen=True)
 class EnvironmentOptions:
-    """How an environment is played."""
+    """Settings of playing an environment."""
 
     system: str | None = None
     """System message."""

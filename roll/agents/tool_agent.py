@@ -165,7 +165,7 @@ class FunctionAgent:
 
 
 def _check_signature(path: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
-    """Whether the function takes the episode too.
+    """True where the function takes the episode too.
 
     Raises:
         ToolError: it is no coroutine function, or cannot be called with a task, a model and ``arguments``.

@@ -45,7 +45,7 @@ REGISTRIES = {
 
 @dataclass
 class AgentData:
-    """What verl hands to a tool's ``execute`` as ``agent_data``."""
+    """verl's ``agent_data``, an argument of a tool's ``execute``."""
 
     messages: list[Message]
     tools_kwargs: Mapping[str, Any]
@@ -283,7 +283,7 @@ def _with_account(task: Task, data: AgentData) -> Task:
 
 
 def _built(key: str, path: str | None) -> Any:
-    """What verl's registry builds of a file; None without one.
+    """Objects that verl's registry builds from a file; None without one.
 
     Raises:
         AgentOptionError: no verl, or one without such a registry; a file or class that it cannot use.

@@ -1,4 +1,4 @@
-"""What ``roll env check`` finds wrong with an environment before a policy meets it."""
+"""Checks of ``roll env check``: faults of an environment before a policy meets it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_TURNS = 200
 
 @dataclass
 class EnvironmentReport:
-    """What was found; ``faults`` must be mended, ``remarks`` may be meant."""
+    """Findings; ``faults`` must be mended, ``remarks`` may be meant."""
 
     episodes: int = 0
     turns: int = 0

@@ -97,8 +97,8 @@ def make_environment(env_type: str, env_config: Mapping[str, Any] | None = None)
 
 
 def check_environment_options(env_type: str, env_config: Mapping[str, Any]) -> None:
-    """What can be said of an environment without other libraries, services and data: that the name is known, that it
-    has the options, and, of the built-in ones, that their values are possible.
+    """Check an environment without other libraries, services and data: that the name is known, that it has the options,
+    and, of the built-in ones, that their values are possible.
 
     Raises:
         EnvironmentOptionError: see there.

@@ -31,7 +31,7 @@ DrawTasks = Callable[[int], list[Task]]
 
 @dataclass(frozen=True)
 class Player:
-    """How the tasks of a tag are worked on."""
+    """Settings of working on the tasks of a tag."""
 
     agent: Agent
     template: ChatTemplate
@@ -155,7 +155,7 @@ def _sampled(known: State) -> Sampled:
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """How groups of episodes are run."""
+    """Settings of running groups of episodes."""
 
     group_size: int
     name: str

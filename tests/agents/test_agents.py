@@ -345,7 +345,7 @@ def test_agents_that_cannot_be(agent: str, config: dict[str, Any], error: str) -
 
 
 def test_python_is_the_interpreter_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether its virtual environment is activated or not."""
+    """The virtual environment need not be activated."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     path = program_environment({})["PATH"]
     assert path.split(os.pathsep)[0] == str(Path(sys.executable).parent)

@@ -95,7 +95,7 @@ def test_every_prompt_has_the_images_that_its_context_shows(template: ChatTempla
 
 
 def test_a_picture_is_the_state(template: ChatTemplate) -> None:
-    """What a cell looks like says what it is; equal states are equal images, held once in a run."""
+    """A cell's look identifies it; equal states are equal images, held once in a run."""
     lake = FrozenLake(**LAKE)
     turn = read_reset("lake", lake.reset(3))
     rules, part = turn.observation[0]["content"]

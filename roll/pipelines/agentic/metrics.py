@@ -90,7 +90,7 @@ def _outcomes(episodes: Sequence[Episode], prefix: str) -> Metrics:
 
 
 def _environment(episodes: Sequence[Episode], prefix: str) -> Metrics:
-    """What environments measure, as means over turns, numbers of whole episodes as means over those that have them, and
+    """Metrics of environments as means over turns, numbers of whole episodes as means over those that have them, and
     success under the name that ROLL's dashboards have."""
     numbers: dict[str, list[float]] = defaultdict(list)
     for episode in episodes:
