@@ -126,10 +126,8 @@ class BlackBoxAgent:
     ) -> float | dict[str, float]:
         """The reward by the configured source; the episode's outcome, success and metrics."""
         episode.metrics |= session.metrics
-        if session.overridden:
-            episode.metrics["overridden_sampling"] = float(session.overridden)
-        if session.demanded:
-            episode.metrics["demanded_calls"] = float(session.demanded)
+        episode.count("overridden_sampling", session.overridden)
+        episode.count("demanded_calls", session.demanded)
         episode.success = session.success
         if session.limit is not None:
             episode.outcome = session.limit.outcome

@@ -131,8 +131,16 @@ class Episode:
     """Sum of all rewards of its calls."""
     success: bool | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    over_turns: set[str] = field(default_factory=set)
+    """Those of ``metrics`` that are sums over turns, and are shown as means over turns; the others are numbers of the
+    whole episode."""
     error: str | None = None
     seconds: Seconds = field(default_factory=Seconds)
+
+    def count(self, name: str, number: float = 1.0) -> None:
+        """Add what a turn has measured; 0 for what may not come to happen."""
+        self.metrics[name] = self.metrics.get(name, 0.0) + float(number)
+        self.over_turns.add(name)
 
     @property
     def failed(self) -> bool:

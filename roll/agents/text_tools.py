@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from roll.agents.built_in_tools import PythonTool, ToolSet
 from roll.agents.tool_calls import parse_response
 from roll.agents.tools import ToolError, ToolResult
-from roll.environments.base import Environment, resolved, takes_task
+from roll.environments.base import Environment, reset_arguments, resolved
 from roll.environments.off_loop import call_off_loop
 
 _MAX_BODY = 4 * 2**20
@@ -190,8 +190,8 @@ class _ToolEnvironment:
         self._uses = 0
 
     async def reset(self, seed: int, task: Mapping[str, Any] | None = None) -> Any:
-        given = {"task": task} if takes_task(self._inner) else {}
-        observation, info = await _called(self._inner.reset, seed, **given)
+        given, named = reset_arguments(self._inner, seed, task)
+        observation, info = await _called(self._inner.reset, *given, **named)
         self._uses = 0
         instructions = "\n".join(tool.instruction for tool in self._tools)
         if isinstance(observation, str):

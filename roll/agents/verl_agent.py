@@ -122,6 +122,8 @@ class VerlAgent:
         if loop not in (SINGLE_TURN, TOOL_AGENT):
             raise ValueError(f"agent_name: {loop}: {TOOL_AGENT} and {SINGLE_TURN} are played here")
         data = AgentData(self._first_messages(row), _entry(row, "tools_kwargs"), uuid.uuid4().hex)
+        for name in ("tool_calls", "failed_tool_calls"):
+            episode.count(name, 0)
         ended: EpisodeOver | None = None
         try:
             await self._played(data, self._offered(row), row, model, episode, once=loop == SINGLE_TURN)
@@ -176,9 +178,8 @@ class VerlAgent:
         """Messages with the results of the calls that are made; further calls are left unanswered, as there."""
         calls = response.parsed.calls[: self._options.max_parallel_calls]
         results = await asyncio.gather(*(self._called(call, data, tools) for call in calls))
-        episode.metrics["tool_calls"] = episode.metrics.get("tool_calls", 0.0) + len(calls)
-        failed = sum(failed for _, _, failed in results)
-        episode.metrics["failed_tool_calls"] = episode.metrics.get("failed_tool_calls", 0.0) + failed
+        episode.count("tool_calls", len(calls))
+        episode.count("failed_tool_calls", sum(failed for _, _, failed in results))
         data.tool_rewards += [float(reward) for _, reward, _ in results if reward is not None]
         made = zip(calls, response.message["tool_calls"], results, strict=False)
         return [
