@@ -37,6 +37,12 @@ def routed(batch: DataProto, tags: Sequence[str] | None) -> np.ndarray:
     return np.isin(of_rows.astype(str), list(tags)) if tags else np.ones(len(batch), dtype=bool)
 
 
+def estimated(own: torch.Tensor, of_teacher: torch.Tensor, config: PolicyRunConfig) -> torch.Tensor:
+    """``kl_penalty`` of each sampled token's log-probs, (B, L), within +- ``opd_clamp``."""
+    estimate = kl_estimate(own, of_teacher, KLOptions(estimator=config.kl_penalty))
+    return estimate if config.opd_clamp is None else estimate.clamp(-config.opd_clamp, config.opd_clamp)
+
+
 def add_teacher_divergence(
     batch: DataProto,
     teachers: Mapping[str, Cluster],
@@ -68,7 +74,7 @@ def add_teacher_divergence(
         seen = as_teachers_see(part)
         of_teacher = back_in_place(computed(seen, cluster, compute)["log_probs"], seen, part)
         mask, own = part.batch["response_mask"], part.batch["old_log_probs"]
-        estimate = kl_estimate(own, of_teacher, KLOptions(estimator=config.kl_penalty)) * mask
+        estimate = estimated(own, of_teacher, config) * mask
         total[torch.from_numpy(rows)] += weights[name] * estimate
         tokens = float(mask.sum())
         metrics[f"opd/{name}/kl"] = Mean(float(((own - of_teacher) * mask).sum()), tokens)
