@@ -18,7 +18,7 @@ from roll.environments.games import Calculator, GuessNumber
 Row = dict[str, Any]
 SEED = "demonstrations"
 GUESSES = [-20, -11, -10, -3, -2, -1, 1, 2, 3, 10, 11, 20]
-"""How far off an answer is that was worked out in the head."""
+"""Distance of an answer that was worked out in the head."""
 
 
 def lake(number: int, erring: float = 0.5) -> Iterator[Row]:

@@ -165,7 +165,7 @@ JUDGEMENTS: dict[str, Literal["ranking", "points", "steps"]] = {
     "ordinal": "points",
     "process": "steps",
 }
-"""What a row must say of its responses, by loss (:mod:`roll.datasets.preferences`)."""
+"""Kinds of rows, by loss (:mod:`roll.datasets.preferences`)."""
 RANKS = ("bradley_terry",)
 SCORE_INPUT = "score_input"
 """Entry of an exported model's ``config.json``: the tokens that it was trained to score."""

@@ -1,4 +1,4 @@
-"""What lies on disk of a model: its folder or the hub's cache, its ``config.json``, and its tokenizer's vocabulary.
+"""A model's files on disk: its folder or the hub's cache, its ``config.json``, and its tokenizer's vocabulary.
 Torch-free; only the hub's vocabularies are fetched."""
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ NEEDS = {
     RECURRENT: "a model with linear-attention or state-space layers",
     ENCODER: "an encoder-decoder model",
 }
-"""What each capability is for, in words."""
+"""Description of each capability."""
 SUPPORT: dict[str, tuple[str, ...]] = {
     VISION: ("fsdp", "deepspeed_", "hf_", "vllm"),
     VISION_EXPERTS: ("fsdp", "deepspeed_", "hf_", "vllm"),

@@ -122,8 +122,9 @@ class RunConfig:
     """Reaction to SIGUSR1, which Slurm's ``--signal`` sends some time before a job's limit. ``end``: as to SIGTERM, a
     checkpoint is written and the run ends; ``save``: a checkpoint follows the step in flight, and the run goes on."""
     max_restarts: int = setting(0, ge=0)
-    """How often the run goes on by itself, from its newest checkpoint, after a worker, an engine beyond its own
-    replacements, a node or its own process has died or hangs. It ends for good when it dies twice in the same place."""
+    """Number of times that the run goes on by itself, from its newest checkpoint, after a worker, an engine beyond its
+    own replacements, a node or its own process has died or hangs. It ends for good when it dies twice in the same
+    place."""
     restart_backoff: float = setting(10.0, ge=0, read_if={"max_restarts": ()})
     """Seconds before the first restart; twice as many before each further one from the same checkpoint, at most 600."""
     on_nonfinite: Literal["skip", "stop", "rewind"] = "skip"
@@ -162,7 +163,7 @@ class RunConfig:
     rollout_mock: RolloutMockConfig = field(default_factory=RolloutMockConfig)
     """Write rollouts to disk, or train on written ones."""
     transfer_backend: TransferBackendConfig = field(default_factory=TransferBackendConfig)
-    """How batches travel between roles."""
+    """Transport of batches between roles."""
     lora_rank: int | None = None
     """A name for ``${lora_rank}`` in ``model_args``; has no effect by itself."""
     lora_alpha: int | None = None

@@ -278,7 +278,7 @@ class Board:
         return found
 
     def has(self, key: str) -> bool:
-        """Whether there is something of this name; False where the head does not answer within a second."""
+        """True where there is something of this name; False where the head does not answer within a second."""
         try:
             return self._client.internal_kv_get(key.encode(), self._NAMESPACE, timeout=1) is not None
         except ray.exceptions.RayError:

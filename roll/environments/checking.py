@@ -1,4 +1,4 @@
-"""What ``roll env check`` finds wrong with an environment before a policy meets it."""
+"""Checks of ``roll env check``: faults of an environment before a policy meets it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import functools
 import inspect
 import random
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from roll.environments.base import Environment, Turn, read_reset, read_step, resolved
+from roll.environments.base import BrokenContract, Environment, Turn, read_reset, read_step, reset_arguments, resolved
 from roll.environments.registry import make_environment
 
 _BLOCKING_SECONDS = 0.05
@@ -21,7 +23,7 @@ _MAX_TURNS = 200
 
 @dataclass
 class EnvironmentReport:
-    """What was found; ``faults`` must be mended, ``remarks`` may be meant."""
+    """Findings; ``faults`` must be mended, ``remarks`` may be meant."""
 
     episodes: int = 0
     turns: int = 0
@@ -53,12 +55,17 @@ class Played:
 
 
 def check_environment(
-    env_type: str, env_config: Mapping[str, Any], episodes: int = 20, actions: Callable[[int], str] | None = None
+    env_type: str,
+    env_config: Mapping[str, Any],
+    episodes: int = 20,
+    actions: Callable[[int], str] | None = None,
+    rows: Sequence[Mapping[str, Any]] = (),
 ) -> EnvironmentReport:
     """Play ``episodes`` seeds twice with the same actions, in two environments, and compare.
 
     Args:
         actions: the n-th action of an episode, for environments without ``sample_action``.
+        rows: of a data set, in turn the ``task`` of an episode.
 
     Raises:
         EnvironmentOptionError: the environment cannot be made.
@@ -67,7 +74,7 @@ def check_environment(
     first, second = make_environment(env_type, env_config), make_environment(env_type, env_config)
     if actions is None and not hasattr(first, "sample_action"):
         report.remarks.append("no sample_action(rng): every action is the text 'test'")
-    asyncio.run(_check(env_type, first, second, episodes, actions, report))
+    asyncio.run(_check(env_type, first, second, episodes, actions, report, rows))
     return report
 
 
@@ -78,17 +85,20 @@ async def _check(
     episodes: int,
     actions: Callable[[int], str] | None,
     report: EnvironmentReport,
+    rows: Sequence[Mapping[str, Any]],
 ) -> None:
     least, greatest = float("inf"), float("-inf")
     started: dict[str, int] = {}
     for seed in range(episodes):
         try:
-            played = await play(name, first, seed, actions, report)
+            played = await play(name, first, seed, actions, report, rows)
             # The other environment plays another seed before: nothing of it may be left.
-            await play(name, second, seed + episodes, actions, None)
-            again = await play(name, second, seed, played.actions.__getitem__, None)
+            await play(name, second, seed + episodes, actions, None, rows)
+            again = await play(name, second, seed, played.actions.__getitem__, None, rows)
         except Exception as error:
-            report.faults.append(f"seed {seed}: {type(error).__name__}: {error}")
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            place = "" if isinstance(error, BrokenContract) else f" ({Path(where.filename).name}:{where.lineno})"
+            report.faults.append(f"seed {seed}: {type(error).__name__}: {error}{place}")
             break
         if again.turns[0].observation != played.turns[0].observation:
             report.faults.append(f"seed {seed}: reset gives two different observations; members of a group start apart")
@@ -125,10 +135,12 @@ async def play(
     seed: int,
     actions: Callable[[int], str] | None,
     report: EnvironmentReport | None,
+    rows: Sequence[Mapping[str, Any]] = (),
 ) -> Played:
     """One episode: the given actions, else random ones drawn from ``seed``."""
     rng = random.Random(seed)
-    answer = await _timed(functools.partial(environment.reset, seed), "reset", report)
+    given, named = reset_arguments(environment, seed, row_of(rows, seed))
+    answer = await _timed(functools.partial(environment.reset, *given, **named), "reset", report)
     played = Played([], [read_reset(name, answer)])
     while not played.turns[-1].done and len(played.actions) < _MAX_TURNS:
         if actions is not None:
@@ -142,6 +154,11 @@ async def play(
         played.actions.append(action)
         played.turns.append(read_step(name, answer))
     return played
+
+
+def row_of(rows: Sequence[Mapping[str, Any]], seed: int) -> Mapping[str, Any] | None:
+    """The task of a seed: the rows in turn; None where there are none."""
+    return rows[seed % len(rows)] if rows else None
 
 
 async def _timed(call: Callable[[], Any], method: str, report: EnvironmentReport | None) -> Any:

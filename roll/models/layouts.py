@@ -129,7 +129,7 @@ class TopTokens:
 
 @dataclass(frozen=True)
 class TeacherTargets(_OnDevice):
-    """What a teacher thinks of N tokens, and how the model is compared with it."""
+    """A teacher's targets for N tokens, and the comparison with them."""
 
     name: str
     """Begins the names of the outputs."""

@@ -120,7 +120,7 @@ def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> T
 
 
 def merged_rows(rows: Tensor, first: int, shape: Sequence[int], down: Tensor, up: Tensor, scaling: float) -> Tensor:
-    """What :func:`merged_weight` has in the rows ``first`` and following of W, all of one expert.
+    """The rows ``first`` and following of :func:`merged_weight`'s W, all of one expert.
 
     Args:
         rows: (n, in), of W as (E * out, in).

@@ -132,7 +132,7 @@ class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
         )
 
     def settings(self) -> ModelSettings:
-        """What the learner's workers need to know of the run."""
+        """The run's values that the learner's workers need."""
         return ModelSettings(self.config.max_grad_norm)
 
     def load_data(self) -> None:

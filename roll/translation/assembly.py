@@ -78,6 +78,10 @@ def put_data(draft: Draft) -> None:
     elif draft.states("train_files", "prompt_key"):
         column = draft.get("prompt_key", default="prompt")
         draft.put("actor_train.data_args.messages", column, "train_files", "prompt_key")
+    if draft.get("chat_template") is not None:
+        for section in ("actor_train", "validation"):
+            key = f"{section}.data_args.chat_template_kwargs.chat_template"
+            draft.put(key, str(draft.facts["chat_template"]), "chat_template")
     for fact, key in (("seed", "seed"), ("val_batch", "val_batch_size")):
         if draft.states(fact) and draft.get(fact) is not None and key not in draft.keys:
             draft.put(key, int(draft.facts[fact]), fact)

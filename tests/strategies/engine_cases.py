@@ -1,4 +1,4 @@
-"""What the tests ask of every engine that is an optional package. The functions run in the engine's own process and
+"""Questions to every engine that is an optional package. The functions run in the engine's own process and
 return plain values; :mod:`tests.strategies.engine_checks` says what these must be."""
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def message(attempt: Callable[[], Any]) -> str:
 
 
 def faulty_updates(started: GenerationStrategy, model: Any, first: int = 1) -> dict[str, list[str]]:
-    """What the checksums find in updates that lost a bucket, changed an element, swapped two tensors, or are old.
+    """Findings of the checksums in updates that lost a bucket, changed an element, swapped two tensors, or are old.
 
     Args:
         first: version of the first of seven updates.

@@ -21,7 +21,7 @@ Settings = Mapping[str, Any]
 
 @dataclass
 class Responses:
-    """What both projects know of a batch."""
+    """Values of a batch that both projects know."""
 
     mask: Tensor
     group: Tensor

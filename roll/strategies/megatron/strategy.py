@@ -197,7 +197,7 @@ class MegatronStrategy(ModelStrategy):
 
     @cached_property
     def _originals(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """What is trained in full alongside adapters, and this rank's part of the base's own, in host memory."""
+        """Parameters trained in full alongside adapters, and this rank's part of the base's own, in host memory."""
         if self.adapters is None or self.head is not ModelHead.CAUSAL_LM:
             return []
         files = TensorFiles(str(self.role.model_args.model_name_or_path))

@@ -516,7 +516,7 @@ class DataParallelStrategy(ModelStrategy):
         return [metrics, layout_metrics(layout), self._replay_metrics()]
 
     def _replay_metrics(self) -> Metrics:
-        """How many tokens of the last micro-batch took recorded routes; nothing without any."""
+        """Number of tokens of the last micro-batch that took recorded routes; empty without any."""
         routing = self.model.routing
         if routing is None or routing.replay_counts is None:
             return {}

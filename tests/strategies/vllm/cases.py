@@ -1,4 +1,4 @@
-"""What the tests run in the engine process: each function starts an engine and returns plain values."""
+"""Functions that the tests run in the engine process: each function starts an engine and returns plain values."""
 
 from __future__ import annotations
 
