@@ -8,7 +8,7 @@ import inspect
 import random
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,13 +166,10 @@ async def _timed(call: Callable[[], Any], method: str, report: EnvironmentReport
     begin = time.perf_counter()
     answer = call()
     if inspect.isawaitable(answer):
-        gaps = asyncio.create_task(_longest_gap())
-        await asyncio.sleep(0)
-        answer = await answer
-        gaps.cancel()
-        longest = await gaps
+        stretches = _Stretches(answer)
+        answer = await stretches
         remark = f"{method} is a coroutine that blocks the event loop; use `await asyncio.to_thread(...)` inside"
-        if report is not None and longest > _BLOCKING_SECONDS and remark not in report.faults:
+        if report is not None and stretches.longest > _BLOCKING_SECONDS and remark not in report.faults:
             report.faults.append(remark)
     if report is not None:
         taken = 1e3 * (time.perf_counter() - begin)
@@ -183,13 +180,24 @@ async def _timed(call: Callable[[], Any], method: str, report: EnvironmentReport
     return answer
 
 
-async def _longest_gap() -> float:
-    """Seconds between two turns of the event loop, the longest until it is cancelled."""
-    longest, last = 0.0, time.perf_counter()
-    try:
+class _Stretches:
+    """An awaitable, with the longest time that it kept the event loop: from one place where it waits to the next.
+
+    Pauses of the loop would not tell: on a busy machine they are long whatever the awaitable does.
+    """
+
+    def __init__(self, awaitable: Awaitable[Any]) -> None:
+        self._steps = awaitable.__await__()
+        self.longest = 0.0
+        """Seconds."""
+
+    def __await__(self) -> Generator[Any, Any, Any]:
         while True:
-            await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            longest, last = max(longest, now - last), now
-    except asyncio.CancelledError:
-        return max(longest, time.perf_counter() - last)
+            begin = time.perf_counter()
+            try:
+                waits_for = next(self._steps)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self.longest = max(self.longest, time.perf_counter() - begin)
+            yield waits_for
