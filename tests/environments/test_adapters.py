@@ -235,7 +235,7 @@ def test_textarena(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (reward, terminated, info["success"]) == (1.0, True, True)
     with pytest.raises(EnvironmentOptionError, match="needs `opponent`"):
         make_environment("textarena:Draw-v0", {"num_players": 2})
-    with pytest.raises(BrokenContract, match="has to be 2, received 1; env_config.num_players says 1"):
+    with pytest.raises(BrokenContract, match=r"has to be 2, received 1(?s:.*)num_players says 1"):
         begun(make_environment("textarena:Draw-v0"), 1)
 
 
