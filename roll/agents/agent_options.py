@@ -113,6 +113,8 @@ class VerlOptions:
     """``left``: its beginning stays, ``right``: its end, ``middle``: both."""
     prompt_key: str = "prompt"
     """Column of the conversation."""
+    image_key: str = "images"
+    """Column of the images that ``<image>`` stands for in the conversation, in order."""
     prompt_length: int | None = None
     """Longest prompt in tokens, tools included, with ``filter_overlong_prompts``."""
     filter_overlong_prompts: bool = False

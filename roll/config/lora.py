@@ -122,16 +122,11 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
 
 def _check_experts(path: str, args: ModelArguments, role: WorkerConfig, key: str, value: Any, checks: Checks) -> None:
     """Problems of keys that exclude adapters of fused experts."""
-    strategy, options = role.strategy_args.strategy_name, role.strategy_args.strategy_config
+    strategy = role.strategy_args.strategy_name
     if backend_of(strategy).only_plain_adapters:
         other = f"strategy_name: {strategy.replace(backend_of(strategy).name, 'fsdp2')}"
         rule = f"means the experts of sparse layers, of which {strategy} adapts the attention only; or use {other}"
         checks.add(key, value, rule, "q_proj,k_proj,v_proj,o_proj")
-    if int(options.get("ep_size") or 1) > 1:
-        rule = "must be 1 with adapters of the experts: A and B would have to be divided over ranks like them"
-        checks.add(
-            f"{path.removesuffix('.model_args')}.strategy_args.strategy_config.ep_size", options["ep_size"], rule, 1
-        )
     if args.lora_dropout:
         rule = "must be 0 with adapters of the experts: they are added to the weights, which see no input to drop"
         checks.add(f"{path}.lora_dropout", args.lora_dropout, rule, 0.0)
