@@ -1,4 +1,4 @@
-"""What the doors of agents cost: a tool call over MCP next to the bare SDK's, and a model call over HTTP next to the
+"""Cost of the doors of agents: a tool call over MCP next to the bare SDK's, and a model call over HTTP next to the
 coroutine behind it.  The engine answers at once.
 
 python -m benchmarks.agent_calls

@@ -1,7 +1,7 @@
-"""What episodes cost: the driver's overhead for a turn, hundreds of them at once, engines kept busy, prefixes known.
+"""Cost of episodes: the driver's overhead for a turn, hundreds of them at once, engines kept busy, prefixes known.
 
-    python -m benchmarks.agentic             # all of it, about a minute on two cores
-    python -m benchmarks.agentic overhead    # or one part: overhead, engine, latency, ahead
+    python -m benchmarks.agentic             # all of it, some two minutes on two cores
+    python -m benchmarks.agentic overhead    # or one part: overhead, engine, latency, ahead, tokens, calls
 
 ``overhead``  microseconds of a turn in the driver, on engines that answer at once, against a bare loop over the same
               environments without conversations, requests and groups.
@@ -12,6 +12,9 @@
               one (engines that sleep for as long as they would compute).
 ``ahead``     steps a second of asynchronous over synchronous rollout with the same engines and trainer, environments
               of log-normal latency, on the same clock, for several ``async_generation_ratio``.
+``tokens``    an untrained model at temperature 2 in conversations of 8 turns, for the chat templates of eight families:
+              trained tokens that are not those sampled, and those that encoding the responses' texts would change.
+``calls``     a call of an MCP server, and of a model behind an endpoint (:mod:`benchmarks.agent_calls`).
 """
 
 from __future__ import annotations
@@ -318,11 +321,112 @@ def engine_of(conversations: int, hidden: int, layers: int) -> None:
     )
 
 
+@dataclass
+class Talk:
+    """An environment that says a line a turn."""
+
+    instant = True
+    turn: int = 0
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return f"hello {seed}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turn += 1
+        return f"world {self.turn}", 1.0, self.turn == TURNS, False, {}
+
+
+def tokens(episodes: int = 32) -> None:
+    """Ids that are trained against those sampled, hot: ``hf_infer``, an untrained model, a tokenizer of bytes."""
+    from tests.agents.templates import WRITTEN_HERE, published
+
+    families = ("qwen2_5", "qwen3", "llama3", "llama3_1", "deepseekv3", "gptoss")
+    chosen = [one for one in WRITTEN_HERE if one.name in ("chatml", "mistral")]
+    chosen += [one for one in published() if one.name in families]
+    total: dict[str, float] = {}
+    for family in chosen:
+        for name, value in asyncio.run(_hot(family.chat_template(), episodes)).items():
+            total[name] = total.get(name, 0) + value
+    print(
+        f"tokens ({len(chosen)} templates, {TURNS} turns, temperature 2): {total['trained']:,.0f} tokens of "
+        f"{total['responses']:,.0f} responses trained, {total['retokenized']:.0f} of them with other ids, "
+        f"{total['violations']:.0f} not exactly once; encoding the text would have changed "
+        f"{total['changed'] / total['responses']:.0%} of the responses"
+    )
+
+
+async def _hot(template: Any, episodes: int) -> dict[str, float]:
+    """Counts over conversations with an untrained model at temperature 2."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
+    from roll.agents.episode import Sampled, run_episode
+    from roll.pipelines.agentic.metrics import token_checks
+    from roll.rollout.episode_batch import build_episode_batch
+    from roll.strategies.hf_infer.engine import GenerationEngine
+    from roll.strategies.hf_infer.generic import create_decoder
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vocabulary = len(template._tokenizer)
+    config = Qwen2Config(vocab_size=vocabulary, num_key_value_heads=2, max_position_embeddings=2048, **sizes)
+    decoder = create_decoder(AutoModelForCausalLM.from_config(config, dtype=torch.float32), 2048)
+    one = GenerationEngine(decoder, str, tuple(template.end_tokens), episodes, 2048)
+    waiting: dict[str, asyncio.Future[GenerationOutput]] = {}
+    numbers = itertools.count()
+
+    async def sample(prompt_ids: list[int], max_new_tokens: int, options: Any) -> Sampled:
+        name = str(next(numbers))
+        waiting[name] = asyncio.get_running_loop().create_future()
+        params = SamplingParams(max_new_tokens, temperature=2.0, seed=int(name))
+        one.add_requests([GenerationRequest(name, prompt_ids, params)])
+        output = await waiting[name]
+        versions = [0] * len(output.token_ids)
+        return Sampled(output.token_ids, output.log_probs, versions, output.finish_reason)
+
+    limits = Limits(TURNS, 12, 2048)
+    agent = EnvironmentAgent("talk", Talk, EnvironmentOptions(max_steps=TURNS))
+    tasks = [Task("talk", number) for number in range(episodes)]
+    going = [
+        asyncio.ensure_future(run_episode(task, agent, Model(sample, template, "hermes", limits), limits))
+        for task in tasks
+    ]
+    while not all(run.done() for run in going):
+        for output in one.step() if one.num_unfinished else ():
+            waiting.pop(output.request_id).set_result(output)
+        await asyncio.sleep(0)
+    groups = [EpisodeGroup(task.seed, task, [run.result()]) for task, run in zip(tasks, going, strict=True)]
+    batch = build_episode_batch(groups, "trajectory", 0)
+    checks = token_checks(batch, groups)
+    responses = [call.response_ids for group in groups for call in group.episodes[0].calls]
+    return {
+        "trained": float(batch.batch["response_mask"].sum()),
+        "responses": float(len(responses)),
+        "retokenized": checks["agent/retokenized_tokens"].total,
+        "violations": checks["agent/trained_once_violations"].total,
+        "changed": float(sum(template.encode(template.decode(ids)) != ids for ids in responses)),
+    }
+
+
+def calls() -> None:
+    """A call over MCP, and of a model over HTTP."""
+    from benchmarks import agent_calls
+
+    agent_calls.main()
+
+
 def _words(generator: torch.Generator, count: int) -> list[int]:
     return torch.randint(2, 440, (count,), generator=generator).tolist()
 
 
-PARTS: dict[str, Callable[[], None]] = {"overhead": overhead, "engine": engine, "latency": latency, "ahead": ahead}
+PARTS: dict[str, Callable[[], None]] = {
+    "overhead": overhead,
+    "engine": engine,
+    "latency": latency,
+    "ahead": ahead,
+    "tokens": tokens,
+    "calls": calls,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -57,7 +57,7 @@ WARM_UP = 1 / 3
 
 @dataclass(frozen=True)
 class Task:
-    """What samples are like: lengths are log-normal, environments hold some up."""
+    """Distribution of samples: lengths are log-normal, environments hold some up."""
 
     median: float = 2_000
     sigma: float = 1.0

@@ -1,4 +1,4 @@
-"""What ``hf_infer`` saves by keeping what it has computed: turns of conversations, and samples over a weight update.
+"""Savings of ``hf_infer``'s prefix cache: turns of conversations, and samples over a weight update.
 
 Conversations: 16 at a time, a first prompt of 256 tokens, then turns of 32 new tokens and 32 tokens of an answer from
 outside.  CPU-seconds of all turns with ``prefix_cache_tokens`` 0 and with room for everything, and the share of prompt

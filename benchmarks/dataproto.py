@@ -91,7 +91,7 @@ def subjects(columns: Columns) -> list[Subject]:
 
 
 def stored_bytes(value: Any) -> int:
-    """What the value costs in the store: the pickle stream and its out-of-band buffers."""
+    """Bytes of the value in the store: the pickle stream and its out-of-band buffers."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return len(stream) + sum(buffer.raw().nbytes for buffer in buffers)

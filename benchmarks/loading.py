@@ -48,7 +48,7 @@ def status(key: str) -> int:
 
 
 def plain_loading(model: str, dtype: str) -> Callable[[], Any]:
-    """What transformers does: the whole model in ``dtype``, every weight read once, since files are mapped."""
+    """The way of transformers: the whole model in ``dtype``, every weight read once, since files are mapped."""
     from transformers import AutoModelForCausalLM
 
     def whole() -> Any:

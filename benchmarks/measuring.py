@@ -1,4 +1,4 @@
-"""What several benchmarks measure with: time of the device, and peak memory of a process."""
+"""Instruments of several benchmarks: time of the device, and peak memory of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What packing, dynamic batching and balance leave of the padding and of the waiting, counted in tokens.
+"""Padding and waiting that packing, dynamic batching and balance leave, counted in tokens.
 
 Responses of many lengths (log-normal, cut at the limit) behind prompts of about 200 tokens, 64 prompts of 8 samples on
 8 ranks, one optimizer step. Nothing is computed: the plans are the ones that training makes.

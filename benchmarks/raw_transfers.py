@@ -1,4 +1,4 @@
-"""What a transfer of bytes costs at least: one copy in memory, and a gloo broadcast between two processes."""
+"""Least cost of a transfer of bytes: one copy in memory, and a gloo broadcast between two processes."""
 
 from __future__ import annotations
 

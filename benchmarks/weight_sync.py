@@ -138,14 +138,14 @@ def engine(folder: Path, options: argparse.Namespace) -> Iterator[tuple[Resource
 def print_rows(costs: Mapping[str, list[Cost]], num_bytes: int, memory: Mapping[str, int]) -> None:
     """Medians, and medians of the ratios to the raw transfers of the same round."""
 
-    def beside(raw: str, name: str, attribute: str) -> float:
+    def ratio(raw: str, name: str, attribute: str) -> float:
         pairs = zip(costs[raw], costs[name], strict=True)
         return statistics.median(getattr(r, attribute) / max(1e-3, getattr(c, attribute)) for r, c in pairs)
 
     for name, of_one in costs.items():
         seconds = statistics.median(cost.seconds for cost in of_one)
         cpu = statistics.median(cost.cpu_seconds for cost in of_one)
-        ratios = " | ".join(f"{beside(r, name, a):.2f}" for a in ("seconds", "cpu_seconds") for r in ("memcpy", "gloo"))
+        ratios = " | ".join(f"{ratio(r, name, a):.2f}" for a in ("seconds", "cpu_seconds") for r in ("memcpy", "gloo"))
         peak = f"{memory[name] / MIB:,.0f}" if name in memory else ""
         print(
             f"| {name} | {seconds:.3f} | {cpu:.3f} | {num_bytes / seconds / 1e9:.2f} | {ratios} | {peak} |", flush=True

@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch(pipeline: str, default_path: str, default_name: str, argv: Sequence[str] | None = None) -> None:
-    """What ``examples/start_<pipeline>_pipeline.py`` does: load, show the plan, run. Exits with the run's status."""
+    """Program of ``examples/start_<pipeline>_pipeline.py``: load, show the plan, run. Exits with the run's status."""
     arguments = parse_launcher_args(argv, default_path, default_name)
     try:
         config_class = definition_of(pipeline).config_class

@@ -1,4 +1,4 @@
-"""What is looked at before a run starts: optional packages, models of the hub, and parts of the user's own."""
+"""Checks right before a run starts: optional packages, models of the hub, and parts of the user's own."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a row: ``agrees``, ``differs``, ``new`` (nothing to compare with), ``not run``, ``failed``."""
+    """Outcome of a row: ``agrees``, ``differs``, ``new`` (nothing to compare with), ``not run``, ``failed``."""
 
     row: str
     word: str
@@ -234,7 +234,7 @@ class Bench:
         return result
 
     def prepare(self, seed: int) -> None:
-        """What the runs of a seed start from.
+        """Prepare the start of a seed's runs.
 
         Raises:
             CalledProcessError: it could not be made.

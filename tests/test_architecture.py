@@ -1,5 +1,6 @@
 """The floors of docs/architecture.md, read off the imports: they run downwards, optional packages stay optional, and no
-new circle of files arises. One test a rule, which lists every violation."""
+new circle of files arises; and docstrings that say at once what they describe. One test a rule, which lists every
+violation."""
 
 from __future__ import annotations
 
@@ -178,3 +179,27 @@ def test_circles_are_seen() -> None:
 def test_every_area_has_its_floor() -> None:
     areas = {area_of(module) for module in MODULES} - {"__init__"}
     assert areas <= set(FLOOR_OF), f"docs/architecture.md gives no floor to {sorted(areas - set(FLOOR_OF))}"
+
+
+def test_docstrings_open_with_a_noun_or_an_imperative() -> None:
+    """Those of attributes and constants as well."""
+    found = [f"{module}: {line}" for module, tree in MODULES.items() for line in indirect_openings(tree)]
+    assert found == [], "say what it is or does: 'State of an engine.', 'Return ...'"
+
+
+def test_indirect_openings_are_seen() -> None:
+    tree = ast.parse(
+        '"""What it is."""\nx = 1\n"""Whether it is."""\ndef f():\n    """How, then."""\n    return "What?"'
+    )
+    assert indirect_openings(tree) == ["What it is.", "Whether it is.", "How, then."]
+
+
+def indirect_openings(tree: ast.Module) -> list[str]:
+    """First lines of docstrings that open with a question's word, in the order of the file."""
+    texts = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    lines = [str(text.value).strip().split("\n")[0] for text in sorted(texts, key=lambda text: text.lineno)]
+    return [line for line in lines if line.partition(" ")[0].rstrip(",:") in ("What", "How", "Whether")]

@@ -23,7 +23,7 @@ PROCESSING = ImageProcessing(
     mean=(0.5, 0.5, 0.5),
     std=(0.5, 0.5, 0.5),
 )
-"""What ``tiny_vl_model.save`` writes for the image processor."""
+"""Settings of the image processor that ``tiny_vl_model.save`` writes."""
 
 
 @dataclass(frozen=True)

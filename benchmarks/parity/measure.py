@@ -90,7 +90,7 @@ def plain_numbers(folder: Path, batch: TensorBatch, dtype: torch.dtype = torch.f
 
 @dataclass(frozen=True)
 class RankNumbers:
-    """What one rank has of the first step and the one after ``STEPS``."""
+    """One rank's part of the first step and the one after ``STEPS``."""
 
     rank_info: RankInfo
     steps: list[Numbers]

@@ -109,7 +109,7 @@ def table(results: Sequence[tuple[Case, list[Finding]]]) -> str:
 
 
 def keep_record(name: str, output: Path) -> None:
-    """What a test diagnoses again, as an archive that says nothing of where it was made."""
+    """Archive of a run that a test diagnoses again, without a word of where it was made."""
     RECORDS.mkdir(parents=True, exist_ok=True)
     files = [output / part for part in RECORDED] + sorted(output.glob(CALLS))
     with tarfile.open(RECORDS / f"{name}.tar.xz", "w:xz") as archive:

@@ -1,4 +1,4 @@
-"""How a contestant tells the harness that a step is done: one JSON line on standard error."""
+"""Messages of a contestant to the harness that a step is done: one JSON line on standard error."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class EngineCosts:
     base: float = 0.010
     """A decode step, mostly the reading of the weights."""
     per_row: float = 0.00005
-    """What each running sample adds to it."""
+    """Increment for each running sample."""
     slots: int = 256
     """Samples that run at a time."""
     prefill_rate: float = 20_000.0

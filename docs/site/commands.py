@@ -34,7 +34,7 @@ def commands(words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def help_of(words: tuple[str, ...]) -> str:
-    """What ``roll WORDS --help`` prints in a terminal of 100 columns."""
+    """Output of ``roll WORDS --help`` in a terminal of 100 columns."""
     from roll import cli
 
     os.environ["COLUMNS"] = WIDTH

@@ -143,7 +143,7 @@ def recipe_hash() -> str:
 
 
 def is_current(folder: Path, recipe: str) -> bool:
-    """Whether ``folder`` was finished by this recipe and still holds the files it held then, by name and size."""
+    """True where ``folder`` was finished by this recipe and still holds the files it held then, by name and size."""
     fingerprint = folder / FINGERPRINT_FILE
     if not fingerprint.is_file():
         return False

@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerBase:
     """Learn a byte-level BPE vocabulary from ``texts``.
 
-    Normaliser and split are those of Qwen2: ``AutoTokenizer`` rebuilds them from the model type beside the files and
+    Normaliser and split are those of Qwen2: ``AutoTokenizer`` rebuilds them from the model type next to the files and
     ignores what ``tokenizer.json`` says, so any other choice would tokenise differently after a reload.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers

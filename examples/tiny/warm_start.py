@@ -13,7 +13,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER))
 
-import prepare  # noqa: E402  found beside this file, whatever script was started
+import prepare  # noqa: E402  found next to this file, whatever script was started
 
 from roll.cli import run  # noqa: E402
 from roll.config.loader import load_config  # noqa: E402

@@ -33,7 +33,7 @@ RUNS = {
         "max_steps=60",
     ],
 }
-"""What each of the two PPO runs overrides in ``ppo_config.yaml``."""
+"""Overrides of ``ppo_config.yaml`` in each of the two PPO runs."""
 
 
 def make(output: Path, *command: str) -> None:

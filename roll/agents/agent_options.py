@@ -41,7 +41,7 @@ class VerifierOptions:
     answer_key: str = "ground_truth"
     """Column of the row with the right answer."""
     scores: Literal["answer", "episode", "solution"] | None = None
-    """What a reward is shown as the response: the last one (``answer``); all that was said from the first one on, by
+    """The response that a reward sees: the last one (``answer``); all that was said from the first one on, by
     the policy and to it, without thoughts (``episode``); the text of all tokens behind the first prompt without special
     ones, which is verl's ``solution_str`` (``solution``). null: of an environment the episode, of verl's agent the
     solution, else the answer."""
@@ -113,6 +113,8 @@ class VerlOptions:
     """``left``: its beginning stays, ``right``: its end, ``middle``: both."""
     prompt_key: str = "prompt"
     """Column of the conversation."""
+    image_key: str = "images"
+    """Column of the images that ``<image>`` stands for in the conversation, in order."""
     prompt_length: int | None = None
     """Longest prompt in tokens, tools included, with ``filter_overlong_prompts``."""
     filter_overlong_prompts: bool = False
@@ -140,7 +142,7 @@ class BlackBoxOptions:
     command: list[str] = field(default_factory=list)
     """Program and arguments, ``{name}`` a field of the task; empty: agents from elsewhere take the episodes."""
     processes: int = 0
-    """How often ``command`` is started for the whole run: programs that take one episode after another by
+    """Number of processes of ``command`` for the whole run: programs that take one episode after another by
     ``POST /episodes``. 0: a program of its own for every episode."""
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables of the program."""
@@ -153,9 +155,9 @@ class BlackBoxOptions:
     verifier: dict[str, Any] = field(default_factory=dict)
     """For ``reward: verifier``."""
     sampling: Literal["run", "refuse"] = "run"
-    """What becomes of a request that sets a temperature or its like."""
+    """Treatment of a request that sets a temperature or another sampling parameter."""
     tool_choice: Literal["enforce", "auto"] = "enforce"
-    """What becomes of a request that demands a tool call: ``enforce``: the response begins with one; ``auto``: the
+    """Treatment of a request that demands a tool call: ``enforce``: the response begins with one; ``auto``: the
     policy may call or not, and learns to."""
     roles: list[str] = field(default_factory=list)
     """Parts that the policy plays in an episode, by the ``model`` of a request, each with rewards and baselines of its
@@ -171,7 +173,7 @@ class BlackBoxOptions:
 
     @property
     def worker_key(self) -> str:
-        """What ``api_key_env`` holds; empty: agents from elsewhere are not served."""
+        """The value of ``api_key_env``; empty: agents from elsewhere are not served."""
         return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
 
     def check(self) -> None:
@@ -197,7 +199,7 @@ class BlackBoxOptions:
 
 
 def asks_the_run(verifier: Mapping[str, Any]) -> bool:
-    """Whether a section ``verifier`` is a judge on the run's own role ``reward``."""
+    """True where a section ``verifier`` is a judge on the run's own role ``reward``."""
     name, options = verifier.get("worker_cls"), verifier.get("reward_kwargs") or {}
     is_judge = isinstance(name, str) and PUBLISHED_REWARDS.get(name.rpartition(".")[2], name) == LLM_JUDGE
     return is_judge and options.get("model_type") == CLUSTER

@@ -91,7 +91,7 @@ class BlackBoxAgent:
         await session.done.wait()
 
     async def _program(self, session: Session, scratch: str) -> Exit | None:
-        """How the program ended; None for one that was ended because its episode was over."""
+        """The program's end; None for one that was ended because its episode was over."""
         options, fields = self._options, task_body(session.task)
         task_file = Path(scratch) / "task.json"
         task_file.write_text(json.dumps(fields, ensure_ascii=False, default=str), "utf-8")
@@ -126,10 +126,8 @@ class BlackBoxAgent:
     ) -> float | dict[str, float]:
         """The reward by the configured source; the episode's outcome, success and metrics."""
         episode.metrics |= session.metrics
-        if session.overridden:
-            episode.metrics["overridden_sampling"] = float(session.overridden)
-        if session.demanded:
-            episode.metrics["demanded_calls"] = float(session.demanded)
+        episode.count("overridden_sampling", session.overridden)
+        episode.count("demanded_calls", session.demanded)
         episode.success = session.success
         if session.limit is not None:
             episode.outcome = session.limit.outcome

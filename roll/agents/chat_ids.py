@@ -46,7 +46,7 @@ class Bridge:
     moved: str | None = None
     """Where the template renders earlier turns otherwise than before: the first text that differs."""
     only_thoughts: bool = False
-    """What differs is thinking of earlier responses, which the template drops."""
+    """The difference is thinking of earlier responses, which the template drops."""
 
 
 class ChatTemplate:
@@ -162,7 +162,7 @@ class ChatTemplate:
         return str(rendered)
 
     def bridge(self, history: Sequence[Message], new: Sequence[Message]) -> Bridge:
-        """What stands between the last response of ``history`` and the generation prompt behind ``new``.
+        """The ids between the last response of ``history`` and the generation prompt behind ``new``.
 
         Args:
             history: all messages so far; the last one is the response.

@@ -86,7 +86,7 @@ class Branch:
 
 @dataclass
 class ConversationCounts:
-    """What happened to the ids of an episode's conversations."""
+    """Statistics of the ids of an episode's conversations."""
 
     breaks: int = 0
     """Calls that answer an earlier response without going on from its ids."""
@@ -358,7 +358,7 @@ def _parts(chain: Sequence[Call]) -> Iterator[tuple[list[int], Call | None]]:
 
 
 def _digest(messages: Sequence[Message]) -> str:
-    """What identifies a conversation, whatever a client's library does to absent fields and to JSON's white space."""
+    """Identity of a conversation, whatever a client's library does to absent fields and to JSON's white space."""
     return json.dumps([_canonical(message) for message in messages], sort_keys=True, default=str)
 
 

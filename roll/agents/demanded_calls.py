@@ -21,13 +21,13 @@ DrawToken = Callable[[list[int]], Awaitable[int]]
 MOST_DRAWS = 8
 """At a place where openings part; then the first tool that is offered is taken."""
 _ARGUMENTS: tuple[dict[str, str], ...] = ({"Zq7A": "1"}, {"Bq7Z": "2"}, {})
-"""What stands behind an opening differs between them; what they share is the opening."""
+"""The formats share the opening; the rest differs between them."""
 _HERMES = '<tool_call>\n{{"name": "{}", "arguments":'
 _THINK, _THOUGHT = "<think>", "\n</think>\n\n"
 
 
 def call_opening(template: ChatTemplate, tool_format: str, messages: Sequence[Message], name: str) -> str:
-    """What a response to ``messages`` that calls ``name`` begins with, up to its arguments.
+    """The opening of a response to ``messages`` that calls ``name``, up to its arguments.
 
     It is read off the chat template; where that writes no calls, ``hermes`` has a form of its own. Thinking that the
     generation prompt has opened is closed first.

@@ -128,7 +128,7 @@ def make_verifier(
     key: str = "agent_config.verifier",
     of_environment: bool = False,
 ) -> Verifier:
-    """What a section ``verifier`` asks for.
+    """The verifier of a section ``verifier``.
 
     Args:
         judge: options of a judge on the run's own role ``reward`` (``base_url``, ``api_key``, ``model``), which are

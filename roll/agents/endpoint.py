@@ -98,7 +98,7 @@ class AgentEndpoint:
         self._sessions[name] = session
 
     def retire(self, session: Session) -> None:
-        """Answer to the key no more; who still comes with it is told that the episode has ended."""
+        """Answer to the key no more; who still comes with it learns that the episode has ended."""
         session.close()
         name = _public_part(session.key)
         if self._sessions.pop(name, None) is not None:

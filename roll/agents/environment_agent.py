@@ -13,19 +13,19 @@ from typing import Any, Literal
 from roll.agents.chat_ids import Message
 from roll.agents.episode import Episode, EpisodeOver, Model, Response, Task
 from roll.agents.images import content_text, has_images, is_image
-from roll.environments.base import Environment, Turn, read_reset, read_step, takes_task
+from roll.environments.base import Environment, Turn, read_reset, read_step, reset_arguments
 from roll.environments.off_loop import call_off_loop, in_own_process
 from roll.tracking.timeline import span_log
 
 Context = Literal["append", "observation", "last", "own", "response"]
-"""What the next prompt holds: everything so far; the current observation with the last turns told in a template; the
+"""Contents of the next prompt: everything so far; the current observation with the last turns in a template; the
 current observation behind the last turns as messages; the environment's messages and nothing else; everything so far,
 observations raw within the one message that the policy writes."""
 
 
 @dataclass(frozen=True)
 class EnvironmentOptions:
-    """How an environment is played."""
+    """Settings of playing an environment."""
 
     system: str | None = None
     """System message."""
@@ -71,10 +71,8 @@ class EnvironmentAgent:
             try:
                 with in_own_process() if attempt else contextlib.nullcontext():
                     environment = self._make()
-                options = {"task": task.row} if takes_task(environment) else {}
-                answer = await self._timed(
-                    episode, self._options.reset_seconds, environment.reset, task.seed, **options
-                )
+                given, named = reset_arguments(environment, task.seed, task.row)
+                answer = await self._timed(episode, self._options.reset_seconds, environment.reset, *given, **named)
                 return environment, read_reset(self._name, answer)
             except Exception as error:
                 if attempt == self._options.retries:
@@ -219,7 +217,7 @@ def _note(episode: Episode, turn: Turn) -> None:
     if "success" in turn.info:
         episode.success = bool(turn.info["success"])
     for name, value in dict(turn.info.get("metrics", {})).items():
-        episode.metrics[name] = episode.metrics.get(name, 0.0) + float(value)
+        episode.count(name, value)
 
 
 def _raw_text(content: Any) -> str:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 Outcome = Literal[
     "terminated", "truncated", "turn_limit", "context_limit", "time_limit", "environment_error", "agent_error"
 ]
-"""How an episode ended: by the task's own rules, at the environment's limit, at one of the episode's limits, or by a
+"""End of an episode: by the task's own rules, at the environment's limit, at one of the episode's limits, or by a
 fault of the environment or of the agent's code."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be done."""
+    """A task to work on."""
 
     tag: str
     """Which of the configured environments or agents."""
@@ -100,7 +100,7 @@ class EngineFault(BaseException):
 
 @dataclass(frozen=True)
 class Response:
-    """What an agent gets of a call."""
+    """A model call's result, as an agent sees it."""
 
     message: Message
     """To be put into the conversation as it is."""
@@ -122,7 +122,7 @@ class Seconds:
 
 @dataclass
 class Episode:
-    """What an episode leaves."""
+    """Result of an episode."""
 
     task: Task
     conversations: Conversations
@@ -131,8 +131,16 @@ class Episode:
     """Sum of all rewards of its calls."""
     success: bool | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    over_turns: set[str] = field(default_factory=set)
+    """Those of ``metrics`` that are sums over turns, and are shown as means over turns; the others are numbers of the
+    whole episode."""
     error: str | None = None
     seconds: Seconds = field(default_factory=Seconds)
+
+    def count(self, name: str, number: float = 1.0) -> None:
+        """Add what a turn has measured; 0 for what may not come to happen."""
+        self.metrics[name] = self.metrics.get(name, 0.0) + float(number)
+        self.over_turns.add(name)
 
     @property
     def failed(self) -> bool:
@@ -156,7 +164,7 @@ class EpisodeGroup:
 
     @property
     def error(self) -> str | None:
-        """What went wrong in an episode, if anything did."""
+        """Failure of an episode, if any."""
         return next((one.error for one in self.episodes if one.error is not None), None)
 
     def scores(self, role: str | None = None) -> list[float]:
@@ -328,7 +336,7 @@ class Model:
 
 
 class Agent(Protocol):
-    """What works on tasks; one object serves many episodes at once."""
+    """An agent, which works on tasks; one object serves many episodes at once."""
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float | None:
         """Work until done; what is returned is added to the reward of the last call.

@@ -25,7 +25,7 @@ class BlindPolicyError(ValueError):
 
 
 class ChatImages:
-    """How a vision-language policy sees the images of conversations.
+    """The images of conversations as a vision-language policy sees them.
 
     Args:
         model: what the data layer knows of it, with the run's limits of pixels.
@@ -75,7 +75,7 @@ class ChatImages:
         return [one for token in token_ids for one in ([token] * next(counts) if token == placeholder else [token])]
 
     def inputs(self, images: Sequence[EncodedImage]) -> VisionInputs | None:
-        """What engines and trainers compute with; None without images."""
+        """The form that engines and trainers compute with; None without images."""
         from roll.protocol.vision import vision_inputs
 
         return vision_inputs(images, self._model.processing, whole=False) if images else None

@@ -26,7 +26,7 @@ _SHOWN = 2000
 
 @dataclass(frozen=True)
 class Exit:
-    """How a program ended."""
+    """End of a program."""
 
     status: int
     """Exit status, or minus the signal that ended it."""

@@ -176,7 +176,7 @@ class RepositoryAgent(ToolAgent):
         return ToolBox(tools, self._own.timeout + 30, self._own.max_result)
 
     async def _verdict(self, row: Mapping[str, Any], repository: Repository, episode: Episode) -> float:
-        """What the tests say, each assert a case; by the code reward, whose verdict no program can forge."""
+        """Verdict of the tests, each assert a case; by the code reward, whose verdict no program can forge."""
         tests = [line for name in ("tests", "hidden_tests") for line in str(row.get(name, "")).splitlines()]
         cases = [line for line in tests if line.strip()]
         program = repository.program(str(row.get("imports", "")))

@@ -58,7 +58,7 @@ class Session:
     taker: str = ""
     """Public part of the key of the program that has taken it, of those that serve the whole run."""
     lost: str = ""
-    """How that program ended before its time."""
+    """End of that program before its time."""
     responses: dict[str, list[Message]] = field(default_factory=dict)
     """Response id to its conversation, for ``previous_response_id``."""
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from roll.agents.built_in_tools import PythonTool, ToolSet
 from roll.agents.tool_calls import parse_response
 from roll.agents.tools import ToolError, ToolResult
-from roll.environments.base import Environment, resolved, takes_task
+from roll.environments.base import Environment, reset_arguments, resolved
 from roll.environments.off_loop import call_off_loop
 
 _MAX_BODY = 4 * 2**20
@@ -33,7 +33,7 @@ class TextTool(Protocol):
     """Tells the policy how to call it."""
 
     def find(self, text: str) -> Any:
-        """What is called for; None: nothing."""
+        """The call in a response; None: no call."""
         ...
 
     async def call(self, found: Any) -> ToolResult: ...
@@ -157,7 +157,7 @@ def text_tool(tool_id: str, tool_args: Mapping[str, Any]) -> TextTool:
 
 @dataclass(frozen=True)
 class WrapperOptions:
-    """What tool calls are worth, and how many an episode has."""
+    """Rewards and largest number of tool calls of an episode."""
 
     tool_reward: float = 0.0
     tool_success_reward: float = 0.0
@@ -190,13 +190,13 @@ class _ToolEnvironment:
         self._uses = 0
 
     async def reset(self, seed: int, task: Mapping[str, Any] | None = None) -> Any:
-        given = {"task": task} if takes_task(self._inner) else {}
-        observation, info = await _called(self._inner.reset, seed, **given)
+        given, named = reset_arguments(self._inner, seed, task)
+        observation, info = await _called(self._inner.reset, *given, **named)
         self._uses = 0
-        told = "\n".join(tool.instruction for tool in self._tools)
+        instructions = "\n".join(tool.instruction for tool in self._tools)
         if isinstance(observation, str):
-            return f"{observation}\n\n{told}", info
-        return [{"role": "system", "content": told}, *observation], info
+            return f"{observation}\n\n{instructions}", info
+        return [{"role": "system", "content": instructions}, *observation], info
 
     async def step(self, action: str) -> Any:
         if self._uses < self._options.max_tool_uses:

@@ -45,6 +45,8 @@ class ToolAgent:
             EpisodeOver: a limit, or a tool's server that is lost.
         """
         episode.success = False
+        for name in ("tool_calls", "failed_tool_calls", "unreadable_calls"):
+            episode.count(name, 0)
         try:
             box = await self._tools.box()
             used = await self._answered(task, model, episode, box)
@@ -74,14 +76,14 @@ class ToolAgent:
     async def _results(self, response: Response, box: ToolBox, used: int, episode: Episode) -> list[Message]:
         calls, most = response.parsed.calls, self._options.max_tool_uses
         for error in response.parsed.errors:
-            _count(episode, "unreadable_calls")
+            episode.count("unreadable_calls")
             if not calls:
                 # A template has no tool message behind a response without a call.
                 return [{"role": "user", "content": f"Error: the tool call cannot be read: {error}"}]
         allowed = calls if most is None else calls[: max(0, most - used)]
         results = await box.call_all(allowed)
-        _count(episode, "tool_calls", len(calls))
-        _count(episode, "failed_tool_calls", sum(result.failed for result in results) + len(calls) - len(allowed))
+        episode.count("tool_calls", len(calls))
+        episode.count("failed_tool_calls", sum(result.failed for result in results) + len(calls) - len(allowed))
         identities = [call["id"] for call in response.message["tool_calls"]]
         refused = ToolResult(f"Error: no more than {most} tool calls; give the answer.", True)
         return tool_messages(calls, identities, [*results, *[refused] * (len(calls) - len(allowed))])
@@ -110,10 +112,6 @@ def first_messages(task: Task, system: str | None, template: str | None) -> list
         if isinstance(row.get(key), str):
             return [*start, {"role": "user", "content": row[key]}]
     raise ValueError(f"the row has no column messages, prompt or question, and no template names one: {', '.join(row)}")
-
-
-def _count(episode: Episode, name: str, number: int = 1) -> None:
-    episode.metrics[name] = episode.metrics.get(name, 0.0) + number
 
 
 class FunctionAgent:
@@ -167,7 +165,7 @@ class FunctionAgent:
 
 
 def _check_signature(path: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
-    """Whether the function takes the episode too.
+    """True where the function takes the episode too.
 
     Raises:
         ToolError: it is no coroutine function, or cannot be called with a task, a model and ``arguments``.

@@ -83,7 +83,7 @@ _MARKS = (
     ("tool▁call", "deepseek"),
     ("<|python_tag|>", "llama3"),
 )
-"""What only the template of one format has, the telling ones first."""
+"""Text that only the template of one format has, the most specific first."""
 
 
 _TAGGED = re.compile(r"<tool_call>(?P<body>.*?)(?P<end></tool_call>|$)", re.DOTALL)

@@ -43,7 +43,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call brought."""
+    """Result of a call."""
 
     text: str
     failed: bool = False

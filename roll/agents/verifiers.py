@@ -194,8 +194,8 @@ def _transcript(model: Model, episode: Episode) -> tuple[str, str]:
     prompt = model.text_of(first.new_ids[: len(first.new_ids) - first.opening])
     said = []
     for call in calls:
-        told = "" if call is first else model.text_of(call.new_ids[: len(call.new_ids) - call.opening])
-        said.append(told + without_thoughts(model.text_of(call.whole_response)))
+        observed = "" if call is first else model.text_of(call.new_ids[: len(call.new_ids) - call.opening])
+        said.append(observed + without_thoughts(model.text_of(call.whole_response)))
     return prompt, "".join(said)
 
 

@@ -19,13 +19,17 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from roll.agents.agent_options import AgentOptionError, VerlOptions
 from roll.agents.chat_ids import ChatTemplate, Message
 from roll.agents.episode import Episode, EpisodeOver, Model, Response, Task
+from roll.agents.images import digests
 from roll.agents.tool_calls import ToolCall
 from roll.agents.verifiers import Verifier
+from roll.datasets.images import IMAGE_MARK, ImageReader
+from roll.datasets.reading import SourceRow
 
 SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
 """verl's loops, as the column ``agent_name`` of a row and ``default_agent_loop`` name them."""
@@ -45,7 +49,7 @@ REGISTRIES = {
 
 @dataclass
 class AgentData:
-    """What verl hands to a tool's ``execute`` as ``agent_data``."""
+    """verl's ``agent_data``, an argument of a tool's ``execute``."""
 
     messages: list[Message]
     tools_kwargs: Mapping[str, Any]
@@ -99,7 +103,12 @@ class VerlAgent:
             return True
         self.check_host()
         offered = template.with_tools([schema_of(tool) for tool in self._offered(row).values()])
-        return len(offered.prompt(self._first_messages(row))) <= options.prompt_length
+        messages, held = self._first_messages(row), {}
+        if offered.images is None:
+            return len(offered.prompt(messages)) <= options.prompt_length
+        messages = [offered.images.take(message, held) for message in messages]
+        shown = [held[digest] for digest in digests(messages)]
+        return len(offered.images.expanded(offered.prompt(messages), shown)) <= options.prompt_length
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
         """Play an episode; returns what the verifier says of it.
@@ -113,6 +122,8 @@ class VerlAgent:
         if loop not in (SINGLE_TURN, TOOL_AGENT):
             raise ValueError(f"agent_name: {loop}: {TOOL_AGENT} and {SINGLE_TURN} are played here")
         data = AgentData(self._first_messages(row), _entry(row, "tools_kwargs"), uuid.uuid4().hex)
+        for name in ("tool_calls", "failed_tool_calls"):
+            episode.count(name, 0)
         ended: EpisodeOver | None = None
         try:
             await self._played(data, self._offered(row), row, model, episode, once=loop == SINGLE_TURN)
@@ -167,9 +178,8 @@ class VerlAgent:
         """Messages with the results of the calls that are made; further calls are left unanswered, as there."""
         calls = response.parsed.calls[: self._options.max_parallel_calls]
         results = await asyncio.gather(*(self._called(call, data, tools) for call in calls))
-        episode.metrics["tool_calls"] = episode.metrics.get("tool_calls", 0.0) + len(calls)
-        failed = sum(failed for _, _, failed in results)
-        episode.metrics["failed_tool_calls"] = episode.metrics.get("failed_tool_calls", 0.0) + failed
+        episode.count("tool_calls", len(calls))
+        episode.count("failed_tool_calls", sum(failed for _, _, failed in results))
         data.tool_rewards += [float(reward) for _, reward, _ in results if reward is not None]
         made = zip(calls, response.message["tool_calls"], results, strict=False)
         return [
@@ -244,18 +254,46 @@ class VerlAgent:
     def _first_messages(self, row: Mapping[str, Any]) -> list[Message]:
         """
         Raises:
-            ValueError: no conversation in the column, or images.
+            ValueError: no conversation in the column, or other images than it has places for.
         """
-        key, images = self._options.prompt_key, row.get("images")
-        messages = row.get(key)
+        options = self._options
+        messages = row.get(options.prompt_key)
         if not isinstance(messages, list | tuple) or not messages:
-            raise ValueError(f"column {key}: must hold a conversation, a list of messages")
-        if images is not None and len(images):
-            raise ValueError("column images: images of rows are not shown to verl's tool agent here")
-        return [dict(message) for message in messages]
+            raise ValueError(f"column {options.prompt_key}: must hold a conversation, a list of messages")
+        images = row.get(options.image_key)
+        if images is None or len(images) == 0:
+            return [dict(message) for message in messages]
+        return _with_images(messages, row, options.image_key)
 
     async def close(self) -> None:
         """Nothing of its own is open."""
+
+
+def _with_images(messages: Sequence[Message], row: Mapping[str, Any], column: str) -> list[Message]:
+    """The conversation with the images of ``column`` in the place of each ``<image>``, in order.
+
+    Raises:
+        ValueError: an image that cannot be read, or more or fewer of them than places.
+    """
+    reader, source = ImageReader(None, column), SourceRow(Path("custom_envs"), int(row.get("index") or 0), dict(row))
+    images = [reader.encoded(source, value, number) for number, value in enumerate(row[column])]
+    left, shown = iter(images), []
+    for message in messages:
+        pieces = str(message["content"]).split(IMAGE_MARK)
+        if len(pieces) == 1:
+            shown.append(dict(message))
+            continue
+        parts: list[Message] = []
+        for number, piece in enumerate(pieces):
+            if number:
+                parts.append({"type": "image", "image": next(left, None)})
+            if piece:
+                parts.append({"type": "text", "text": piece})
+        shown.append({**message, "content": parts})
+    marks = sum(str(message["content"]).count(IMAGE_MARK) for message in messages)
+    if marks != len(images):
+        raise ValueError(f"column {column}: has {len(images)} images, and the conversation {marks} times {IMAGE_MARK}")
+    return shown
 
 
 def schema_of(tool: Any) -> Message:
@@ -282,7 +320,7 @@ def _with_account(task: Task, data: AgentData) -> Task:
 
 
 def _built(key: str, path: str | None) -> Any:
-    """What verl's registry builds of a file; None without one.
+    """Objects that verl's registry builds from a file; None without one.
 
     Raises:
         AgentOptionError: no verl, or one without such a registry; a file or class that it cannot use.

@@ -89,7 +89,7 @@ class Reply:
 
 
 def reply_of(request: ChatRequest, response: Response, prompt_tokens: int) -> Reply:
-    """What of ``response`` is for the client: thinking apart, stop strings cut off."""
+    """The part of ``response`` for the client: thinking apart, stop strings cut off."""
     parsed = response.parsed
     calls = list(response.message.get("tool_calls", ())) if request.parse_calls else []
     content = parsed.content if request.parse_calls or not parsed.calls else response.text

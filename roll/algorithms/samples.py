@@ -101,7 +101,7 @@ class RewardPostprocessor:
         return self.applied(raw, mean, std)
 
     def moments(self, raw: Tensor, group_ids: Tensor, domain: str = "") -> tuple[Tensor, Tensor]:
-        """What to take off and to divide by, each float64 (B,) or a scalar; running moments take in the rewards."""
+        """Offset and divisor, each float64 (B,) or a scalar; running moments take in the rewards."""
         options = self.options
         running = self._running.setdefault(domain, RunningMoments())
         if "running" in (options.norm_mean_type, options.norm_std_type):

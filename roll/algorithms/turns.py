@@ -49,7 +49,7 @@ class Turns:
         return kept.new_zeros(self.exists.shape).scatter_add_(1, self.index, kept)
 
     def first(self, values: Tensor) -> Tensor:
-        """What stands on the first token of each turn: float (B, L) -> (B, K), 0 where there is no turn."""
+        """Values on the first token of each turn: float (B, L) -> (B, K), 0 where there is no turn."""
         return self.sum(torch.where(self.starts, values, 0.0))
 
     def spread(self, per_turn: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def estimators(holds: Callable[[Estimator], bool]) -> dict[str, tuple[str, ...]]
 
 
 def estimator(name: str) -> Estimator:
-    """What is known of an estimator; a function found by its dotted path has no special needs."""
+    """Traits of an estimator; a function found by its dotted path has no special needs."""
     return ADV_ESTIMATORS.get(name) or Estimator(name)
 
 
@@ -242,7 +242,7 @@ class PPOConfig(PolicyLossConfig):
     value_loss_type: str = setting("mse", choices=VALUE_LOSSES, dotted_path=True, read_if={"critic": ()})
     """The critic's error: half its square, or the Huber loss."""
     loss_agg_mode: str = setting("seq-mean-token-mean", choices=LOSS_AGG_MODES, dotted_path=True)
-    """How token losses become one number. Denominators are always those of the whole optimizer step."""
+    """Aggregation of token losses to one number. Denominators are always those of the whole optimizer step."""
     kl_loss_agg_mode: str | None = setting(None, choices=LOSS_AGG_MODES, dotted_path=True, example="token-mean")
     """The same for the KL in the loss; null: ``loss_agg_mode``."""
     entropy_loss_agg_mode: str | None = setting(None, choices=LOSS_AGG_MODES, dotted_path=True, example="token-mean")
@@ -305,7 +305,7 @@ class PPOConfig(PolicyLossConfig):
     """DAPO's soft punishment: within so many tokens of the length limit the score falls, linearly, by up to
     ``overlong_penalty_factor``. null: none."""
     overlong_penalty_factor: float = setting(1.0, gt=0, read_if={"overlong_buffer_length": ()})
-    """What a response at the length limit loses with ``overlong_buffer_length``."""
+    """Penalty of a response at the length limit with ``overlong_buffer_length``."""
     whiten_rewards: bool = False
     """Bring token rewards to mean 0 and spread 1 over the batch."""
     whiten_advantages: bool = False
@@ -348,12 +348,12 @@ class PPOConfig(PolicyLossConfig):
 
     @property
     def clip_low(self) -> float:
-        """How far the ratio may fall below 1."""
+        """Largest distance of the ratio below 1."""
         return self.pg_clip_low if self.use_pg_clip_range else self.pg_clip
 
     @property
     def clip_high(self) -> float:
-        """How far the ratio may rise above 1."""
+        """Largest distance of the ratio above 1."""
         return self.pg_clip_high if self.use_pg_clip_range else self.pg_clip
 
     @property

@@ -77,7 +77,7 @@ class CorrectionRule:
     """Weigh by the ratio, mask what lies outside the bounds, or both; ``reject`` what lies outside before the update,
     out of the denominators, the KL and the entropy too."""
     metric: MismatchMetric = "ratio"
-    """What the bounds speak of."""
+    """The quantity that the bounds apply to."""
     low: float | None = None
     """Lower bound; null: none."""
     high: float | None = None

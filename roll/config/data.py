@@ -62,7 +62,7 @@ class DataArguments:
     """Data file or files (json, jsonl, csv, parquet, arrow, txt; the text formats also with .gz), folders, patterns
     such as ``data/*.jsonl``, or ``hub:OWNER/NAME[/CONFIG][:SPLIT]`` for a data set of the Hugging Face hub."""
     on_bad_row: Literal["raise", "skip"] = "raise"
-    """What becomes of a row that cannot be used: the run ends with its file and number, or it is left out and
+    """Treatment of a row that cannot be used: the run ends with its file and number, or it is left out and
     counted."""
     dataset_filter: str | dict[str, Any] | None = field(
         default=None, metadata=rules(parse=parse_filter, example="{difficulty: {min: 0.2}}")
@@ -214,7 +214,7 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 def name_problem(name: str, check_files: bool) -> str | None:
-    """What is wrong with a name in ``file_name``, as a rule that it breaks; None: nothing."""
+    """The rule that a name in ``file_name`` breaks; None: it is fine."""
     try:
         if hub_name(name) is not None:
             return None

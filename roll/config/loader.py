@@ -48,7 +48,7 @@ class LoadedConfig(Generic[C]):
     resolved: dict[str, Any]
     """The effective YAML: what was written, composed and resolved (secrets included: mask before showing)."""
     warnings: tuple[Notice, ...]
-    """What was accepted that the user should know of."""
+    """Values that were accepted and that the user should know of."""
     source: Path
     """The file."""
     overrides: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ def load_config(
     """Load and check a configuration.
 
     Args:
-        config_class: of a pipeline, such as ``RLVRConfig``; None: told by the file.
+        config_class: of a pipeline, such as ``RLVRConfig``; None: read off the file.
         config_path: with ``config_name``, its folder, relative to the working directory or to ``examples/``; without,
             the file itself.
         config_name: file name, with or without ``.yaml``.
@@ -172,7 +172,7 @@ def without_fragments(composed: Composed) -> dict[str, Any]:
 
 
 def detect_pipeline(data: Mapping[str, Any], expected: str | None, problems: Problems) -> PipelineDefinition | None:
-    """The pipeline that a file is for: its ``pipeline`` key, the launcher's own, or told by its sections."""
+    """The pipeline that a file is for: its ``pipeline`` key, the launcher's own, or read off its sections."""
     named = data.get("pipeline")
     marks = {one.name: [key for key in one.start_keys if data.get(key) not in (None, False)] for one in PIPELINES}
     marked = next((name for name, found in marks.items() if found), None)
@@ -189,7 +189,7 @@ def detect_pipeline(data: Mapping[str, Any], expected: str | None, problems: Pro
     elif is_own:
         return _own_definition(named, problems)
     elif pipeline is None:
-        problems.missing("pipeline", f"cannot be told from the file: it must be one of {', '.join(NAMES)}", "rlvr")
+        problems.missing("pipeline", f"cannot be read off the file: it must be one of {', '.join(NAMES)}", "rlvr")
     elif pipeline in NAMES:
         return definition_of(str(pipeline))
     else:

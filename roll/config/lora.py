@@ -60,7 +60,7 @@ def names_of(target: str | Sequence[str] | None) -> tuple[str, ...]:
 
 VISION_TOWER = "model.visual"
 _VISION_NAMES = ("vision_model", "vision_tower", "visual", "model.vision_model", "model.vision_tower")
-"""What other projects, and Megatron, call the vision tower of a vision-language model."""
+"""Names of the vision tower of a vision-language model in Megatron and other projects."""
 
 
 def frozen_by(prefix: str, names: Iterable[str]) -> list[str]:
@@ -121,17 +121,12 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
 
 
 def _check_experts(path: str, args: ModelArguments, role: WorkerConfig, key: str, value: Any, checks: Checks) -> None:
-    """What does not go with adapters of fused experts."""
-    strategy, options = role.strategy_args.strategy_name, role.strategy_args.strategy_config
+    """Problems of keys that exclude adapters of fused experts."""
+    strategy = role.strategy_args.strategy_name
     if backend_of(strategy).only_plain_adapters:
         other = f"strategy_name: {strategy.replace(backend_of(strategy).name, 'fsdp2')}"
         rule = f"means the experts of sparse layers, of which {strategy} adapts the attention only; or use {other}"
         checks.add(key, value, rule, "q_proj,k_proj,v_proj,o_proj")
-    if int(options.get("ep_size") or 1) > 1:
-        rule = "must be 1 with adapters of the experts: A and B would have to be divided over ranks like them"
-        checks.add(
-            f"{path.removesuffix('.model_args')}.strategy_args.strategy_config.ep_size", options["ep_size"], rule, 1
-        )
     if args.lora_dropout:
         rule = "must be 0 with adapters of the experts: they are added to the weights, which see no input to drop"
         checks.add(f"{path}.lora_dropout", args.lora_dropout, rule, 0.0)
@@ -148,7 +143,7 @@ def is_trained_whole_everywhere(name: str) -> bool:
 
 
 def _check_plain(path: str, args: ModelArguments, strategy: str, in_rl: bool, checks: Checks) -> None:
-    """What peft adds to plain adapters and the backend does not compute."""
+    """Problems of features that peft adds to plain adapters and that the backend does not compute."""
     other = f"strategy_name: {strategy.replace(backend_of(strategy).name, 'fsdp2')}"
     if args.lora_dropout and not in_rl:
         rule = f"must be 0 under {strategy}, whose ranks would each drop other elements of one input; or use {other}"

@@ -1,4 +1,4 @@
-"""What lies on disk of a model: its folder or the hub's cache, its ``config.json``, and its tokenizer's vocabulary.
+"""A model's files on disk: its folder or the hub's cache, its ``config.json``, and its tokenizer's vocabulary.
 Torch-free; only the hub's vocabularies are fetched."""
 
 from __future__ import annotations
@@ -121,11 +121,10 @@ NEEDS = {
     RECURRENT: "a model with linear-attention or state-space layers",
     ENCODER: "an encoder-decoder model",
 }
-"""What each capability is for, in words."""
+"""Description of each capability."""
 SUPPORT: dict[str, tuple[str, ...]] = {
     VISION: ("fsdp", "deepspeed_", "hf_", "vllm"),
-    # vLLM takes the experts of one in the layout of older files, which transformers no longer writes.
-    VISION_EXPERTS: ("fsdp", "deepspeed_", "hf_"),
+    VISION_EXPERTS: ("fsdp", "deepspeed_", "hf_", "vllm"),
     OTHER_VISION: (),
     AUDIO: (),
     EXPERTS: ("fsdp", "deepspeed", "megatron", "hf_infer", "vllm", "sglang"),
@@ -134,9 +133,10 @@ SUPPORT: dict[str, tuple[str, ...]] = {
 }
 """By capability: the strategies (by the beginning of their name) under which it is tested."""
 FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
-    EXPERTS: dict.fromkeys(
-        ("deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"), ("fsdp2", "hf_infer")
-    ),
+    EXPERTS: {
+        **dict.fromkeys(("glm4_moe", "gpt_oss"), ("fsdp2", "hf_infer", "vllm")),
+        **dict.fromkeys(("deepseek_v3", "qwen3_next", "qwen3_5_moe_text"), ("fsdp2", "hf_infer")),
+    },
     RECURRENT: dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), ("fsdp2", "hf_infer")),
 }
 """The same for values of ``model_type`` that are tested under other strategies than the rest."""

@@ -146,7 +146,7 @@ class PipelineDefinition(ABC):
     headlines: ClassVar[tuple[Headline, ...]] = ()
     """The numbers of the progress line."""
     panels: ClassVar[tuple[Panel, ...]] = ()
-    """What is drawn of a run, besides the time of its phases."""
+    """Plots of a run, besides the time of its phases."""
     compares_log_probs: ClassVar[bool] = False
     """A trained role's log-probs or values are compared with those of an earlier pass."""
     published_workers: ClassVar[tuple[str, ...]] = ()
@@ -197,7 +197,7 @@ class PipelineDefinition(ABC):
         return self.models(config)
 
     def task_of(self, key: str, section: WorkerConfig) -> Task:
-        """What the role of the section at ``key`` does."""
+        """Task of the role whose section is at ``key``."""
         return next(role.task for role in self.roles if role.name == key)
 
     def section_key(self, role: str) -> str:
@@ -255,21 +255,21 @@ class PipelineDefinition(ABC):
     # Before a run, and instead of one
 
     def check_parts(self, loaded: Any) -> None:
-        """What only the parts themselves can check, before anything starts.
+        """Problems that only the parts themselves can find, before anything starts.
 
         Raises:
             ConfigError: every mistake.
         """
 
     def check_services(self, loaded: Any) -> None:
-        """What the run needs from elsewhere, asked right before it starts: services that answer, tokenizers of a hub.
+        """Problems with what the run needs from elsewhere, asked right before it starts: services, tokenizers of a hub.
 
         Raises:
             ConfigError: every mistake.
         """
 
     def check_host(self, loaded: Any) -> None:
-        """What this host must have for the run.
+        """Requirements of the run on this host.
 
         Raises:
             ConfigError: it has not.

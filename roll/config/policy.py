@@ -1,4 +1,4 @@
-"""What every run that trains a policy on its own samples is configured with, wherever the samples come from; how its
+"""Configuration of every run that trains a policy on its own samples, wherever they come from; how its
 weights get to the engines (``weight_sync``). Torch-free."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from roll.config.algorithm import PPOConfig
-from roll.config.losses import KD_OBJECTIVES, parse_opd_form
+from roll.config.losses import KD_OBJECTIVES, TOPK_TAILS, parse_opd_form
 from roll.config.reading.fields import rules, setting
 from roll.config.roles import GenerationWorkerConfig, ReferenceWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig
@@ -30,10 +30,10 @@ class WeightSyncConfig:
     ``safetensors``: files in ``directory``. ``cuda_ipc``: the trainer's GPU memory, read by an engine on that GPU.
     ``auto``: ``broadcast`` between GPUs that the roles do not share, ``shared_memory`` everywhere else."""
     mode: Literal["auto", "full", "trained", "delta"] = "auto"
-    """What is sent once the engines hold everything: ``full``: everything again; ``trained``: without the parameters
-    that training never changes; ``delta``: of those that it changes, the elements that are not what they were.
-    ``auto``: ``trained`` to ``hf_infer``, and ``full`` to ``vllm`` and ``sglang``, ``lora: adapter`` aside. ``vllm``
-    takes whole layers only, ``sglang`` whole tensors."""
+    """Contents of an update once the engines hold everything: ``full``: everything again; ``trained``: without the
+    parameters that training never changes; ``delta``: of those that it changes, the elements that are not what they
+    were. ``auto``: ``trained`` to ``hf_infer``, and ``full`` to ``vllm`` and ``sglang``, ``lora: adapter`` aside.
+    ``vllm`` takes whole layers only, ``sglang`` whole tensors."""
     lora: Literal["merged", "adapter"] = "merged"
     """A LoRA model's updates: ``merged``: the whole weights that the adapters are merged into; ``adapter``: A and B:
     ``hf_infer`` and ``sglang`` merge them themselves, into a copy of the base that they keep; ``vllm`` computes with
@@ -98,9 +98,9 @@ class PolicyRunConfig(PPOConfig, RunConfig):
     max_running_requests: int = setting(128, ge=1)
     """Prompts that one engine works on at a time."""
     router_args: RouterConfig = field(default_factory=RouterConfig)
-    """How requests are spread over generation engines."""
+    """Routing of requests over generation engines."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
-    """How the trainer's weights get to the engines."""
+    """Weight sync from the trainer to the engines."""
     async_generation_ratio: float = setting(0.0, ge=0)
     """Steps that generation may run ahead of training, fractions meant exactly; 0: synchronous. Above 0 ``actor_infer``
     generates while others compute if it has devices of its own; on shared ones (``partial_rollout`` only) a step stops
@@ -129,11 +129,17 @@ class PolicyRunConfig(PPOConfig, RunConfig):
     """``opd_form: topk`` and ``full_vocabulary``: the divergence, as ``kd_objective`` of distillation."""
     opd_topk: int = setting(64, ge=1, read_if={"opd_form": ("topk",)})
     """``opd_form: topk``: the teacher's most probable tokens that are compared, the rest as one bucket."""
+    opd_topk_tail: str = setting("bucket", choices=TOPK_TAILS, read_if={"opd_form": ("topk",)})
+    """``opd_form: topk``: the rest of the vocabulary, as ``topk_tail`` of distillation."""
+    opd_log_prob_floor: float | None = setting(None, lt=0, read_if={"opd_form": ("topk", "full_vocabulary")})
+    """``opd_form: topk`` and ``full_vocabulary``: log-probs that are compared are this at least; null: as they are."""
+    opd_clamp: float | None = setting(None, gt=0, read_if={"teacher": ()})
+    """The divergence of a token from its teacher, or the log-ratio in its advantage, is held within +- this bound."""
     lmbda: float = setting(1.0, ge=0, le=1, read_if={"is_pure_opd": (True,)})
     """``opd_form: topk`` and ``full_vocabulary``: share of the prompts that the student answers; the others come with
     the responses of their rows (``data_args.response``), as in GKD."""
     opd_teacher_prompt: str | None = setting(None, read_if={"teacher": ()})
-    """What teachers see in place of the last user's message of a prompt: a text with columns of the row, ``prompt``
+    """Text that teachers see in place of a prompt's last user message: a text with columns of the row, ``prompt``
     (the message itself) and ``ground_truth`` in braces, as ``"{prompt}\\n\\nThe answer is {ground_truth}."`` for
     self-distillation with privileged information. null: what the student sees."""
     pure_opd_pipeline_type: Literal["rlvr", "agentic"] | None = None

@@ -55,7 +55,7 @@ class RewardConfig(WorkerConfig):
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the reward, such as ``method`` or ``format_score``; checked by the reward itself."""
     on_error: Literal["raise", "mask", "value"] = "mask"
-    """What becomes of a sample whose reward failed: end the run, leave it out of the loss, or use ``error_value``."""
+    """Treatment of a sample whose reward failed: end the run, leave it out of the loss, or use ``error_value``."""
     error_value: float = setting(0.0, read_if={"on_error": ("value",)})
     """Score of a failed sample with ``on_error: value``."""
     timeout: float = setting(30.0, gt=0)
@@ -197,5 +197,5 @@ def judge_length(sequence_length: int, positions: int | None) -> int:
 
 
 def generates_otherwise(role: WorkerConfig) -> bool:
-    """Whether the role sets how it samples, which the reward decides for a judge."""
+    """True where the role sets sampling parameters, which the reward decides for a judge."""
     return role.generating_args != GeneratingArguments()

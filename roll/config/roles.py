@@ -214,9 +214,9 @@ class WorkerConfig:
     data_args: DataArguments = field(default_factory=DataArguments)
     """Files, columns and templates."""
     generating_args: GeneratingArguments = field(default_factory=GeneratingArguments)
-    """How responses are sampled (generating roles)."""
+    """Sampling of responses (generating roles)."""
     strategy_args: StrategyArguments = field(default_factory=StrategyArguments)
-    """How the model is computed."""
+    """Strategy that computes the model."""
     world_size: int | None = setting(None, ge=1)
     """Workers of a role without devices (rewards); null: 1. A role with devices has one worker per
     ``num_gpus_per_worker`` devices."""
@@ -284,7 +284,7 @@ class ReferenceWorkerConfig(WorkerConfig):
     """A role that computes log-probs and never learns."""
 
     strategy_args: StrategyArguments = field(default_factory=lambda: _strategy("fsdp2_infer"))
-    """How the model is computed."""
+    """Strategy that computes the model."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class GenerationWorkerConfig(WorkerConfig):
     strategy_args: StrategyArguments = field(default_factory=lambda: _strategy("hf_infer"))
     """Which engine generates."""
     max_restarts: int = setting(1, ge=0)
-    """How often each engine that is lost is started again, while the others do its work; it takes part from the next
+    """Number of restarts of each engine that is lost, while the others do its work; it takes part from the next
     weight update on. Engines that share devices with other roles are not started again."""
     engine_timeout: float = setting(600.0, gt=0)
     """Seconds without an answer after which an engine is taken for lost and killed: in generation, where it answers

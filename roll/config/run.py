@@ -122,8 +122,9 @@ class RunConfig:
     """Reaction to SIGUSR1, which Slurm's ``--signal`` sends some time before a job's limit. ``end``: as to SIGTERM, a
     checkpoint is written and the run ends; ``save``: a checkpoint follows the step in flight, and the run goes on."""
     max_restarts: int = setting(0, ge=0)
-    """How often the run goes on by itself, from its newest checkpoint, after a worker, an engine beyond its own
-    replacements, a node or its own process has died or hangs. It ends for good when it dies twice in the same place."""
+    """Number of times that the run goes on by itself, from its newest checkpoint, after a worker, an engine beyond its
+    own replacements, a node or its own process has died or hangs. It ends for good when it dies twice in the same
+    place."""
     restart_backoff: float = setting(10.0, ge=0, read_if={"max_restarts": ()})
     """Seconds before the first restart; twice as many before each further one from the same checkpoint, at most 600."""
     on_nonfinite: Literal["skip", "stop", "rewind"] = "skip"
@@ -147,7 +148,8 @@ class RunConfig:
     """Between phases, move the states of roles that share devices to host memory while another one works there. null:
     on accelerators; true: on a CPU host too (which frees nothing there but the KV caches); false: everything stays."""
     is_offload_optimizer_states_in_train_step: bool = False
-    """Also move optimizer states off the devices during the forward and backward passes."""
+    """Also move optimizer states to host memory for the forward and backward passes of every step, which takes two
+    copies a step; on a CPU host it frees nothing."""
     profiler_timeline: bool = False
     """Write PyTorch timelines of what the workers of the training roles, the reference and the critic compute."""
     profiler_memory: bool = False
@@ -162,7 +164,7 @@ class RunConfig:
     rollout_mock: RolloutMockConfig = field(default_factory=RolloutMockConfig)
     """Write rollouts to disk, or train on written ones."""
     transfer_backend: TransferBackendConfig = field(default_factory=TransferBackendConfig)
-    """How batches travel between roles."""
+    """Transport of batches between roles."""
     lora_rank: int | None = None
     """A name for ``${lora_rank}`` in ``model_args``; has no effect by itself."""
     lora_alpha: int | None = None

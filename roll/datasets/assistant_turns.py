@@ -136,7 +136,7 @@ class AssistantTurns:
         return found
 
     def _variables(self, name: str) -> dict[str, Any]:
-        """What the tokenizer's template is given by a template's name."""
+        """Arguments of the tokenizer's template by a template's name."""
         render = self._templates.renders[name]
         own = {"qwen3": {"enable_thinking": True}, "qwen3_nothink": {"enable_thinking": False}}.get(name, {})
         return {**getattr(render, "keywords", {}), **own, **self._templates.variables}

@@ -32,7 +32,7 @@ URL_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class VisionModel:
-    """What the data layer knows of a vision-language model."""
+    """A vision-language model as the data layer sees it."""
 
     processing: ImageProcessing
     image_token_id: int
@@ -173,7 +173,7 @@ class ImageReader:
         return rendered, images
 
     def settings(self) -> dict[str, Any]:
-        """What prepared rows depend on."""
+        """Settings that prepared rows depend on."""
         return {} if self.model is None else {"vision": asdict(self.model)}
 
     def row_of(self, source: SourceRow) -> Row:

@@ -51,7 +51,7 @@ class JudgedRow:
     row_id: str
     tag: str
     prompt_ids: list[int]
-    """What the responses have in common: the rendered prompt, of whole conversations their common beginning."""
+    """The common part of the responses: the rendered prompt, of whole conversations their common beginning."""
     responses: list[list[int]]
     scores: list[float]
     """(K,): the higher the better; of labels 1 and 0; of steps the labels of the only response's steps. Empty of pairs:
@@ -59,7 +59,7 @@ class JudgedRow:
     step_ends: list[int]
     """Where each step ends, counted in tokens from the first of the response; only of steps."""
     margin: float | None
-    """How much better the chosen response is, where the row says it."""
+    """Margin of the chosen response, where the row says it."""
     vision: VisionInputs | None = None
     """The images of the prompt, which all responses have in common."""
 

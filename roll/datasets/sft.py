@@ -98,7 +98,7 @@ def sft_maker(
     images: ImageReader,
     train_on: TrainOn,
 ) -> RowMaker:
-    """What makes demonstrations out of rows as read.
+    """Converter of rows as read to demonstrations.
 
     Raises:
         DataError: no file, a tokenizer without an end of text, or a template that cannot be used.

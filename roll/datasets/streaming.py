@@ -148,8 +148,8 @@ class StreamedEpochs(Generic[T]):
         mine = self.state_dict()
         for key in ("seed", "size", "files"):
             if state.get(key) != mine[key]:
-                told = f"the checkpoint was drawing with {key} {state.get(key)}, this run with {mine[key]}"
-                raise DataError(f"{told}: not the same data")
+                differs = f"the checkpoint was drawing with {key} {state.get(key)}, this run with {mine[key]}"
+                raise DataError(f"{differs}: not the same data")
         self._epoch, window, taken = int(state["epoch"]), int(state["window"]), int(state["taken"])
         self._rows.clear()
         self._sources, self._kept, self._window, self._taken = None, 0, -1, 0

@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 
 
 PROFILER_ENV = "ROLL_PROFILER"
-"""How a run tells its workers what to record: :class:`Profiling` as JSON."""
+"""Environment variable with the recording settings of a run's workers: :class:`Profiling` as JSON."""
 _TABLE_ROWS = 40
 
 
 @dataclass(frozen=True)
 class Profiling:
-    """What is recorded.
+    """Settings of recording.
 
     Attributes:
         folder: for ``<worker>-<method>-<call>.trace.json.gz`` (Chrome's trace format, which Perfetto and TensorBoard
@@ -62,7 +62,7 @@ class Profiling:
 
     @classmethod
     def of_this_process(cls) -> Self | None:
-        """As the run has told this worker."""
+        """The settings that the run has given this worker."""
         text = os.environ.get(PROFILER_ENV)
         return None if text is None else cls(**json.loads(text))
 

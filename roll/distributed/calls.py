@@ -25,7 +25,7 @@ R = TypeVar("R", default=Any)
 
 _REPORTED_RANKS = 3
 _GRACE_SECONDS = 2.0
-"""How long the other ranks are listened to after the first failure: when a rank dies, its peers in a collective raise
+"""Time for the other ranks to answer after the first failure: when a rank dies, its peers in a collective raise
 "connection closed" at the same moment, and may be heard first."""
 
 _PEER_TROUBLE = re.compile(
@@ -34,7 +34,7 @@ _PEER_TROUBLE = re.compile(
 """Errors that a rank raises because another rank is in trouble."""
 
 _FAREWELL_SECONDS = 10.0
-"""How long coroutines may take to end after they have been cancelled."""
+"""Time for coroutines to end after they have been cancelled."""
 _PASSES_FOR_CALLBACKS = 16
 """Of the event loop: the end of a coroutine may begin another one only a few passes later."""
 
@@ -81,7 +81,7 @@ class PendingCall(Generic[R]):
 
     @property
     def error(self) -> RemoteError | None:
-        """What has gone wrong with it; None: nothing yet."""
+        """Its error; None: nothing yet."""
         return self._error
 
     def within(self, seconds: float | None) -> Self:
@@ -91,7 +91,7 @@ class PendingCall(Generic[R]):
         return self
 
     def done(self) -> bool:
-        """Whether :meth:`result` returns (or raises) at once."""
+        """True where :meth:`result` returns (or raises) at once."""
         if self._error is None and self.unanswered:
             ready, _ = ray.wait(self.unanswered, num_returns=len(self.unanswered), timeout=0)
             return len(ready) == len(self.unanswered)
@@ -396,7 +396,7 @@ def _is_peer_trouble(error: Exception) -> bool:
 
 
 def is_peer_trouble(text: str) -> bool:
-    """Whether an error reads like one that another rank has caused."""
+    """True where an error reads like one that another rank has caused."""
     return bool(_PEER_TROUBLE.search(text))
 
 

@@ -1,4 +1,4 @@
-"""How long a process needs for its own part of work in which ranks wait for each other.
+"""Time that a process needs for its own part of work in which ranks wait for each other.
 
 By the wall clock all of them are equally slow. Processor time tells them apart where one computes more than the others.
 Where one is slowed down it says nothing: whose processor others use, who is throttled by a container's quota or stopped

@@ -111,7 +111,7 @@ def interface_of(address: str) -> str | None:
 
 
 def auth_problem(environ: Mapping[str, str]) -> str | None:
-    """What keeps the nodes of a run from knowing each other by a token; None: they have one, or do without by choice.
+    """Reason why the nodes of a run do not know each other by a token; None: they do, or do without by choice.
 
     Ray looks for it in ``RAY_AUTH_TOKEN``, in the file ``RAY_AUTH_TOKEN_PATH``, and in ``~/.ray/auth_token``.
     """
@@ -147,7 +147,7 @@ compute one model together."""
 
 @dataclass(frozen=True)
 class NodeCard:
-    """What a node says of itself at the roll call."""
+    """A node's answer to the roll call."""
 
     rank: int
     hostname: str

@@ -321,7 +321,7 @@ def _same_step(one: int | None, other: int | None) -> bool:
 
 
 def _messages(link: socket.socket) -> Iterable[Mapping[str, Any]]:
-    """What the run says, until its end; a last message that is cut off is left out."""
+    """Events of the run, until its end; a last message that is cut off is left out."""
     rest = b""
     while True:
         try:

@@ -85,7 +85,7 @@ _HEAD_POLL_SECONDS = 1.0
 _HEAD_MISSES = 3
 _OVER = "over"
 _SIGNAL = "signal"
-"""What a further node leaves when it gets a signal: the number, how many it has had, and its name."""
+"""Note of a further node that gets a signal: the number, how many it has had, and its name."""
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 120.0
 """For a node of a cluster that was there to start a process and say which versions it has."""

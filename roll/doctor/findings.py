@@ -49,7 +49,7 @@ class Finding:
     """The condition that ``value`` was held against."""
     severity: Severity = Severity.OK
     remedy: str = ""
-    """What to do where the rule is broken."""
+    """The remedy where the rule is broken."""
     seconds: float | None = None
     """The duration of a trial."""
     data: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""What can be seen without trying: versions, backends, devices, memory, limits, disk, clock, network."""
+"""Findings that need no trial: versions, backends, devices, memory, limits, disk, clock, network."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def clock(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _clock_state() -> bool | None:
-    """Whether the kernel's clock is synchronised; None: it does not say."""
+    """True where the kernel's clock is synchronised; None: it does not say."""
     buffer = ctypes.create_string_buffer(512)  # struct timex, read only with modes = 0
     call = getattr(ctypes.CDLL(None, use_errno=True), "adjtimex", None)
     state = -1 if call is None else int(call(buffer))

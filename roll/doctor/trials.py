@@ -1,4 +1,4 @@
-"""What only shows when it is tried: imports, devices, collectives, Ray, the sandbox.
+"""Findings that take a trial: imports, devices, collectives, Ray, the sandbox.
 
 Each trial is a process of its own (``python -m roll.doctor.trials NAME ...``) with a deadline: a driver that hangs, a
 library that crashes and a network that drops packets end the trial and nothing else. A trial writes a line of JSON for
@@ -29,7 +29,7 @@ from roll.preflight import is_installed
 NODE_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RAY_ADDRESS", "DASHBOARD_PORT")
 """Of a run on several nodes; a trial is about this host alone."""
 MODULE = "roll.doctor.trials"
-"""What runs a trial, by its name."""
+"""The program that runs a trial, given its name."""
 _ROOT = str(Path(roll.__file__).parents[1])
 _LAST_LINES = 3
 
@@ -39,7 +39,7 @@ class Outcome:
     """The end of a trial's process."""
 
     words: list[dict[str, Any]]
-    """What it wrote."""
+    """Its output."""
     error: str
     """Empty: it ended well."""
     seconds: float
@@ -269,7 +269,7 @@ PCIE_LANE_GB = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 
 def nominal_speed() -> str:
-    """What NVIDIA's tool says of the first device's links, as the end of a sentence; empty where it says nothing."""
+    """NVIDIA's report of the first device's links, as the end of a sentence; empty where it says nothing."""
     links = [float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", _asked(["nvlink", "--status", "-i", "0"]))]
     if links:
         return f", nominally {sum(links):.0f} GB/s ({len(links)} NVLinks)"

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import importlib
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -64,7 +65,8 @@ class _Wrapped:
 class GymnasiumEnvironment(_Wrapped):
     """A gymnasium environment; observations are shown by ``str`` or as pictures, actions read as Python literals.
 
-    An action that is no literal of the action space is penalised by ``format_penalty`` and not performed.
+    An action that is no literal of the action space is penalised by ``format_penalty`` and not performed. An
+    environment without an action space gets the text.
     """
 
     def __init__(self, inner: Any, format_penalty: float = 0.0, instruction: str = "", pictures: bool = False) -> None:
@@ -73,6 +75,10 @@ class GymnasiumEnvironment(_Wrapped):
         self._instruction = instruction
         self._pictures = pictures
         self._last: Any = ""
+        if hasattr(inner, "sample_action"):
+            self.sample_action = inner.sample_action
+        elif hasattr(inner, "action_space"):
+            self.sample_action = self._sampled
 
     def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
         with self._generators(seed):
@@ -93,14 +99,14 @@ class GymnasiumEnvironment(_Wrapped):
     def _seen(self, observation: Any) -> Any:
         return [self.inner.render()] if self._pictures else _shown(observation)
 
-    def sample_action(self, rng: random.Random) -> str:
+    def _sampled(self, rng: random.Random) -> str:
         space = self.inner.action_space
         space.seed(rng.getrandbits(31))
         return _shown(space.sample())
 
     def _action(self, text: str) -> Any:
-        space = self.inner.action_space
-        if space.contains(text):
+        space = getattr(self.inner, "action_space", None)
+        if space is None or space.contains(text):
             return text
         try:
             literal = ast.literal_eval(text.strip())
@@ -124,12 +130,30 @@ def gymnasium_environment(identifier: str, **config: Any) -> GymnasiumEnvironmen
         config["render_mode"] = "rgb_array"
     try:
         return GymnasiumEnvironment(gymnasium.make(identifier, **config), **own)
+    except gymnasium.error.NamespaceNotFound as error:
+        hint = f"name the module that registers it: gymnasium:my_package:{identifier}"
+        raise ValueError(f"{error} {hint}") from error
     except gymnasium.error.Error as error:
         raise ValueError(str(error)) from error
 
 
+def adapted(environment: Any) -> Any:
+    """``environment``, or where its class is one of gymnasium's, the same with texts for observations and actions."""
+    gymnasium = sys.modules.get("gymnasium")
+    if gymnasium is not None and isinstance(environment, gymnasium.Env):
+        return GymnasiumEnvironment(environment)
+    return environment
+
+
 class GemEnvironment(_Wrapped):
     """A GEM environment: gymnasium's five-tuple with texts; ``info["suffix"]`` is added to the observation."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        # The base class of GEM has the method too, and raises NotImplementedError in it.
+        own = getattr(type(getattr(inner, "unwrapped", inner)), "sample_random_action", None)
+        if getattr(own, "__module__", "gem.core") != "gem.core":
+            self.sample_action = self._sampled
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         with self._generators(seed):
@@ -142,8 +166,9 @@ class GemEnvironment(_Wrapped):
         text = f"{observation}{info.get('suffix', '')}"
         return text, float(reward), bool(terminated), bool(truncated), dict(info)
 
-    def sample_action(self, rng: random.Random) -> str:
-        with self._generators(rng.getrandbits(32)):
+    def _sampled(self, rng: random.Random) -> str:
+        # Apart from the game's own draws: an episode is the same whoever has chosen its actions.
+        with _OwnGenerators()(rng.getrandbits(32)):
             return str(self.inner.sample_random_action())
 
 
@@ -237,7 +262,10 @@ class TextArenaEnvironment(_Wrapped):
         with self._generators(seed):
             # Wrappers of the library keep what earlier games said.
             self.inner = self._make()
-            self.inner.reset(num_players=self._num_players, seed=seed)
+            try:
+                self.inner.reset(num_players=self._num_players, seed=seed)
+            except AssertionError as error:
+                raise BrokenContract(f"textarena: {error}; env_config.num_players says {self._num_players}") from error
             text, _ = self._to_own_turn(False)
         return text, {}
 
@@ -317,7 +345,18 @@ def openenv_environment(url: str, **config: Any) -> OpenEnvEnvironment:
 
 
 def _shown(value: Any) -> str:
-    return str(value.tolist() if hasattr(value, "tolist") else value)
+    return str(_plain(value))
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with Python's numbers and lists for numpy's, whose text depends on numpy's version."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(one) for one in value)
+    return value
 
 
 def _game_text(observation: Any) -> str:

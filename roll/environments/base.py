@@ -25,8 +25,8 @@ class BrokenContract(RuntimeError):
 class Environment(Protocol):
     """An environment of one episode at a time; methods may be coroutines.
 
-    ``reset`` takes ``seed`` and, where its signature has it, ``task`` (the row of a data set). Equal seeds and tasks
-    must give equal episodes for equal actions: members of a group are compared with each other.
+    ``reset`` takes ``seed`` and, where its signature has it, ``task`` (the row of a data set; None without one). Equal
+    seeds and tasks must give equal episodes for equal actions: members of a group are compared with each other.
     ``info`` may hold ``success`` (bool), ``state`` (a text that identifies the state, for step-level advantages),
     ``valid`` (bool: the action was understood), ``metrics`` (name to number), ``tools`` (schemas, at reset) and
     ``role`` of a text observation (default ``user``).  A class attribute ``instant = True`` says that the methods of
@@ -76,10 +76,17 @@ async def resolved(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def takes_task(environment: Environment) -> bool:
-    """``reset`` has a parameter ``task`` (or takes any keyword)."""
-    parameters = inspect.signature(environment.reset).parameters.values()
-    return any(one.name == "task" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+def reset_arguments(
+    environment: Environment, seed: int, task: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and keywords of ``reset``: ``seed`` by its name, where the signature has one of that name (gymnasium's
+    takes no other), ``task`` where there is a parameter for it."""
+    parameters = inspect.signature(environment.reset).parameters
+    keywords: dict[str, Any] = {}
+    if "task" in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        keywords["task"] = task
+    named = "seed" in parameters and parameters["seed"].kind is not inspect.Parameter.POSITIONAL_ONLY
+    return ((), {"seed": seed, **keywords}) if named else ((seed,), keywords)
 
 
 def read_reset(name: str, answer: Any) -> Turn:

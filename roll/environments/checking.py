@@ -1,4 +1,4 @@
-"""What ``roll env check`` finds wrong with an environment before a policy meets it."""
+"""Checks of ``roll env check``: faults of an environment before a policy meets it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import functools
 import inspect
 import random
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from roll.environments.base import Environment, Turn, read_reset, read_step, resolved
+from roll.environments.base import BrokenContract, Environment, Turn, read_reset, read_step, reset_arguments, resolved
 from roll.environments.registry import make_environment
 
 _BLOCKING_SECONDS = 0.05
@@ -21,7 +23,7 @@ _MAX_TURNS = 200
 
 @dataclass
 class EnvironmentReport:
-    """What was found; ``faults`` must be mended, ``remarks`` may be meant."""
+    """Findings; ``faults`` must be mended, ``remarks`` may be meant."""
 
     episodes: int = 0
     turns: int = 0
@@ -53,21 +55,26 @@ class Played:
 
 
 def check_environment(
-    env_type: str, env_config: Mapping[str, Any], episodes: int = 20, actions: Callable[[int], str] | None = None
+    env_type: str,
+    env_config: Mapping[str, Any],
+    episodes: int = 20,
+    actions: Callable[[int], str] | None = None,
+    rows: Sequence[Mapping[str, Any]] = (),
 ) -> EnvironmentReport:
     """Play ``episodes`` seeds twice with the same actions, in two environments, and compare.
 
     Args:
         actions: the n-th action of an episode, for environments without ``sample_action``.
+        rows: of a data set, in turn the ``task`` of an episode.
 
     Raises:
         EnvironmentOptionError: the environment cannot be made.
     """
     report = EnvironmentReport()
     first, second = make_environment(env_type, env_config), make_environment(env_type, env_config)
-    if actions is None and not hasattr(first, "sample_action"):
+    if actions is None and not samples_actions(first):
         report.remarks.append("no sample_action(rng): every action is the text 'test'")
-    asyncio.run(_check(env_type, first, second, episodes, actions, report))
+    asyncio.run(_check(env_type, first, second, episodes, actions, report, rows))
     return report
 
 
@@ -78,17 +85,20 @@ async def _check(
     episodes: int,
     actions: Callable[[int], str] | None,
     report: EnvironmentReport,
+    rows: Sequence[Mapping[str, Any]],
 ) -> None:
     least, greatest = float("inf"), float("-inf")
     started: dict[str, int] = {}
     for seed in range(episodes):
         try:
-            played = await play(name, first, seed, actions, report)
+            played = await play(name, first, seed, actions, report, rows)
             # The other environment plays another seed before: nothing of it may be left.
-            await play(name, second, seed + episodes, actions, None)
-            again = await play(name, second, seed, played.actions.__getitem__, None)
+            await play(name, second, seed + episodes, actions, None, rows)
+            again = await play(name, second, seed, played.actions.__getitem__, None, rows)
         except Exception as error:
-            report.faults.append(f"seed {seed}: {type(error).__name__}: {error}")
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            place = "" if isinstance(error, BrokenContract) else f" ({Path(where.filename).name}:{where.lineno})"
+            report.faults.append(f"seed {seed}: {type(error).__name__}: {error}{place}")
             break
         if again.turns[0].observation != played.turns[0].observation:
             report.faults.append(f"seed {seed}: reset gives two different observations; members of a group start apart")
@@ -125,10 +135,12 @@ async def play(
     seed: int,
     actions: Callable[[int], str] | None,
     report: EnvironmentReport | None,
+    rows: Sequence[Mapping[str, Any]] = (),
 ) -> Played:
     """One episode: the given actions, else random ones drawn from ``seed``."""
-    rng = random.Random(seed)
-    answer = await _timed(functools.partial(environment.reset, seed), "reset", report)
+    rng, samples = random.Random(seed), samples_actions(environment)
+    given, named = reset_arguments(environment, seed, row_of(rows, seed))
+    answer = await _timed(functools.partial(environment.reset, *given, **named), "reset", report)
     played = Played([], [read_reset(name, answer)])
     while not played.turns[-1].done and len(played.actions) < _MAX_TURNS:
         if actions is not None:
@@ -137,11 +149,21 @@ async def play(
             except IndexError:
                 break
         else:
-            action = environment.sample_action(rng) if hasattr(environment, "sample_action") else "test"
+            action = environment.sample_action(rng) if samples else "test"  # type: ignore[attr-defined]
         answer = await _timed(functools.partial(environment.step, action), "step", report)
         played.actions.append(action)
         played.turns.append(read_step(name, answer))
     return played
+
+
+def samples_actions(environment: Environment) -> bool:
+    """It has ``sample_action``, and what it wraps knows random actions."""
+    return getattr(environment, "sample_action", None) is not None
+
+
+def row_of(rows: Sequence[Mapping[str, Any]], seed: int) -> Mapping[str, Any] | None:
+    """The task of a seed: the rows in turn; None where there are none."""
+    return rows[seed % len(rows)] if rows else None
 
 
 async def _timed(call: Callable[[], Any], method: str, report: EnvironmentReport | None) -> Any:
@@ -149,13 +171,10 @@ async def _timed(call: Callable[[], Any], method: str, report: EnvironmentReport
     begin = time.perf_counter()
     answer = call()
     if inspect.isawaitable(answer):
-        gaps = asyncio.create_task(_longest_gap())
-        await asyncio.sleep(0)
-        answer = await answer
-        gaps.cancel()
-        longest = await gaps
+        stretches = _Stretches(answer)
+        answer = await stretches
         remark = f"{method} is a coroutine that blocks the event loop; use `await asyncio.to_thread(...)` inside"
-        if report is not None and longest > _BLOCKING_SECONDS and remark not in report.faults:
+        if report is not None and stretches.longest > _BLOCKING_SECONDS and remark not in report.faults:
             report.faults.append(remark)
     if report is not None:
         taken = 1e3 * (time.perf_counter() - begin)
@@ -166,13 +185,24 @@ async def _timed(call: Callable[[], Any], method: str, report: EnvironmentReport
     return answer
 
 
-async def _longest_gap() -> float:
-    """Seconds between two turns of the event loop, the longest until it is cancelled."""
-    longest, last = 0.0, time.perf_counter()
-    try:
+class _Stretches:
+    """An awaitable, with the longest time that it kept the event loop: from one place where it waits to the next.
+
+    Pauses of the loop would not tell: on a busy machine they are long whatever the awaitable does.
+    """
+
+    def __init__(self, awaitable: Awaitable[Any]) -> None:
+        self._steps = awaitable.__await__()
+        self.longest = 0.0
+        """Seconds."""
+
+    def __await__(self) -> Generator[Any, Any, Any]:
         while True:
-            await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            longest, last = max(longest, now - last), now
-    except asyncio.CancelledError:
-        return max(longest, time.perf_counter() - last)
+            begin = time.perf_counter()
+            try:
+                waits_for = next(self._steps)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self.longest = max(self.longest, time.perf_counter() - begin)
+            yield waits_for

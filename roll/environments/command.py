@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import inspect
 import random
 import sys
@@ -16,8 +17,10 @@ from rich.table import Table
 
 from roll.agents.images import content_text, has_images
 from roll.config.pipelines import find_own_modules
-from roll.environments.base import Environment, Turn, read_reset, read_step, resolved
-from roll.environments.checking import EnvironmentReport, check_environment
+from roll.datasets.reading import read_rows
+from roll.datasets.types import DataError
+from roll.environments.base import BrokenContract, Environment, Turn, read_reset, read_step, reset_arguments, resolved
+from roll.environments.checking import EnvironmentReport, check_environment, row_of
 from roll.environments.registry import (
     ADAPTER_PREFIXES,
     EnvironmentOptionError,
@@ -40,11 +43,14 @@ def main(argv: Sequence[str]) -> int:
             return _list(console)
         config = _options(arguments.options)
         if arguments.action == "check":
-            return _check(console, arguments.env_type, config, arguments.episodes)
+            return _check(console, arguments.env_type, config, arguments.episodes, arguments.data)
         environment = make_environment(arguments.env_type, config)
+        rows = _rows(environment, arguments.data)
         chooser = _random_player(environment, arguments.seed) if arguments.random else _person
-        asyncio.run(_play(console, arguments.env_type, environment, arguments.seed, chooser))
-    except EnvironmentOptionError as error:
+        given, named = reset_arguments(environment, arguments.seed, row_of(rows, arguments.seed))
+        first = functools.partial(environment.reset, *given, **named)
+        asyncio.run(_play(console, arguments.env_type, environment, first, chooser))
+    except (EnvironmentOptionError, DataError, BrokenContract) as error:
         Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
         return _EXIT_USAGE
     return 0
@@ -60,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     play.add_argument("--seed", type=int, default=0)
     play.add_argument("--random", action="store_true", help="let a random player act")
     for command in (check, play):
+        command.add_argument("--data", metavar="FILE", help="a data set, whose row SEED is the task of an episode")
         command.add_argument("env_type", help="a name of `roll env list`, PREFIX:ID, or the dotted path of a class")
         command.add_argument("options", nargs="*", help="options of the environment, as key=value")
     return parser
@@ -75,6 +82,15 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
     return options
 
 
+def _rows(environment: Environment, file_name: str | None) -> list[dict[str, Any]]:
+    if file_name is not None:
+        return [source.row for source in read_rows(file_name)]
+    task = inspect.signature(environment.reset).parameters.get("task")
+    if task is not None and task.default is inspect.Parameter.empty:
+        raise EnvironmentOptionError("reset takes a task, the row of a data set; name its file with --data FILE")
+    return []
+
+
 def _list(console: Console) -> int:
     table = Table("env_type", "what it is", "options")
     for name in environment_names():
@@ -86,8 +102,9 @@ def _list(console: Console) -> int:
     return 0
 
 
-def _check(console: Console, env_type: str, config: dict[str, Any], episodes: int) -> int:
-    report = check_environment(env_type, config, episodes)
+def _check(console: Console, env_type: str, config: dict[str, Any], episodes: int, data: str | None) -> int:
+    rows = _rows(make_environment(env_type, config), data)
+    report = check_environment(env_type, config, episodes, rows=rows)
     console.print(_summary(report), highlight=False, markup=False)
     for fault in report.faults:
         console.print(f"FAULT   {fault}", style="red", markup=False, highlight=False)
@@ -110,9 +127,9 @@ def _summary(report: EnvironmentReport) -> str:
 
 
 async def _play(
-    console: Console, name: str, environment: Environment, seed: int, choose: Callable[[], str | None]
+    console: Console, name: str, environment: Environment, first: Callable[[], Any], choose: Callable[[], str | None]
 ) -> None:
-    turn = read_reset(name, await resolved(environment.reset(seed)))
+    turn = read_reset(name, await resolved(first()))
     total, number = 0.0, 0
     _show(console, turn)
     while not turn.done:

@@ -61,7 +61,7 @@ class GuessNumber:
 
     @property
     def _state(self) -> str:
-        """What the guesses so far leave possible."""
+        """The numbers that the guesses so far leave possible."""
         return f"{self.low}-{self.high}"
 
 

@@ -293,12 +293,12 @@ def _serve(pipe: Connection, make: Callable[[], Any]) -> None:
 def _called(
     environments: dict[int, Any], make: Callable[[], Any], number: int, method: str, args: tuple[Any, ...]
 ) -> Any:
-    from roll.environments.base import takes_task
+    from roll.environments.base import reset_arguments
 
     if method == "reset":
         environment = environments[number] = make()
-        seed, task = args
-        value = environment.reset(seed, task=task) if takes_task(environment) else environment.reset(seed)
+        given, named = reset_arguments(environment, *args)
+        value = environment.reset(*given, **named)
     elif method == "close":
         environment = environments.pop(number, None)
         close = getattr(environment, "close", None)

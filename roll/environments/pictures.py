@@ -16,7 +16,7 @@ Pixels = NDArray[np.uint8]
 
 
 class Sprite:
-    """What a cell looks like: a ground, and a shape on it.
+    """Look of a cell: a ground, and a shape on it.
 
     Args:
         ground: red, green, blue.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -92,12 +93,12 @@ def make_environment(env_type: str, env_config: Mapping[str, Any] | None = None)
         return _build(env_type, lambda: target(identifier, **config))
     target = load_environment_class(env_type)
     _check_options(env_type, target, config)
-    return _build(env_type, lambda: target(**config))
+    return _build(env_type, lambda: _adapted(target(**config)))
 
 
 def check_environment_options(env_type: str, env_config: Mapping[str, Any]) -> None:
-    """What can be said of an environment without other libraries, services and data: that the name is known, that it
-    has the options, and, of the built-in ones, that their values are possible.
+    """Check an environment without other libraries, services and data: that the name is known, that it has the options,
+    and, of the built-in ones, that their values are possible.
 
     Raises:
         EnvironmentOptionError: see there.
@@ -142,6 +143,13 @@ def load_environment_class(env_type: str) -> Callable[..., Environment]:
         return _load(module, attribute)
     except (ImportError, AttributeError) as error:
         raise EnvironmentOptionError(f"env_type {env_type!r} cannot be imported: {error}") from error
+
+
+def _adapted(environment: Environment) -> Environment:
+    """A class of one's own may be one of gymnasium's; the adapters are read only where that library is."""
+    if "gymnasium" not in sys.modules:
+        return environment
+    return _load("roll.environments.adapters", "adapted")(environment)
 
 
 def _load(module: str, attribute: str) -> Callable[..., Environment]:

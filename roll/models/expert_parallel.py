@@ -8,11 +8,15 @@ gets the results by another.  No token is dropped and no capacity is set.
 A rank's rows of a parameter are the same elements as under ``Shard(0)`` by ``ep`` and then by ``efsdp``: whatever
 writes, reads, exports or counts parameters looks at them by :meth:`ExpertMesh.whole`, which shares their memory.
 Gradients need no factor: an expert's gradient is the sum over the tokens of all ranks, as every other parameter's.
+
+Adapters of experts are small. They are sharded over all ranks as other parameters are and gathered with their layer; a
+rank adds those of its own experts once the experts are gathered, and its gradient of the others' is zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -56,7 +60,7 @@ class ExpertMesh:
                 setattr(layer.experts, name, part)
             experts: Any = layer.experts
             experts.num_experts = own.stop - own.start
-            experts.forward = DispatchedExperts(experts.forward, layer.num_experts, self.mesh.get_group("ep"))
+            experts.forward = DispatchedExperts(experts, own, layer.num_experts, self.mesh.get_group("ep"))
         return [layer.experts for layer in layers]
 
     def _own_experts(self, number: int) -> slice:
@@ -104,17 +108,45 @@ def _chunks(run: slice, number: int) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(ends)]
 
 
+@contextmanager
+def substituted(experts: Any, name: str, tensor: Tensor) -> Iterator[None]:
+    """A module finds ``tensor`` under the name of a parameter, for the length of a block."""
+    held = experts.__dict__.get(name)  # FSDP1 keeps a gathered parameter there
+    experts.__dict__[name] = tensor  # before the parameter of that name, which stays where it is
+    try:
+        yield
+    finally:
+        if held is None:
+            del experts.__dict__[name]
+        else:
+            experts.__dict__[name] = held
+
+
 class DispatchedExperts:
     """The forward pass of a layer's experts, of which this rank holds some.
 
     Args:
-        forward: of the experts that this rank holds, (T, H) tokens, (T, k) experts and (T, k) weights to (T, H).
+        experts: the module of those that this rank holds; its own forward pass takes (T, H) tokens, (T, k) experts and
+            (T, k) weights to (T, H).
+        own: which they are.
         num_experts: of all ranks.
         group: the ranks that hold the others.
     """
 
-    def __init__(self, forward: Any, num_experts: int, group: ProcessGroup) -> None:
-        self._forward, self.num_experts, self.group = forward, num_experts, group
+    def __init__(self, experts: Any, own: slice, num_experts: int, group: ProcessGroup) -> None:
+        self._experts, self._forward, self._own = experts, experts.forward, own
+        self.num_experts, self.group = num_experts, group
+        self._adapters: dict[str, tuple[Tensor, Tensor, float]] = {}
+
+    @contextmanager
+    def adapted(self, name: str, up: Tensor, down: Tensor, scaling: float) -> Iterator[None]:
+        """Passes in this block add ``scaling * up @ down`` to a tensor of the experts: (E, out, r) and (E, r, in) of
+        all experts. Not before the call: outside of it, the experts are sharded."""
+        self._adapters[name] = up[self._own], down[self._own], scaling
+        try:
+            yield
+        finally:
+            del self._adapters[name]
 
     def __call__(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         top_k = top_k_index.shape[-1]
@@ -147,7 +179,11 @@ class DispatchedExperts:
             # Every rank's parameters take part in the backward pass, or the sums of gradients would not match.
             rows, experts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), experts.new_zeros(1)
         ones = rows.new_ones(len(rows), 1)
-        return cast(Tensor, self._forward(rows, experts[:, None], ones))[:number]
+        with ExitStack() as stack:
+            for name, (up, down, scaling) in self._adapters.items():
+                tensor = torch.baddbmm(getattr(self._experts, name), up, down, alpha=scaling)
+                stack.enter_context(substituted(self._experts, name, tensor))
+            return cast(Tensor, self._forward(rows, experts[:, None], ones))[:number]
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:

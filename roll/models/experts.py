@@ -109,7 +109,7 @@ def chosen_experts(output: Any, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 class RoutingRecorder:
-    """What the routers of a model do in a forward pass, by hooks that cost nothing unless somebody asks."""
+    """Observer of a model's routers in a forward pass, by hooks that cost nothing unless somebody asks."""
 
     def __init__(self, layers: Sequence[SparseLayer]) -> None:
         self.layers = layers

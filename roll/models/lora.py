@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from roll.config.lora import ALL_LINEAR, VISION_TOWER, is_pattern, names_of, uses_lora
 from roll.models.build import VALUE_HEAD, has_tied_embeddings
+from roll.models.expert_parallel import DispatchedExperts, substituted
 from roll.models.experts import EXPERTS, SparseLayer, sparse_layers
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> T
 
 
 def merged_rows(rows: Tensor, first: int, shape: Sequence[int], down: Tensor, up: Tensor, scaling: float) -> Tensor:
-    """What :func:`merged_weight` has in the rows ``first`` and following of W, all of one expert.
+    """The rows ``first`` and following of :func:`merged_weight`'s W, all of one expert.
 
     Args:
         rows: (n, in), of W as (E * out, in).
@@ -255,16 +256,12 @@ def _with_adapted_tensor(wrapper: Any, active: Sequence[str]) -> Iterator[None]:
     """
     name, experts = getattr(wrapper, _TENSOR), wrapper.get_base_layer()
     up, down, scaling = wrapper.get_delta_factors(ADAPTER)
-    adapted = torch.baddbmm(getattr(experts, name), up, down, alpha=scaling)
-    held = experts.__dict__.get(name)  # FSDP1 keeps a gathered parameter there
-    experts.__dict__[name] = adapted  # before the parameter of that name, which stays where it is
-    try:
+    if isinstance(experts.forward, DispatchedExperts):
+        with experts.forward.adapted(name, up, down, scaling):
+            yield
+        return
+    with substituted(experts, name, torch.baddbmm(getattr(experts, name), up, down, alpha=scaling)):
         yield
-    finally:
-        if held is None:
-            del experts.__dict__[name]
-        else:
-            experts.__dict__[name] = held
 
 
 def _import_peft() -> Any:

@@ -1,4 +1,4 @@
-"""What the rollout of every pipeline is built on: the engines of the policy, the event loop, validation."""
+"""Base of every pipeline's rollout: the engines of the policy, the event loop, validation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class EngineRollout(ABC, Generic[ValidationT]):
         self._busy_before = 0.0
         self._validation: Task[ValidationT] | None = None
         self.notes: Callable[[], Notes] = list
-        """What the batch of the last :meth:`collect` does not say of its samples."""
+        """Values of the last :meth:`collect`'s samples that its batch does not hold."""
         self.driver = DriverLoop()
         gc.freeze()  # modules, data and plans live as long as the run: no collection has to look through them
 

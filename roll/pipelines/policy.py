@@ -18,7 +18,7 @@ from roll.config.strategies.registry import backend_of, with_engine_size
 
 @dataclass(frozen=True)
 class PolicyPlan(Plan):
-    """What the plans of all such runs have."""
+    """Plan of every run that trains a policy on its own samples."""
 
     prompts_per_step: int
     """Prompts, or tasks of environments, of one step; each is a group."""
@@ -62,7 +62,7 @@ class PolicyPlan(Plan):
 
     @property
     def engines_take_turns(self) -> bool:
-        """Whether other roles compute on the engines' devices, so that generation stops in the meantime."""
+        """True where other roles compute on the engines' devices, so that generation stops in the meantime."""
         return bool(self.roles["actor_infer"].colocated_with)
 
 

@@ -159,7 +159,7 @@ def note_zero_advantages(config: PolicyRunConfig, checks: Checks) -> None:
 
 
 def check_passes(config: PolicyRunConfig, checks: Checks) -> None:
-    """What the pass before the update is forbidden and needed for."""
+    """Keys that forbid or need the pass before the update."""
     key = "force_disable_old_logprobs_recompute"
     if not config.force_disable_old_logprobs_recompute:
         return

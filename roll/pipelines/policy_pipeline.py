@@ -173,7 +173,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
                 judge.pause()
 
     def look_at(self, batch: DataProto) -> None:
-        """What reference, actor and critic think of the samples, where something consumes it."""
+        """Log-probs and values by reference, actor and critic, where something consumes them."""
         if self.plan.needs_reference:
             reference = self.clusters.reference or self.clusters.actor_train
             without_adapters = reference is self.clusters.actor_train
@@ -202,7 +202,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
                 add_values(batch, self.clusters.critic)
 
     def hear_teachers(self, batch: DataProto) -> None:
-        """What teachers say of the samples, as ``opd_form`` has it."""
+        """Teachers' columns of the samples, as ``opd_form`` needs them."""
         teachers = self.clusters.teachers
 
         def enter(cluster: Cluster) -> None:
@@ -345,7 +345,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         return checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """What the driver must remember: plain JSON values."""
+        """State of the driver: plain JSON values."""
         return {"rollout": self.rollout.state_dict(), "scoring": self.scoring.state_dict()}
 
     def state_between_steps(self) -> dict[str, Any]:

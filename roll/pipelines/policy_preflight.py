@@ -1,4 +1,4 @@
-"""What only the parts of a run can check, before anything starts: own functions, and how weights can travel."""
+"""Checks by the parts of a run, before anything starts: own functions, and how weights can travel."""
 
 from __future__ import annotations
 

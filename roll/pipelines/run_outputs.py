@@ -41,7 +41,7 @@ class RunOutputs:
         """The curves have been drawn."""
 
     def profiling(self) -> Profiling:
-        """What the workers measure of themselves."""
+        """Measurements of the workers' processes."""
         config = self._config
         folder = Path(config.profiler_output_dir or self._plan.log_dir / "profiler").resolve()
         return Profiling(str(folder), config.profiler_timeline, config.profiler_memory, config.profiler_calls)
@@ -95,7 +95,7 @@ class RunOutputs:
     def summary(
         self, validations: Mapping[int, Mapping[str, float]], seconds: float, steps: int, tracked: Mapping[str, Path]
     ) -> RunSummary:
-        """What came of the run.
+        """Results of the run.
 
         Args:
             validations: metrics by the steps that were done.

@@ -1,4 +1,4 @@
-"""What the record of samples keeps of a step: blocks of :mod:`roll.tracking.sample_log`, made of batches and rows."""
+"""Record of a step's samples: blocks of :mod:`roll.tracking.sample_log`, made of batches and rows."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from roll.agents.episode import EpisodeGroup
 
 Notes = Sequence[Mapping[str, Any]]
-"""What a batch does not say of its samples (by row) or episodes (by number): keys of a sample, and of a prompt under
+"""Further values of a batch's samples (by row) or episodes (by number): keys of a sample, and of a prompt under
 ``prompt``."""
 
 LOG_PROB_SCALE, MISMATCH_SCALE = 1e3, 1e5
 ROUTES = "routed_experts"
-"""The column of the routes that the engine has told (router replay)."""
+"""The column of the routes that the engine has reported (router replay)."""
 THUMBNAIL = 128
 """Longest side of an image's copy in the record, in pixels."""
 MAX_IMAGES = 1000
@@ -321,7 +321,7 @@ class _Block:
     def read_back(
         self, prompt_id: str, text: str, ids: Sequence[int], decode: Callable[[Sequence[int]], str]
     ) -> str | None:
-        """What a prompt's ids say, where that is another text than ``text``; asked once for each prompt."""
+        """The decoded ids of a prompt, where they are another text than ``text``; asked once for each prompt."""
         key = prompt_id, text
         if key not in self._read_back:
             decoded = decode(ids)
@@ -414,11 +414,11 @@ class _Rows:
 
 
 def _routes(chosen: NDArray[Any]) -> list[list[int] | None] | None:
-    """The experts (tokens, k) of each token; None: the engine has not told, which it never does of the last one."""
+    """The experts (tokens, k) of each token; None: the engine has not reported it, as of the last one."""
     absent = 255 if chosen.dtype == np.uint8 else -1
-    told = (chosen != absent).all(-1).tolist()
-    experts = [ids if known else None for ids, known in zip(chosen.tolist(), told, strict=True)]
-    return experts if any(told) else None
+    known = (chosen != absent).all(-1).tolist()
+    experts = [ids if is_known else None for ids, is_known in zip(chosen.tolist(), known, strict=True)]
+    return experts if any(known) else None
 
 
 def _alike(text: str, decoded: str) -> bool:

@@ -41,7 +41,7 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True)
 class ImageProcessing:
-    """How an image becomes patches: the settings of an image processor of the Qwen-VL kind."""
+    """Way of an image to patches: the settings of an image processor of the Qwen-VL kind."""
 
     patch_size: int = 14
     temporal_patch_size: int = 2

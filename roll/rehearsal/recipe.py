@@ -79,7 +79,7 @@ class DeviceUse:
 
 @dataclass
 class Rehearsal:
-    """What is known of a recipe before it runs."""
+    """Facts of a recipe before it runs."""
 
     name: str
     hardware: Hardware
@@ -265,7 +265,7 @@ def _head(loaded: Any, name: str) -> ModelHead:
 
 
 def _more_outputs(loaded: Any, name: str) -> tuple[Output, ...]:
-    """What the losses of the policy need besides log-probs."""
+    """Outputs besides log-probs that the losses of the policy need."""
     config = loaded.config
     if loaded.plan.pipeline == "dpo":
         return (Output.SUM_OF_SQUARES,) if config.use_weighting else ()

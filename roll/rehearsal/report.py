@@ -103,7 +103,7 @@ def traffic_sentences(report: Rehearsal) -> Iterator[str]:
 
 
 def verdict(report: Rehearsal) -> Iterator[str]:
-    """Whether it fits, with the sum where it does not."""
+    """The verdict on its fit, with the sum where it does not fit."""
     yield from report.problems
     capacity = report.hardware.gpu.memory
     for use in report.devices:

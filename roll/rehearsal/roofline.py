@@ -65,7 +65,7 @@ def kernel_times(operations: Counter[Operation], gpu: Gpu) -> tuple[float, float
 
 
 def traffic(collectives: Counter[Collective], devices: Sequence[int], per_node: int) -> list[Traffic]:
-    """What rank 0 sends or receives, by kind of collective and size of group.
+    """Traffic of rank 0, by kind of collective and size of group.
 
     Args:
         devices: the role's device ids, by rank.

@@ -108,7 +108,7 @@ class RoleRun:
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked of a role in a pipeline step."""
+    """Work of a role in a pipeline step."""
 
     role: WorkerConfig
     world_size: int
@@ -163,7 +163,7 @@ class _FakeWeights:
 
 
 class _Rehearsed(DataParallelStrategy):
-    """What is different of a strategy without numbers."""
+    """Part of every strategy that computes without numbers."""
 
     tracker: Tracker
     passes: list[Tally]

@@ -48,7 +48,7 @@ def suggest(
     say: Callable[[str], None] = lambda text: None,
     known: dict[Any, RoleRun] | None = None,
 ) -> list[Suggestion]:
-    """What makes the recipe fit, the fastest first: single changes, then two together.
+    """Changes that make the recipe fit, the fastest first: single changes, then two together.
 
     Args:
         known: of :func:`roll.rehearsal.recipe.rehearse_recipe`: roles that a change leaves alone are not run again.

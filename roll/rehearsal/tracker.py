@@ -68,7 +68,7 @@ class Collective:
 
 @dataclass
 class Tally:
-    """What was counted since a point in time."""
+    """Counts since a point in time."""
 
     operations: Counter[Operation] = field(default_factory=Counter)
     collectives: Counter[Collective] = field(default_factory=Counter)
@@ -129,7 +129,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[Tally]:
-        """What happens inside the block, and the peak of what is held meanwhile; it counts for blocks around it too."""
+        """Counts of the block, and the peak of what is held meanwhile; it counts for blocks around it too."""
         outer, inner = self.tally, Tally(peak=dict(self.live))
         peak, self._peak, self.tally = self._peak, self._total, inner
         try:

@@ -1,1 +1,1 @@
-"""What came of a run: one HTML file to look at, and a diagnosis. Nothing here imports torch or ray."""
+"""Report and diagnosis of a run: one HTML file to look at, and findings. Nothing here imports torch or ray."""

@@ -1,4 +1,4 @@
-"""What is wrong with a run: rules that look at its metrics, samples and times, and say what they have seen.
+"""Diagnosis of a run: rules that look at its metrics, samples and times, and say what they have seen.
 
 A rule stays silent unless its evidence is there.  The findings come in the order of :data:`RULES`, which is that of
 causes: what goes into the model, what the reward makes of what comes out, whether engine and trainer agree, what the
@@ -277,7 +277,7 @@ def straggler(facts: Facts) -> Finding | None:
 
 
 def _slow_process(facts: Facts) -> Finding | None:
-    """Ranks that wait for one another in every call are told apart by the time in which each worked or was kept from
+    """Ranks that wait for one another in every call are distinguished by the time in which each worked or was kept from
     working (with ``memory_steps``)."""
     by_phase: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(dict)
     for name, values in facts.matching(r"time/[^/]+/.+/rank_\d+").items():

@@ -85,7 +85,7 @@ class Facts:
 
     @property
     def outcome(self) -> str:
-        """How the run has ended; empty where it has not, or nobody knows."""
+        """End of the run; empty where it has not ended, or nobody knows."""
         return str(self.run.about.get("outcome") or "")
 
     # Samples

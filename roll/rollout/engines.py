@@ -166,7 +166,7 @@ class EngineClient:
         self._paused = False
         self._wakes_in = 0
         self.failure: Exception | None = None
-        """What ended the last engine."""
+        """Error that ended the last engine."""
         self.busy_seconds = 0.0
         """Seconds of generation, summed over engines, since the client was made."""
         self.prompt_tokens = 0

@@ -31,7 +31,7 @@ DrawTasks = Callable[[int], list[Task]]
 
 @dataclass(frozen=True)
 class Player:
-    """How the tasks of a tag are worked on."""
+    """Settings of working on the tasks of a tag."""
 
     agent: Agent
     template: ChatTemplate
@@ -155,7 +155,7 @@ def _sampled(known: State) -> Sampled:
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """How groups of episodes are run."""
+    """Settings of running groups of episodes."""
 
     group_size: int
     name: str
@@ -356,6 +356,7 @@ def episode_state(episode: Episode) -> State:
         "reward": float(episode.reward),
         "success": episode.success,
         "metrics": dict(episode.metrics),
+        "over_turns": sorted(episode.over_turns),
         "error": episode.error,
         "seconds": asdict(episode.seconds),
         "counts": asdict(conversations.counts),
@@ -390,7 +391,8 @@ def episode_from(state: Mapping[str, Any], task: Task, player: Player) -> Episod
         conversations.calls.append(call)
     conversations.restore([EncodedImage.of(data.tobytes()) for data in state.get("images", ())])
     plain = {name: state[name] for name in ("outcome", "reward", "success", "metrics", "error")}
-    return Episode(task, conversations, seconds=Seconds(**state["seconds"]), **plain)
+    over_turns = set(state.get("over_turns", ()))
+    return Episode(task, conversations, over_turns=over_turns, seconds=Seconds(**state["seconds"]), **plain)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ DrawPrompts = Callable[[int], list[PromptRow]]
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """How every prompt is answered and judged."""
+    """Settings of answering and judging every prompt."""
 
     group_size: int
     """Samples of each prompt."""
@@ -69,7 +69,7 @@ class GroupSettings:
         return replace(self.params, seed=_sample_seed(self.seed, order))
 
     def keeps(self, group: SampleGroup) -> bool:
-        """Whether the filter of its domain accepts a scored group."""
+        """True where the filter of its domain accepts a scored group."""
         keep = self.filters.get(group.prompt.domain)
         return keep is None or keep(group.scores())
 

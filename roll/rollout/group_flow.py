@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 MAX_DRAWS_PER_WANTED = 50
 CANCELLED_SECONDS = 30.0
-"""How long the coroutine of a group may take to end after it has been cancelled."""
+"""Time for the coroutine of a group to end after it has been cancelled."""
 
 
 class RolloutExhausted(RuntimeError):
@@ -42,7 +42,7 @@ GroupT = TypeVar("GroupT", bound=Group)
 
 @dataclass
 class Rejections:
-    """What filters turned down, and why nothing else may come.
+    """Rejections by filters, and the reason why nothing else may come.
 
     Args:
         key: of the configuration, that the filter comes from.
@@ -80,7 +80,7 @@ class Rejections:
 
 @dataclass
 class Progress(Generic[GroupT]):
-    """What has become of groups since the last time."""
+    """Fates of groups since the last call."""
 
     generated: list[GroupT] = field(default_factory=list)
     """Groups that have all of their samples and may be in scoring yet."""
@@ -135,7 +135,7 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
         """Numbers that change when anything moves."""
 
     def take(self) -> Progress[GroupT]:
-        """What has happened since the last time.
+        """Events since the last call.
 
         Raises:
             Exception: of a group's coroutine.

@@ -57,7 +57,7 @@ class FinishedGroup:
     weight_versions: list[list[tuple[int, int, int]]]
     """By sample: (version, first, behind last) of its tokens; together they cover those that were sampled."""
     top_log_probs: list[list[list[tuple[int, float]]]] = field(default_factory=list)
-    """By sample and position the likeliest tokens, where they were asked for."""
+    """By sample and position the most probable tokens, where they were asked for."""
     error: str | None = None
     """Why the engine refused the request; such a group has no samples."""
     given: np.ndarray | None = None
@@ -110,7 +110,7 @@ class FinishedGroup:
 
 @dataclass(slots=True)
 class EngineReport:
-    """What an engine says at the end of its turn."""
+    """Report of an engine at the end of its turn."""
 
     groups: list[FinishedGroup] = field(default_factory=list)
     recalled: list[GenerationRequest] = field(default_factory=list)
@@ -144,14 +144,14 @@ class SampleGroup:
     finished: FinishedGroup
     rewards: list[RewardResult] = field(default_factory=list)
     model_results: list[RewardResult] | None = None
-    """What the role ``reward_model`` says of each sample, where it is asked; known before the rewards."""
+    """Score of each sample by the role ``reward_model``, where it is asked; known before the rewards."""
 
     @property
     def num_samples(self) -> int:
         return len(self.finished.lengths)
 
     def reward_samples(self) -> list[RewardSample]:
-        """What the reward workers see of this group."""
+        """The part of this group that reward workers see."""
         model_results: Sequence[RewardResult | None] = self.model_results or [None] * self.num_samples
         return [
             RewardSample(

@@ -53,7 +53,7 @@ class RolloutContext:
     group_size: int
     """Samples that the group must have."""
     params: SamplingParams
-    """How training samples."""
+    """Sampling parameters of training."""
     _engines: EngineClient
     _rewards: RewardClient
     _progress: Mapping[str, Any] | None = None

@@ -32,7 +32,7 @@ class Open(Protocol):
 
 
 class GroupCodec(Protocol[GroupT]):
-    """What a buffer must know of the groups that it holds."""
+    """Bookkeeping of the groups that a buffer holds."""
 
     @property
     def no_progress(self) -> State:
@@ -112,7 +112,7 @@ def _split_routes(state: Mapping[str, Any]) -> list[np.ndarray]:
 
 
 def progress_state(request: GenerationRequest) -> State:
-    """What the samples of an unfinished request have so far; sampling parameters are the configuration's."""
+    """Partial samples of an unfinished request; sampling parameters are the configuration's."""
     return {
         "partial": [
             {"index": index, "weight_versions": _spans([sample.weight_versions])[0]} | _tokens(sample)
@@ -219,7 +219,7 @@ class Held:
     """A group that engines or rewards are at work on."""
 
     one: Any
-    """What was drawn."""
+    """The prompts drawn."""
     version: int
     """The weights that it was begun with: no token is older."""
 

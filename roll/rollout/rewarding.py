@@ -23,7 +23,7 @@ from roll.rollout.mending import Mended, SetAside, replace_rank
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """What a reward model is given of one sample: token ids as they are, else a conversation with its answer."""
+    """Input of a reward model for one sample: token ids as they are, else a conversation with its answer."""
 
     token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None

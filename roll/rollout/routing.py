@@ -98,7 +98,7 @@ def num_unfinished(request: GenerationRequest) -> int:
 
 @dataclass(slots=True)
 class EngineAccount:
-    """What one engine has been given, and what its next turn is to do."""
+    """Requests of one engine, and the commands for its next turn."""
 
     rank: int
     outstanding: dict[str, GenerationRequest] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class EngineAccount:
     def command(
         self, slice_seconds: float, work: bool, report_refusals: bool, watched: Collection[str] = ()
     ) -> EngineCommand:
-        """What the next turn is to do."""
+        """Commands for the next turn."""
         command = EngineCommand(
             tuple(self.to_add.values()),
             tuple(self.to_abort),

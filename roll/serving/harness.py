@@ -60,7 +60,7 @@ HARNESSES = {
 
 @dataclass(frozen=True)
 class HarnessOptions:
-    """What ``roll evaluate --harness`` and ``validation.harness`` ask for."""
+    """Settings of ``roll evaluate --harness`` and ``validation.harness``."""
 
     name: str
     """Of :data:`HARNESSES`."""

@@ -114,7 +114,7 @@ class FrontOptions:
     slice_seconds: float = 0.05
     """Seconds that an engine works before it reports finished prompts and takes new ones."""
     max_restarts: int = 0
-    """How often each engine that was lost is started again, requests waiting meanwhile if there is no other."""
+    """Number of restarts of each engine that was lost, requests waiting meanwhile if there is no other."""
 
 
 class HttpFront:

@@ -122,7 +122,7 @@ class PromptLogProbs(RemoteService):
 
 
 def as_score(rows: Sequence[Mapping[str, Any] | None], prompt: Sequence[int], top: int) -> PromptScore:
-    """What the service says of a prompt, in this project's form.
+    """The service's scores of a prompt, in this project's form.
 
     Raises:
         ServiceRefused: a log-prob that is none.

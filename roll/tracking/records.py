@@ -65,7 +65,7 @@ class CompositeTracker(Tracker):
 
     @contextmanager
     def _disk_may_be_full(self, tracker: Tracker, step: int) -> Iterator[None]:
-        """What cannot be written is lost, and said once; training is not."""
+        """Events that cannot be written are lost, and that is said once; training goes on."""
         try:
             yield
         except OSError as error:

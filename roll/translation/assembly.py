@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roll.translation.algorithms import put_algorithm
+from roll.translation.distillation import put_teacher
 from roll.translation.episodes import put_episodes
 from roll.translation.families import put_family, put_routes
 from roll.translation.placement import (
@@ -78,6 +79,10 @@ def put_data(draft: Draft) -> None:
     elif draft.states("train_files", "prompt_key"):
         column = draft.get("prompt_key", default="prompt")
         draft.put("actor_train.data_args.messages", column, "train_files", "prompt_key")
+    if draft.get("chat_template") is not None:
+        for section in ("actor_train", "validation"):
+            key = f"{section}.data_args.chat_template_kwargs.chat_template"
+            draft.put(key, str(draft.facts["chat_template"]), "chat_template")
     for fact, key in (("seed", "seed"), ("val_batch", "val_batch_size")):
         if draft.states(fact) and draft.get(fact) is not None and key not in draft.keys:
             draft.put(key, int(draft.facts[fact]), fact)
@@ -227,6 +232,7 @@ STEPS: tuple[Callable[[Draft], None], ...] = (
     put_optimizers,
     put_algorithm,
     put_models,
+    put_teacher,
     put_steps,
     put_data,
     put_stops,

@@ -107,7 +107,7 @@ def translate(
     draft.roles = {"actor_train", "actor_infer"} | (set() if whole else roles_of(recipe.config))
     keys = source.keys if dialect.files is None else dialect.files(source.keys, source.config_path)
     given = {**keys, **variables_of(source, dialect)}
-    left = _without_unset_sizes(given, dialect)
+    left = [*_without_unset_sizes(given, dialect), *_unset_switches(given, dialect)]
     _check_program(source, dialect, draft)
     _refuse_doubles(given, dialect, draft)
     known = _defaults(dialect, given) if whole else {}
@@ -123,6 +123,7 @@ def translate(
         raise ConfigError(draft.problems.errors)
     kept = {name: value for name, value in source.environment.items() if name.startswith(KEPT_IN_ENVIRONMENT)}
     notes = [*left, *notes]
+    still = str(draft.keys)
     return Translation(
         dialect,
         whole,
@@ -130,7 +131,7 @@ def translate(
         kept,
         tuple(notes),
         tuple(source.left_out),
-        source.unset,
+        tuple(name for name in source.unset if name in still),
         tuple(source.remarks),
     )
 
@@ -260,6 +261,19 @@ def _without_unset_sizes(given: dict[str, Any], dialect: Dialect) -> list[Note]:
     return notes
 
 
+def _unset_switches(given: dict[str, Any], dialect: Dialect) -> list[Note]:
+    """Write out switches that a variable would give: unset, bash leaves an empty text; the notes that say so."""
+    notes = []
+    for key, value in list(given.items()):
+        found, name = dialect.find(key), UNSET.fullmatch(str(value))
+        if found is None or name is None or not dialect.empty_is_false or not found[0].is_switch:
+            continue
+        given[key] = False
+        text = f"{name[1]} is not set, and an empty text is false there; give it in front: roll translate "
+        notes.append(Note(key, value, (), f"{text}{name[1]}=true ..."))
+    return notes
+
+
 def _check_program(source: Source, dialect: Dialect, draft: Draft) -> None:
     """Refuse programs of theirs that are not their trainer: their code decides what is trained."""
     if not source.from_module:
@@ -352,6 +366,8 @@ def _drop_idle_keys(draft: Draft) -> dict[str, str]:
         if role not in draft.roles
         for key in IDLE_WITHOUT[role]
     }
+    if draft.facts.get("distill_form") == "advantage":
+        idle.pop("kl_penalty", None)  # of the teacher
     for role, section in [*ROLES.items(), ("engine", "actor_infer")]:
         prefix = f"{section}.strategy_args.strategy_config."
         kind = "infer" if role == "reference" else "train"

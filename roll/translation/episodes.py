@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roll.config.model_files import VISION, needed
 from roll.translation.algorithms import NORM
-from roll.translation.families import family_of
 from roll.translation.rules import Draft
 from roll.translation.tables import TURNS
 
@@ -60,6 +58,7 @@ OF_TOOLS = {
     "tool_result": "max_tool_response_length",
     "truncate_side": "tool_response_truncate_side",
     "prompt_key": "prompt_key",
+    "image_key": "image_key",
 }
 """Facts of verl's ``multi_turn``, and the options of the agent that they become."""
 
@@ -84,8 +83,6 @@ def find_tool_episodes(draft: Draft) -> None:
         draft.refuse("rm", "is asked for single responses here: a reward function scores episodes", False)
     if draft.get("overlong_on"):
         draft.refuse("overlong_on", "counts tokens of tool results too, there; here those of single responses", False)
-    if VISION in needed(family_of(str(draft.facts.get("model", ""))) or {}):
-        draft.refuse("model", "sees images, and rows with images are not given to verl's tool agent here")
     draft.facts["episodes"] = True
 
 

@@ -210,9 +210,12 @@ def put_accumulation(draft: Draft, role: str, section: str, mini: Fraction, micr
     total = mini * samples
     if total / ranks < micro and (total / ranks).denominator == 1:
         micro = int(total / ranks)  # a rank has fewer samples than a micro-batch may hold
+    text = f"{float(mini):g} prompts x {samples} = {float(total):g} samples an optimizer step"
+    if draft.facts.get("ranks_round_down") and (total / ranks).denominator != 1 and total > ranks:
+        total = Fraction(total // ranks * ranks)
+        text += f", of which {total // ranks} go to each of {ranks} ranks there: {total}"
     steps = total / (micro * ranks)
     because = (f"mini.{role}", f"micro.{role}", "micro", f"micro_of_all.{role}")
-    text = f"{float(mini):g} prompts x {samples} = {float(total):g} samples an optimizer step"
     if steps.denominator != 1:
         rule = f"{text} do not divide into micro-batches of {micro} on {ranks} ranks"
         draft.problems.add(f"{section}: mini-batch", float(mini), rule)

@@ -42,6 +42,18 @@ class Rule:
     default: str = ""
     """Their default in YAML; empty: it is ours, or takes part in nothing."""
 
+    @property
+    def is_switch(self) -> bool:
+        """True and false are values, and nothing like them is."""
+        return self._takes(True) and self._takes(False) and not self._takes(1.5) and not self._takes("auto")
+
+    def _takes(self, value: Any) -> bool:
+        try:
+            self.value(value)
+        except (ValueError, TypeError):
+            return False
+        return True
+
     def note_for(self, value: Any) -> str:
         return self.note if self.about is None or value == self.about else ""
 
@@ -162,6 +174,8 @@ class Dialect:
     """Keys of the algorithm, for a project with a vocabulary of its own."""
     steps: tuple[Callable[[Draft], None], ...] = ()
     """Steps from facts to keys; empty: what an RLVR run has (:mod:`roll.translation.assembly`)."""
+    empty_is_false: bool = False
+    """Their program takes an empty text for a switch, as false."""
     pipeline: str = "rlvr"
     """Pipeline of a whole run."""
 

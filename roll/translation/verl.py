@@ -8,10 +8,11 @@ from typing import Any
 
 import yaml
 
+from roll.translation.distillation import find_teacher
 from roll.translation.episodes import find_tool_episodes
 from roll.translation.families import LANGUAGE_PART
 from roll.translation.reading import CONFIG_NAME, read_yaml
-from roll.translation.rules import Dialect
+from roll.translation.rules import Dialect, Draft
 from roll.translation.tables import one_of, read_table
 
 ESTIMATORS = {
@@ -29,6 +30,7 @@ ESTIMATORS = {
 """The last three differ from the papers' of the same name."""
 KL_TYPES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 KL_TYPES |= {f"{theirs}+": ours if ours == "k2" else f"{ours}+" for theirs, ours in KL_TYPES.items()}
+DISTILLATION = {name: kind for name, kind in KL_TYPES.items() if "+" not in name} | {"forward_kl_topk": "topk"}
 OTHER_KL_TYPES = {"full": "it is not implemented in verl either"}
 LOSSES = {
     "vanilla": "ppo",
@@ -72,6 +74,42 @@ def _turns(length: int, batch: int = 256, **turns: Any) -> dict[str, Any]:
 
 
 GSM8K = _turns(1024, max_assistant_turns=5)
+TOOL_TEMPLATE = """\
+{%- set SEEN = "<|vision_start|><|image_pad|><|vision_end|>" %}
+{%- macro say(content) %}
+{%- if content is string %}{{ content }}
+{%- else %}{% for part in content %}{{ SEEN if part.type != "text" else part.text }}{% endfor %}
+{%- endif %}{% endmacro %}
+{%- set own = messages[0].content if messages[0].role == "system" else "You are a helpful assistant." %}
+{{- "<|im_start|>system\\n" ~ own }}
+{%- if tools %}
+{{- "\\n\\n# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n" }}
+{{- "You are provided with function signatures within <tools></tools> XML tags:\\n<tools>" }}
+{%- for tool in tools %}{{ "\\n" ~ (tool | tojson) }}{% endfor %}
+{{- "\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within " }}
+{{- '<tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, "arguments": ' }}
+{{- "<args-json-object>}\\n</tool_call>" }}
+{%- endif %}{{ "<|im_end|>\\n" }}
+{%- for message in messages %}
+{%- if message.role == "tool" %}
+{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != "tool" %}{{ "<|im_start|>user" }}{% endif %}
+{{- "\\n<tool_response>\\n" ~ say(message.content) ~ "\\n</tool_response>" }}
+{%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{ "<|im_end|>\\n" }}{% endif %}
+{%- elif message.tool_calls %}
+{{- "<|im_start|>assistant" ~ ("\\n" ~ message.content if message.content else "") }}
+{%- for call in message.tool_calls %}
+{{- '\\n<tool_call>\\n{"name": "' ~ call.function.name ~ '", "arguments": ' }}
+{{- (call.function.arguments | tojson) ~ "}\\n</tool_call>" }}
+{%- endfor %}{{ "<|im_end|>\\n" }}
+{%- elif not (loop.first and message.role == "system") %}
+{{- "<|im_start|>" ~ message.role ~ "\\n" ~ say(message.content) ~ "<|im_end|>\\n" }}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}"""
+"""Qwen2.5's format of tools, with images: verl's Geometry3K files set it, as Qwen2.5-VL's own template has no tools."""
+GEO3K = {
+    **_turns(2048, max_assistant_turns=5),
+    "actor_rollout_ref.model.custom_chat_template": TOOL_TEMPLATE,
+}
 CONFIG_FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo_trainer": ("fsdp", {}),
     "ppo_megatron_trainer": ("megatron", {}),
@@ -80,6 +118,8 @@ CONFIG_FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "gsm8k_multiturn_grpo_server": ("fsdp", GSM8K),
     "gsm8k_multiturn_megatron_grpo": ("megatron", GSM8K),
     "gsm8k_multiturn_grpo_w_interaction": ("fsdp", _turns(1024, max_user_turns=5)),
+    "geo3k_multiturn_grpo": ("fsdp", GEO3K),
+    "geo3k_multiturn_megatron_grpo": ("megatron", GEO3K),
     "search_multiturn_grpo": ("fsdp", {**_turns(1024, max_assistant_turns=2), "data.shuffle": False}),
 }
 """Files that come with verl: their backend, and what they set beyond the defaults."""
@@ -164,9 +204,17 @@ PROGRAMS: tuple[tuple[str, dict[str, bool]], ...] = (
 CONVERSIONS = {
     "estimator": one_of(ESTIMATORS),
     "kl_type": one_of(KL_TYPES, OTHER_KL_TYPES),
+    "distill_mode": one_of(DISTILLATION),
     "loss": one_of(LOSSES),
     **{f.__name__: f for f in (config_name, nullable, level, hugging_face_layers, exclude_modules)},
 }
+
+
+def prepare(draft: Draft) -> None:
+    find_tool_episodes(draft)
+    find_teacher(draft)
+
+
 VERL = Dialect(
     "verl",
     "verl",
@@ -175,5 +223,6 @@ VERL = Dialect(
     FACTS,
     PROGRAMS,
     files=with_file,
-    prepare=find_tool_episodes,
+    prepare=prepare,
+    empty_is_false=True,
 )

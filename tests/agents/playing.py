@@ -40,7 +40,7 @@ class Recorded:
 
 
 def byte_soup(template: ChatTemplate, seed: int, calls: list[str] | None = None) -> Callable[[str], Any]:
-    """What an untrained model at a high temperature samples: any bytes, ended or cut, now and then a tool call."""
+    """Samples of an untrained model at a high temperature: any bytes, ended or cut, now and then a tool call."""
     rng = random.Random(seed)
     ends = sorted(template.end_tokens)
 

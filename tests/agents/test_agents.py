@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from roll.agents.agent_options import AgentOptionError
 from roll.agents.built_in_tools import SearchIndex, ToolSet
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.doors import check_agent, make_agent
-from roll.agents.episode import Episode, Limits, Model, Task
+from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Task
 from roll.agents.programs import ProgramError, program_environment
 from roll.agents.tool_calls import ToolCall
 from roll.agents.tools import ToolError
+from roll.pipelines.agentic.metrics import episode_metrics
+from roll.rollout.episodes import episode_from, episode_state
 from tests.agents.playing import Recorded, assert_trained_as_sampled, byte_soup, played
 from tests.agents.templates import WRITTEN_HERE, Family, published
 
@@ -64,11 +67,23 @@ def test_tools_until_there_is_an_answer(template: ChatTemplate) -> None:
     (episode,) = played(make_agent("tools", options, system="Use tools."), engine, Task("t", 0, ROW))
     assert (episode.outcome, episode.success, episode.reward) == ("terminated", True, 1.75)
     assert [call.reward for call in episode.calls] == [0.25, 1.5]
-    assert episode.metrics == {"seen": 1.0, "tool_calls": 1.0, "failed_tool_calls": 0.0}
+    assert episode.metrics == {"seen": 1.0, "tool_calls": 1.0, "failed_tool_calls": 0.0, "unreadable_calls": 0.0}
     assert len(episode.conversations.branches()) == 1
     first = template.decode(engine.turns[0][0])
     assert first.startswith("<|im_start|>system\nUse tools.") and "2+3" in first
     assert_trained_as_sampled(engine, episode.conversations)
+
+
+def test_numbers_of_turns_and_of_whole_episodes(template: ChatTemplate) -> None:
+    """Calls of tools are means over turns, those of an episode without any among them; a verifier's number is no
+    smaller for an episode of many turns."""
+    (calls,) = played(make_agent("tools", ADDING), Recorded(template, adds_then_answers), Task("t", 0, ROW))
+    (answers,) = played(make_agent("tools", ADDING), Recorded(template, lambda _: "5"), Task("t", 0, ROW))
+    shown = episode_metrics([EpisodeGroup(0, calls.task, [calls, answers])])
+    assert (len(calls.calls), len(answers.calls)) == (2, 1)
+    assert (shown["env/t/tool_calls"].value(), shown["env/t/seen"].value()) == (0.25, 1.0)
+    again = episode_from(episode_state(calls), calls.task, SimpleNamespace(template=template, thinking="keep"))  # type: ignore[arg-type]
+    assert (again.metrics, again.over_turns) == (calls.metrics, calls.over_turns)
 
 
 def test_what_a_policy_does_wrong_with_tools_is_told_to_it(template: ChatTemplate) -> None:
@@ -220,10 +235,12 @@ print("done")
     del os.environ["SECRET_OF_OTHERS"]
     for episode in episodes:
         assert (episode.outcome, episode.success, episode.reward) == ("terminated", True, 0.0), episode.error
-        assert episode.metrics == {"turns": 3.0, "overridden_sampling": 3.0}
+        assert episode.metrics == {"turns": 3.0, "overridden_sampling": 3.0, "demanded_calls": 0.0}
         assert [call.parent for call in episode.calls] == [None, 0, 1]
         assert len(episode.conversations.branches()) == 1
     assert len(engine.turns) == 9
+    shown = episode_metrics([EpisodeGroup(0, episodes[0].task, episodes)])
+    assert (shown["env/t/turns"].value(), shown["env/t/overridden_sampling"].value()) == (3.0, 1.0)
 
 
 @pytest.mark.long
@@ -328,7 +345,7 @@ def test_agents_that_cannot_be(agent: str, config: dict[str, Any], error: str) -
 
 
 def test_python_is_the_interpreter_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether its virtual environment is activated or not."""
+    """The virtual environment need not be activated."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     path = program_environment({})["PATH"]
     assert path.split(os.pathsep)[0] == str(Path(sys.executable).parent)

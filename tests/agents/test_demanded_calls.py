@@ -35,7 +35,7 @@ _REST = {
     "llama3": ' {"x": "1"}}',
     "gpt_oss": '{"x": "1"}<|call|>',
 }
-"""What a policy writes behind an opening."""
+"""Text of a policy behind an opening."""
 
 
 @pytest.mark.parametrize("family", [*WRITTEN_HERE, *published()], ids=lambda family: family.name)

@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from roll.agents.agent_options import VerlOptions
 from roll.agents.chat_ids import ChatTemplate, TemplateError
 from roll.agents.conversation import Conversations
+from roll.agents.doors import make_verifier
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Sampled, Task, run_episode
 from roll.agents.images import ChatImages
 from roll.agents.session import Refusal, Session
+from roll.agents.verl_agent import VerlAgent
 from roll.agents.wire_chat import read_chat_request
 from roll.checkpoint.state import load_state, save_state
 from roll.datasets.images import VisionModel
@@ -95,7 +98,7 @@ def test_every_prompt_has_the_images_that_its_context_shows(template: ChatTempla
 
 
 def test_a_picture_is_the_state(template: ChatTemplate) -> None:
-    """What a cell looks like says what it is; equal states are equal images, held once in a run."""
+    """A cell's look identifies it; equal states are equal images, held once in a run."""
     lake = FrozenLake(**LAKE)
     turn = read_reset("lake", lake.reset(3))
     rules, part = turn.observation[0]["content"]
@@ -167,6 +170,36 @@ def test_requests_of_an_engine_have_the_images(template: ChatTemplate) -> None:
     recorded = sampler.state_dict()
     assert not asyncio.run(asked(first, recorded))[0].requests
     assert asyncio.run(asked(second, recorded))[0].requests[0].vision.images == second.images
+
+
+def test_rows_of_verls_tool_agent_have_their_images(template: ChatTemplate) -> None:
+    """In the place of each ``<image>``, counted for the longest prompt; more or fewer than places are an error."""
+    data = read_reset("lake", FrozenLake(**LAKE).reset(1)).observation[0]["content"][1]["image"].data.tobytes()
+    row = {
+        "prompt": [{"role": "system", "content": "Look."}, {"role": "user", "content": "<image>Where?<image>"}],
+        "images": [{"bytes": data, "path": None}, {"bytes": data, "path": "b.png"}],
+        "reward_model": {"ground_truth": "2"},
+    }
+
+    def episode_of(row: dict[str, Any], engine: Walker, **options: Any) -> tuple[Any, VerlAgent]:
+        options = VerlOptions(**{"response_length": 64, "filter_overlong_prompts": True, **options})
+        agent = VerlAgent(options, make_verifier({"worker_cls": "gsm8k_rule"}), [], {})
+        model = Model(engine, template, "hermes", Limits(context=4096))
+        return asyncio.run(run_episode(Task("t", 0, row), agent, model, Limits(context=4096))), agent
+
+    engine = Walker(template)
+    episode, _ = episode_of(row, engine)
+    assert episode.outcome == "terminated", episode.error
+    ids, vision = engine.prompts[0]
+    assert_goes_together(template, ids, vision, 2)
+    text = template.decode(ids)
+    assert text.index("vision_end") < text.index("Where?") < text.rindex("vision_start")
+    for most, fits in ((len(ids), True), (len(ids) - 1, False)):
+        assert episode_of(row, Walker(template), prompt_length=most)[1].fits(row, template) is fits
+    episode, _ = episode_of({**row, "images": row["images"][:1]}, Walker(template))
+    assert "has 1 images, and the conversation 2 times <image>" in str(episode.error)
+    episode, _ = episode_of({**row, "pictures": row["images"]}, Walker(template), image_key="pictures")
+    assert episode.outcome == "terminated"
 
 
 def test_a_policy_of_text_is_refused(template: ChatTemplate) -> None:

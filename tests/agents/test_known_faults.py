@@ -195,7 +195,7 @@ def test_fault_10_a_turn_in_flight_is_thrown_away_at_an_update() -> None:
 
 
 def test_fault_11_advantages_run_through_observations_and_padding() -> None:
-    """What a value says of a token that the policy did not sample changes nothing."""
+    """The value of a token that the policy did not sample changes nothing."""
     rewards, mask = torch.tensor([[0.0, 0, 0, 0, 1, 0]]), torch.tensor([[True, True, False, False, True, False]])
     values = torch.tensor([[0.5, 0.25, 7.0, -7.0, 0.75, 9.0]])
     options = AdvantageOptions(adv_estimator="gae", gamma=0.9, lambd=0.8)

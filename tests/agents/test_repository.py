@@ -29,7 +29,7 @@ def called(name: str, **arguments: object) -> str:
 
 
 def repaired(row: dict[str, Any]) -> list[str]:
-    """What a policy says that knows the solution."""
+    """Response of a policy that knows the solution."""
     writes = [called("write_file", path=path, content=text) for path, text in row["solution"].items()]
     return [called("list_files"), called("read_file", path=next(iter(row["files"]))), *writes, called("run_tests")]
 

@@ -55,7 +55,7 @@ def episodes(rewards: list[Any]) -> EpisodeGroup:
 
 
 def test_each_role_has_rewards_and_baselines_of_its_own() -> None:
-    """What the roles earn sums to nothing in every episode; each is compared with the same role of the others."""
+    """The roles' rewards sum to nothing in every episode; each is compared with the same role of the others."""
     group = episodes([{"asker": 1.0, "solver": -1.0}, {"asker": -1.0, "solver": 1.0}])
     for episode in group.episodes:
         assert [(call.role, call.parent) for call in episode.calls] == [

@@ -177,7 +177,7 @@ def test_rows_name_their_loop(template: ChatTemplate) -> None:
     assert len(play(template, said, agent(Check()), alone).calls) == 1  # verl's default
     assert len(play(template, said, agent(Check(), default_agent_loop="tool_agent"), alone).calls) == 2
     assert "react" in str(play(template, said, agent(Check()), row(agent_name="react")).error)
-    assert "images" in str(play(template, said, agent(Check()), row(images=["a.png"])).error)
+    assert "'a.png' does not exist" in str(play(template, said, agent(Check()), row(images=["a.png"])).error)
     chosen = row(extra_info={"tool_selection": ["nothing"]})
     assert "'check'" in template.decode(play(template, said, agent(Check()), chosen).calls[-1].new_ids)
 

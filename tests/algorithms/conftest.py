@@ -12,7 +12,7 @@ settings.load_profile("no-deadline")
 
 @pytest.fixture
 def own_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test registers is forgotten afterwards."""
+    """Registrations of the test are forgotten afterwards."""
     for registry in (advantage_estimators, policy_losses):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
         monkeypatch.setattr(registry, "_names", list(registry._names))

@@ -1,4 +1,4 @@
-"""What asynchronous rollout needs of a configuration, and what follows from it."""
+"""Requirements of asynchronous rollout on a configuration, and its consequences."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def test_concurrent_validation_needs_devices_of_its_own(tmp_path: Path) -> None:
     (error,) = mistakes(tmp_path, changed(judged))
     assert "reward_model, which shares some with actor_train" in error.rule
     expected = {None: True, False: False, True: True}
-    for written, beside in expected.items():
+    for written, concurrent in expected.items():
         plan = load(tmp_path, changed(APART | {"validation.concurrent": written})).plan
-        assert isinstance(plan, RLVRPlan) and plan.validates_concurrently is beside
+        assert isinstance(plan, RLVRPlan) and plan.validates_concurrently is concurrent
     older = load(tmp_path, changed(APART | {"validation.beside_training": False})).plan
     assert isinstance(older, RLVRPlan) and not older.validates_concurrently, "the name that it had before"
     shared = load(tmp_path, changed({})).plan

@@ -30,7 +30,7 @@ VALUES: tuple[Any, ...] = (
     "${x}", "${pretrain}", "${oc.env:NO_SUCH_NAME}", "${", "???", [], [[]], [None], {}, {"a": {"b": {}}}, [1, "a", {}],
     "list(range(0,99999999))", "list(range(0,0))", "list([0,0])", "list(range(0,8,0))", "+".join(["[0]"] * 400),
 )  # fmt: skip
-"""What is put in place of a value."""
+"""Replacements of a value."""
 WORDS = (
     "pipeline=[a,b]", "max_steps =3", "rollout_batch_size=100000001", "rollout_batch_size=99999999999999999999", "=3",
     "max_steps=", "max_steps", "~", "~nothing", "+a.b.c=1", "a..b=1", "actor_train=3", "rewards=[1]", "rewards.math=~",
@@ -130,7 +130,7 @@ MUTATIONS: tuple[Callable[[Any, random.Random], bytes], ...] = (
 
 
 def checked(file: Path, words: list[str]) -> None:
-    """What ``roll check --skip-files`` does."""
+    """The work of ``roll check --skip-files``."""
     loaded: LoadedConfig[Any] = load_config(None, file, None, words, check_files=False)
     check_parts(loaded)
     render_plan(loaded, Console(file=io.StringIO()))

@@ -89,13 +89,6 @@ def test_megatron_trains_plain_adapters(tmp_path: Path, key: str, value: Any, ru
     ("strategy", "config", "changes", "key", "rule"),
     [
         ("megatron_train", {}, {}, "model_args.lora_target", "adapts the attention only"),
-        (
-            "fsdp2_train",
-            {"ep_size": 2},
-            {},
-            "strategy_args.strategy_config.ep_size",
-            "must be 1 with adapters of the experts",
-        ),
         ("fsdp2_train", {}, {"lora_dropout": 0.1}, "model_args.lora_dropout", "see no input to drop"),
     ],
 )

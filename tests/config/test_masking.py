@@ -1,4 +1,4 @@
-"""What is hidden in configurations and texts, and what is not."""
+"""Values that are hidden in configurations and texts, and those that are not."""
 
 from __future__ import annotations
 

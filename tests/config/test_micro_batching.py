@@ -1,4 +1,4 @@
-"""How rows form micro-batches: rules, mistakes before a run, and what the plan says."""
+"""Division of rows into micro-batches: rules, mistakes before a run, and what the plan says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``roll check`` and the start of a run find out about a model: its family, its shape, and whether it is there."""
+"""Findings of ``roll check`` and of the start of a run about a model: its family, its shape, its presence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``data_args`` may ask for beside files and columns: bad rows, filters, templates, lengths, order."""
+"""Options of ``data_args`` besides files and columns: bad rows, filters, templates, lengths, order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process does about the signals that ask it to end; without Ray."""
+"""Reaction of a process to the signals that ask it to end; without Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of recipes and documentation run on."""
+"""Fixtures of the tests of recipes and documentation."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_every_block_says_whether_it_is_run() -> None:
 
 
 def test_marks(tmp_path: Path) -> None:
-    """What they mean, and that others are seen."""
+    """The meaning of marks, and that others are seen."""
     page = ROOT / "docs/made_up.md"
     marks = {
         "<!-- run -->": (True, (), (0,)),

@@ -42,7 +42,7 @@ STEPS, PROMPTS, SAMPLES = 8, 4, 4
 WORKERS = "tests.faults.dying_workers"
 MOMENTS = ("any", "saving", "weights", "samples")
 VICTIMS = ("tree", "tree", "tree", "tree", "tree", "rank", "driver", "raylet")
-"""How often each is chosen, by how often it stands here."""
+"""Each is chosen as often as it stands here."""
 PATIENCE = 300.0
 LONGEST_WAIT = 4.0
 """Seconds of the longest random wait: about as long as the run takes from its first step to its last."""

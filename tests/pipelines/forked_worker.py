@@ -1,4 +1,4 @@
-"""What a Ray with ``warm_workers`` runs in place of its own worker script: asks for a worker, and ends with it.
+"""Worker script of a Ray with ``warm_workers``, in place of Ray's own: asks for a worker, and ends with it.
 
 It imports next to nothing, since that is the point.
 """

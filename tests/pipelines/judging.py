@@ -1,4 +1,4 @@
-"""What a judge of the tests is asked, and the slow way to its answer."""
+"""Question to a judge of the tests, and the slow way to its answer."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from roll.rollout.loops import RolloutContext
 
 
 class PlainLoop:
-    """What a run does without a loop."""
+    """The loop of a run that names none."""
 
     async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
         finished = await context.generate(prompt.token_ids)

@@ -28,7 +28,7 @@ class Driver:
     output: Path
 
     def wait_for(self, look: Callable[[], T], seconds: float = 240) -> T:
-        """What ``look`` gives as soon as that is true."""
+        """Result of ``look`` as soon as it is true."""
         give_up = time.monotonic() + seconds
         while not (found := look()):
             if self.process.poll() is not None:
@@ -56,7 +56,7 @@ class Driver:
         return json.loads(lines[-1]).get(metric) if lines else None
 
     def is_in_log(self, worker: str, text: str) -> bool:
-        """Whether a worker has logged this."""
+        """True where a worker has logged this."""
         file = self.output / "logs" / "workers" / f"{worker}.log"
         return file.exists() and text in file.read_text()
 
@@ -72,7 +72,7 @@ class Driver:
         return 0
 
     def mark(self, worker: str) -> str:
-        """What the processes of the run are told apart by, read from a worker's environment."""
+        """Mark of the run's processes, read from a worker's environment."""
         entries = Path(f"/proc/{self.worker_pid(worker)}/environ").read_bytes().split(b"\0")
         return next(e.split(b"=", 1)[1].decode() for e in entries if e.startswith(MARK_ENV.encode()))
 

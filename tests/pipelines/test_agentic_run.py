@@ -30,7 +30,7 @@ COUNTED = ("agent/retokenized_tokens", "agent/trained_once_violations", "agent/b
 
 
 def episodes(run: FinishedRun) -> dict[tuple[int, int], Any]:
-    """What the run trained on, by group and member: what was sampled in each turn, rewards and outcome."""
+    """Episodes that the run trained on, by group and member: what was sampled in each turn, rewards and outcome."""
     found = {}
     for file in sorted((run.output / "rollouts").glob("train-*.jsonl")):
         for row in map(json.loads, file.read_text().splitlines()):

@@ -99,7 +99,7 @@ def test_two_rounds_are_trained_on_what_the_engine_saw(run: Run) -> None:
 
 @pytest.mark.long
 def test_roles_on_one_device_take_turns(run: Run, tmp_path: Path) -> None:
-    """What the engine has not finished when a step has its samples is carried past the training."""
+    """Samples that are unfinished when a step has its own are carried past the training."""
     turns = {
         "async_generation_ratio": 1.0,
         "max_steps": 3,

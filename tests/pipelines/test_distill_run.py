@@ -149,6 +149,10 @@ def layout(strategy: str, config: dict[str, Any], micro: int, accumulation: int,
 
 
 LAYOUTS = {
+    "two ranks, without padding": layout("fsdp2_train", {}, 1, 4, use_remove_padding=True),
+    "token budget": layout(
+        "fsdp_train", {}, 2, 2, use_dynamic_batching_in_train=True, max_tokens_per_microbatch_in_train=200
+    ),
     "packed, ZeRO-2": layout(
         *("deepspeed_train", {"zero_optimization": {"stage": 2}}, 2, 2),
         use_sequence_packing=True,
@@ -250,6 +254,37 @@ def test_a_teacher_that_is_the_student_has_nothing_to_teach(run: Run, world: Tin
     done = run(opd(opd_form=form, opd_topk=4, teacher=teacher(world, world.model)))
     assert done.steps[0]["opd/teacher/kl"] == pytest.approx(0.0, abs=1e-6)
     assert done.steps[0]["actor/grad_norm"] < 1e-4
+
+
+@pytest.mark.parametrize("form", ["advantage", "topk"])
+def test_what_teachers_say_does_not_depend_on_the_layout(run: Run, world: TinyWorld, form: str) -> None:
+    """The student's ranks, micro-batches, padding and packing, and those of its teacher, change only roundings."""
+    common = opd(opd_form=form, opd_topk=4, max_steps=1)
+    whole = run({**common, "teacher": teacher(world)}).steps[0]
+    layouts: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("fsdp", {}, {"use_sequence_packing": True, "sequence_packing_args": {"algorithm": "load_balance"}}),
+        ("megatron", {"tensor_model_parallel_size": 2}, {}),
+        ("fsdp2", {}, {"use_prefix_sharing": True}),
+        ("deepspeed", {"zero_optimization": {"stage": 2}}, {"use_remove_padding": True}),
+    ]
+    # Sampled tokens take the path of every policy loss, which has such tests; distributions take one of their own.
+    for strategy, config, keys in layouts if form == "topk" else layouts[:1]:
+        ranks = 1 if strategy == "megatron" else 2
+        section = teacher(world) | keys | {"device_mapping": [0, 1], "infer_batch_size": 3}
+        section["strategy_args"] = {
+            "strategy_name": f"{strategy}_infer",
+            "strategy_config": config if strategy == "megatron" else {},
+        }
+        student = {
+            "device_mapping": [0, 1],
+            "training_args": training_args(4, 4 // ranks),
+            "strategy_args": {"strategy_name": f"{strategy}_train", "strategy_config": config},
+            **keys,
+        }
+        changes = {f"actor_train.{key}": value for key, value in student.items()}
+        found = run({**common, **changes, "teacher": section}).steps[0]
+        for metric in ("opd/teacher/kl", "actor/grad_norm", "critic/score/mean"):
+            assert found[metric] == pytest.approx(whole[metric], rel=2e-4, abs=2e-6), (strategy, metric)
 
 
 def test_forms_agree_on_the_divergence_from_a_teacher(run: Run, world: TinyWorld) -> None:

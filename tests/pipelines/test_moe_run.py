@@ -106,3 +106,18 @@ def test_the_export_has_the_layout_that_it_came_in(finished: FinishedRun, model:
     assert after.keys() == before.keys()
     moved = "model.layers.0.mlp.experts.3.down_proj.weight"
     assert not torch.equal(after[moved], before[moved])
+
+
+def test_dpo_10_pairs_train_the_balance_loss_as_well(run: Run, model: Path) -> None:
+    """Also behind shared prompts; without its coefficient the gradient is another."""
+    changes: dict[str, Any] = {"pretrain": str(model), "max_steps": 1, "actor_train.use_prefix_sharing": True}
+    with_it, without = (
+        run(
+            changes | {"actor_train.model_args": MODEL_ARGS | {"moe_aux_loss_coef": weight}},
+            pipeline="dpo",
+        ).steps[0]
+        for weight in (1.0, 0.0)
+    )
+    assert with_it["actor/moe_aux_loss"] >= 1 - 1e-6, "evenly spread it is 1"
+    assert with_it["actor/loss"] == pytest.approx(without["actor/loss"], rel=1e-6), "the loss of the pairs alone"
+    assert with_it["actor/grad_norm"] != pytest.approx(without["actor/grad_norm"], rel=1e-3)

@@ -92,7 +92,7 @@ def on_clusters_of(started: RLVRPipeline, recipe: RLVRPipeline) -> RLVRPipeline:
 
 
 def one_step(pipeline: RLVRPipeline, step: int) -> dict[str, float]:
-    """What ``train_one_step`` does between validation and checkpoint; the step's metrics."""
+    """The work of ``train_one_step`` between validation and checkpoint; the step's metrics."""
     pipeline.update_engines(step)
     batch = pipeline.generate(step)
     pipeline.look_at(batch)

@@ -1,4 +1,4 @@
-"""What runs of every pipeline leave for reports: samples, phases, calls, and the report itself, however they end."""
+"""Records of every pipeline's runs for reports: samples, phases, calls, and the report itself, however they end."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_a_step_of_three_roles_on_the_same_devices() -> None:
     engine, trainer = clusters["actor_infer"], clusters["actor_train"]
 
     residency.bring({"actor_train": WEIGHTS, "actor_infer": WEIGHTS})
-    assert (trainer.states, engine.states) == (WEIGHTS, WEIGHTS), "no KV cache and no moments beside both weights"
+    assert (trainer.states, engine.states) == (WEIGHTS, WEIGHTS), "no KV cache and no moments next to both weights"
     residency.bring({"actor_infer": GENERATION})
     assert (trainer.states, engine.states) == (set(), GENERATION)
     residency.bring({"reference": WEIGHTS})

@@ -1,4 +1,4 @@
-"""What docs/security.md promises of a run: nothing listens beyond loopback, and planted secrets turn up nowhere."""
+"""Promises of docs/security.md for a run: nothing listens beyond loopback, and planted secrets turn up nowhere."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import TinyWorld, constant_rate, training_args, untimed
+from tests.pipelines.tiny_runs import TinyWorld, constant_rate, supervised_layout, training_args, untimed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -79,21 +79,34 @@ def plain_losses(world: TinyWorld, talks: Path) -> list[float]:
     return found
 
 
-def test_every_turn_of_the_assistant_against_a_plain_loop(run: Run, world: TinyWorld, talks: Path) -> None:
-    wanted = plain_losses(world, talks)
+@pytest.fixture(scope="module")
+def wanted(world: TinyWorld, talks: Path) -> list[float]:
+    return plain_losses(world, talks)
+
+
+def layout(strategy: str, config: dict[str, Any], micro: int, accumulation: int, **keys: Any) -> dict[str, Any]:
+    own = supervised_layout("sft_train", strategy, config, micro, accumulation, **keys)
+    return own | {"sft_train.training_args": constant_rate(training_args(micro, accumulation, RATE))}
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "packed": layout("fsdp2_train", {}, 2, 2, use_sequence_packing=True),
+    "token budget": layout(
+        "fsdp_train", {}, 1, 4, use_dynamic_batching_in_train=True, max_tokens_per_microbatch_in_train=400
+    ),
+    "ZeRO-2": layout("deepspeed_train", {"zero_optimization": {"stage": 2}}, 4, 1, use_remove_padding=True),
+    "Megatron, two tensor ranks": layout("megatron_train", {"tensor_model_parallel_size": 2}, 2, 4),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_turn_of_the_assistant_against_a_plain_loop(
+    run: Run, talks: Path, wanted: list[float], name: str
+) -> None:
     assert wanted[-1] < 0.9 * wanted[0]
-    prepared = run(changes(talks), "sft")
-    assert prepared.values("sft_train/loss") == pytest.approx(wanted, rel=1e-4)
-    packed = run(
-        changes(talks)
-        | {
-            "sft_train.device_mapping": [0, 1],
-            "sft_train.training_args": constant_rate(training_args(2, 2, RATE)),
-            "sft_train.use_sequence_packing": True,
-        },
-        "sft",
-    )
-    assert packed.values("sft_train/loss") == pytest.approx(wanted, rel=1e-4)
+    done = run(changes(talks) | LAYOUTS[name], "sft")
+    assert done.values("sft_train/loss") == pytest.approx(wanted, rel=1e-4)
 
 
 def test_a_stream_gives_what_prepared_rows_give_and_goes_on(run: Run, talks: Path) -> None:

@@ -1,4 +1,4 @@
-"""What teachers do to advantages, on a batch by hand; and the exact expectations behind it."""
+"""Teachers' part of advantages, on a batch by hand; and the exact expectations behind it."""
 
 from __future__ import annotations
 

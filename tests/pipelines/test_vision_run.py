@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from roll.config.reading.errors import ConfigError
@@ -146,6 +148,24 @@ def test_asynchronous_rollout_continues_prompts_with_images(run: Run, pictures: 
     finished = run(changes(pictures, tmp_path / "rollouts") | ahead, output=tmp_path)
     assert len(finished.steps) == 3
     assert max(finished.values("actor/train_infer_log_diff_abs_max")[:1]) < 1e-4
+
+
+@pytest.mark.parametrize("form", ["advantage", "topk"])
+def test_opd_03_a_teacher_sees_the_students_images(run: Run, pictures: TinyWorld, tmp_path: Path, form: str) -> None:
+    """The student itself has nothing to teach about its own samples, with its images; another model has."""
+    common = changes(pictures, tmp_path) | {"use_kl_loss": False, "max_steps": 1, "save_steps": 0, "eval_steps": 0}
+    common |= {"pipeline": "opd", "is_pure_opd": True, "opd_form": form, "opd_topk": 4, "reference": None}
+    other = tmp_path / "other"
+    shutil.copytree(pictures.model, other)
+    weights = load_file(other / "model.safetensors")
+    save_file({k: 1.2 * v for k, v in weights.items()}, other / "model.safetensors", metadata={"format": "pt"})
+    found = []
+    for folder in (pictures.model, other):
+        section = role("fsdp2_infer", [0], infer_batch_size=4)
+        section["model_args"] |= {"model_name_or_path": str(folder)}
+        found.append(run(common | {"teacher": section}).steps[0])
+    assert found[0]["opd/teacher/kl"] == pytest.approx(0.0, abs=1e-6) and found[0]["actor/grad_norm"] < 1e-4
+    assert abs(found[1]["opd/teacher/kl"]) > 1e-3 and found[1]["actor/grad_norm"] > 1e-3
 
 
 def in_vllm(settings: dict[str, Any]) -> dict[str, Any]:

@@ -297,7 +297,7 @@ def load_changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> LoadedC
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run left in its folder."""
+    """Files of a run's folder."""
 
     output: Path
 
@@ -316,7 +316,7 @@ class FinishedRun:
 
 
 def untimed(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same when a run is repeated."""
+    """Metrics that are the same when a run is repeated."""
     return {k: v for k, v in row.items() if not k.startswith(TIMED) and k not in TIMED_NAMES}
 
 
@@ -353,5 +353,5 @@ def drawn_pairs(stream: str, steps: int, size: int) -> list[list[str]]:
 
 
 def learned(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same when supervised training goes on: neither times nor what is counted at the start."""
+    """Metrics that are the same when supervised training goes on: neither times nor what is counted at the start."""
     return {k: v for k, v in untimed(row).items() if not k.startswith(("data/", "val/"))}

@@ -21,7 +21,7 @@ from tests.protocol.batches import EXAMPLES, assert_rows, batches, rows_of, tens
 
 
 def dumps(value: Any) -> tuple[bytes, list[memoryview]]:
-    """What Ray does: the stream, and read-only copies of the out-of-band buffers."""
+    """The way of Ray: the stream, and read-only copies of the out-of-band buffers."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return stream, [memoryview(bytes(buffer.raw())) for buffer in buffers]

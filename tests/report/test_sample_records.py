@@ -1,4 +1,4 @@
-"""What the record keeps of a batch, against a batch written by hand."""
+"""Record of a batch, against a batch written by hand."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class Answer:
-    """What the server does with one request."""
+    """Behaviour of the server on one request."""
 
     body: Any = None
     status: int = 200

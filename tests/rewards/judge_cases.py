@@ -1,4 +1,4 @@
-"""What judges write, and what it means: (extract, options, answer, score as the judge wrote it; None: no verdict)."""
+"""Texts of judges and their meaning: (extract, options, answer, score as the judge wrote it; None: no verdict)."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def test_the_helper_ends_when_its_owner_is_killed() -> None:
 
 
 def runs(process_id: int) -> bool:
-    """Whether a process exists and is more than a zombie."""
+    """True where a process exists and is more than a zombie."""
     try:
         stat = Path(f"/proc/{process_id}/stat").read_text()
     except FileNotFoundError:

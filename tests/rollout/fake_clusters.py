@@ -114,7 +114,7 @@ class FakeEngines:
     aborted: list[str] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
     loss: type[RemoteError] = WorkerDied
-    """What a call of a dead one ends in."""
+    """The error of a call to a dead one."""
     left_out: list[int] = field(default_factory=list)
     restarts: list[FakeRestart] = field(default_factory=list)
     rng: random.Random | None = None

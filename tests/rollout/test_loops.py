@@ -26,7 +26,7 @@ __all__ = ["bench"]
 
 
 class TwoThenOne:
-    """One sample first; two more beside one that is given up. Every fifth prompt is passed over after its first."""
+    """One sample first; two more next to one that is given up. Every fifth prompt is passed over after its first."""
 
     async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
         assert context.group_size == GROUP_SIZE

@@ -18,7 +18,7 @@ LONGEST = 40
 
 
 def response(seed: int, index: int) -> list[int]:
-    """What sample ``index`` of a request with this seed becomes, whoever generates it and however often it is stopped:
+    """Tokens of sample ``index`` of a request with this seed, whoever generates it and however often it is stopped:
     one in eight is long."""
     rng = random.Random(f"{seed}/{index}")
     length = rng.randint(20, LONGEST) if rng.random() < 0.125 else rng.randint(1, 6)

@@ -1,4 +1,4 @@
-"""What a strategy must equal: the plain model in one process, and how nearly."""
+"""Reference of every strategy: the plain model in one process, and the tolerances."""
 
 from __future__ import annotations
 

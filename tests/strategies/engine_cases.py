@@ -1,4 +1,4 @@
-"""What the tests ask of every engine that is an optional package. The functions run in the engine's own process and
+"""Questions to every engine that is an optional package. The functions run in the engine's own process and
 return plain values; :mod:`tests.strategies.engine_checks` says what these must be."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
+from roll.models.stored import StoredLayout
 from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
 from roll.strategies.factory import create_generation_strategy
@@ -58,10 +59,11 @@ def engine(folder: Path, strategy: str, dtype: str = "fp32", **options: Any) -> 
 
 def update(started: GenerationStrategy, model: Any, version: int, bucket: int = 3) -> list[str]:
     """Send the model's weights in buckets of so many tensors, which cut fused layers apart; names that differ there."""
-    weights = list(model.named_parameters())
+    live = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = list(StoredLayout(model).on_the_way().views(live).items())
     started.start_weight_update(version)
     for begin in range(0, len(weights), bucket):
-        started.update_weights({name: tensor.detach() for name, tensor in weights[begin : begin + bucket]})
+        started.update_weights(dict(weights[begin : begin + bucket]))
     held = started.finish_weight_update()
     return [name for name, tensor in weights if held.get(name) != tensor_checksum(tensor)]
 
@@ -285,7 +287,7 @@ def message(attempt: Callable[[], Any]) -> str:
 
 
 def faulty_updates(started: GenerationStrategy, model: Any, first: int = 1) -> dict[str, list[str]]:
-    """What the checksums find in updates that lost a bucket, changed an element, swapped two tensors, or are old.
+    """Findings of the checksums in updates that lost a bucket, changed an element, swapped two tensors, or are old.
 
     Args:
         first: version of the first of seven updates.

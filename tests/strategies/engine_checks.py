@@ -1,4 +1,4 @@
-"""What the answers to :mod:`tests.strategies.engine_cases` must be, whichever engine gave them."""
+"""Checks of the answers to :mod:`tests.strategies.engine_cases`, whichever engine gave them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks are asked to do with mixture-of-experts models; importing it registers the one with separate experts."""
+"""Work of ranks with mixture-of-experts models; importing it registers the one with separate experts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refused(role: WorkerConfig, steps: int = 10) -> str:
 
 
 def choices(role: WorkerConfig, batch: TensorBatch) -> torch.Tensor:
-    """How often this rank's own tokens choose each expert, over all layers, in a forward pass."""
+    """Number of this rank's own tokens that choose each expert, over all layers, in a forward pass."""
     strategy: Any = create_strategy(role)
     strategy.initialize()
     layout = with_token_rows(row_layout(batch["input_ids"], batch["response_mask"]))

@@ -1,4 +1,4 @@
-"""What the ranks of a pool are asked to do in the tests of checkpoints that another strategy goes on from."""
+"""Work of the ranks of a pool in the tests of checkpoints that another strategy goes on from."""
 
 from __future__ import annotations
 

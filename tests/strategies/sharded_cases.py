@@ -1,4 +1,4 @@
-"""What the ranks of a pool are asked to do in the tests of strategies, whichever a role names."""
+"""Work of the ranks of a pool in the tests of strategies, whichever a role names."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def export(role: WorkerConfig, path: Path, value: bool = False) -> None:
 
 
 def train_and_save(role: WorkerConfig, batch: TensorBatch, path: Path, steps: int) -> dict[str, Any]:
-    """Train, save half-way, train on; the state at the end, and a random number drawn there."""
+    """Train, save halfway, train on; the state at the end, and a random number drawn there."""
     torch.manual_seed(7)
     strategy = trainer(role, max_grad_norm=1.0)
     for step in range(2 * steps):

@@ -1,4 +1,4 @@
-"""What the tests of growing samples ask of every engine that is an optional package, in the engine's own process."""
+"""Tests of growing samples for every engine that is an optional package, in the engine's own process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.strategies.hf_infer import helpers
 
 
 def growing_samples(started: GenerationStrategy, advance: Advance, folder: Path) -> dict[str, Any]:
-    """Samples that are asked for after every step beside the same ones left in peace: two of a seed with likeliest
-    tokens, one that ends in a stop string, one that was begun before, and one that has no room at first."""
+    """Samples that are asked for after every step next to the same ones without interruption: two of a seed with most
+    probable tokens, one that ends in a stop string, one that was begun before, and one that has no room at first."""
     requests = _requests(started, advance, folder)
     calm = helpers.run(started, requests)
     started.add_requests(requests)
@@ -58,12 +58,12 @@ def _requests(started: GenerationStrategy, advance: Advance, folder: Path) -> li
 
 
 def _without_numbers(output: GenerationOutput) -> GenerationOutput:
-    """What does not depend on how samples are put together to batches."""
+    """Values that do not depend on how samples are put together to batches."""
     return replace(output, log_probs=[], top_log_probs=[])
 
 
 def _grows(outputs: list[GenerationOutput]) -> bool:
-    """Whether each account is a beginning of the next, in all that it says."""
+    """True where each account is a beginning of the next, in all that it says."""
     return all(_begins(before, after) for before, after in pairwise(outputs))
 
 

@@ -1,4 +1,4 @@
-"""What each training strategy can do: the table of docs/backends.md, as data that a test checks.
+"""Features of each training strategy: the table of docs/backends.md, as data that a test checks.
 
 ``python -m tests.strategies.support_matrix`` writes it into the page. A ``yes`` names the test that shows it; a refusal
 names the keys that ``roll check`` refuses, or the test in which the strategy itself does.

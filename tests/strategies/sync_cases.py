@@ -1,4 +1,4 @@
-"""What the ranks of a pool are asked to do in the tests of weight sync from every training strategy."""
+"""Work of the ranks of a pool in the tests of weight sync from every training strategy."""
 
 from __future__ import annotations
 

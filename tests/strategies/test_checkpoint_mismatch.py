@@ -44,7 +44,7 @@ REFUSED = [  # written, loaded, words
 
 
 def cross(roles: dict[str, WorkerConfig], batch: TensorBatch, folder: Path) -> dict[tuple[str, str], str]:
-    """What loading under each role says of what others wrote, by writer and reader; empty where it goes on."""
+    """Refusals of each role to load what others wrote, by writer and reader; empty where it goes on."""
     writers = {writer for writer, *_ in REFUSED} & roles.keys()
     for name in writers:
         strategy = started(name, roles[name])

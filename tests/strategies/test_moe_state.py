@@ -131,6 +131,9 @@ ADAPTED = {
     "zero3": ("deepspeed_train", {"zero_stage": 3}),
     "fsdp2-alone-checkpointed": ("fsdp2_train", {}),
     "zero3-alone": ("deepspeed_train", {"zero_stage": 3}),
+    "fsdp2-ep2": ("fsdp2_train", {"ep_size": 2}),
+    "fsdp2-ep2-of-4-experts-apart": ("fsdp2_train", {"ep_size": 2, **UNITS}),
+    "fsdp2-ep2-alone-checkpointed": ("fsdp2_train", {"ep_size": 2}),
 }
 
 
@@ -142,7 +145,7 @@ def expert_adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["fsdp2-experts-apart", "fsdp", "zero3"])
+@pytest.mark.parametrize("case", ["fsdp2-experts-apart", "fsdp", "zero3", "fsdp2-ep2"])
 def test_adapters_of_experts_are_resumed_and_exported(
     run_ranks: RunRanks, folder: Path, expert_adapter: Path, tmp_path: Path, case: str
 ) -> None:
@@ -162,7 +165,7 @@ def test_adapters_of_experts_are_resumed_and_exported(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("case", ["fsdp2", "zero3", "fsdp2-ep2"])
 def test_adapted_experts_travel_merged_in_bounded_buckets(
     run_ranks: RunRanks, folder: Path, expert_adapter: Path, case: str
 ) -> None:
@@ -197,5 +200,6 @@ def test_adapters_of_experts_equal_plain_peft(run_ranks: RunRanks, tmp_path: Pat
     wanted["weights"] = StoredLayout(plain_model(source)).views(wanted["weights"])  # as they are sent to the engines
     adapted = {"adapter_name_or_path": str(adapter), "disable_gradient_checkpointing": "checkpointed" not in case}
     role = make_role(source, strategy, config=config, model_args=adapted, training={"adam_epsilon": 1e-3})
-    results = run_ranks(2, cases.train_adapters, role, split_rows(make_batch(), (7, 5)), 2)
+    parts = split_rows(make_batch(), (4, 3, 3, 2) if "of-4" in case else (7, 5))
+    results = run_ranks(len(parts), cases.train_adapters, role, parts, 2)
     lora_cases.assert_same_training(results, wanted, relative=4e-6)

@@ -54,7 +54,7 @@ def start(scenario: str) -> tuple[subprocess.Popen[str], list[int]]:
 
 
 def are_gone(pids: list[int]) -> bool:
-    """Whether all have ended, within a while: the kernel ends a killed process when it gets to it."""
+    """True where all have ended, within a while: the kernel ends a killed process when it gets to it."""
     give_up = time.monotonic() + 10
     while any(is_there(pid) for pid in pids) and time.monotonic() < give_up:
         time.sleep(0.01)

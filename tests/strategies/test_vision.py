@@ -185,7 +185,7 @@ def test_a_frozen_tower_costs_nothing(run_ranks: RunRanks, model_of: Callable[[s
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp1"])
 def test_angles_of_patches_stay_in_float32(run_ranks: RunRanks, model_of: Callable[[str], Path], name: str) -> None:
-    """What arrives in the blocks of the tower is what they get in a plain model in bf16."""
+    """The blocks of the tower get the same inputs as in a plain model in bf16."""
     strategy, config = BACKENDS[name]
     role = make_role(model_of("qwen3_vl"), strategy, config=config, dtype="bf16")
     for result in run_ranks(2, vision_cases.types_that_arrive, role, half()):

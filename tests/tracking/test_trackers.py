@@ -18,7 +18,7 @@ from roll.tracking.trackers import TensorBoardTracker
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows of a folder."""
+    """Scalars that TensorBoard shows of a folder."""
     accumulator = EventAccumulator(str(folder))
     accumulator.Reload()
     return {

@@ -1,4 +1,4 @@
-"""What the tests of the translation share."""
+"""Shared parts of the tests of the translation."""
 
 from __future__ import annotations
 

@@ -511,7 +511,7 @@ def assert_follows(scoring: AdvantageComputer, weight: float, target: float, hor
 
 
 def test_every_name_of_an_algorithm_has_a_comparison() -> None:
-    """What a vocabulary translates has a row above: under its own name, or under another that becomes the same."""
+    """Every translated name of a vocabulary has a row above: its own, or that of another which becomes the same."""
     rows = [*ADVANTAGES, *LOSSES, *AGGREGATIONS, *IN_THE_LOSS, *CORRECTIONS, *REJECTIONS]
     vocabularies: list[tuple[list[Settings], str, dict[str, str], str]] = [
         (rows, "algorithm.adv_estimator", verl.ESTIMATORS, "gae"),

@@ -1,4 +1,4 @@
-"""What is translated can be run: whole commands by themselves and as overrides, single keys as overrides."""
+"""Translations can be run: whole commands by themselves and as overrides, single keys as overrides."""
 
 from __future__ import annotations
 

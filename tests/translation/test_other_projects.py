@@ -37,7 +37,7 @@ OPENRLHF = (
     f"--prompt_max_len {PROMPT} --generate_max_len {LONGEST} "
 )
 SPREAD = 1e-6
-"""What is added to the spread of a group here; 1e-4 in TRL, 1e-9 in OpenRLHF: see the page."""
+"""Constant added to the spread of a group here; 1e-4 in TRL, 1e-9 in OpenRLHF: see the page."""
 
 
 def words(settings: Settings) -> str:

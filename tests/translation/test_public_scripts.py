@@ -43,7 +43,7 @@ REASONS = {
 """Why a script is refused."""
 PAGE = (Path(__file__).parents[2] / "docs/translation.md").read_text(encoding="utf-8")
 SCRIPTS, TRANSLATED = map(int, re.search(r"Of (\d+) scripts .*?(\d+) translate", PAGE, re.DOTALL).groups())  # type: ignore[union-attr]
-"""What the page says."""
+"""The page's statement."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What pasted commands, scripts and YAML files are read as."""
+"""Reading of pasted commands, scripts and YAML files."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ HOME = "${oc.env:HOME}/data/gsm8k"
 
 @dataclass(frozen=True)
 class Row:
-    """What a row's key becomes in the translation of a text."""
+    """A row's key in the translation of a text."""
 
     name: str
     text: str

@@ -17,6 +17,8 @@ from roll.config.reading.compose import parse_override
 from roll.config.reading.errors import ConfigError
 from roll.translation.command import hydra_value, load
 from roll.translation.engine import Translation
+from roll.translation.verl import TOOL_TEMPLATE
+from tests.agents.templates import published
 from tests.translation import commands
 from tests.translation.conftest import QUICKSTART, Translate
 
@@ -460,7 +462,6 @@ def test_episodes_of_a_critic_are_not_continued_by_its_values(translated: Transl
         (f"{TOOLS}{TURN}enable=True {TURN}use_inference_chat_template=True", "lose thoughts again"),
         (f"{TOOLS}{TURN}enable=True {TURN}format=llama3_json", "llama3_json"),
         (f"{TOOLS}{TURN}enable=True reward_model.enable=True reward_model.model.path=rm", "a reward function scores"),
-        (f"{TOOLS}{TURN}enable=True actor_rollout_ref.model.path=Qwen2.5-VL-3B", "rows with images are not given"),
         (f"{TOOLS}--config-name=retool_grpo", "is not here: start where --config-path leads"),
     ],
 )
@@ -482,6 +483,84 @@ def test_settings_of_a_file(translated: Translate, tmp_path: Path) -> None:
     assert (read["seed"], read["custom_envs.tools.max_steps"], read["sequence_length"]) == (5, 6, 400)
     (tmp_path / "mine.yaml").write_text("defaults: [others]\ndata: {seed: 5}\n", encoding="utf-8")
     assert "is not here" in refusal(translated, f"{TOOLS}--config-path={tmp_path} --config-name=mine")
+
+
+def test_tools_of_a_model_that_sees(translated: Translate) -> None:
+    """verl's files for Geometry3K come with a template, as the model's own has no tools."""
+    text = f"{TOOLS}--config-name=geo3k_multiturn_grpo actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-3B-Instruct "
+    keys = translated(f"{text} {TURN}tool_config_path=tools.yaml data.image_key=pictures").keys
+    assert keys["custom_envs.tools.agent_config.image_key"] == "pictures" and keys["custom_envs.tools.max_steps"] == 5
+    assert keys["actor_train.data_args.chat_template_kwargs.chat_template"] == TOOL_TEMPLATE
+    own = translated(f"{TOOLS}actor_rollout_ref.model.custom_chat_template='{{{{ messages[0].content }}}}'").keys
+    for section in ("actor_train", "validation"):
+        assert own[f"{section}.data_args.chat_template_kwargs.chat_template"] == "{{ messages[0].content }}"
+    assert not any("chat_template" in key for key in translated(TOOLS).keys)
+
+
+def test_the_template_with_tools_and_images() -> None:
+    """Conversations of text as Qwen2.5's template renders them; an image is its placeholder."""
+    family = next((one for one in published() if one.name == "qwen2_5"), None)
+    if family is None:
+        pytest.skip("TRL, which has the published template, is not installed")
+    tokenizer = family.tokenizer()
+    call = {"type": "function", "function": {"name": "look", "arguments": {"x": 1, "y": "ä"}}}
+    tools = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object"}}}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": "So:", "tool_calls": [call, call]},
+        {"role": "tool", "content": "left"},
+        {"role": "tool", "content": "right"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "up"},
+        {"role": "assistant", "content": "Up."},
+        {"role": "user", "content": "Sure?"},
+    ]
+    for shown, offered, prompted in ((messages, tools, True), (messages[:6], tools, False), (messages[:2], None, True)):
+        options = {"tools": offered, "tokenize": False, "add_generation_prompt": prompted}
+        theirs = tokenizer.apply_chat_template(shown, **options)
+        assert tokenizer.apply_chat_template(shown, chat_template=TOOL_TEMPLATE, **options) == theirs
+    seen = [{"role": "user", "content": [{"type": "image", "image": "x"}, {"type": "text", "text": "Where?"}]}]
+    rendered = tokenizer.apply_chat_template(seen, chat_template=TOOL_TEMPLATE, tokenize=False)
+    user = "user\n<|vision_start|><|image_pad|><|vision_end|>Where?"
+    assert rendered == f"<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>{user}<|im_end|>\n"
+
+
+def test_orders_of_rows(translated: Translate) -> None:
+    own = "data.sampler.class_name=Mine data.sampler.class_path=mine.py"
+    random = "data.sampler.class_name=RandomCurriculumSampler data.sampler.class_path="
+    path = "pkg://tests.utils.dataset.test_create_rl_sampler_on_cpu"
+    assert translated(f"{TOOLS}{random}{path}").keys == translated(TOOLS).keys
+    for text in (own, f"{random}mine.py"):
+        assert "names code of theirs" in refusal(translated, f"{TOOLS}{text}")
+
+
+def test_a_switch_that_is_not_set_is_false(translated: Translate) -> None:
+    """bash leaves an empty text, which verl takes for false; a number stays an error."""
+    policy = "actor_rollout_ref.actor."
+    text = f"{TOOLS}{policy}use_kl_loss=${{oc.env:NOT_SET_HERE}} "
+    translation = translated(text)
+    assert translation.keys["use_kl_loss"] is False and "reference.device_mapping" not in translation.keys
+    note = next(note for note in translation.notes if "NOT_SET_HERE is not set" in note.text)
+    assert "roll translate NOT_SET_HERE=true" in note.text
+    assert "NOT_SET_HERE" in refusal(translated, f"{TOOLS}{policy}ppo_epochs=${{oc.env:NOT_SET_HERE}}")
+    sky = f"{SKYRL}trainer.algorithm.use_kl_loss=${{oc.env:NOT_SET_HERE}}"
+    assert "NOT_SET_HERE" in refusal(translated, sky)
+
+
+def test_mini_batches_of_skyrl_are_whole_samples_of_a_rank(translated: Translate) -> None:
+    """4 prompts x 5 samples on 8 ranks: 2 each, so that a batch of 80 has five optimizer steps, as there."""
+    text = (
+        f"{SKYRL}data.train_data=[d.parquet] environment.env_class=gsm8k trainer.placement.policy_num_gpus_per_node=8 "
+        "trainer.placement.ref_num_gpus_per_node=8 generator.num_inference_engines=8 trainer.train_batch_size=16 "
+        "generator.n_samples_per_prompt=5 trainer.policy_mini_batch_size=4 trainer.micro_train_batch_size_per_gpu="
+    )
+    translation = translated(f"{text}2")
+    assert translation.keys["actor_train.training_args.gradient_accumulation_steps"] == 1
+    assert any("of which 2 go to each of 8 ranks there: 16" in note.text for note in translation.notes)
+    plan = load(translation, QUICKSTART).plan
+    assert plan.training["actor_train"].mini_batch_size == 16  # type: ignore[attr-defined]
+    assert "do not divide into micro-batches of 3" in refusal(translated, f"{text}3")
 
 
 def test_images_and_an_engine_that_is_not_tested_with_them(translated: Translate) -> None:

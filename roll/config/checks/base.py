@@ -1,4 +1,4 @@
-"""What a check works with, and the checks of data files, schedules and checkpoints that pipelines call.
+"""The inputs of a check, and the checks of data files, schedules and checkpoints that pipelines call.
 
 A check is silent about keys that were wrong by themselves already, so that one mistake gives one message.
 """
@@ -21,7 +21,7 @@ from roll.config.run import RunConfig
 
 @dataclass(frozen=True)
 class Checks:
-    """What a check works with."""
+    """Inputs of a check."""
 
     problems: Problems
     written: Written

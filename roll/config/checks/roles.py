@@ -197,7 +197,7 @@ def check_strategy_fit(name: str, role: WorkerConfig, options: StrategyConfig, c
 
 
 def check_rows(config: RunConfig, name: str, role: WorkerConfig, checks: Checks) -> None:
-    """How rows form micro-batches, against the longest of them."""
+    """Micro-batches and packs against the longest row."""
     task = checks.pipeline.task_of(name, role)
     if task is GENERATES or checks.broken("prompt_length", "response_length", "sequence_length"):
         return

@@ -1,4 +1,4 @@
-"""How the rows of a rank are cut into micro-batches, as the keys of a role say. Torch-free."""
+"""Division of a rank's rows into micro-batches by the keys of a role. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from a configuration: placement, batch arithmetic, lengths, passes, folders.
+"""The plan, which follows from a configuration: placement, batch arithmetic, lengths, passes, folders.
 
 A plan is derived and frozen; the configuration itself is never rewritten."""
 
@@ -24,7 +24,7 @@ class RolePlan:
     key: str
     """Key of the section that describes it."""
     section: WorkerConfig
-    """What its workers get: the section with everything filled in that the plan derives. Nothing changes it later."""
+    """The section that its workers get, with everything that the plan derives. Nothing changes it later."""
     strategy_name: str | None
     """null: the role computes no model."""
     device_mapping: tuple[int, ...]
@@ -41,7 +41,7 @@ class RolePlan:
     sequence_length: int
     """Tokens of the longest row that a model computes (for engines: in training)."""
     forward_rule: MicroBatching
-    """How the rows of a pass without gradient are cut (no meaning for roles that compute none)."""
+    """Micro-batches of a pass without gradient (no meaning for roles that compute none)."""
     worker_cls: str | None = None
     """Dotted path of the user's own worker class, or a reward's short name or dotted path; null: the role's own."""
 
@@ -60,9 +60,9 @@ class TrainingPlan:
     epochs: int = 1
     """Passes over the samples of a step."""
     num_steps: int | None = None
-    """Pipeline steps in which the role trains; null: told by the data."""
+    """Pipeline steps in which the role trains; null: the data decide."""
     rule: MicroBatching | None = None
-    """How micro-batches are formed; null: by ``micro_batch_size``."""
+    """Rule that forms micro-batches; null: by ``micro_batch_size``."""
 
     @property
     def mini_batch_size(self) -> int:
@@ -75,7 +75,7 @@ class TrainingPlan:
 
     @property
     def total_optimizer_steps(self) -> int | None:
-        """Over the whole run; null: told by the data."""
+        """Over the whole run; null: the data decide."""
         return None if self.num_steps is None else self.num_steps * self.optimizer_steps_per_step
 
     def sentence(self) -> str:
@@ -105,7 +105,7 @@ class Folders:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every pipeline's plan has."""
+    """Base of every pipeline's plan."""
 
     pipeline: str
     exp_name: str
@@ -117,7 +117,7 @@ class Plan:
     num_nodes: int
     folders: Folders
     max_steps: int | None
-    """Pipeline steps; null: told by the data."""
+    """Pipeline steps; null: the data decide."""
     save_steps: int
     """Steps between checkpoints; 0: none."""
     eval_steps: int
@@ -195,7 +195,7 @@ class RunAhead:
 
     Version v of the weights is what v steps of training made of them; step v starts from it. Two rules:
 
-    - *Capacity*: at any version, groups that are under way or wait for their step, together with those that were
+    - *Capacity*: at any version, groups that are in flight or wait for their step, together with those that were
       already taken at this version, are at most floor((1 + r) * B). So while step v trains, r * B groups of later steps
       may be begun (arXiv 2505.24298, eq. 3, with r for its eta).
     - *Age*: a group is trained on at step s only if its oldest token was sampled with version s - ceil(r) or later.
@@ -223,11 +223,11 @@ class RunAhead:
         return ceil(self.ratio)
 
     def is_too_old(self, version: int, step: int) -> bool:
-        """Whether a group with tokens of ``version`` may not be trained on at ``step`` any more."""
+        """True where a group with tokens of ``version`` may not be trained on at ``step`` any more."""
         return version < step - self.max_lag
 
     def can_be_taken(self, step: int, ready: Mapping[int, int], unfinished: Mapping[int, int]) -> bool:
-        """Whether step ``step`` can be filled now, the oldest ready groups first, so that no held group need ever
+        """True where step ``step`` can be filled now, the oldest ready groups first, so that no held group need ever
         become too old.
 
         Taken oldest first, ``B`` a step, a group can still be trained on in time if, for every k, at most k * B of the
@@ -236,7 +236,7 @@ class RunAhead:
 
         Args:
             ready: number of ready groups by the version of their oldest token.
-            unfinished: number of groups under way, by the version that they were begun with.
+            unfinished: number of groups in flight, by the version that they were begun with.
         """
         size = self.prompts_per_step
         if sum(ready.values()) < size:

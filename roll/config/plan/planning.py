@@ -31,7 +31,7 @@ INHERITED_DATA_KEYS = (
     "id",
     "response",
 )
-"""What a validation's data section takes over, where it is silent: columns, and how prompts look."""
+"""Keys that a validation's data section inherits where it is silent: columns, and the form of prompts."""
 Finish = Callable[[str, WorkerConfig], WorkerConfig]
 """Completes the section of a role with what only its pipeline knows."""
 

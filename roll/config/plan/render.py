@@ -98,7 +98,7 @@ def model_sentences(plan: Plan) -> list[str]:
 
 
 def forward_sentences(plan: Plan) -> list[str]:
-    """How roles cut passes without gradient, where it is not by rows with their padding."""
+    """Micro-batches of passes without gradient, for roles that do not form them by padded rows."""
     special = [
         (role.name, role.forward_rule)
         for role in plan.roles.values()

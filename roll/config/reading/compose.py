@@ -35,7 +35,7 @@ COMPOSITION_ERRORS = (
     RecursionError,
     OSError,
 )
-"""What hydra and OmegaConf raise on trees that they cannot make sense of: their own errors, and plain ones."""
+"""Exceptions of hydra and OmegaConf on trees that they cannot read: their own errors, and plain ones."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _circle_rule(path: str, written: Mapping[str, str]) -> str | None:
 
 
 def _interpolation_rule(config: DictConfig, raw: str, error: Exception) -> str | None:
-    """What is wrong with ``raw``; None when it refers to a key that is itself wrong (one message is enough)."""
+    """The problem of ``raw``; None when it refers to a key that is itself wrong (one message is enough)."""
     names = re.findall(r"\$\{([\w.]+)\}", raw)
     unset = [name for name in names if OmegaConf.select(config, name, throw_on_resolution_failure=False) is None]
     if not unset:

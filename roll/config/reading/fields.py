@@ -1,4 +1,4 @@
-"""How a configuration field states its own rules: bounds, allowed names, aliases, a parser for special spellings.
+"""Rules that a configuration field states of itself: bounds, allowed names, aliases, a parser for special spellings.
 
 The rules stand in the field's metadata, so that the reader that checks a YAML file, the generated reference page and
 the error messages all speak from the same place."""
@@ -90,7 +90,7 @@ RULES = "roll.rules"
 
 @dataclass(frozen=True)
 class FieldRules:
-    """What a value must satisfy beyond its type."""
+    """Rules for a value beyond its type."""
 
     ge: float | None = None
     gt: float | None = None
@@ -110,7 +110,7 @@ class FieldRules:
     example: Any = None
     """A value that would work, for error messages."""
     inert: str | None = None
-    """For a key that is accepted and changes nothing: what decides instead, told to the user in one line."""
+    """For a key that is accepted and changes nothing: what decides instead, in one line for the user."""
     or_one: bool = False
     """Of a mapping of names to sections: one section may stand in its place, and has the key's own name then."""
     read_if: tuple[tuple[str, tuple[Any, ...]], ...] = ()

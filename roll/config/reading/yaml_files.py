@@ -204,7 +204,7 @@ def _read_files(file: Path, prefix: str, seen: set[Path]) -> Iterator[tuple[Path
     try:
         root = compose_nodes(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, OSError):
-        # The file is there all the same: what is wrong with it is told elsewhere.
+        # The file is there all the same: its problem is reported elsewhere.
         yield file, {}
         return
     lines: dict[str, int] = {}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 UpdateMode = Literal["full", "trained", "delta"]
-"""What a weight update sends: everything, what training changes, or of that the elements that have changed."""
+"""Contents of a weight update: everything, what training changes, or of that the elements that have changed."""
 
 ShapeProblem = tuple[str, Any, str, Any]
 """Key, value, rule and a value that works."""

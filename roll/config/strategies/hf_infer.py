@@ -26,7 +26,7 @@ class HfInferStrategyConfig(StrategyConfig):
     """Most tokens of finished samples whose keys and values are kept, so that a prompt that begins with them, the next
     turn of a conversation, is not computed from its start. Emptied at every weight update; 0: none are kept."""
     in_flight_update: Literal["recompute", "keep"] = "recompute"
-    """What becomes of the KV cache of samples that are in flight when new weights arrive: computed again with them, or
+    """The KV cache of samples in flight when new weights arrive: computed again with them, or
     kept as the old weights left it, which costs nothing and makes the next tokens those of a mixture of both."""
 
 

@@ -63,7 +63,7 @@ class MegatronStrategyConfig(StrategyConfig):
     expert_tensor_parallel_size: int | None = setting(None, ge=1)
     """Ranks over which every matrix of an expert is sharded; null: ``tensor_model_parallel_size``."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    """How tokens get to the ranks of their experts: each to those ranks only, or all to all ranks."""
+    """Way of tokens to the ranks of their experts: each to those ranks only, or all to all ranks."""
     moe_aux_loss_coeff: float | None = setting(None, ge=0)
     """Coefficient of Megatron's own load-balancing loss, a sum over layers, averaged over micro-batches and replicas;
     null: 0."""

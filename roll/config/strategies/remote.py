@@ -18,7 +18,7 @@ EXAMPLE_URL = "http://127.0.0.1:8000/v1"
 
 
 def url_problem(url: str) -> str | None:
-    """What is wrong with the ``base_url`` of an OpenAI-compatible service; None: nothing."""
+    """The problem of an OpenAI-compatible service's ``base_url``; None: there is none."""
     try:
         parts = urlsplit(url)
         port = parts.port

@@ -60,7 +60,7 @@ class SglangStrategyConfig(StrategyConfig):
     load_format: Literal["auto", "dummy"] = "auto"
     """``dummy``: random weights, for an engine that gets its weights from a trainer before it is used."""
     in_flight_update: Literal["recompute", "keep"] = "recompute"
-    """What becomes of the KV cache of samples that are in flight when new weights arrive: computed again with them, or
+    """The KV cache of samples in flight when new weights arrive: computed again with them, or
     kept as the old weights left it, which costs nothing and makes the next tokens those of a mixture of both."""
     enable_memory_saver: bool = True
     """Release the memory of a GPU while other roles use it. No effect on a CPU."""

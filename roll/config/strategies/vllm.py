@@ -65,7 +65,7 @@ class VllmStrategyConfig(StrategyConfig):
     load_format: Literal["auto", "dummy"] = "auto"
     """``dummy``: random weights, for an engine that gets its weights from a trainer before it is used."""
     in_flight_update: Literal["recompute", "keep"] = "recompute"
-    """What becomes of the KV cache of samples that are in flight when new weights arrive: computed again with them, or
+    """The KV cache of samples in flight when new weights arrive: computed again with them, or
     kept as the old weights left it, which costs nothing and makes the next tokens those of a mixture of both."""
     optimization_level: int | None = setting(None, ge=0, le=3)
     """vLLM's own trade of start-up time for speed; null: vLLM's choice."""

@@ -16,7 +16,7 @@ FIELDS = {
         *("observation", "max_response_length", "actions_left"),
     ),
 }
-"""What ``agent_template`` may name, by context."""
+"""Names that ``agent_template`` may use, by context."""
 FIELDS["last"] = FIELDS["own"] = FIELDS["response"] = FIELDS["append"]
 
 ELSEWHERE = {

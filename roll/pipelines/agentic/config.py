@@ -110,7 +110,7 @@ class ToolWrapperConfig:
     """``custom_envs.<tag>.tool_wrapper``: tools whose calls stand in the text of a response, around an environment."""
 
     wrapper_args: ToolWrapperArguments = field(default_factory=ToolWrapperArguments)
-    """What tool calls are worth, and how many there may be."""
+    """Rewards and largest number of tool calls."""
     tool_configs: list[ToolArgumentsConfig] = field(default_factory=list)
     """The tools."""
 
@@ -141,7 +141,7 @@ class CustomEnvConfig:
     ``reward_kwargs`` and ``answer_key``, or by a ``command``. Of an environment: a reward of whole episodes, which is
     added to what the environment pays; ``scores`` (``answer``, ``episode``, ``solution``) says what is shown to it."""
     tool_format: str | None = setting(None, choices=TOOL_CALL_FORMATS)
-    """How the model writes tool calls; null: as its chat template does."""
+    """Format of the model's tool calls; null: that of its chat template."""
     env_manager_cls: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
     """Of ROLL's files: a class path that says what ``context`` and ``samples`` say here."""
     agent_system_template: str | None = None
@@ -161,12 +161,12 @@ class CustomEnvConfig:
     max_env_step_concurrent: int = setting(0, ge=0)
     """Most calls of ``reset`` and ``step`` at a time in a process, for this tag; 0: no limit."""
     context: Literal["append", "observation", "last", "own", "response"] | None = None
-    """What a prompt holds: ``append``: everything so far; ``observation``: the current observation and the last turns,
-    told in ``agent_template``; ``last``: the last turns as messages; ``own``: the messages that the environment
+    """Contents of a prompt: ``append``: everything so far; ``observation``: the current observation and the last turns,
+    in ``agent_template``; ``last``: the last turns as messages; ``own``: the messages that the environment
     returns; ``response``: everything so far, observations raw within the one message that the policy writes. null: as
     ``env_manager_cls`` says, else ``append``."""
     samples: Literal["trajectory", "step"] | None = None
-    """What a row of the batch is: a whole conversation (``trajectory``), or one model call with its prompt (``step``).
+    """A row of the batch: a whole conversation (``trajectory``), or one model call with its prompt (``step``).
     null: as ``env_manager_cls`` says, else ``trajectory`` with ``context: append`` and ``response``, ``step`` with the
     others."""
     data_args: DataArguments | None = None
@@ -197,7 +197,7 @@ class CustomEnvConfig:
 
 @dataclass(frozen=True)
 class AgenticConfig(PolicyRunConfig, OlderRLVRKeys):
-    """Everything an agentic run is told. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
+    """Configuration of an agentic run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
 
     group_key: ClassVar[str] = "train_env_manager.group_size"
 
@@ -221,7 +221,7 @@ class AgenticConfig(PolicyRunConfig, OlderRLVRKeys):
     """Engines that judge episodes, where a ``verifier`` asks them: ``worker_cls: llm_judge`` with
     ``reward_kwargs.model_type: cluster``."""
     reward_normalization: RewardNormalizationConfig | None = None
-    """How the rewards of episodes are compared; null: as ``norm_mean_type`` and ``norm_std_type`` say."""
+    """Normalisation of the rewards of episodes; null: as ``norm_mean_type`` and ``norm_std_type`` say."""
     episode_reward_weight: float = setting(1.0, ge=0, read_if={"adv_estimator": ("gigpo",)})
     """``gigpo``: weight of the advantage of the episode within its group."""
     step_reward_weight: float = setting(1.0, ge=0, read_if={"adv_estimator": ("gigpo",)})
@@ -243,7 +243,7 @@ class AgenticConfig(PolicyRunConfig, OlderRLVRKeys):
     batch_adjust_mode: Literal["copy", "delete", "auto", "random_sample"] = setting(
         "copy", inert="a step trains on every sample once, whatever their number"
     )
-    """How the number of samples would be made to divide."""
+    """Way to make the number of samples divisible."""
     partial_gpu_mode: bool = True
     """Asynchronous rollout with engines on the trainer's devices and on others."""
 

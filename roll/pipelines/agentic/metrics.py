@@ -90,11 +90,12 @@ def _outcomes(episodes: Sequence[Episode], prefix: str) -> Metrics:
 
 
 def _environment(episodes: Sequence[Episode], prefix: str) -> Metrics:
-    """What environments measure, as means over turns, and success under the name that ROLL's dashboards have."""
+    """Metrics of environments as means over turns, numbers of whole episodes as means over those that have them, and
+    success under the name that ROLL's dashboards have."""
     numbers: dict[str, list[float]] = defaultdict(list)
     for episode in episodes:
         for name, value in episode.metrics.items():
-            numbers[name].append(value / max(1, len(episode.calls)))
+            numbers[name].append(value / max(1, len(episode.calls)) if name in episode.over_turns else value)
         if episode.success is not None:
             numbers["success"].append(float(episode.success))
         numbers["num_actions"].append(float(len(episode.calls)))

@@ -46,9 +46,9 @@ class EntryPlan:
     tag: str
     section: CustomEnvConfig
     context: Context
-    """What a prompt holds."""
+    """Contents of a prompt."""
     samples: Samples
-    """What a row of the batch is."""
+    """A row of the batch."""
     turns: int
     """Most model calls of an episode."""
     new_tokens: int
@@ -58,7 +58,7 @@ class EntryPlan:
     agent: str | None
     """Who works on the task in place of an environment; None: the section's environment is played."""
     agent_config: dict[str, Any]
-    """What the agent is made with."""
+    """Arguments of the agent."""
     concurrent: int | None
     """Most calls of ``reset`` and ``step`` at a time; None: no limit."""
 
@@ -189,7 +189,7 @@ def run_ahead_sentence(plan: AgenticPlan) -> str:
 
 @dataclass(frozen=True)
 class PlayedAs:
-    """What an ``env_manager_cls`` of ROLL stands for."""
+    """Settings that an ``env_manager_cls`` of ROLL stands for."""
 
     context: Context
     samples: Samples
@@ -255,7 +255,7 @@ def used_entries(config: AgenticConfig) -> dict[str, CustomEnvConfig]:
 
 
 def training_sampling(config: AgenticConfig, written: Written) -> GeneratingArguments:
-    """How episodes of training are sampled: ``actor_infer.generating_args``, else those of ``train_env_manager``."""
+    """Sampling of training episodes: ``actor_infer.generating_args``, else those of ``train_env_manager``."""
     if written("actor_infer.generating_args"):
         return config.actor_infer.generating_args
     return config.train_env_manager.generating_args

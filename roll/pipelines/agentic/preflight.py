@@ -1,4 +1,4 @@
-"""What only the parts of an agentic run can check, before anything starts: environments, filters, the chat template."""
+"""Checks by the parts of an agentic run, before anything starts: environments, filters, the chat template."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def sight_problems(tag: str, section: CustomEnvConfig, loaded: LoadedConfig[Agen
 def agent_problems(
     key: str, agent: str, options: dict[str, Any], loaded: LoadedConfig[AgenticConfig]
 ) -> Iterator[Problem]:
-    """What is wrong with an agent, and with its options."""
+    """Problems of an agent and its options."""
     from roll.agents.agent_options import AgentOptionError
     from roll.agents.doors import check_agent
 
@@ -85,7 +85,7 @@ def agent_problems(
 
 
 def verifier_problems(key: str, verifier: dict[str, Any], loaded: LoadedConfig[AgenticConfig]) -> Iterator[Problem]:
-    """What is wrong with the verifier of an environment."""
+    """Problems of an environment's verifier."""
     from roll.agents.agent_options import AgentOptionError
     from roll.agents.doors import make_verifier
 

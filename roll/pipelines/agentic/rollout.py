@@ -42,7 +42,7 @@ FILTER_KEY = "train_env_manager.group_filter_config"
 
 @dataclass(frozen=True)
 class EpisodeData:
-    """What a run plays, and how."""
+    """Environments and agents of a run."""
 
     tokenizer: PreTrainedTokenizerBase
     players: dict[str, Player]
@@ -279,7 +279,7 @@ def group_filter(section: EnvManagerConfig, roles: Collection[str] = ()) -> Call
 
 
 def staleness_metrics(groups: Sequence[EpisodeGroup], step: int) -> Metrics:
-    """How many steps the weights that sampled are behind those that are trained, by episode and by token."""
+    """Steps by which the weights that sampled are behind those that are trained, by episode and by token."""
     episodes = [
         np.concatenate([call.versions for call in episode.calls])
         for group in groups

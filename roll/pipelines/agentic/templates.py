@@ -45,7 +45,7 @@ def chat_template(
 def policy_images(
     config: AgenticConfig, model_path: str | None, tokenizer: PreTrainedTokenizerBase
 ) -> ChatImages | None:
-    """How the policy sees images, with the limits of pixels of ``actor_train.data_args``; None: it is a model of text.
+    """The policy's view of images, with the pixel limits of ``actor_train.data_args``; None: it is a model of text.
 
     Raises:
         DataError: a vision-language model whose image processor is of another kind.

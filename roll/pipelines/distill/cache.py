@@ -83,7 +83,7 @@ class TeacherCache:
         return len(self._places) + len(self._unwritten)
 
     def get(self, key: bytes) -> RowTargets:
-        """What is known of a row.
+        """The cached columns of a row.
 
         Raises:
             KeyError: nothing.

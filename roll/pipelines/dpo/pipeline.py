@@ -205,7 +205,7 @@ def pair_batch(rows: Sequence[JudgedRow], pad: int) -> DataProto:
 
 
 def asked(row: JudgedRow) -> tuple[list[int], tuple[Any, ...]]:
-    """What makes two prompts the same: their ids and their images."""
+    """Identity of a prompt: their ids and their images."""
     return row.prompt_ids, () if row.vision is None else tuple(row.vision.image_keys)
 
 

@@ -42,7 +42,7 @@ def check_evaluation(config: EvaluateConfig, checks: Checks) -> None:
 
 
 def check_models(config: Any, checks: Checks) -> None:
-    """Models are there, of a form that can be read, and their names can be told apart; the other keys of ``evaluate``
+    """Models are there, of a form that can be read, and their names differ; the other keys of ``evaluate``
     as well.
 
     Args:

@@ -131,7 +131,7 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
             engines.close(self.residency)
 
     def client_of(self, model: EvaluatedModel) -> EngineClient | None:
-        """What stands in place of engines, of a model that needs none of this run's."""
+        """Stand-in for the engines of a model that needs none of this run's."""
         return None
 
     def unanswered(self, model: EvaluatedModel, way: Pass) -> list[int]:

@@ -1,4 +1,4 @@
-"""What came of an evaluation: metrics of each model, comparisons, thresholds; as JSON, and as tables for people."""
+"""Results of an evaluation: metrics of each model, comparisons, thresholds; as JSON, and as tables for people."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class ValidationSetConfig:
     data_args: DataArguments = field(default_factory=DataArguments)
     """Its files; columns and template that it leaves out are those of ``validation.data_args``."""
     generating_args: GeneratingArguments = field(default_factory=GeneratingArguments)
-    """How its answers are sampled, and ``num_return_sequences`` of them; keys that it leaves out are those of
+    """Sampling of its responses, and ``num_return_sequences`` of them; keys that it leaves out are those of
     ``validation.generating_args``."""
     greedy: bool | None = None
     """Also answer every prompt once with greedy decoding; null: as ``validation`` says."""
@@ -80,7 +80,7 @@ class ValidationConfig(WorkerConfig):
 
 @dataclass(frozen=True)
 class RLVRConfig(PolicyRunConfig, OlderRLVRKeys):
-    """Everything an RLVR run is told. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
+    """Configuration of an RLVR run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
 
     group_key: ClassVar[str] = "num_return_sequences_in_group"
 

@@ -86,7 +86,7 @@ def read_prompts(
 
 
 def remarks(config: RLVRConfig, counts: LoadCounts) -> list[str]:
-    """What the rewards cannot score, and what the policy is hardly meant to be asked.
+    """Problems of rows that the rewards cannot score or that the policy is hardly meant to be asked.
 
     Raises:
         DataError: no row of a domain has the ground truth that its reward needs.

@@ -1,4 +1,4 @@
-"""What on-policy distillation takes from the rows besides prompts: responses that somebody else gave (``lmbda``), and
+"""Inputs of on-policy distillation from the rows, besides prompts: responses that somebody else gave (``lmbda``), and
 prompts that only teachers see (``opd_teacher_prompt``)."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEACHER_PROMPTS, PROMPT_LENGTHS = "teacher_prompt_ids", "prompt_lengths"
 
 
 def is_given(order: int, lmbda: float) -> bool:
-    """Whether the prompt that was drawn as number ``order`` comes with its own response: a share of 1 - ``lmbda`` of
+    """True where the prompt that was drawn as number ``order`` comes with its own response: a share of 1 - ``lmbda`` of
     all, evenly spread."""
     share = 1.0 - lmbda
     return int((order + 1) * share + 1e-9) > int(order * share + 1e-9)
@@ -101,7 +101,7 @@ class TeacherPrompts:
         self._known: dict[str, list[int]] = {}
 
     def token_ids(self, prompt: PromptRow) -> list[int]:
-        """What a teacher is given in front of the responses to ``prompt``."""
+        """A teacher's context of the responses to ``prompt``."""
         name = prompt.prompt_id.partition("@")[0]
         if name not in self._known:
             self._known[name] = self._made(prompt)
@@ -170,7 +170,7 @@ def as_teachers_see(batch: DataProto, pad_token_id: int = 0) -> DataProto:
 
 
 def back_in_place(values: torch.Tensor, seen: DataProto, batch: DataProto) -> torch.Tensor:
-    """What was computed of the response tokens of ``seen`` (B, L', ...), at those of ``batch`` (B, L, ...)."""
+    """Move values of the response tokens of ``seen`` (B, L', ...) to those of ``batch`` (B, L, ...)."""
     if seen is batch:
         return values
     mask = batch.batch["response_mask"]

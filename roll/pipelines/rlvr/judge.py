@@ -16,7 +16,7 @@ from roll.serving.server import FrontOptions, HttpFront
 class JudgeService:
     """One address for the reward workers that ask a role, with a key that only this run knows.
 
-    The address is taken at once, so that reward workers can be told of it while the engines still load.
+    The address is taken at once, so that reward workers can have it while the engines still load.
 
     Args:
         name: the role, ``reward_model`` or one that belongs to a single domain.

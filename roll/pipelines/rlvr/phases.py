@@ -103,13 +103,14 @@ def add_values(batch: DataProto, critic: Cluster) -> None:
     ]
 
 
-def computed(
+def asked(
     batch: DataProto,
     cluster: Cluster,
     compute: Callable[[DataProto], PendingCall[DataProto]],
     replays: bool = False,
-) -> Mapping[str, torch.Tensor]:
-    """Columns (B, L) that the ranks compute, each on an equal share of the work; rows in the batch's own order.
+) -> Callable[[], Mapping[str, torch.Tensor]]:
+    """Have the ranks compute columns (B, L), each on an equal share of the work; what waits for them, and gives them
+    in the batch's own order.
 
     Args:
         replays: the model is the policy, whose recorded routes are not another's.
@@ -117,9 +118,21 @@ def computed(
     if not replays and ROUTES in batch.batch.keys():  # noqa: SIM118 (keys() unpacks no column)
         batch = batch.select([name for name in batch.batch.keys() if name != ROUTES])  # noqa: SIM118
     if cluster.dp_size == 1:
-        return compute(batch).result().batch
+        call = compute(batch)
+        return lambda: call.result().batch
     order = order_for(batch, cluster.role.use_prefix_sharing, cluster.dp_size)
-    return compute(_selected(batch, *POLICY_COLUMNS)[order]).result()[np.argsort(order)].batch
+    shared = compute(_selected(batch, *POLICY_COLUMNS)[order])
+    return lambda: shared.result()[np.argsort(order)].batch
+
+
+def computed(
+    batch: DataProto,
+    cluster: Cluster,
+    compute: Callable[[DataProto], PendingCall[DataProto]],
+    replays: bool = False,
+) -> Mapping[str, torch.Tensor]:
+    """The columns of :func:`asked`, when they are there."""
+    return asked(batch, cluster, compute, replays)()
 
 
 def _selected(batch: DataProto, *names: str) -> DataProto:

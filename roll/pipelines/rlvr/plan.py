@@ -48,7 +48,7 @@ class ValidationSet:
     name: str
     """Empty for the set of ``validation.data_args``."""
     data_args: DataArguments
-    """What the set leaves out of columns and template is filled in."""
+    """Columns and template that the set leaves out are filled in."""
     generating_args: GeneratingArguments
     prompt_length: int
     sequence_length: int
@@ -111,8 +111,8 @@ def sharing_roles(roles: Mapping[str, WorkerConfig]) -> dict[str, list[str]]:
 
 
 def validates_concurrently(config: RLVRConfig, roles: Mapping[str, WorkerConfig]) -> bool:
-    """Whether validation goes on while ``roles`` train: where devices allow it, unless the file says no. The program of
-    a harness has the engines to itself."""
+    """True where validation goes on while ``roles`` train: where devices allow it, unless the file says no. The program
+    of a harness has the engines to itself."""
     section = config.validation
     if section is None or section.concurrent is False or section.harness is not None:
         return False
@@ -186,7 +186,7 @@ def run_ahead_sentence(plan: RLVRPlan) -> str:
 
 
 def reward_pretrain(config: RLVRConfig, name: str) -> str | None:
-    """What a role without a model of its own has in place of ``pretrain``: critics and judges."""
+    """The model of a role that names none, in place of ``pretrain``: critics and judges."""
     is_scorer = name in ("critic", JUDGE_ROLE) or name.startswith(OWN_PREFIX)
     return config.reward_pretrain or None if is_scorer else None
 

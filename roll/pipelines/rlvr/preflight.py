@@ -1,4 +1,4 @@
-"""What only the parts of an RLVR run can check, before anything starts: rewards, own functions, transport."""
+"""Checks by the parts of an RLVR run, before anything starts: rewards, own functions, transport."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ class AsyncRolloutPhase(RunsAhead[Validation, SampleGroup], RolloutPhase):
 
 
 def staleness_metrics(groups: Sequence[SampleGroup], step: int) -> Metrics:
-    """How many steps the weights that sampled are behind those that are trained, by sample and by token."""
+    """Steps by which the weights that sampled are behind those that are trained, by sample and by token."""
     samples = [spans for group in groups for spans in group.finished.weight_versions]
     oldest = np.array([step - spans[0][0] for spans in samples])
     lags = np.array([(step - version, end - start) for spans in samples for version, start, end in spans])

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 TEACHER = "teacher"
 """The section, and the name of a teacher that is the only one."""
+REWARD_KEYS = (
+    *("norm_mean_type", "norm_std_type", "reward_clip", "reward_weights", "overlong_buffer_length"),
+    "add_token_level_kl",
+)
+"""Keys of reward shaping, from which pure distillation learns nothing."""
 
 
 def teacher_role(name: str) -> str:
@@ -76,7 +81,14 @@ def opd_divergence(config: PolicyRunConfig) -> DivergenceConfig:
     """The divergence of ``opd_form: topk`` and ``full_vocabulary``."""
     count = config.opd_topk if config.opd_form == "topk" else 0
     objective: Any = config.opd_objective
-    return DivergenceConfig(kd_objective=objective, logits_topk=count)
+    tail: Any = config.opd_topk_tail
+    return DivergenceConfig(
+        kd_objective=objective,
+        logits_topk=count,
+        topk_tail=tail,
+        log_prob_floor=config.opd_log_prob_floor,
+        divergence_clamp=config.opd_clamp,
+    )
 
 
 def check_opd(
@@ -194,3 +206,8 @@ def _note_estimator(config: PolicyRunConfig, checks: Checks, arguments: Generati
         for name in unread:
             if config.adv_estimator != "reinforce" or name == "gamma":
                 checks.note(name, "has no effect with is_pure_opd: opd_form and opd_gamma decide")
+        for name in REWARD_KEYS:
+            if checks.written(name) and getattr(config, name) not in (None, False, "auto"):
+                checks.note(
+                    name, "has no effect with is_pure_opd: rewards are measured, and nothing is learnt from them"
+                )

@@ -12,7 +12,10 @@ has no sampling noise and leaves out what a token does to later states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +25,7 @@ from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, PendingCall
 from roll.models.layouts import TopTokens
 from roll.pipelines.rlvr.given import as_teachers_see, back_in_place
-from roll.pipelines.rlvr.phases import computed
+from roll.pipelines.rlvr.phases import asked
 from roll.pipelines.rlvr.teachers import coefficients
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
@@ -35,6 +38,60 @@ def routed(batch: DataProto, tags: Sequence[str] | None) -> np.ndarray:
     """bool (B,): rows with one of ``tags``; all where there are none."""
     of_rows = batch.non_tensor_batch["tag"]
     return np.isin(of_rows.astype(str), list(tags)) if tags else np.ones(len(batch), dtype=bool)
+
+
+@dataclass(frozen=True)
+class TeacherAnswer:
+    """One teacher's answer."""
+
+    teacher: str
+    rows: np.ndarray
+    """bool (B,): the rows that it was asked about."""
+    part: DataProto
+    """Those rows."""
+    seen: DataProto
+    """The same as it read them."""
+    columns: Mapping[str, torch.Tensor]
+    """In place of the tokens of ``seen``."""
+
+
+def ask_teachers(
+    batch: DataProto,
+    teachers: Mapping[str, Cluster],
+    config: PolicyRunConfig,
+    enter: Callable[[Cluster], None],
+    ask: Callable[[Cluster, DataProto], PendingCall[DataProto]],
+) -> Iterator[TeacherAnswer]:
+    """Each teacher's answer for its rows, in their order. Teachers without a device in common compute concurrently,
+    others take turns."""
+    waiting: list[Callable[[], TeacherAnswer]] = []
+    busy: set[int] = set()
+
+    def answer(
+        name: str, rows: np.ndarray, part: DataProto, seen: DataProto, columns: Callable[[], Any]
+    ) -> TeacherAnswer:
+        return TeacherAnswer(name, rows, part, seen, columns())
+
+    for name, cluster in teachers.items():
+        rows = routed(batch, config.teacher[name].tag_included)
+        if not rows.any():
+            continue
+        devices = set(config.teacher[name].device_mapping or ())
+        if devices & busy:
+            yield from (one() for one in waiting)
+            waiting, busy = [], set()
+        enter(cluster)
+        part = batch if rows.all() else batch[rows]
+        seen = as_teachers_see(part)
+        waiting.append(partial(answer, name, rows, part, seen, asked(seen, cluster, partial(ask, cluster))))
+        busy |= devices
+    yield from (one() for one in waiting)
+
+
+def estimated(own: torch.Tensor, of_teacher: torch.Tensor, config: PolicyRunConfig) -> torch.Tensor:
+    """``kl_penalty`` of each sampled token's log-probs, (B, L), within +- ``opd_clamp``."""
+    estimate = kl_estimate(own, of_teacher, KLOptions(estimator=config.kl_penalty))
+    return estimate if config.opd_clamp is None else estimate.clamp(-config.opd_clamp, config.opd_clamp)
 
 
 def add_teacher_divergence(
@@ -55,20 +112,15 @@ def add_teacher_divergence(
     """
     tensors, weights = batch.batch, coefficients(config)
     total, metrics = torch.zeros_like(tensors["old_log_probs"]), Metrics()
-    for name, cluster in teachers.items():
-        rows = routed(batch, config.teacher[name].tag_included)
-        if not rows.any():
-            continue
 
-        def compute(some: DataProto, cluster: Cluster = cluster) -> PendingCall[DataProto]:
-            return cluster.call(ModelWorker.compute_log_probs, some, temperature=temperature)
+    def ask(cluster: Cluster, some: DataProto) -> PendingCall[DataProto]:
+        return cluster.call(ModelWorker.compute_log_probs, some, temperature=temperature)
 
-        enter(cluster)
-        part = batch if rows.all() else batch[rows]
-        seen = as_teachers_see(part)
-        of_teacher = back_in_place(computed(seen, cluster, compute)["log_probs"], seen, part)
+    for answer in ask_teachers(batch, teachers, config, enter, ask):
+        name, rows, part = answer.teacher, answer.rows, answer.part
+        of_teacher = back_in_place(answer.columns["log_probs"], answer.seen, part)
         mask, own = part.batch["response_mask"], part.batch["old_log_probs"]
-        estimate = kl_estimate(own, of_teacher, KLOptions(estimator=config.kl_penalty)) * mask
+        estimate = estimated(own, of_teacher, config) * mask
         total[torch.from_numpy(rows)] += weights[name] * estimate
         tokens = float(mask.sum())
         metrics[f"opd/{name}/kl"] = Mean(float(((own - of_teacher) * mask).sum()), tokens)
@@ -91,23 +143,18 @@ def add_teacher_targets(
     tensors, weights = batch.batch, coefficients(config)
     tensors[TEACHER_INDEX] = torch.full((len(batch),), -1, dtype=torch.int64)
     tensors[TEACHER_WEIGHTS] = torch.zeros(len(batch))
-    for number, (name, cluster) in enumerate(teachers.items()):
-        rows = routed(batch, config.teacher[name].tag_included)
-        if not rows.any():
-            continue
+    numbers = {name: number for number, name in enumerate(teachers)}
 
-        def compute(some: DataProto, cluster: Cluster = cluster) -> PendingCall[DataProto]:
-            compute_top_tokens, count, limit = ModelWorker.compute_top_tokens, wanted.count, wanted.limit
-            return cluster.call(compute_top_tokens, some, count=count, limit=limit, temperature=temperature)
+    def ask(cluster: Cluster, some: DataProto) -> PendingCall[DataProto]:
+        compute_top_tokens, count, limit = ModelWorker.compute_top_tokens, wanted.count, wanted.limit
+        return cluster.call(compute_top_tokens, some, count=count, limit=limit, temperature=temperature)
 
-        enter(cluster)
-        part = batch if rows.all() else batch[rows]
-        seen, own = as_teachers_see(part), torch.from_numpy(rows)
-        found = computed(seen, cluster, compute)
+    for answer in ask_teachers(batch, teachers, config, enter, ask):
+        own = torch.from_numpy(answer.rows)
         for column, source in zip(teacher_columns(TEACHER), TEACHER_COLUMNS, strict=True):
-            values = back_in_place(found[source], seen, part)
+            values = back_in_place(answer.columns[source], answer.seen, answer.part)
             if column not in tensors:
                 tensors[column] = values.new_zeros(len(batch), *values.shape[1:])
             tensors[column][own] = values
-        tensors[TEACHER_INDEX][own] = number
-        tensors[TEACHER_WEIGHTS][own] = weights[name]
+        tensors[TEACHER_INDEX][own] = numbers[answer.teacher]
+        tensors[TEACHER_WEIGHTS][own] = weights[answer.teacher]

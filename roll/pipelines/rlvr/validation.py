@@ -51,7 +51,7 @@ class Round:
 
 
 class ValidationPlan:
-    """What every validation of a run asks.
+    """Prompts of every validation of a run.
 
     Args:
         rows: the questions of each set, by its name.

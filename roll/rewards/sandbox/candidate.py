@@ -57,9 +57,9 @@ def serve(channel: Channel, source: bytes) -> None:
     """Run the source, say how that went, and answer requests until the other side closes the channel."""
     module = types.ModuleType(MODULE)
     sys.modules[MODULE] = module
-    told = channel.receive()
-    server = Server(channel, module, told.get("classes", []), told.get("in_place", True))
-    exec(told.get("prelude", ""), module.__dict__)  # noqa: S102  the tests' classes that only hold data
+    request = channel.receive()
+    server = Server(channel, module, request.get("classes", []), request.get("in_place", True))
+    exec(request.get("prelude", ""), module.__dict__)  # noqa: S102  the tests' classes that only hold data
     server.keep_classes()
     try:
         code = compile(source, f"{MODULE}.py", "exec", dont_inherit=True)
@@ -68,7 +68,7 @@ def serve(channel: Channel, source: bytes) -> None:
         return
     try:
         exec(code, module.__dict__)  # noqa: S102  this process exists to run it
-    except BaseException as error:  # whatever it raises, the other side is told
+    except BaseException as error:  # whatever it raises, the other side hears of it
         server.send({"raised": server.describe(error)})
         return
     server.send({"ready": True})

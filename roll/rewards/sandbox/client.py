@@ -168,11 +168,11 @@ class Sandbox:
         if not hello:
             raise SandboxError(f"the sandbox ended at its start with status {self._zygote.wait()}")
         ours.settimeout(None)
-        told = json.loads(hello)
-        self._folder = told["folder"]
+        answer = json.loads(hello)
+        self._folder = answer["folder"]
         end.detach()
         weakref.finalize(self, end_zygote, self._zygote, ours, self._folder)
-        self.report = Report.of(told["found"])
+        self.report = Report.of(answer["found"])
         check_required(self.report, self._settings.require)
         if not self.report.given["private"]:
             # This process holds the tests and the verdicts of all programs.
@@ -191,11 +191,11 @@ class Sandbox:
                 message = b""
             if not message:
                 break
-            told = json.loads(message)
+            event = json.loads(message)
             with self._lock:
-                process = running.pop(told.pop("number"), None)
+                process = running.pop(event.pop("number"), None)
             if process is not None:
-                process.end(Ended(**{"code": -1, **told}))
+                process.end(Ended(**{"code": -1, **event}))
         with self._lock:
             left = list(running.values())
             running.clear()

@@ -167,8 +167,8 @@ def _judge_tests(sandbox: Sandbox, source: bytes, cases: Cases, judging: Judging
         theirs.close()
         ours.close()
         ended = harness.wait()
-        told = os.pread(verdicts, os.fstat(verdicts).st_size, 0)
-    _count(told, outcome)
+        lines = os.pread(verdicts, os.fstat(verdicts).st_size, 0)
+    _count(lines, outcome)
     if ended.timed_out:
         outcome.timed_out = True
     if outcome.passed < outcome.total:
@@ -194,11 +194,11 @@ def _job(cases: Cases, judging: Judging) -> dict[str, Any]:
     return {**job, "tests": cases.texts, "setup": cases.setup}
 
 
-def _count(told: bytes, outcome: Outcome) -> None:
+def _count(lines: bytes, outcome: Outcome) -> None:
     """Add up the harness's lines; a line cut off by a kill is none."""
     passed: dict[int, bool] = {}
     impossible = ""
-    for line in told.splitlines(keepends=True):
+    for line in lines.splitlines(keepends=True):
         if not line.endswith(b"\n"):
             continue
         message = json.loads(line)

@@ -95,7 +95,7 @@ class Report:
     given: dict[str, bool]
     """Protection to whether this host gives it."""
     means: tuple[str, ...] = field(default=())
-    """How: namespaces, mounts, user ids, Landlock, seccomp."""
+    """The means: namespaces, mounts, user ids, Landlock, seccomp."""
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> Report:

@@ -249,12 +249,12 @@ class Zygote:
         os.close(child.pidfd)
         self.end_remaining(child.pid, child.slot)
         self._release(child.slot, child.folder)
-        told = read_and_close(child.confined)
-        if report and told == CONFINED:
+        answer = read_and_close(child.confined)
+        if report and answer == CONFINED:
             code = os.waitstatus_to_exitcode(status)
             self._send({"number": child.number, "code": code, "timed_out": child.timed_out})
         elif report:
-            self._send({"number": child.number, "error": f"the process could not be confined: {told.decode()}"})
+            self._send({"number": child.number, "error": f"the process could not be confined: {answer.decode()}"})
 
     def end_remaining(self, pid: int, slot: int) -> None:
         """Kill what a process has left running. In a process namespace the kernel has done so."""

@@ -162,7 +162,7 @@ class GenericDecoder(Decoder):
         return logits
 
     def _masks(self, slots: DecodeSlots) -> Any:
-        """What is added to scores, (size, 1, 1, end): for all layers, or for each kind of them."""
+        """Bias of the attention scores, (size, 1, 1, end): for all layers, or for each kind of them."""
 
         def mask(window: int | None) -> torch.Tensor:
             bias = slots.bias(window)
@@ -183,7 +183,7 @@ class GenericDecoder(Decoder):
 
     @torch.no_grad()
     def _probe(self) -> Cache:
-        """What the model really writes into a cache, found by computing one token."""
+        """Shapes that the model really writes into a cache, found by computing one token."""
         cache = self._new_cache()
         self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), past_key_values=cache, use_cache=True)
         return cache
@@ -287,7 +287,7 @@ class VisionDecoder(GenericDecoder):
         return slots.rotary_positions[None, :, None].expand(3, -1, -1)
 
     def _images_of(self, images: Images, placeholders: int) -> SimpleNamespace:
-        """What the tower gives for the last ``placeholders`` image tokens of the prompts."""
+        """The tower's features of the last ``placeholders`` image tokens of the prompts."""
         given = [vision for vision in images if vision is not None]
         missing = {
             key: (image, grid, vision)
@@ -326,7 +326,7 @@ class VisionDecoder(GenericDecoder):
 
 @dataclass(frozen=True)
 class _ImageFeatures:
-    """What the vision tower gives for an image: (tokens, hidden size), and the same for some layers of the text."""
+    """The vision tower's features of an image: (tokens, hidden size), and the same for some layers of the text."""
 
     pooled: torch.Tensor
     deepstack: list[torch.Tensor]

@@ -47,7 +47,7 @@ class Layout(ABC):
 
     @abstractmethod
     def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
-        """What tensor-parallel rank ``rank`` of ``size`` has of a tensor of this shape."""
+        """Part of a tensor of this shape on tensor-parallel rank ``rank`` of ``size``."""
 
     def fuse(self, parts: Sequence[Tensor], size: int) -> Tensor:
         """A rank's parameter, from its :meth:`region` of each tensor."""

@@ -179,7 +179,7 @@ class Shard:
 
 
 def pieces_of(shards: Iterable[Shard], optimizer: Optimizer, with_moments: bool) -> Iterator[Piece]:
-    """What this rank writes of ``shards``."""
+    """The part of ``shards`` that this rank writes."""
     for shard in shards:
         if not shard.local.numel():
             continue

@@ -204,7 +204,7 @@ def lay_out(part: TensorBatch, rule: MicroBatching, shares_prompts: bool) -> Tok
 
 
 def targets_of(layout: TokenLayout, part: TensorBatch, teachers: Sequence[Comparison]) -> tuple[TeacherTargets, ...]:
-    """What each teacher thinks of a layout's response tokens, from its columns (B, L, ...) of a micro-batch."""
+    """Each teacher's targets for a layout's response tokens, from its columns (B, L, ...) of a micro-batch."""
     found = []
     for one in teachers:
         names = teacher_columns(one.name)

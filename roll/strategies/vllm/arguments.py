@@ -121,11 +121,25 @@ def _on_cpu(options: VllmStrategyConfig, model_config: Any, max_model_len: int, 
     layers = _largest_share(text.num_hidden_layers, options.pipeline_parallel_size)
     heads = _largest_share(kv_heads, options.tensor_parallel_size)
     token_bytes = 2 * layers * heads * head_dim * dtype.itemsize
+    chosen: dict[str, Any] = {}
+    if hasattr(text, "kv_lora_rank"):
+        token_bytes = layers * (text.kv_lora_rank + text.qk_rope_head_dim) * dtype.itemsize
+        if dtype != torch.bfloat16:
+            chosen["attention_backend"] = "CPU_MLA"  # the faster one, of hosts with AMX, computes in bf16 alone
     sequence_bytes = _up_to_multiple(max_model_len, block) * token_bytes
     # One block more: vLLM keeps one for itself.
     wanted = options.max_num_seqs * sequence_bytes + block * token_bytes
     cache = max(min(wanted, _MOST_CPU_CACHE_BYTES), sequence_bytes + block * token_bytes)
-    return {
+    if any("linear" in kind for kind in getattr(text, "layer_types", None) or ()):
+        # Cached prefixes of such layers need prompts in chunks, which there are none of; see below.
+        chosen["enable_prefix_caching"] = False
+        # Each layer's state is a page, and so is a block of the others.
+        keys, values = text.linear_num_key_heads, text.linear_num_value_heads
+        sizes = text.linear_key_head_dim, text.linear_value_head_dim
+        convolved = (2 * keys * sizes[0] + values * sizes[1]) * text.linear_conv_kernel_dim
+        state_bytes = 4 * (values * sizes[0] * sizes[1] + convolved)
+        cache += 2 * (options.max_num_seqs + 1) * text.num_hidden_layers * max(state_bytes, block * token_bytes)
+    return chosen | {
         "block_size": block,
         "kv_cache_memory_bytes": options.kv_cache_memory_bytes or cache,
         # vLLM takes back the random number of a prompt that is half computed, which torch's CPU generators cannot do:

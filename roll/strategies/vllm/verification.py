@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
+from roll.strategies.vllm.experts import checkpoint_tensors, expert_part, oriented, pack_experts
 from roll.weight_sync.encoding import tensor_checksum
 
 logger = logging.getLogger(__name__)
 
 _ROWS = 8192  # rows of a matrix that are taken to float32 at a time
 _PROBE_SEED = 1
+_SINKS = ".sinks"
 _MASK = (1 << 64) - 1
 
 
@@ -40,6 +43,15 @@ class _Held:
         return id(self.layer), self.parameter_name
 
 
+@dataclass(frozen=True)
+class _Whole:
+    """A tensor as sent that vLLM takes under other names."""
+
+    checksum: int
+    parts: dict[str, int]
+    """The checksums of the tensors that it is there."""
+
+
 class ReloadVerifier:
     """Watches layer-by-layer reloads of ``model`` and compares what arrives in the layers with what was sent.
 
@@ -59,6 +71,8 @@ class ReloadVerifier:
         """Probes of the packed layers, by identity."""
         self._sent: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
+        """Of tensors sent, by their place in memory: loaders pass views of them on."""
+        self._wholes: dict[str, _Whole] = {}
         self._checksums: dict[str, int] = {}
         self._processed: set[int] = set()
         self._watched: list[Any] = []
@@ -71,10 +85,15 @@ class ReloadVerifier:
             if hasattr(method, "process_weights_after_loading") and method not in self._watched:
                 self._watch(method)
 
-    def expect(self, name: str, tensor: torch.Tensor) -> None:
-        """This very tensor object is about to be loaded."""
-        self._sent[name] = tensor
-        self._names[id(tensor)] = name
+    def expect(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """A tensor as it was sent is about to be loaded: as these very tensor objects."""
+        parts = checkpoint_tensors(self._model.config.model_type, name, tensor)
+        if [part for part, _ in parts] != [name]:
+            checksums = {part: tensor_checksum(content) for part, content in parts}
+            self._wholes[name] = _Whole(tensor_checksum(tensor), checksums)
+        self._sent.update(parts)
+        self._names.update((content.data_ptr(), part) for part, content in parts)
+        return parts
 
     def _watch(self, method: Any) -> None:
         """Look at the layers of ``method`` when they are loaded and before, on a CPU, they are packed."""
@@ -98,8 +117,9 @@ class ReloadVerifier:
     def _compare_loaded(self, layer: Any) -> None:
         for parameter_name, bound in get_layerwise_info(layer).loaded_weights:
             arguments = bound.arguments
-            name = self._names.get(id(arguments.get("loaded_weight")))
-            if name is None:
+            loaded = arguments.get("loaded_weight")
+            name = self._names.get(loaded.data_ptr()) if isinstance(loaded, torch.Tensor) else None
+            if name is None or loaded.numel() != self._sent[name].numel():
                 continue
             if "expert_id" in arguments:
                 self._compare_expert(name, layer, parameter_name, arguments["shard_id"], arguments["expert_id"])
@@ -109,23 +129,30 @@ class ReloadVerifier:
     def _compare_expert(self, name: str, layer: Any, parameter_name: str, shard: str, expert: int) -> None:
         """One matrix of one expert, of which another rank may have all or a part."""
         local = layer._map_global_expert_id_to_local_expert_id(expert)
-        sent = self._sent.pop(name)
-        del self._names[id(sent)]
+        sent = self._taken(name)
         if local < 0:
             return
         held = expert_part(getattr(layer, parameter_name), local, shard)
-        self._note(name, layer, parameter_name, sent, held)
+        self._note(name, layer, parameter_name, sent, held, oriented(layer, sent, shard))
 
     def _compare(self, name: str, layer: Any, parameter_name: str, shard: Any = None) -> None:
-        sent = self._sent.pop(name)
-        del self._names[id(sent)]
+        sent = self._taken(name)
         self._note(
             name, layer, parameter_name, sent, held_part(layer, getattr(layer, parameter_name), shard, len(sent))
         )
 
-    def _note(self, name: str, layer: Any, parameter_name: str, sent: torch.Tensor, held: torch.Tensor) -> None:
+    def _note(
+        self,
+        name: str,
+        layer: Any,
+        parameter_name: str,
+        sent: torch.Tensor,
+        held: torch.Tensor,
+        whole: torch.Tensor | None = None,
+    ) -> None:
+        """``whole``: what was sent in the layer's orientation, where that is another."""
         checksum = tensor_checksum(held)
-        meant = meant_part(layer, sent, held).to(held.dtype)
+        meant = meant_part(layer, sent if whole is None else whole, held).to(held.dtype)
         if meant is not sent and checksum == tensor_checksum(meant):
             checksum = tensor_checksum(sent)
         self._held[name] = _Held(layer, parameter_name, checksum)
@@ -143,11 +170,15 @@ class ReloadVerifier:
         self._watched.clear()
         self._pack_shared()
         parameters = dict(self._model.named_parameters())
+        mapper = getattr(self._model, "hf_to_vllm_mapper", None)
         for name in list(self._sent):
-            if is_pp_missing_parameter(name, self._model):
-                del self._names[id(self._sent.pop(name))]
-            elif name in parameters and parameters[name].shape == self._sent[name].shape:
-                path, _, parameter_name = name.rpartition(".")
+            own = name if mapper is None else mapper.map_name(name) or name
+            if is_pp_missing_parameter(own, self._model):
+                self._taken(name)
+            elif own.endswith(_SINKS) and own in parameters:
+                self._copy_sinks(name, own, parameters[own])
+            elif own in parameters and parameters[own].shape == self._sent[name].shape:
+                path, _, parameter_name = own.rpartition(".")
                 self._compare(name, self._model.get_submodule(path), parameter_name)
         if self._sent:
             # Renamed or rearranged by the model's own loader, so there is nothing to compare them with.
@@ -162,7 +193,30 @@ class ReloadVerifier:
         self._received |= received
         if remember:
             self._as_loaded = {held.key: self._now(held) for held in self._held.values()}
-        return self._checksums | received
+        return self._as_sent(self._checksums | received)
+
+    def _taken(self, name: str) -> torch.Tensor:
+        """A tensor that was sent, which is no longer waited for."""
+        sent = self._sent.pop(name)
+        del self._names[sent.data_ptr()]
+        return sent
+
+    def _copy_sinks(self, name: str, own: str, parameter: torch.Tensor) -> None:
+        """Of the heads of this rank; vLLM's loader of gpt-oss copies them past the reload, where they are lost."""
+        sent, heads = self._taken(name), len(parameter)
+        part = sent.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
+        parameter.data.copy_(part)
+        path, _, parameter_name = own.rpartition(".")
+        self._note(name, self._model.get_submodule(path), parameter_name, sent, parameter.data, part)
+
+    def _as_sent(self, found: dict[str, int]) -> dict[str, int]:
+        """The checksums by the names that were sent: that of the whole if those of all its parts are right."""
+        for name, whole in self._wholes.items():
+            own = {part: found.pop(part) for part in whole.parts if part in found}
+            if own:
+                is_right = all(whole.parts[part] == checksum for part, checksum in own.items())
+                found[name] = whole.checksum if is_right else ~whole.checksum & _MASK
+        return found
 
     def _now(self, held: _Held) -> int:
         """State of what is computed with: 1 for a packed layer that is right, a checksum for another parameter."""
@@ -172,13 +226,14 @@ class ReloadVerifier:
 
     def held(self, names: Iterable[str]) -> dict[str, int]:
         """The checksums of tensors of earlier reloads, as sent, where the rank computes with what it did then."""
-        known = {name: self._held[name] for name in names if name in self._held}
+        asked = [part for name in names for part in (self._wholes[name].parts if name in self._wholes else (name,))]
+        known = {name: self._held[name] for name in asked if name in self._held}
         now = {held.key: self._now(held) for held in known.values()}
         found = {
             name: held.checksum if now[held.key] == self._as_loaded[held.key] else ~held.checksum & _MASK
             for name, held in known.items()
         }
-        return found | {name: self._received[name] for name in names if name in self._received}
+        return self._as_sent(found | {name: self._received[name] for name in asked if name in self._received})
 
     def _pack_shared(self) -> None:
         """Pack again what got new values through another layer: an output matrix tied to the embeddings has no tensor
@@ -194,13 +249,6 @@ def is_packed(layer: Any) -> bool:
     """True for a matrix that is multiplied in a packed form on a CPU."""
     # Its own attribute: what vLLM wraps around a layer for LoRA passes on all of the layer's.
     return "cpu_linear" in vars(layer) and getattr(layer, "weight", None) is not None and layer.weight.ndim == 2
-
-
-def pack_experts(layer: Any, kernel: Any) -> None:
-    """Pack reloaded experts for a CPU's kernel. vLLM 0.32 does so when the kernel is made, at the first load only, and
-    after a reload would read the plain matrices as packed ones: other numbers, without an error."""
-    if layer.w13_weight.device.type == "cpu":
-        kernel.fused_experts.process_weights_after_loading(layer)
 
 
 @dataclass(frozen=True)
@@ -267,25 +315,14 @@ def held_part(layer: Any, parameter: torch.Tensor, shard: Any, num_rows: int) ->
     return parameter.data[begin : begin + size]
 
 
-def expert_part(parameter: torch.Tensor, expert: int, shard: str) -> torch.Tensor:
-    """The part of experts' fused parameter (experts, rows, columns) that one matrix of the checkpoint went to.
-
-    Args:
-        shard: ``w1`` (gate) and ``w3`` (up) are above one another, ``w2`` (down) is by itself.
-    """
-    whole = parameter.data[expert]
-    if shard == "w2":
-        return whole
-    rows = len(whole) // 2
-    return whole[:rows] if shard == "w1" else whole[rows:]
-
-
 def meant_part(layer: Any, whole: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that belongs into ``held``; the whole where sizes do not tell, which is then no match."""
     if hasattr(layer, "shard_indices"):
         own = layer.shard_indices
         return whole[own.org_vocab_start_index : own.org_vocab_end_index]
-    rank, size = getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
+    experts = getattr(layer, "moe_config", None)
+    ranks = layer if experts is None else experts.moe_parallel_config
+    rank, size = getattr(ranks, "tp_rank", 0), getattr(ranks, "tp_size", 1)
     if held.ndim != whole.ndim:
         return whole
     for dim, (all_of_it, own) in enumerate(zip(whole.shape, held.shape, strict=True)):

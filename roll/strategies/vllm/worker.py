@@ -282,8 +282,7 @@ class WeightReceiver:
             for name, tensor in _opened(tensors).items():
                 # A copy: its layer may wait for a tensor of the next bucket, and this may be shared memory.
                 received = tensor.to(device, copy=True)
-                verifier.expect(name, received)
-                yield name, received
+                yield from verifier.expect(name, received)
 
         self.model_runner.model.load_weights(arriving())
 

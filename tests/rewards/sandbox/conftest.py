@@ -23,12 +23,12 @@ _PUBLIC_PYTHON = "/usr/bin/python3"
 
 @dataclass(frozen=True)
 class Host:
-    """What the launched zygote may use, and what it then does not give."""
+    """Means that the launched zygote may use, and protections that it then does not give."""
 
     lacks: frozenset[str]
     settings: Settings = field(default_factory=Settings)
     launched: tuple[tuple[str, object], ...] = ()
-    """What :mod:`tests.rewards.sandbox.poorer_host` is asked for; needs the superuser."""
+    """Arguments of :mod:`tests.rewards.sandbox.poorer_host`; needs the superuser."""
 
     def start(self) -> Sandbox:
         if not sys.platform.startswith("linux"):

@@ -135,7 +135,7 @@ def sides() -> tuple[Instances, Instances]:
 
 
 def hand_over(value: Any, here: Instances, there: Instances) -> Any:
-    """What the other side gets, through JSON."""
+    """The value that the other side gets, through JSON."""
     reference = encode(value, here.encode)
     sent = json.loads(json.dumps({"value": reference, "instances": here.attributes(here.encode)}))
     there.update(sent["instances"], there.decode)

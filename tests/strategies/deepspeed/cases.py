@@ -1,4 +1,4 @@
-"""What ranks are asked to do in the tests of DeepSpeed."""
+"""Work of ranks in the tests of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def masters_of(strategy: DeepSpeedStrategy) -> dict[str, torch.Tensor]:
 
 
 def train_and_save(role: WorkerConfig, batch: TensorBatch, path: Path, steps: int) -> dict[str, Any]:
-    """Train, save half-way, train on; the state at the end, and a random number drawn there."""
+    """Train, save halfway, train on; the state at the end, and a random number drawn there."""
     torch.manual_seed(7)
     strategy = DeepSpeedStrategy(role, max_grad_norm=1.0)
     strategy.initialize(num_training_steps=10)

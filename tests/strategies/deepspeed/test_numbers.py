@@ -157,7 +157,7 @@ def test_bf16_equals_fsdp2_and_keeps_float32_weights(
 
 @pytest.fixture(scope="module")
 def bf16_reference(run_ranks: RunRanks, tied_model: Path) -> dict[str, torch.Tensor]:
-    """What rank 0 computes under FSDP2."""
+    """Results of rank 0 under FSDP2."""
     role = make_role(tied_model, "fsdp2_infer", dtype="bf16")
     return run_ranks(2, sharded_cases.forward, role, split_rows(make_batch(), SPLIT))[0]
 

@@ -120,7 +120,7 @@ def sampling_distribution(
     params: SamplingParams,
     end_token_ids: Sequence[int] = (EOS,),
 ) -> torch.Tensor:
-    """What the settings make of one row of logits (V,), token by token: log-probs float64 (V,)."""
+    """Apply the settings to one row of logits (V,), token by token: log-probs float64 (V,)."""
     values = logits.double().tolist()
     for token in set(context):
         factor = params.repetition_penalty

@@ -120,7 +120,7 @@ def sequence(*tokens: int) -> tuple[list[int], torch.Tensor]:
 
 
 def known(cache: PrefixCache, tokens: list[int]) -> list[float]:
-    """What the cache has of the keys of a prompt."""
+    """The cache's part of a prompt's keys."""
     found = cache.find(tokens)
     return [] if found is None else found[0].keys_values[0, 0, 0, : found[1], 0].tolist()
 

@@ -64,7 +64,7 @@ def test_recalled_requests_are_finished_by_another_engine(model_folder: Path) ->
 
 
 class Poison(Exception):
-    """What an engine raises that meets one of the requests named so."""
+    """The error of an engine that meets one of the requests named so."""
 
 
 def poison(worker: GenerationWorker, monkeypatch: pytest.MonkeyPatch, place: str) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a pool are asked to do in the tests of Megatron."""
+"""Work of the ranks of a pool in the tests of Megatron."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def export(role: WorkerConfig, rows: TensorBatch, path: Path, value: bool = Fals
 
 
 def train_and_save(role: WorkerConfig, batch: TensorBatch, path: Path, steps: int) -> dict[str, Any]:
-    """Train, save half-way, train on; the state at the end, and a random number drawn there."""
+    """Train, save halfway, train on; the state at the end, and a random number drawn there."""
     with fresh_groups():
         strategy = RecordingStrategy(role, max_grad_norm=1.0)
         strategy.initialize(num_training_steps=10)
@@ -160,7 +160,7 @@ def _end(strategy: RecordingStrategy, metrics: Metrics) -> dict[str, Any]:
 
 
 def save_state(role: WorkerConfig, batch: TensorBatch, path: Path) -> dict[str, torch.Tensor]:
-    """What a checkpoint after one step holds."""
+    """Contents of a checkpoint after one step."""
     with fresh_groups():
         strategy = RecordingStrategy(role)
         strategy.initialize(num_training_steps=10)

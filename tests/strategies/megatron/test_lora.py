@@ -38,7 +38,7 @@ TARGETS: dict[str, tuple[str, list[str] | str]] = {
 }
 """By name: a family and the targets of an adapter for it."""
 WHOLE = ["embed_tokens", "lm_head", "norm", "input_layernorm", "q_norm"]
-"""What is trained in full in addition to ``whole``."""
+"""Parameters trained in full in addition to ``whole``."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What cannot work is refused with the key, the value and a way out."""
+"""Configurations that cannot work are refused with the key, the value and a way out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the tests run in the engine process. An engine takes a minute to start, so a case asks it many things: each
-function returns plain values of all of them."""
+"""Functions that the tests run in the engine process. An engine takes a minute to start, so a case asks it many
+things: each function returns plain values of all of them."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def found(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> dict[str, Any]:
-    """What one engine of the tied model showed."""
+    """Results of one engine of the tied model."""
     result: dict[str, Any] = in_engine_process(cases.everything, folders["qwen2"])
     return result
 
 
 @pytest.fixture(scope="module")
 def kept(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> dict[str, Any]:
-    """What an engine of the untied model showed that keeps its cache over an update."""
+    """Results of an engine of the untied model that keeps its cache over an update."""
     result: dict[str, Any] = in_engine_process(cases.keep_in_flight, folders["qwen3"])
     return result
 

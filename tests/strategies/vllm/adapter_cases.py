@@ -1,4 +1,4 @@
-"""What the tests of LoRA adapters run in the engine process."""
+"""Functions that the tests of LoRA adapters run in the engine process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests run in the engine process: each function starts an engine and returns plain values."""
+"""Functions that the tests run in the engine process: each function starts an engine and returns plain values."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config
 
@@ -238,24 +239,43 @@ def failing_alone(folder: Path) -> dict[str, Any]:
     return {"failed": failed, "tokens": tokens, "largest": max(close), "left": started.num_unfinished}
 
 
-def experts_after_updates(folder: Path) -> list[tuple[list[str], bool]]:
-    """After 0, 1 and 2 updates of experts: names found wrong, and whether greedy tokens are the model's."""
-    model, found = load(folder), []
+def experts_after_updates(folder: Path, dtype: str = "fp32") -> list[tuple[list[str], list[str], bool, float]]:
+    """After 0, 1 and 2 updates of all weights as they travel: names found wrong, names that were not read back, whether
+    greedy tokens are the model's, and the largest distance of a log-prob."""
+    from roll.strategies.vllm.verification import ReloadVerifier
+
+    model, found = load(folder, dtype), []
     prompts = helpers.random_prompts([5, 9], seed=4)
-    with engine(folder) as started:
+    unread: list[str] = []
+    finish = ReloadVerifier.finish
+
+    def finish_watched(self: ReloadVerifier, remember: bool = False) -> dict[str, int]:
+        held = finish(self, remember)
+        unread.extend(self._received)
+        return held
+
+    with engine(folder, dtype) as started, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReloadVerifier, "finish", finish_watched)
         for version in range(3):
             wrong = []
             if version:
                 jolt(model, version)
-                sent = StoredLayout(model).views(dict(model.named_parameters()))
+                sent = StoredLayout(model).on_the_way().views(model.state_dict())
+                names = list(sent)
                 started.start_weight_update(version)
-                started.update_weights(sent)
+                for begin in range(0, len(names), 5):  # experts and fused layers are cut apart
+                    started.update_weights({name: sent[name] for name in names[begin : begin + 5]})
                 held = started.finish_weight_update()
                 wrong = [name for name, tensor in sent.items() if held.get(name) != tensor_checksum(tensor)]
             requests = [GenerationRequest(f"{version}.{i}", p, helpers.greedy(10)) for i, p in enumerate(prompts)]
             outputs = helpers.run(started, requests)
-            tokens = [outputs[f"{version}.{i}", 0].token_ids for i in range(len(prompts))]
-            found.append((wrong, tokens == [helpers.generate_greedy(model, prompt, 10) for prompt in prompts]))
+            mine = [outputs[f"{version}.{i}", 0] for i in range(len(prompts))]
+            tokens = [helpers.generate_greedy(model, prompt, 10) for prompt in prompts]
+            gaps = [
+                engine_cases.log_prob_gap(model, prompt, output.token_ids, output.log_probs)
+                for prompt, output in zip(prompts, mine, strict=True)
+            ]
+            found.append((wrong, list(unread), [output.token_ids for output in mine] == tokens, max(gaps)))
     return found
 
 

@@ -42,7 +42,20 @@ def make_models(folder: Path, kind: Any) -> None:
     for version in range(2):
         model.lm_head.weight[list(vision_token_ids(model.config))] *= 3
         vision_models.tiny_vl_model.save(model, words, folder / str(version))
+        _write_as_published(model, folder / str(version))
         jolt(model, 1)
+
+
+def _write_as_published(model: Any, folder: Path) -> None:
+    """transformers writes the experts of a new model as it computes with them; the hub has them transposed."""
+    from safetensors.torch import save_file
+
+    from roll.models.stored import StoredLayout
+
+    views = StoredLayout(model).views(dict(model.named_parameters()))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in views.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
 
 
 def generated(folder: Path, torchvision: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the tests of engines of several ranks run in the engine process."""
+"""Functions that the tests of engines of several ranks run in the engine process."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def parts_of_ranks() -> dict[str, Any]:
 
 
 def answers_of_ranks() -> dict[str, Any]:
-    """What ranks say, together."""
+    """Answers of all ranks, together."""
     from roll.strategies.vllm.worker import RankFailure, SharedBucket, check_results, joined_checksums
 
     messages = []

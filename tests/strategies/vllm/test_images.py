@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_images_before_and_after_an_update(tmp_path: Path, kind: str) -> None:
     image_cases.make_models(tmp_path, kind)
     with engine_process() as in_process:  # a new one, in which transformers is not imported yet

@@ -59,15 +59,18 @@ def test_stop_strings_end_where_hf_infer_ends(in_engine_process: Callable[..., A
     assert ours == embedded and ours[1] == "stop" and len(ours[0]) < 20
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"])
 def test_experts_are_computed_with_after_updates(
     in_engine_process: Callable[..., Any], tmp_path: Path, family: str
 ) -> None:
-    """Every matrix of every expert is where it belongs, and packed for the kernel again."""
+    """Every tensor of every expert is read back from where it belongs, and packed for the kernel again; so are biases
+    by which experts are chosen and sinks of attention."""
     sizes = {"vocab_size": 320, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    widths = {"intermediate_size": 64} | (
-        {"moe_intermediate_size": 32, "head_dim": 32} if family == "qwen3_moe" else {}
-    )
+    widths = {"intermediate_size": 64} | ({} if family == "mixtral" else {"head_dim": 32})
+    if family in ("qwen3_moe", "glm4_moe"):
+        widths["moe_intermediate_size"] = 32
     folder = write_moe(tmp_path, family, **sizes, **widths)
     helpers.make_tokenizer().save_pretrained(folder)
-    assert in_engine_process(cases.experts_after_updates, folder) == [([], True)] * 3
+    found = in_engine_process(cases.experts_after_updates, folder)
+    assert [(wrong, unread, same) for wrong, unread, same, _ in found] == [([], [], True)] * 3
+    assert max(gap for *_, gap in found) < FP32_GAP

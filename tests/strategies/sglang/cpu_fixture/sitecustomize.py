@@ -1,4 +1,4 @@
-"""Lets torchvision's build for GPUs be imported beside a torch for CPUs, in every process that the tests start.
+"""Lets torchvision's build for GPUs be imported next to a torch for CPUs, in every process that the tests start.
 
 SGLang imports torchvision, which at once describes two operators that its library for GPUs would have defined.
 """

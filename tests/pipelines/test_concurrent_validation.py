@@ -40,7 +40,7 @@ PLAN = ValidationPlan(
 
 @dataclass
 class Asked:
-    """What came of a validation."""
+    """Result of a validation."""
 
     metrics: dict[str, float]
     tokens: dict[str, list[list[int]]]
@@ -66,7 +66,7 @@ def before(one: Bench, version: int) -> Asked:
     return Asked.of(one.driver.run(begin(one)))
 
 
-def beside(one: Bench) -> Asked:
+def concurrently(one: Bench) -> Asked:
     """While the driver waits for something else, until it has nothing else to wait for."""
     validation = begin(one)
     for _ in ("log-probs", "update"):
@@ -75,7 +75,7 @@ def beside(one: Bench) -> Asked:
 
 
 @pytest.mark.parametrize("options", [{"ratio": 1}, {"ratio": 2.5, "filtered": True}, {"ratio": 1, "in_flight": False}])
-def test_answers_beside_generation_and_training_are_those_of_one_version(bench: Any, options: dict[str, Any]) -> None:  # noqa: F811
+def test_answers_during_generation_and_training_are_those_of_one_version(bench: Any, options: dict[str, Any]) -> None:  # noqa: F811
     """Engines have training prompts and questions of the same numbers at a time; one of them dies."""
     alone = before(bench(seed=5), 7)
     assert alone.versions == {7}
@@ -87,7 +87,7 @@ def test_answers_beside_generation_and_training_are_those_of_one_version(bench: 
         trained += one.step(step)
         if step == 4:
             one.engines.dead.add(1)
-        asked = beside(one)
+        asked = concurrently(one)
         assert asked.versions == {step}
         assert (asked.metrics, asked.tokens) == (alone.metrics, alone.tokens)
     assert len({group.order for group in trained}) == STEPS * one.batch
@@ -104,7 +104,7 @@ def test_what_fails_in_it_ends_the_wait_for_others(bench: Any) -> None:  # noqa:
 
 
 @pytest.mark.e2e
-def test_a_run_measures_the_same_beside_training_and_before_it(run: Run, world: TinyWorld, tmp_path: Path) -> None:
+def test_a_run_measures_the_same_during_training_and_before_it(run: Run, world: TinyWorld, tmp_path: Path) -> None:
     """Every number of every step and every answer; what differs is who waits."""
     section = {
         "data_args": {"file_name": [str(world.validation)], "messages": "messages"},
@@ -112,11 +112,11 @@ def test_a_run_measures_the_same_beside_training_and_before_it(run: Run, world: 
     }
     both = {"max_steps": 2, "eval_steps": 1, "val_batch_size": 5, "enable_old_logprobs_recompute": True}
     runs = {}
-    for name, changes in (("beside", {}), ("before", {"concurrent": False})):
+    for name, changes in (("concurrent", {}), ("before", {"concurrent": False})):
         output = tmp_path / name
         own = {"validation": section | changes, "rollout_dump_dir": str(output / "rollouts")}
         runs[name] = run(both | own, output=output)
-    ours, expected = runs["beside"], runs["before"]
+    ours, expected = runs["concurrent"], runs["before"]
     assert [untimed(row) for row in ours.steps] == [untimed(row) for row in expected.steps]
     assert all("val/greedy/accuracy" in row for row in ours.steps)
     for path in sorted((expected.output / "rollouts").iterdir()):
@@ -127,4 +127,4 @@ def test_a_run_measures_the_same_beside_training_and_before_it(run: Run, world: 
     for step in expected.steps:
         assert step["time/val_step"] >= step["time/val_step_total"]
     for step in ours.steps:
-        assert step["time/val_step"] < step["time/val_step_total"], "some of it was done beside other phases"
+        assert step["time/val_step"] < step["time/val_step_total"], "some of it was done alongside other phases"

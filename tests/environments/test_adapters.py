@@ -1,0 +1,275 @@
+"""Environments of other libraries through their adapters, and classes in gymnasium's form.
+
+The libraries are not installed everywhere: in their place stand modules with the part of their interface that the
+adapters use, drawing from the process-wide generators as the games of these libraries do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll.environments.base import BrokenContract, read_reset, read_step, reset_arguments
+from roll.environments.checking import check_environment
+from roll.environments.registry import EnvironmentOptionError, make_environment
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
+    """A module, and those that it lies in."""
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        path = ".".join(parts[:depth])
+        if path not in sys.modules:
+            monkeypatch.setitem(sys.modules, path, ModuleType(path))
+    for key, value in contents.items():
+        monkeypatch.setattr(sys.modules[name], key, value, raising=False)
+
+
+class Discrete:
+    """Numbers from 0."""
+
+    dtype = np.int64
+
+    def __init__(self, n: int) -> None:
+        self.n, self.rng = n, np.random.default_rng()
+
+    def seed(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def sample(self) -> Any:
+        return self.rng.integers(self.n)
+
+    def contains(self, value: Any) -> bool:
+        whole = isinstance(value, int) or (getattr(value, "shape", None) == () and value.dtype == np.int64)
+        return whole and 0 <= int(value) < self.n
+
+
+class GymEnv:
+    """gymnasium's base class."""
+
+
+class Corridor(GymEnv):
+    """Walk to the lamp; observations of numpy's numbers, ``reset`` with keywords alone, as gymnasium has it."""
+
+    def __init__(self, length: int = 6) -> None:
+        self.length, self.action_space = length, Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.at, self.lamp = np.random.default_rng(seed).choice(self.length, 2, replace=False)
+        return self.seen(), {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert isinstance(action, int | np.ndarray | np.integer)
+        self.at = min(self.length - 1, max(0, self.at + (1 if action else -1)))
+        return self.seen(), np.float64(self.at == self.lamp), np.bool_(self.at == self.lamp), False, {}  # type: ignore[return-value]
+
+    def seen(self) -> Any:
+        return {"at": np.int64(self.at), "others": (np.array([1, 2]), np.float32(0.5))}
+
+
+class Echo(GymEnv):
+    """Speaks text and has no action space."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        self.word = f"w{seed}"
+        return f"say {self.word}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", float(action == self.word), True, False, {}
+
+
+class Mimic:
+    """In gymnasium's form without being its class."""
+
+    reset, step = Echo.reset, Echo.step
+
+
+class Rowed:
+    """Needs the row of a data set."""
+
+    def reset(self, seed: int, task: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        self.word = task["word"]
+        return f"say {self.word}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", float(action == self.word), True, False, {}
+
+
+@pytest.fixture
+def gymnasium(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Error(Exception):
+        pass
+
+    class NamespaceNotFound(Error):
+        pass
+
+    def make(name: str, **options: Any) -> Any:
+        if name != "own:Corridor-v0":
+            raise NamespaceNotFound("Namespace own not found.")
+        return Corridor(**options)
+
+    error = SimpleNamespace(Error=Error, NamespaceNotFound=NamespaceNotFound)
+    install(monkeypatch, "gymnasium", Env=GymEnv, make=make, error=error)
+
+
+def begun(environment: Any, seed: int, task: Any = None) -> Any:
+    given, named = reset_arguments(environment, seed, task)
+    return environment.reset(*given, **named)
+
+
+@pytest.mark.usefixtures("gymnasium")
+def test_gymnasium_by_id_and_by_class() -> None:
+    for name in ("gymnasium:own:Corridor-v0", f"{__name__}.Corridor"):
+        report = check_environment(name, {"length": 4}, episodes=4)
+        assert (report.faults, report.remarks) == ([], []), name
+        environment = make_environment(name, {"length": 4})
+        (first,) = read_reset(name, begun(environment, 3)).observation
+        assert first["content"] in [f"{{'at': {at}, 'others': ([1, 2], 0.5)}}" for at in range(4)]
+        assert read_step(name, environment.step("2")).info == {"valid": False}
+        assert read_step(name, environment.step(" 1 ")).info == {"valid": True}
+    instructed = make_environment("gymnasium:own:Corridor-v0", {"instruction": "Walk. ", "format_penalty": -0.5})
+    assert begun(instructed, 3)[0].startswith("Walk. {'at'") and instructed.step("x")[1] == -0.5  # type: ignore[index]
+    with pytest.raises(EnvironmentOptionError, match="module that registers it: gymnasium:my_package:own/Corridor-v0"):
+        make_environment("gymnasium:own/Corridor-v0")
+
+
+@pytest.mark.usefixtures("gymnasium")
+@pytest.mark.parametrize("kind", [Echo, Mimic])
+def test_a_class_in_gymnasium_s_form_speaks_text(kind: type) -> None:
+    name = f"{__name__}.{kind.__name__}"
+    environment = make_environment(name)
+    assert begun(environment, 7)[0] == "say w7" and environment.step("w7")[1] == 1.0  # type: ignore[index]
+    assert check_environment(name, {}, episodes=2).faults == []
+
+
+def test_an_environment_of_rows_is_checked_on_rows() -> None:
+    name = f"{__name__}.Rowed"
+    found = check_environment(
+        name, {}, episodes=2, actions=["bird"].__getitem__, rows=[{"word": "fish"}, {"word": "bird"}]
+    )
+    assert found.faults == [] and found.returns == [0.0, 1.0]
+    (fault,) = check_environment(name, {}, episodes=2).faults
+    assert "TypeError" in fault and "test_adapters.py:" in fault
+
+
+class Drawing:
+    """A game that draws from the generators of the process."""
+
+    def reset(self, num_players: int = 1, seed: int | None = None) -> Any:
+        self.number, self.moves = random.randrange(1000) + np.random.randint(1000), 0
+        return f"number {self.number}", {"suffix": "\nGo"}
+
+    def sample_random_action(self) -> str:
+        return str(random.randrange(1000))
+
+
+class GemGame(Drawing):
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return f"{random.random()}", 1.0, True, False, {"suffix": "!"}
+
+
+def _not_implemented(self: Any) -> str:
+    raise NotImplementedError
+
+
+_not_implemented.__module__ = "gem.core"
+
+
+class GemQuestion(GemGame):
+    """Has random actions from GEM's base class alone, which has none."""
+
+    sample_random_action = _not_implemented
+
+
+class TextGame(Drawing):
+    """Two players in turn, two moves each; whoever says ``win`` wins."""
+
+    def reset(self, num_players: int = 1, seed: int | None = None) -> Any:
+        assert num_players == 2, f"The number of players has to be 2, received {num_players}"
+        return super().reset(num_players, seed)
+
+    def get_observation(self) -> tuple[int, Any]:
+        return self.moves % 2, [(-1, f"number {self.number}", "kind"), (0, f"move {self.moves}", "kind")]
+
+    def step(self, action: str) -> tuple[bool, dict[str, Any]]:
+        self.moves += 1
+        self.won = (self.moves - 1) % 2 if action == "win" else None
+        return action == "win" or self.moves == 4, {}
+
+    def close(self) -> tuple[dict[int, float], dict[int, Any]]:
+        return {player: 0.0 if self.won is None else 1.0 if player == self.won else -1.0 for player in (0, 1)}, {}
+
+
+def test_gem(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "gem.envs.registration", ENV_REGISTRY={"game:Draw-v0": None, "rg:letters": None})
+    install(monkeypatch, "gem", make=lambda name: GemGame() if name == "game:Draw-v0" else GemQuestion())
+    report = check_environment("gem:game:Draw-v0", {}, episodes=3)
+    assert report.faults == [], "its draws depend on the seed alone"
+    environment = make_environment("game:Draw-v0")
+    assert begun(environment, 1)[0].endswith("\nGo") and environment.step("1")[0].endswith("!")  # type: ignore[index]
+    question = check_environment("rg:letters", {}, episodes=2)
+    assert question.faults == [] and "no sample_action(rng)" in question.remarks[0]
+    with pytest.raises(EnvironmentOptionError, match="did you mean 'game:Draw-v0'"):
+        make_environment("gem:game:Draw-v1")
+
+
+def _opponent(text: str) -> str:
+    assert "move" in text
+    return "pass"
+
+
+def test_textarena(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "textarena", make=lambda name: TextGame())
+    options = {"num_players": 2, "opponent": f"{__name__}._opponent"}
+    environment: Any = make_environment("textarena:Draw-v0", options)
+    seen = [begun(environment, 5)[0] for _ in range(2)]
+    assert seen[0] == seen[1] and seen[0].endswith("move 0")
+    assert environment.step("pass")[:4] == (seen[0].replace("move 0", "move 2"), 0.0, False, False)
+    _, reward, terminated, _, info = environment.step("win")
+    assert (reward, terminated, info["success"]) == (1.0, True, True)
+    with pytest.raises(EnvironmentOptionError, match="needs `opponent`"):
+        make_environment("textarena:Draw-v0", {"num_players": 2})
+    with pytest.raises(BrokenContract, match=r"has to be 2, received 1(?s:.*)num_players says 1"):
+        begun(make_environment("textarena:Draw-v0"), 1)
+
+
+def test_openenv(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+
+    class Client:
+        def __init__(self, base_url: str) -> None:
+            sent.append(base_url)
+
+        async def connect(self) -> None:
+            sent.append("connect")
+
+        async def reset(self, **options: Any) -> Any:
+            sent.append(options)
+            return SimpleNamespace(observation={"text": "look"})
+
+        async def step(self, action: Any) -> Any:
+            sent.append(action)
+            return SimpleNamespace(observation={"text": "seen"}, reward=None, done=True)
+
+        async def close(self) -> None:
+            sent.append("close")
+
+    install(monkeypatch, "openenv.core.generic_client", GenericEnvClient=Client)
+    environment: Any = make_environment(
+        "openenv:http://localhost:8000", {"observation_key": "text", "action_key": "move"}
+    )
+
+    async def played() -> Any:
+        first = await begun(environment, 4, {"level": 2})
+        second = await environment.step("left")
+        await environment.close()
+        return first, second
+
+    assert asyncio.run(played()) == (("look", {}), ("seen", 0.0, True, False, {}))
+    assert sent == ["http://localhost:8000", "connect", {"seed": 4, "level": 2}, {"move": "left"}, "close"]
