@@ -224,7 +224,9 @@ HERE = (
     "qwen2.5-7B-rlvr_megatron/rlvr_config_4nodes",
 )
 """A minute; the others take five minutes of a core: ``make test-recipes``."""
-ALL = pytest.mark.skipif(not os.environ.get("TEST_RECIPES"), reason="`make test-recipes` runs it")
+OTHERS = bool(os.environ.get("TEST_RECIPES"))
+FEW = pytest.mark.skipif(OTHERS, reason="`make test-long` runs it")
+ALL = pytest.mark.skipif(not OTHERS, reason="`make test-recipes` runs it")
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +235,7 @@ def known() -> dict[Any, Any]:
     return {}
 
 
-@pytest.mark.parametrize("recipe", [one if one in HERE else pytest.param(one, marks=ALL) for one in RECIPES])
+@pytest.mark.parametrize("recipe", [pytest.param(one, marks=FEW if one in HERE else ALL) for one in RECIPES])
 def test_recipes_for_real_models_need_what_the_page_says(recipe: str, known: dict[Any, Any]) -> None:
     row = recipe_row(recipe, known)
     assert row in PAGE.read_text(encoding="utf-8"), "python -m benchmarks.rehearsal --recipes --write"
