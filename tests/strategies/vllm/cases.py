@@ -20,6 +20,7 @@ from tests.strategies import engine_cases, stream_cases
 from tests.strategies.engine_cases import MAX_MODEL_LEN, distribution_gaps, steps, update
 from tests.strategies.engine_models import COMMON, jolt, load
 from tests.strategies.hf_infer import helpers
+from tests.strategies.moe_models import write_moe
 
 _shared: dict[Path, GenerationStrategy] = {}
 
@@ -239,7 +240,20 @@ def failing_alone(folder: Path) -> dict[str, Any]:
     return {"failed": failed, "tokens": tokens, "largest": max(close), "left": started.num_unfinished}
 
 
-def experts_after_updates(folder: Path, dtype: str = "fp32") -> list[tuple[list[str], list[str], bool, float]]:
+def moe_folder(folder: Path, family: str) -> Path:
+    """A tiny model with experts, of sizes that vLLM has kernels for on a CPU."""
+    sizes = {"vocab_size": 320, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    widths = {"intermediate_size": 64} | ({} if family == "mixtral" else {"head_dim": 32})
+    if family in ("qwen3_moe", "glm4_moe"):
+        widths["moe_intermediate_size"] = 64
+    write_moe(folder, family, **sizes, **widths)
+    helpers.make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def experts_after_updates(
+    folder: Path, dtype: str = "fp32", **options: Any
+) -> list[tuple[list[str], list[str], bool, float]]:
     """After 0, 1 and 2 updates of all weights as they travel: names found wrong, names that were not read back, whether
     greedy tokens are the model's, and the largest distance of a log-prob."""
     from roll.strategies.vllm.verification import ReloadVerifier
@@ -254,7 +268,7 @@ def experts_after_updates(folder: Path, dtype: str = "fp32") -> list[tuple[list[
         unread.extend(self._received)
         return held
 
-    with engine(folder, dtype) as started, pytest.MonkeyPatch.context() as patch:
+    with engine(folder, dtype, **options) as started, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ReloadVerifier, "finish", finish_watched)
         for version in range(3):
             wrong = []
