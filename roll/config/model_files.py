@@ -141,6 +141,16 @@ FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """The same for values of ``model_type`` that are tested under other strategies than the rest."""
 
+REASONS: dict[tuple[str, str], str] = {
+    ("deepseek_v3", "vllm"): (
+        "vLLM 0.32 takes every weight of it, but its kernels for latent attention on a CPU compute other log-probs "
+        "than the model, so none of it is tested"
+    ),
+    ("qwen3_next", "vllm"): "on a CPU vLLM 0.32 computes linear attention in bf16 alone, which is not tested",
+    ("qwen3_5_moe_text", "vllm"): "on a CPU vLLM 0.32 computes linear attention in bf16 alone, which is not tested",
+}
+"""By ``model_type`` and strategy: what was found where the family was tried."""
+
 RECURRENT_TYPES = frozenset(
     (
         "bamba",

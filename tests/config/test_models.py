@@ -18,9 +18,11 @@ import pytest
 import yaml
 
 from roll import preflight
+from roll.config.checks.roles import family_problem
 from roll.config.loader import load_config
 from roll.config.model_files import FAMILIES, NEEDS, SUPPORT, layer_classes, missing, model_folder, needed
 from roll.config.reading.errors import ConfigError, Problem
+from roll.config.roles import StrategyArguments, WorkerConfig
 from tests.config.good import GOOD, changed
 
 DENSE: dict[str, Any] = {
@@ -84,6 +86,17 @@ def test_families_are_recognised(folder: Path, model: dict[str, Any], needs: lis
     assert [problem.key for problem in problems] == (["pretrain"] if lacking else [])
     for name in lacking:
         assert NEEDS[name] in problems[0].rule and problems[0].example is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [("glm4_moe", None), ("gpt_oss", None), ("deepseek_v3", "latent attention"), ("qwen3_next", "in bf16 alone")],
+)
+def test_families_of_experts_in_vllm(model_type: str, words: str | None) -> None:
+    role = WorkerConfig("actor_infer", strategy_args=StrategyArguments("vllm", {}))
+    model = {**DENSE, "model_type": model_type, "num_experts": 8}
+    problem = family_problem(model, "actor_infer", role)
+    assert problem is None if words is None else words in str(problem) and "hf_infer computes it" in str(problem)
 
 
 RECURRENT = {**DENSE, "layer_types": ["linear_attention"]}

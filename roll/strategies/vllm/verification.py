@@ -118,7 +118,9 @@ class ReloadVerifier:
         for parameter_name, bound in get_layerwise_info(layer).loaded_weights:
             arguments = bound.arguments
             loaded = arguments.get("loaded_weight")
-            name = self._names.get(loaded.data_ptr()) if isinstance(loaded, torch.Tensor) else None
+            if not isinstance(loaded, torch.Tensor):
+                continue
+            name = self._names.get(loaded.data_ptr())
             if name is None or loaded.numel() != self._sent[name].numel():
                 continue
             if "expert_id" in arguments:
