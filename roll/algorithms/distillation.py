@@ -3,7 +3,7 @@ r"""Divergences between a teacher p and a student q, from log-probs over the sam
 A bucket is a token, or (the last one, where ``has_tail``) all tokens that are not listed by themselves. Grouping tokens
 can only lower a divergence, and it is 0 exactly where every bucket has equal mass on both sides: a student that puts
 its mass outside the teacher's k most probable tokens pays for it, which it does not where both sides are renormalised
-over the k (``topk_tail: renormalised``).
+over the k (``topk_tail: renormalised``) or the rest is left out of the sum (``ignored``).
 
     forward_kl         sum p log(p/q)                                     Hinton et al., 2015, arXiv 1503.02531
     reverse_kl         sum q log(q/p)                                     MiniLLM, arXiv 2306.08543
@@ -40,10 +40,19 @@ def divergence(student: Tensor, teacher: Tensor, options: DivergenceConfig, has_
         has_tail: the last bucket is the rest of the vocabulary.
     """
     assert student.shape == teacher.shape, (student.shape, teacher.shape)
-    if options.topk_tail == "renormalised" and has_tail:
-        student, teacher = student[:, :-1].log_softmax(-1), teacher[:, :-1].log_softmax(-1)
+    is_partial = options.topk_tail == "ignored" and has_tail
+    if options.topk_tail != "bucket" and has_tail:
+        student, teacher = student[:, :-1], teacher[:, :-1]
+        if not is_partial:
+            student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
         has_tail = False
+    if options.log_prob_floor is not None:
+        student, teacher = student.clamp(min=options.log_prob_floor), teacher.clamp(min=options.log_prob_floor)
     value = DIVERGENCES[options.kd_objective](student, teacher, options, has_tail)
+    if is_partial:
+        value = value.clamp(min=0.0)  # masses that do not add up to 1 may have a sum below 0
+    if options.divergence_clamp is not None:
+        value = value.clamp(-options.divergence_clamp, options.divergence_clamp)
     return value * options.kd_temperature**2 if options.kd_temperature_squared else value
 
 

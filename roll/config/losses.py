@@ -216,6 +216,10 @@ KDObjective = Literal[
 KD_OBJECTIVES: tuple[str, ...] = get_args(KDObjective)
 
 
+TopkTail = Literal["bucket", "renormalised", "ignored"]
+TOPK_TAILS: tuple[str, ...] = get_args(TopkTail)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DivergenceConfig:
     """Options of a divergence between a teacher p and a student q."""
@@ -225,9 +229,14 @@ class DivergenceConfig:
     ``skewed_reverse_kl``, ``js_divergence`` (generalised by ``js_beta``) or ``total_variation``."""
     logits_topk: int = setting(64, ge=0)
     """Tokens of the teacher's distribution that are compared, the most probable ones; 0: the whole vocabulary."""
-    topk_tail: Literal["bucket", "renormalised"] = "bucket"
+    topk_tail: TopkTail = "bucket"
     """The rest of the vocabulary: ``bucket`` compares its mass as one further token; ``renormalised`` ignores it on
-    both sides, as ROLL does, and so leaves the student's mass on the compared tokens unconstrained."""
+    both sides, as ROLL does, and so leaves the student's mass on the compared tokens unconstrained; ``ignored`` leaves
+    it out of the sum, which then counts from 0 on, as verl does."""
+    log_prob_floor: float | None = setting(None, lt=0)
+    """Log-probs of both sides that are compared are this at least; null: as they are."""
+    divergence_clamp: float | None = setting(None, gt=0)
+    """The divergence of a token is held within +- this bound; null: as it is."""
     kd_temperature: float = setting(1.0, gt=0)
     """Divides the logits of both sides before they are compared."""
     teacher_temperature: float = setting(1.0, gt=0)

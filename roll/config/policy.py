@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from roll.config.algorithm import PPOConfig
-from roll.config.losses import KD_OBJECTIVES, parse_opd_form
+from roll.config.losses import KD_OBJECTIVES, TOPK_TAILS, parse_opd_form
 from roll.config.reading.fields import rules, setting
 from roll.config.roles import GenerationWorkerConfig, ReferenceWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig
@@ -129,6 +129,12 @@ class PolicyRunConfig(PPOConfig, RunConfig):
     """``opd_form: topk`` and ``full_vocabulary``: the divergence, as ``kd_objective`` of distillation."""
     opd_topk: int = setting(64, ge=1, read_if={"opd_form": ("topk",)})
     """``opd_form: topk``: the teacher's most probable tokens that are compared, the rest as one bucket."""
+    opd_topk_tail: str = setting("bucket", choices=TOPK_TAILS, read_if={"opd_form": ("topk",)})
+    """``opd_form: topk``: the rest of the vocabulary, as ``topk_tail`` of distillation."""
+    opd_log_prob_floor: float | None = setting(None, lt=0, read_if={"opd_form": ("topk", "full_vocabulary")})
+    """``opd_form: topk`` and ``full_vocabulary``: log-probs that are compared are this at least; null: as they are."""
+    opd_clamp: float | None = setting(None, gt=0, read_if={"teacher": ()})
+    """The divergence of a token from its teacher, or the log-ratio in its advantage, is held within +- this bound."""
     lmbda: float = setting(1.0, ge=0, le=1, read_if={"is_pure_opd": (True,)})
     """``opd_form: topk`` and ``full_vocabulary``: share of the prompts that the student answers; the others come with
     the responses of their rows (``data_args.response``), as in GKD."""

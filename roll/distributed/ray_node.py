@@ -277,12 +277,13 @@ class Board:
             found: bytes | None = self._client.internal_kv_get(key.encode(), self._NAMESPACE)
         return found
 
-    def has(self, key: str) -> bool:
-        """True where there is something of this name; False where the head does not answer within a second."""
+    def glance(self, key: str) -> bytes | None:
+        """Like :meth:`get`; None also where the head does not answer within a second."""
         try:
-            return self._client.internal_kv_get(key.encode(), self._NAMESPACE, timeout=1) is not None
+            found: bytes | None = self._client.internal_kv_get(key.encode(), self._NAMESPACE, timeout=1)
         except ray.exceptions.RayError:
-            return False
+            return None
+        return found
 
 
 @contextlib.contextmanager

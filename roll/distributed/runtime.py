@@ -8,7 +8,9 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -82,6 +84,8 @@ _JOIN_SECONDS = 600.0
 _HEAD_POLL_SECONDS = 1.0
 _HEAD_MISSES = 3
 _OVER = "over"
+_SIGNAL = "signal"
+"""Note of a further node that gets a signal: the number, how many it has had, and its name."""
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 120.0
 """For a node of a cluster that was there to start a process and say which versions it has."""
@@ -109,6 +113,7 @@ def ray_runtime(
     log_dir: Path | None = None,
     object_store_bytes: int | None = None,
     join_timeout: float = _JOIN_SECONDS,
+    saves_on_usr1: bool = False,
 ) -> Iterator[RayRuntime]:
     """Ray, for the length of a ``with`` block.
 
@@ -119,8 +124,9 @@ def ray_runtime(
     * otherwise a private Ray is started on the loopback interface with ports and a folder of its own.
 
     Leaving the block (by success, exception or signal) ends every process of the run on this node, and so does the
-    hard end of this process (kill -9, out of memory, a second Ctrl-C). SIGINT, SIGTERM, SIGHUP and SIGUSR1 raise
-    :class:`~roll.distributed.signals.Interrupted` in the block; Ray and the workers are not reached by them.
+    hard end of this process (kill -9, out of memory, a second Ctrl-C). SIGINT, SIGTERM, SIGHUP and SIGUSR1, to this
+    node or to a further one, raise :class:`~roll.distributed.signals.Interrupted` in the block; Ray and the workers are
+    not reached by them.
 
     Args:
         num_devices_per_node: Logical device slots of a node without accelerators.
@@ -129,6 +135,7 @@ def ray_runtime(
         log_dir: Folder for one log file a worker; None: ``ROLL_LOG_DIR``, else they go with Ray's own logs.
         object_store_bytes: Size of the object store; None: by the host's memory.
         join_timeout: Seconds that nodes wait for each other.
+        saves_on_usr1: SIGUSR1 asks for a checkpoint, and raises nothing.
 
     Raises:
         ConfigError: environment variables that make no sense; several nodes without a secret between them.
@@ -144,6 +151,7 @@ def ray_runtime(
     defaults = {**WORKER_DEFAULTS, **RAY_SETTINGS, MARK_ENV: mark}
     inherited = {name: value for name, value in defaults.items() if name not in os.environ} | exported
     with _private_auth(nodes), _environment({**DRIVER_SETTINGS, **exported}), ending.handled():
+        ending.saves_on_usr1 = saves_on_usr1
         if nodes.ray_address is not None:
             with _guarded(mark, None) as guard, _connected(nodes.ray_address, None, inherited):
                 _compare_nodes()
@@ -158,8 +166,38 @@ def ray_runtime(
             guard.tell({"daemons": daemon_pids(node)})
             with _watched(node, folder, guard), _connected(node.address, options.address, passed_on):
                 _wait_for_nodes(node.address, options.address, nodes.world_size, num_nodes, join_timeout)
-                with _dismissing_nodes(node.address, nodes.world_size > 1 and supervised.is_attached):
+                with (
+                    _signals_of_nodes(node.address, nodes.world_size),
+                    _dismissing_nodes(node.address, nodes.world_size > 1 and supervised.is_attached),
+                ):
                     yield RayRuntime(node.address, owned=True, log_dir=log_dir, mark=mark, guard=guard)
+
+
+@contextlib.contextmanager
+def _signals_of_nodes(address: str, world_size: int) -> Iterator[None]:
+    """In the block, a signal that a further node has got counts as one to this process: a scheduler sends it to all
+    nodes of a job, a cloud to the machine that it takes back."""
+    if world_size == 1:
+        yield
+        return
+    over = threading.Event()
+
+    def watch() -> None:
+        board, last = Board(address), b""
+        while not over.wait(_HEAD_POLL_SECONDS):
+            text = board.glance(_SIGNAL) or b""
+            if text != last:
+                last = text
+                number, _, name = text.decode().split(" ", 2)
+                logger.warning("%s has got %s", name, signal.Signals(int(number)).name)
+                ending.take_over(int(number))
+
+    thread = threading.Thread(target=watch, name="signals of nodes", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 @contextlib.contextmanager
@@ -274,7 +312,10 @@ def _connected(address: str, node_ip: str | None, passed_on: Mapping[str, str] |
 
 def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_timeout: float) -> NoReturn:
     """Be a node of somebody else's run until its head is gone. Served again (``max_restarts``), it waits for as long as
-    the head may take to come back; when it does not, the run was done."""
+    the head may take to come back; when it does not, the run was done.
+
+    A first signal is passed on to node 0, which ends the run in good order; the ranks on this node are needed for that.
+    """
     assert options.gcs_address is not None
     rejoin = supervised.rejoin_seconds
     join_timeout = rejoin or join_timeout
@@ -292,14 +333,24 @@ def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_t
             )
         time.sleep(_HEAD_POLL_SECONDS)
     board = _answer_roll_call(options, give_up)
-    with session_dir() as folder, _guarded(mark, folder), _own_node(options, inherited, folder) as node:
+    with (
+        session_dir() as folder,
+        _guarded(mark, folder),
+        _own_node(options, inherited, folder) as node,
+        ending.holding(),
+    ):
         logger.info("node %d serves the run of %s", options.rank, options.gcs_address)
-        misses = 0
+        misses = signals = 0
+        passed_on = False
         while misses < _HEAD_MISSES:
             time.sleep(_HEAD_POLL_SECONDS)
             error = connection_error(host, port)
             misses = 0 if error is None else misses + 1
-            if error is None and supervised.is_attached and board.has(_OVER):
+            if error is None and (ending.save_requested or (ending.received is not None and not passed_on)):
+                signals, passed_on = signals + 1, ending.received is not None
+                _pass_on(board, options, signals)
+            if error is None and supervised.is_attached and board.glance(_OVER) is not None:
+                ending.check()
                 supervised.tell(end=DONE)
                 raise SystemExit(0)
             if node.dead_processes():
@@ -310,6 +361,19 @@ def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_t
     if not isinstance(error, ConnectionRefusedError):  # the head's host would refuse, if it could be reached
         raise NodeError(f"node {options.rank} has lost the network to the head at {options.gcs_address}: {error}")
     raise SystemExit(0)
+
+
+def _pass_on(board: Board, options: NodeOptions, count: int) -> None:
+    number = ending.received or signal.SIGUSR1
+    if ending.received is not None:
+        logger.warning(
+            "%s: node 0 saves what is done and ends the run, and this node serves it until then; once more ends it "
+            "at once, and what is not saved is lost",
+            number.name,
+        )
+    ending.save_requested = False
+    name = f"node {options.rank} ({socket.gethostname()}, {options.address})"
+    board.put(_SIGNAL, f"{int(number)} {count} {name}".encode())
 
 
 def _answer_roll_call(options: NodeOptions, give_up: float) -> Board:

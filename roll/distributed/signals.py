@@ -54,6 +54,8 @@ class EndingSignals:
         self._held = 0
         self._pending: BaseException | None = None
         self._first: float | None = None
+        self._uncounted = 0
+        """Signals that :meth:`take_over` sends, and that are nobody's first request."""
         self._ignored: set[signal.Signals] = set()
         """By whoever started the process: ``nohup`` does that, and shells do it to background jobs."""
         self._raised: BaseException | None = None
@@ -82,7 +84,7 @@ class EndingSignals:
                 self._depth -= 1
             return
         self.received = self._first = self._pending = self._raised = self.on_first = self.on_second = None
-        self._depth, self._held = 1, 0
+        self._depth, self._held, self._uncounted = 1, 0, 0
         self.saves_on_usr1 = self.save_requested = False
         numbers = [*ENDING, *([] if _WAKE is None else [_WAKE])]
         before = {number: signal.getsignal(number) for number in numbers}
@@ -150,6 +152,13 @@ class EndingSignals:
         if _WAKE is not None and self._depth:
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
 
+    def take_over(self, number: int) -> None:
+        """React as to a signal of this process, from another thread, unless one has come already: another node of the
+        run has got it. One that comes to this process later is still the first."""
+        if self.received is None:
+            self._uncounted += not self._asks_to_save(number)
+            os.kill(os.getpid(), number)
+
     def meant(self, error: BaseException) -> BaseException:
         """The exception of a handler, where a library interrupted by it raises an error of its own: Ray's calls end
         in a ``KeyboardInterrupt`` or ``SystemExit`` whatever the handler raises."""
@@ -168,7 +177,7 @@ class EndingSignals:
             raise SystemExit(1) from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.saves_on_usr1 and number == _SAVE:
+        if self._asks_to_save(number):
             self.save_requested = True
             os.write(2, b"\nSIGUSR1: a checkpoint follows the step in flight\n")
             return
@@ -186,12 +195,17 @@ class EndingSignals:
         with reader:
             while numbers := reader.recv(16):
                 for number in numbers:
-                    if number in ENDING and not (self.saves_on_usr1 and number == _SAVE):
+                    if number in ENDING and not self._asks_to_save(number):
                         self._seen(number)
+
+    def _asks_to_save(self, number: int) -> bool:
+        return self.saves_on_usr1 and number == _SAVE
 
     def _seen(self, number: int) -> None:
         now = time.monotonic()
-        if self._first is None:
+        if self._uncounted:
+            self._uncounted -= 1
+        elif self._first is None:
             self._first = now
         elif now - self._first > SAME_SECONDS:
             if self.on_second is not None:

@@ -8,7 +8,7 @@ import inspect
 import random
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def check_environment(
     """
     report = EnvironmentReport()
     first, second = make_environment(env_type, env_config), make_environment(env_type, env_config)
-    if actions is None and not hasattr(first, "sample_action"):
+    if actions is None and not samples_actions(first):
         report.remarks.append("no sample_action(rng): every action is the text 'test'")
     asyncio.run(_check(env_type, first, second, episodes, actions, report, rows))
     return report
@@ -138,7 +138,7 @@ async def play(
     rows: Sequence[Mapping[str, Any]] = (),
 ) -> Played:
     """One episode: the given actions, else random ones drawn from ``seed``."""
-    rng = random.Random(seed)
+    rng, samples = random.Random(seed), samples_actions(environment)
     given, named = reset_arguments(environment, seed, row_of(rows, seed))
     answer = await _timed(functools.partial(environment.reset, *given, **named), "reset", report)
     played = Played([], [read_reset(name, answer)])
@@ -149,11 +149,16 @@ async def play(
             except IndexError:
                 break
         else:
-            action = environment.sample_action(rng) if hasattr(environment, "sample_action") else "test"
+            action = environment.sample_action(rng) if samples else "test"  # type: ignore[attr-defined]
         answer = await _timed(functools.partial(environment.step, action), "step", report)
         played.actions.append(action)
         played.turns.append(read_step(name, answer))
     return played
+
+
+def samples_actions(environment: Environment) -> bool:
+    """It has ``sample_action``, and what it wraps knows random actions."""
+    return getattr(environment, "sample_action", None) is not None
 
 
 def row_of(rows: Sequence[Mapping[str, Any]], seed: int) -> Mapping[str, Any] | None:
@@ -166,13 +171,10 @@ async def _timed(call: Callable[[], Any], method: str, report: EnvironmentReport
     begin = time.perf_counter()
     answer = call()
     if inspect.isawaitable(answer):
-        gaps = asyncio.create_task(_longest_gap())
-        await asyncio.sleep(0)
-        answer = await answer
-        gaps.cancel()
-        longest = await gaps
+        stretches = _Stretches(answer)
+        answer = await stretches
         remark = f"{method} is a coroutine that blocks the event loop; use `await asyncio.to_thread(...)` inside"
-        if report is not None and longest > _BLOCKING_SECONDS and remark not in report.faults:
+        if report is not None and stretches.longest > _BLOCKING_SECONDS and remark not in report.faults:
             report.faults.append(remark)
     if report is not None:
         taken = 1e3 * (time.perf_counter() - begin)
@@ -183,13 +185,24 @@ async def _timed(call: Callable[[], Any], method: str, report: EnvironmentReport
     return answer
 
 
-async def _longest_gap() -> float:
-    """Seconds between two turns of the event loop, the longest until it is cancelled."""
-    longest, last = 0.0, time.perf_counter()
-    try:
+class _Stretches:
+    """An awaitable, with the longest time that it kept the event loop: from one place where it waits to the next.
+
+    Pauses of the loop would not tell: on a busy machine they are long whatever the awaitable does.
+    """
+
+    def __init__(self, awaitable: Awaitable[Any]) -> None:
+        self._steps = awaitable.__await__()
+        self.longest = 0.0
+        """Seconds."""
+
+    def __await__(self) -> Generator[Any, Any, Any]:
         while True:
-            await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            longest, last = max(longest, now - last), now
-    except asyncio.CancelledError:
-        return max(longest, time.perf_counter() - last)
+            begin = time.perf_counter()
+            try:
+                waits_for = next(self._steps)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self.longest = max(self.longest, time.perf_counter() - begin)
+            yield waits_for

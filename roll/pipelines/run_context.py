@@ -99,12 +99,12 @@ class RunContext:
                     self.plan.num_nodes,
                     self._outputs.profiling().environment() | self.config.system_envs,
                     log_dir / "workers",
+                    saves_on_usr1=self.config.on_usr1 == "save",
                 )
             )
             self._guard = runtime.guard
             supervised.tell(mark=runtime.mark)
             ending.on_first = self._interruption.begin
-            ending.saves_on_usr1 = self.config.on_usr1 == "save"
             self._outputs.write_config()
             last_step = None if self._resume is None else self._resume.step - 1
             tracked = self._outputs.tracked_run(last_step)

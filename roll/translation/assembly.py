@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roll.translation.algorithms import put_algorithm
+from roll.translation.distillation import put_teacher
 from roll.translation.episodes import put_episodes
 from roll.translation.families import put_family, put_routes
 from roll.translation.placement import (
@@ -231,6 +232,7 @@ STEPS: tuple[Callable[[Draft], None], ...] = (
     put_optimizers,
     put_algorithm,
     put_models,
+    put_teacher,
     put_steps,
     put_data,
     put_stops,

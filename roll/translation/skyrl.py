@@ -55,7 +55,8 @@ FACTS: dict[str, Any] = {
     "ranks_round_down": True,
 }
 """KL and value are means over responses, the entropy one over tokens, whatever ``loss_reduction`` says; one weight of
-the KL serves loss and reward; the length that sums are divided by contains the prompt; mini-batches are rounded down to whole samples of a rank."""
+the KL serves loss and reward; the length that sums are divided by contains the prompt; mini-batches are rounded down to
+whole samples of a rank."""
 
 
 ENVIRONMENTS = {"gsm8k": "gsm8k_rule", "gsm8k_multi_turn": "gsm8k_rule", "aime": "math_rule", "lcb": "code_sandbox"}

@@ -8,10 +8,11 @@ from typing import Any
 
 import yaml
 
+from roll.translation.distillation import find_teacher
 from roll.translation.episodes import find_tool_episodes
 from roll.translation.families import LANGUAGE_PART
 from roll.translation.reading import CONFIG_NAME, read_yaml
-from roll.translation.rules import Dialect
+from roll.translation.rules import Dialect, Draft
 from roll.translation.tables import one_of, read_table
 
 ESTIMATORS = {
@@ -29,6 +30,7 @@ ESTIMATORS = {
 """The last three differ from the papers' of the same name."""
 KL_TYPES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 KL_TYPES |= {f"{theirs}+": ours if ours == "k2" else f"{ours}+" for theirs, ours in KL_TYPES.items()}
+DISTILLATION = {name: kind for name, kind in KL_TYPES.items() if "+" not in name} | {"forward_kl_topk": "topk"}
 OTHER_KL_TYPES = {"full": "it is not implemented in verl either"}
 LOSSES = {
     "vanilla": "ppo",
@@ -103,7 +105,7 @@ TOOL_TEMPLATE = """\
 {{- "<|im_start|>" ~ message.role ~ "\\n" ~ say(message.content) ~ "<|im_end|>\\n" }}
 {%- endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}"""
-"""Qwen2.5's format of tools, with images: what verl's Geometry3K files set, as Qwen2.5-VL's own template has no tools."""
+"""Qwen2.5's format of tools, with images: verl's Geometry3K files set it, as Qwen2.5-VL's own template has no tools."""
 GEO3K = {
     **_turns(2048, max_assistant_turns=5),
     "actor_rollout_ref.model.custom_chat_template": TOOL_TEMPLATE,
@@ -202,9 +204,17 @@ PROGRAMS: tuple[tuple[str, dict[str, bool]], ...] = (
 CONVERSIONS = {
     "estimator": one_of(ESTIMATORS),
     "kl_type": one_of(KL_TYPES, OTHER_KL_TYPES),
+    "distill_mode": one_of(DISTILLATION),
     "loss": one_of(LOSSES),
     **{f.__name__: f for f in (config_name, nullable, level, hugging_face_layers, exclude_modules)},
 }
+
+
+def prepare(draft: Draft) -> None:
+    find_tool_episodes(draft)
+    find_teacher(draft)
+
+
 VERL = Dialect(
     "verl",
     "verl",
@@ -213,6 +223,6 @@ VERL = Dialect(
     FACTS,
     PROGRAMS,
     files=with_file,
-    prepare=find_tool_episodes,
+    prepare=prepare,
     empty_is_false=True,
 )

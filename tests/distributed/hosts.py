@@ -37,6 +37,12 @@ def ip(*words: str) -> str:
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 
 
+def clean_environment() -> dict[str, str]:
+    """That of a host on which nothing of a run is set, with this interpreter and this tree."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "ROLL_", "GLOO_"))}
+    return {**kept, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
 @dataclass(frozen=True)
 class Host:
     """A namespace that passes for a host."""
@@ -50,10 +56,9 @@ class Host:
     def start(self, words: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
         """A command on this host, under the host's name."""
         named = ["unshare", "--uts", "sh", "-c", f'hostname {self.name}; exec "$@"', "sh", *words]
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "ROLL_", "GLOO_"))}
         return subprocess.Popen(
             ["ip", "netns", "exec", self.name, *named],
-            env={**kept, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ},
+            env={**clean_environment(), **environ},
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

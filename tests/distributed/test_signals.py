@@ -155,3 +155,15 @@ def test_an_error_from_another_thread_ends_the_wait_of_a_driver(ending: EndingSi
         assert ending.meant(raised.value) is lost
     finally:
         driver.close()
+
+
+def test_one_that_another_node_has_got_is_taken_over(ending: EndingSignals) -> None:
+    """The process's own, which may come later, is the same request and does not end it at once."""
+    thread = threading.Thread(target=ending.take_over, args=[signal.SIGTERM])
+    with pytest.raises(Interrupted, match="ended by SIGTERM"), ending.holding():
+        thread.start()
+        thread.join()
+        time.sleep(SAME_SECONDS + 0.1)
+        get(signal.SIGTERM)
+    ending.take_over(signal.SIGTERM)  # of a third node: nothing more
+    assert ending.received == signal.SIGTERM

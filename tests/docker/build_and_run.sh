@@ -68,7 +68,7 @@ write_pip_configuration() {
 # Local files and folders that pip's configuration names, as --volume arguments. Of a local index (file:///x/simple) the
 # folder above: its pages link to files beside them.
 local_mounts() {
-    tr ' =' '\n\n' <"$work_dir/pip.conf" | sed -E 's#^file://(/.+)/[^/]+/?$#\1#' | grep '^/' | sort -u | while read -r path; do
+    tr ' =' '\n' <"$work_dir/pip.conf" | sed -E 's#^file://(/.+)/[^/]+/?$#\1#' | grep '^/' | sort -u | while read -r path; do
         [[ ! -e $path ]] || printf -- '--volume\n%s\n' "$path:$path:ro"
     done
 }

@@ -236,13 +236,6 @@ def test_skypilot(stand_ins: dict[str, str], tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", "-c", task["setup"]], check=True)
 
 
-@pytest.mark.long
-def test_skypilot_reads_its_file() -> None:
-    sky = pytest.importorskip("sky", reason="needs the package skypilot")
-    task = sky.Task.from_yaml(str(FOLDER / "skypilot.yaml"))
-    assert task.num_nodes == 2
-
-
 CONTAINER = {
     "type": "object",
     "required": ["name", "image", "resources"],
@@ -323,6 +316,26 @@ RAY_JOB = {
     },
 }
 """The fields that the manifest uses, as KubeRay's reference of ``ray.io/v1`` lists them; others are misspelt."""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("shutdownAfterJobFinishes", "shutdownAfterJobFinished", "'shutdownAfterJobFinished' was unexpected"),
+        ("mode: token", "mode: tokens", "'tokens' is not one of"),
+        ('num-gpus: "0"', "num-gpus: 0", "0 is not of type 'string'"),
+        ("minReplicas: 2", "minReplica: 2", "'minReplica' was unexpected"),
+        ("replicas: 2", 'replicas: "2"', "'2' is not of type 'integer'"),
+        ("image: roll-cuda:0.1.0", "image: roll-cuda", "does not match"),
+        ("ray.io/v1", "ray.io/v1alpha1", "'ray.io/v1' was expected"),
+    ],
+)
+def test_fields_that_kuberay_does_not_have_are_refused(old: str, new: str, said: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    text = (FOLDER / "kuberay.yaml").read_text()
+    assert old in text
+    with pytest.raises(jsonschema.ValidationError, match=re.escape(said)):
+        jsonschema.validate(yaml.safe_load(text.replace(old, new)), RAY_JOB)
 
 
 def test_kuberay() -> None:

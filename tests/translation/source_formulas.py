@@ -311,6 +311,39 @@ def verl_actor(batch: Responses, settings: Settings) -> Tensor:
     return total - get("actor.entropy_coeff", 0.0) * verl_aggregate(whole, batch.entropy, mode, length)
 
 
+def verl_distilled(batch: Responses, settings: Settings, of_tokens: Tensor | None = None) -> Tensor:
+    """The actor's loss with distillation; ``reference`` is the teacher.
+
+    Args:
+        of_tokens: the divergence of top-k distributions, where it is that.
+    """
+    loss = {key.partition("distillation_loss.")[2]: value for key, value in settings.items()}
+    mode, kind = settings.get("actor.loss_agg_mode", "token-mean"), loss.get("loss_mode", "k3")
+    each = divergence(batch.log_probs, batch.reference, kind) if of_tokens is None else of_tokens
+    if (bound := loss.get("loss_max_clamp")) is not None:
+        each = each.clamp(-bound, bound)
+    if loss.get("use_policy_gradient", False):
+        low, high = loss.get("clip_ratio_low", 0.2), loss.get("clip_ratio_high", 0.2)
+        each = dual_clipped(ratio_of(batch), -each.detach(), low, high, 3.0)
+    total = verl_aggregate(batch, each, mode, settings.get("actor.loss_scale_factor"))
+    if not loss.get("use_task_rewards", True):
+        return total
+    return verl_actor(batch, settings) + loss.get("distillation_loss_coef", 1.0) * total
+
+
+def verl_topk(student: Tensor, teacher: Tensor, count: int, floor: float | None) -> Tensor:
+    """sum p log(p/q) over the teacher's ``count`` most probable tokens, of log-probs (B, R, V): (B, R), not below 0."""
+    result = torch.zeros(student.shape[:2], dtype=student.dtype)
+    for i in range(student.shape[0]):
+        for t in range(student.shape[1]):
+            for token in teacher[i, t].argsort(descending=True)[:count]:
+                p, q = teacher[i, t, token], student[i, t, token]
+                if floor is not None:
+                    p, q = p.clamp(min=floor), q.clamp(min=floor)
+                result[i, t] = result[i, t] + p.exp() * (p - q)
+    return result.clamp(min=0.0)
+
+
 def verl_kept(batch: Responses, settings: Settings) -> Tensor:
     """The mask without what ``rollout_rs`` rejects by k1, k2, k3 of tokens, or their sum, mean, largest."""
     criteria = settings.get("algorithm.rollout_correction.rollout_rs")

@@ -27,7 +27,7 @@ REWARD_KEYS = (
     *("norm_mean_type", "norm_std_type", "reward_clip", "reward_weights", "overlong_buffer_length"),
     "add_token_level_kl",
 )
-"""What is done to rewards, of which pure distillation learns nothing."""
+"""Keys of reward shaping, from which pure distillation learns nothing."""
 
 
 def teacher_role(name: str) -> str:
@@ -81,7 +81,14 @@ def opd_divergence(config: PolicyRunConfig) -> DivergenceConfig:
     """The divergence of ``opd_form: topk`` and ``full_vocabulary``."""
     count = config.opd_topk if config.opd_form == "topk" else 0
     objective: Any = config.opd_objective
-    return DivergenceConfig(kd_objective=objective, logits_topk=count)
+    tail: Any = config.opd_topk_tail
+    return DivergenceConfig(
+        kd_objective=objective,
+        logits_topk=count,
+        topk_tail=tail,
+        log_prob_floor=config.opd_log_prob_floor,
+        divergence_clamp=config.opd_clamp,
+    )
 
 
 def check_opd(

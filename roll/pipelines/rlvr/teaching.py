@@ -41,8 +41,8 @@ def routed(batch: DataProto, tags: Sequence[str] | None) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What one teacher has said."""
+class TeacherAnswer:
+    """One teacher's answer."""
 
     teacher: str
     rows: np.ndarray
@@ -55,20 +55,22 @@ class Heard:
     """In place of the tokens of ``seen``."""
 
 
-def hear(
+def ask_teachers(
     batch: DataProto,
     teachers: Mapping[str, Cluster],
     config: PolicyRunConfig,
     enter: Callable[[Cluster], None],
     ask: Callable[[Cluster, DataProto], PendingCall[DataProto]],
-) -> Iterator[Heard]:
-    """What each teacher says of its rows, in their order. Teachers without a device in common compute concurrently,
+) -> Iterator[TeacherAnswer]:
+    """Each teacher's answer for its rows, in their order. Teachers without a device in common compute concurrently,
     others take turns."""
-    waiting: list[Callable[[], Heard]] = []
+    waiting: list[Callable[[], TeacherAnswer]] = []
     busy: set[int] = set()
 
-    def answer(name: str, rows: np.ndarray, part: DataProto, seen: DataProto, columns: Callable[[], Any]) -> Heard:
-        return Heard(name, rows, part, seen, columns())
+    def answer(
+        name: str, rows: np.ndarray, part: DataProto, seen: DataProto, columns: Callable[[], Any]
+    ) -> TeacherAnswer:
+        return TeacherAnswer(name, rows, part, seen, columns())
 
     for name, cluster in teachers.items():
         rows = routed(batch, config.teacher[name].tag_included)
@@ -84,6 +86,12 @@ def hear(
         waiting.append(partial(answer, name, rows, part, seen, asked(seen, cluster, partial(ask, cluster))))
         busy |= devices
     yield from (one() for one in waiting)
+
+
+def estimated(own: torch.Tensor, of_teacher: torch.Tensor, config: PolicyRunConfig) -> torch.Tensor:
+    """``kl_penalty`` of each sampled token's log-probs, (B, L), within +- ``opd_clamp``."""
+    estimate = kl_estimate(own, of_teacher, KLOptions(estimator=config.kl_penalty))
+    return estimate if config.opd_clamp is None else estimate.clamp(-config.opd_clamp, config.opd_clamp)
 
 
 def add_teacher_divergence(
@@ -108,11 +116,11 @@ def add_teacher_divergence(
     def ask(cluster: Cluster, some: DataProto) -> PendingCall[DataProto]:
         return cluster.call(ModelWorker.compute_log_probs, some, temperature=temperature)
 
-    for heard in hear(batch, teachers, config, enter, ask):
-        name, rows, part = heard.teacher, heard.rows, heard.part
-        of_teacher = back_in_place(heard.columns["log_probs"], heard.seen, part)
+    for answer in ask_teachers(batch, teachers, config, enter, ask):
+        name, rows, part = answer.teacher, answer.rows, answer.part
+        of_teacher = back_in_place(answer.columns["log_probs"], answer.seen, part)
         mask, own = part.batch["response_mask"], part.batch["old_log_probs"]
-        estimate = kl_estimate(own, of_teacher, KLOptions(estimator=config.kl_penalty)) * mask
+        estimate = estimated(own, of_teacher, config) * mask
         total[torch.from_numpy(rows)] += weights[name] * estimate
         tokens = float(mask.sum())
         metrics[f"opd/{name}/kl"] = Mean(float(((own - of_teacher) * mask).sum()), tokens)
@@ -141,12 +149,12 @@ def add_teacher_targets(
         compute_top_tokens, count, limit = ModelWorker.compute_top_tokens, wanted.count, wanted.limit
         return cluster.call(compute_top_tokens, some, count=count, limit=limit, temperature=temperature)
 
-    for heard in hear(batch, teachers, config, enter, ask):
-        own = torch.from_numpy(heard.rows)
+    for answer in ask_teachers(batch, teachers, config, enter, ask):
+        own = torch.from_numpy(answer.rows)
         for column, source in zip(teacher_columns(TEACHER), TEACHER_COLUMNS, strict=True):
-            values = back_in_place(heard.columns[source], heard.seen, heard.part)
+            values = back_in_place(answer.columns[source], answer.seen, answer.part)
             if column not in tensors:
                 tensors[column] = values.new_zeros(len(batch), *values.shape[1:])
             tensors[column][own] = values
-        tensors[TEACHER_INDEX][own] = numbers[heard.teacher]
-        tensors[TEACHER_WEIGHTS][own] = weights[heard.teacher]
+        tensors[TEACHER_INDEX][own] = numbers[answer.teacher]
+        tensors[TEACHER_WEIGHTS][own] = weights[answer.teacher]
