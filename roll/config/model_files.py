@@ -148,6 +148,11 @@ REASONS: dict[tuple[str, str], str] = {
     ),
     ("qwen3_next", "vllm"): "on a CPU vLLM 0.32 computes linear attention in bf16 alone, which is not tested",
     ("qwen3_5_moe_text", "vllm"): "on a CPU vLLM 0.32 computes linear attention in bf16 alone, which is not tested",
+    **dict.fromkeys(
+        [(family, "sglang") for family in VISION_FAMILIES],
+        "on a CPU SGLang 0.5.23 loads no image processor of this family: that imports kernels which it publishes for "
+        "GPUs alone",
+    ),
 }
 """By ``model_type`` and strategy: what was found where the family was tried."""
 

@@ -89,12 +89,18 @@ def test_families_are_recognised(folder: Path, model: dict[str, Any], needs: lis
 
 
 @pytest.mark.parametrize(
-    ("model_type", "words"),
-    [("glm4_moe", None), ("gpt_oss", None), ("deepseek_v3", "are not the model's"), ("qwen3_next", "in bf16 alone")],
+    ("model", "strategy", "words"),
+    [
+        ({"model_type": "glm4_moe", "num_experts": 8}, "vllm", None),
+        ({"model_type": "gpt_oss", "num_experts": 8}, "vllm", None),
+        ({"model_type": "qwen3_vl_moe", "vision_config": {}, "text_config": {"num_experts": 8}}, "vllm", None),
+        ({"model_type": "deepseek_v3", "num_experts": 8}, "vllm", "are not the model's"),
+        ({"model_type": "qwen3_next", "num_experts": 8}, "vllm", "in bf16 alone"),
+        ({"model_type": "qwen2_5_vl", "vision_config": {}}, "sglang", "no image processor"),
+    ],
 )
-def test_families_of_experts_in_vllm(model_type: str, words: str | None) -> None:
-    role = WorkerConfig("actor_infer", strategy_args=StrategyArguments("vllm", {}))
-    model = {**DENSE, "model_type": model_type, "num_experts": 8}
+def test_an_engine_says_why_it_lacks_a_family(model: dict[str, Any], strategy: str, words: str | None) -> None:
+    role = WorkerConfig("actor_infer", strategy_args=StrategyArguments(strategy, {}))
     problem = family_problem(model, "actor_infer", role)
     assert problem is None if words is None else words in str(problem) and "hf_infer computes it" in str(problem)
 
