@@ -100,9 +100,9 @@ def questions(number: int) -> Iterator[Row]:
 
 
 PLAYERS: dict[str, dict[str, tuple[Callable[[int], Iterator[Row]], int]]] = {
-    "lake": {"sft": (lake, 48_000)},
+    "lake": {"sft": (lake, 96_000)},
     "guess": {"sft": (guess, 24_000)},
-    "calculator": {"sft": (calculator, 28_000), "sft2": (calculator_seldom, 1_600)},
+    "calculator": {"sft": (calculator, 56_000), "sft2": (calculator_seldom, 1_600)},
     "tools": {"sft": (tools, 28_000), "sft2": (tools_seldom, 1_600), "questions": (questions, 20_000)},
 }
 """By task and file: the player, and the number of rows."""

@@ -148,6 +148,13 @@ def adapted(environment: Any) -> Any:
 class GemEnvironment(_Wrapped):
     """A GEM environment: gymnasium's five-tuple with texts; ``info["suffix"]`` is added to the observation."""
 
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        # The base class of GEM has the method too, and raises NotImplementedError in it.
+        own = getattr(type(getattr(inner, "unwrapped", inner)), "sample_random_action", None)
+        if getattr(own, "__module__", "gem.core") != "gem.core":
+            self.sample_action = self._sampled
+
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         with self._generators(seed):
             observation, info = self.inner.reset(seed=seed)
@@ -159,7 +166,7 @@ class GemEnvironment(_Wrapped):
         text = f"{observation}{info.get('suffix', '')}"
         return text, float(reward), bool(terminated), bool(truncated), dict(info)
 
-    def sample_action(self, rng: random.Random) -> str:
+    def _sampled(self, rng: random.Random) -> str:
         # Apart from the game's own draws: an episode is the same whoever has chosen its actions.
         with _OwnGenerators()(rng.getrandbits(32)):
             return str(self.inner.sample_random_action())
@@ -255,7 +262,10 @@ class TextArenaEnvironment(_Wrapped):
         with self._generators(seed):
             # Wrappers of the library keep what earlier games said.
             self.inner = self._make()
-            self.inner.reset(num_players=self._num_players, seed=seed)
+            try:
+                self.inner.reset(num_players=self._num_players, seed=seed)
+            except AssertionError as error:
+                raise BrokenContract(f"textarena: {error}; env_config.num_players says {self._num_players}") from error
             text, _ = self._to_own_turn(False)
         return text, {}
 

@@ -72,7 +72,7 @@ def check_environment(
     """
     report = EnvironmentReport()
     first, second = make_environment(env_type, env_config), make_environment(env_type, env_config)
-    if actions is None and not hasattr(first, "sample_action"):
+    if actions is None and not samples_actions(first):
         report.remarks.append("no sample_action(rng): every action is the text 'test'")
     asyncio.run(_check(env_type, first, second, episodes, actions, report, rows))
     return report
@@ -138,7 +138,7 @@ async def play(
     rows: Sequence[Mapping[str, Any]] = (),
 ) -> Played:
     """One episode: the given actions, else random ones drawn from ``seed``."""
-    rng = random.Random(seed)
+    rng, samples = random.Random(seed), samples_actions(environment)
     given, named = reset_arguments(environment, seed, row_of(rows, seed))
     answer = await _timed(functools.partial(environment.reset, *given, **named), "reset", report)
     played = Played([], [read_reset(name, answer)])
@@ -149,11 +149,16 @@ async def play(
             except IndexError:
                 break
         else:
-            action = environment.sample_action(rng) if hasattr(environment, "sample_action") else "test"
+            action = environment.sample_action(rng) if samples else "test"  # type: ignore[attr-defined]
         answer = await _timed(functools.partial(environment.step, action), "step", report)
         played.actions.append(action)
         played.turns.append(read_step(name, answer))
     return played
+
+
+def samples_actions(environment: Environment) -> bool:
+    """It has ``sample_action``, and what it wraps knows random actions."""
+    return getattr(environment, "sample_action", None) is not None
 
 
 def row_of(rows: Sequence[Mapping[str, Any]], seed: int) -> Mapping[str, Any] | None:

@@ -145,10 +145,10 @@ def load_environment_class(env_type: str) -> Callable[..., Environment]:
         raise EnvironmentOptionError(f"env_type {env_type!r} cannot be imported: {error}") from error
 
 
-def _adapted(environment: Any) -> Environment:
+def _adapted(environment: Environment) -> Environment:
     """A class of one's own may be one of gymnasium's; the adapters are read only where that library is."""
     if "gymnasium" not in sys.modules:
-        return environment  # type: ignore[no-any-return]
+        return environment
     return _load("roll.environments.adapters", "adapted")(environment)
 
 

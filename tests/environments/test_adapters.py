@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll.environments.base import read_reset, read_step, reset_arguments
+from roll.environments.base import BrokenContract, read_reset, read_step, reset_arguments
 from roll.environments.checking import check_environment
 from roll.environments.registry import EnvironmentOptionError, make_environment
 
@@ -174,8 +174,25 @@ class GemGame(Drawing):
         return f"{random.random()}", 1.0, True, False, {"suffix": "!"}
 
 
+def _not_implemented(self: Any) -> str:
+    raise NotImplementedError
+
+
+_not_implemented.__module__ = "gem.core"
+
+
+class GemQuestion(GemGame):
+    """Has random actions from GEM's base class alone, which has none."""
+
+    sample_random_action = _not_implemented
+
+
 class TextGame(Drawing):
     """Two players in turn, two moves each; whoever says ``win`` wins."""
+
+    def reset(self, num_players: int = 1, seed: int | None = None) -> Any:
+        assert num_players == 2, f"The number of players has to be 2, received {num_players}"
+        return super().reset(num_players, seed)
 
     def get_observation(self) -> tuple[int, Any]:
         return self.moves % 2, [(-1, f"number {self.number}", "kind"), (0, f"move {self.moves}", "kind")]
@@ -190,12 +207,14 @@ class TextGame(Drawing):
 
 
 def test_gem(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, "gem.envs.registration", ENV_REGISTRY={"game:Draw-v0": None})
-    install(monkeypatch, "gem", make=lambda name: GemGame())
+    install(monkeypatch, "gem.envs.registration", ENV_REGISTRY={"game:Draw-v0": None, "rg:letters": None})
+    install(monkeypatch, "gem", make=lambda name: GemGame() if name == "game:Draw-v0" else GemQuestion())
     report = check_environment("gem:game:Draw-v0", {}, episodes=3)
     assert report.faults == [], "its draws depend on the seed alone"
     environment = make_environment("game:Draw-v0")
     assert begun(environment, 1)[0].endswith("\nGo") and environment.step("1")[0].endswith("!")  # type: ignore[index]
+    question = check_environment("rg:letters", {}, episodes=2)
+    assert question.faults == [] and "no sample_action(rng)" in question.remarks[0]
     with pytest.raises(EnvironmentOptionError, match="did you mean 'game:Draw-v0'"):
         make_environment("gem:game:Draw-v1")
 
@@ -216,6 +235,8 @@ def test_textarena(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (reward, terminated, info["success"]) == (1.0, True, True)
     with pytest.raises(EnvironmentOptionError, match="needs `opponent`"):
         make_environment("textarena:Draw-v0", {"num_players": 2})
+    with pytest.raises(BrokenContract, match=r"has to be 2, received 1(?s:.*)num_players says 1"):
+        begun(make_environment("textarena:Draw-v0"), 1)
 
 
 def test_openenv(monkeypatch: pytest.MonkeyPatch) -> None:
