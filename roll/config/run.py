@@ -148,7 +148,8 @@ class RunConfig:
     """Between phases, move the states of roles that share devices to host memory while another one works there. null:
     on accelerators; true: on a CPU host too (which frees nothing there but the KV caches); false: everything stays."""
     is_offload_optimizer_states_in_train_step: bool = False
-    """Also move optimizer states off the devices during the forward and backward passes."""
+    """Also move optimizer states to host memory for the forward and backward passes of every step, which takes two
+    copies a step; on a CPU host it frees nothing."""
     profiler_timeline: bool = False
     """Write PyTorch timelines of what the workers of the training roles, the reference and the critic compute."""
     profiler_memory: bool = False

@@ -100,6 +100,8 @@ def shared_prompt_attention(
     heads, head_dim = query.shape[1], query.shape[3]
     num_prompts, prompt_width = prompt_parts.prompts.shape
     num_parts, part_width = prompt_parts.parts.shape
+    if query.device.type == "cpu" and num_parts <= MOST_PARTS * num_prompts:
+        return _part_by_part(query, key, value, prompt_parts, scaling)
     prompt_query, part_query = _split(query, prompt_parts)
     prompt_key, part_key = _split(key, prompt_parts)
     prompt_value, part_value = _split(value, prompt_parts)
@@ -127,6 +129,33 @@ def shared_prompt_attention(
         ]
     ).index_select(0, prompt_parts.restore)
     return output.view(1, -1, heads, head_dim)
+
+
+MOST_PARTS = 2
+"""Parts a prompt (the responses of a pair) up to which a CPU computes them one after another, without padding and with
+fewer copies than all at once: a third less of the backward pass."""
+
+
+def _part_by_part(query: Tensor, key: Tensor, value: Tensor, parts: PromptParts, scaling: float | None) -> Tensor:
+    """:func:`shared_prompt_attention` with a call for each prompt and part. In a mask a part's tokens see what is in
+    front of them in it, and all of the prompt."""
+    flat = [length for lengths in parts.lengths for length in lengths]
+    # split, not slices: its backward pass joins the pieces once instead of adding up as many full-size gradients.
+    pieces = zip(query.split(flat, 2), key.split(flat, 2), value.split(flat, 2), strict=True)
+    outputs = []
+    for prompt, *own in parts.lengths:
+        prompt_query, prompt_key, prompt_value = next(pieces)
+        outputs.append(
+            scaled_dot_product_attention(prompt_query, prompt_key, prompt_value, is_causal=prompt > 1, scale=scaling)
+        )
+        for length in own:
+            part_query, part_key, part_value = next(pieces)
+            if not length:  # of a response of one token nothing is computed
+                continue
+            seen = torch.ones(length, prompt + length, dtype=torch.bool, device=query.device).tril_(prompt)
+            keys, values = torch.cat([prompt_key, part_key], 2), torch.cat([prompt_value, part_value], 2)
+            outputs.append(scaled_dot_product_attention(part_query, keys, values, attn_mask=seen, scale=scaling))
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
 
 def _split(tensor: Tensor, prompt_parts: PromptParts) -> tuple[Tensor, Tensor]:

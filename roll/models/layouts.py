@@ -54,10 +54,14 @@ class PromptParts(_OnDevice):
     """bool (B or 1, 1, R, P + R): what a response token may see of its prompt and of its own part."""
     restore: Tensor
     """int64 (N,), the place of each token in the prompts followed by the parts, both flattened."""
+    lengths: tuple[tuple[int, ...], ...]
+    """Of each prompt and the parts behind it, in the order of the N tokens, which are their sum."""
 
     def padded(self, count: int) -> PromptParts:
-        """With ``count`` more tokens, which get another token's result."""
-        return replace(self, restore=pad(self.restore, (0, count)))
+        """With ``count`` more tokens, whose results are of no use."""
+        if not count:
+            return self
+        return replace(self, restore=pad(self.restore, (0, count)), lengths=(*self.lengths, (count,)))
 
 
 @dataclass(frozen=True)
@@ -430,4 +434,7 @@ def _prompt_parts(
     part_mask = torch.cat(
         [seen[:, None].expand(-1, part_width, -1), own.expand(len(seen), part_width, part_width)], dim=2
     )
-    return PromptParts(prompts, parts, group, part_mask[:, None], restore)
+    by_prompt = [[length] for length in prompt_lengths.tolist()]
+    for prompt, length in zip(group.tolist(), part_lengths.tolist(), strict=True):
+        by_prompt[prompt].append(length)
+    return PromptParts(prompts, parts, group, part_mask[:, None], restore, tuple(map(tuple, by_prompt)))

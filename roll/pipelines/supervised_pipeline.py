@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -103,7 +104,9 @@ class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
     def start(self, resources: ResourceManager) -> int:
         """Start the clusters, read the data, continue from a checkpoint if there is one; the steps already done."""
         self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
-        self.learner = self.cluster(self.role, self.worker, self.settings(), resources)
+        offloads = self.config.is_offload_optimizer_states_in_train_step
+        settings = replace(self.settings(), offload_optimizer_in_steps=offloads)
+        self.learner = self.cluster(self.role, self.worker, settings, resources)
         if self.frozen_role is not None and self.frozen_role in self.plan.roles:
             worker = teacher_worker(self.plan.roles[self.frozen_role].section)
             self.frozen = self.cluster(self.frozen_role, worker, None, resources)

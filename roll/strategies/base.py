@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -136,6 +136,8 @@ class ModelStrategy(ABC):
         self.platform.set_device()
         self.device = self.platform.device()
         self._offloaded: dict[StateKind, OffloadedStorages] = {}
+        self.offloads_optimizer_in_steps = False
+        """Optimizer states leave the device for the forward and backward passes of a step."""
         self._configure()
 
     def _configure(self) -> None:
@@ -221,6 +223,15 @@ class ModelStrategy(ABC):
             if kind in self._offloaded:
                 self._offloaded.pop(kind).restore()
         current_platform().synchronize()
+
+    @contextmanager
+    def _without_optimizer(self) -> Iterator[None]:
+        """The block is a step's forward and backward passes: the optimizer's states come back after it."""
+        if self.offloads_optimizer_in_steps:
+            self.offload_states([StateKind.OPTIMIZER_STATES])
+        yield
+        if self.offloads_optimizer_in_steps:
+            self.load_states([StateKind.OPTIMIZER_STATES])
 
     @abstractmethod
     def save_hf(self, path: Path) -> None:

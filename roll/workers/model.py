@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,8 @@ class ModelSettings:
 
     max_grad_norm: float | None = None
     """None: that of the role."""
+    offload_optimizer_in_steps: bool = field(default=False, kw_only=True)
+    """Optimizer states leave the device for the forward and backward passes."""
 
 
 class ModelWorker(Worker):
@@ -72,6 +74,7 @@ class ModelWorker(Worker):
             seed=self.context.seed,
             max_grad_norm=self.settings.max_grad_norm,
         )
+        self.strategy.offloads_optimizer_in_steps = self.settings.offload_optimizer_in_steps
         self.strategy.initialize(num_training_steps)
 
     @property

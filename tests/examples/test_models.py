@@ -158,3 +158,33 @@ def test_the_script_runs_the_recipe_of_its_folder(folder: str, recorder: Path) -
         found = parse_launcher_args(arguments, "tiny", "rlvr_config")
         assert launcher == "examples/start_rlvr_pipeline.py"
         assert (found.config_path, found.config_name, found.overrides) == (folder, config, ("max_steps=3",))
+
+
+GIVEN = {
+    "qwen2.5-7B-preferences/dpo_config": ("actor_train", "128; 8 ranks x 16", {"actor_train": NODE, "reference": NODE}),
+    "qwen2.5-7B-preferences/rm_config": ("reward_train", "128; 8 ranks x 16", {"reward_train": NODE}),
+    "qwen3-8B-distill/distill_config": (
+        "student",
+        "128; 4 ranks x 32",
+        {"student": range(4), "teacher": range(4, 8)},
+    ),
+    "qwen3-8B-distill/opd_config": (
+        "actor_train",
+        "256; 8 ranks x 32",
+        {"actor_train": NODE, "actor_infer": NODE, "teacher": NODE},
+    ),
+}
+"""Of preferences and distillation: who learns, the batch, and where every role that holds a model is."""
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_recipe_of_preferences_or_distillation_plans_as_written(name: str) -> None:
+    learner, batch, places = GIVEN[name]
+    loaded = load_config(None, EXAMPLES / f"{name}.yaml", check_files=False)
+    plan = loaded.plan
+    assert [str(warning) for warning in loaded.warnings] == []
+    assert plan.training[learner].sentence() == f"1 optimizer step of {batch} rows in {PACKED}"
+    models = {role: one.device_mapping for role, one in plan.roles.items() if one.device_mapping}
+    assert models == {role: tuple(devices) for role, devices in places.items()}
+    folder, _, config = name.partition("/")
+    assert f"| {folder} | `{config}` |" in (EXAMPLES / "README.md").read_text("utf-8")

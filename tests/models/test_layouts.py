@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.config.roles import ModelArguments
+from roll.models import attention
 from roll.models.attention import use_layout_attention
 from roll.models.build import enable_gradient_checkpointing
 from roll.models.layouts import (
     PackedSequences,
+    PromptParts,
     TokenLayout,
     leads_a_group,
     packed_layout,
@@ -259,3 +261,28 @@ def test_models_without_full_attention_are_refused() -> None:
         use_layout_attention(_model("Qwen2", attn_implementation="eager"), "use_prefix_sharing")
     with pytest.raises(ValueError, match=r"use_remove_padding: this qwen2 model sets attention_dropout=0.1"):
         use_layout_attention(_model("Qwen2", attention_dropout=0.1), "use_remove_padding")
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_pairs_are_attended_to_part_by_part_as_all_at_once(monkeypatch: pytest.MonkeyPatch, padding: int) -> None:
+    """Prompts and responses of all lengths, one token among them; output and gradients, in float64."""
+    input_ids, mask = torch.zeros(6, 9, dtype=torch.int64), torch.zeros(6, 9, dtype=torch.bool)
+    for row, (prompt, response) in enumerate([(3, 1), (3, 4), (5, 4), (5, 2), (1, 3), (1, 8)]):
+        input_ids[row, : prompt + response] = 1 + row // 2
+        mask[row, prompt : prompt + response] = True
+    layout = shared_prompt_layout(input_ids, mask)
+    assert isinstance(layout.pattern, PromptParts)
+    assert layout.pattern.lengths == ((3, 0, 3), (5, 3, 1), (1, 2, 7))
+    parts, count = layout.pattern.padded(padding), layout.input_ids.numel()
+    found = []
+    for most in (0, 2):
+        monkeypatch.setattr(attention, "MOST_PARTS", most)
+        generator = torch.Generator().manual_seed(0)
+        given = [torch.randn(1, 2, count + padding, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
+        leaves = [one.requires_grad_() for one in given]
+        output = attention.shared_prompt_attention(*leaves, parts, None)[:, :count]
+        output.square().sum().backward()
+        found.append([output.detach(), *(leaf.grad[:, :, :count] for leaf in leaves if leaf.grad is not None)])
+    assert len(found[0]) == 4
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -150,22 +150,6 @@ def test_asynchronous_rollout_continues_prompts_with_images(run: Run, pictures: 
     assert max(finished.values("actor/train_infer_log_diff_abs_max")[:1]) < 1e-4
 
 
-def in_vllm(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same run with vLLM, which finds torchvision, on a device of its own."""
-    path = {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), FOLDER))}
-    stops = GENERATING | {"stop_token_ids": list(range(8, 384, 8))}
-    return {name: value for name, value in settings.items() if not name.startswith("actor_infer.")} | {
-        "actor_train.device_mapping": [0],
-        "actor_train.training_args": training_args(8, 2),
-        "actor_infer": role("vllm", [1], generating_args=stops, system_envs=path),
-        "reference": role("fsdp2_infer", [0], infer_batch_size=4),
-    }
-
-
-NEEDS_TORCHVISION = pytest.mark.skipif(not Path(FOLDER).is_dir(), reason="no torchvision: install-vllm-vision")
-
-
-@NEEDS_TORCHVISION
 @pytest.mark.parametrize("form", ["advantage", "topk"])
 def test_opd_03_a_teacher_sees_the_students_images(run: Run, pictures: TinyWorld, tmp_path: Path, form: str) -> None:
     """The student itself has nothing to teach about its own samples, with its images; another model has."""
@@ -184,6 +168,22 @@ def test_opd_03_a_teacher_sees_the_students_images(run: Run, pictures: TinyWorld
     assert abs(found[1]["opd/teacher/kl"]) > 1e-3 and found[1]["actor/grad_norm"] > 1e-3
 
 
+def in_vllm(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same run with vLLM, which finds torchvision, on a device of its own."""
+    path = {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), FOLDER))}
+    stops = GENERATING | {"stop_token_ids": list(range(8, 384, 8))}
+    return {name: value for name, value in settings.items() if not name.startswith("actor_infer.")} | {
+        "actor_train.device_mapping": [0],
+        "actor_train.training_args": training_args(8, 2),
+        "actor_infer": role("vllm", [1], generating_args=stops, system_envs=path),
+        "reference": role("fsdp2_infer", [0], infer_batch_size=4),
+    }
+
+
+NEEDS_TORCHVISION = pytest.mark.skipif(not Path(FOLDER).is_dir(), reason="no torchvision: install-vllm-vision")
+
+
+@NEEDS_TORCHVISION
 def test_vllm_samples_what_trainers_compute(run: Run, tmp_path: Path) -> None:
     world = make_pictures(tmp_path / "wide", hidden=128)  # vLLM has no kernel for smaller heads on a CPU
     finished = run(in_vllm(changes(world, tmp_path / "rollouts")) | {"eval_steps": 0}, output=tmp_path)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roll.config.roles import WorkerConfig
-from roll.strategies.base import OffloadedStorages, Output, StateKind
+from roll.strategies.base import OffloadedStorages, Output, StateKind, storages_of
 from roll.strategies.factory import create_strategy
 from tests.strategies.samples import TensorBatch, make_batch, make_role, policy_loss, split_rows
 
@@ -34,9 +34,19 @@ def test_offloaded_storages_come_back_under_their_views(keep: bool) -> None:
 
 
 def train_with_moves(role: WorkerConfig, batch: TensorBatch) -> dict[str, Any]:
-    """Three optimizer steps with log-probs before and weights after each; all states leave after every call."""
+    """Three optimizer steps with log-probs before and weights after each; all states leave after every call, those of
+    the optimizer also while gradients are computed."""
     strategy = create_strategy(role)
+    strategy.offloads_optimizer_in_steps = True
     strategy.initialize(num_training_steps=3)
+    held_in_steps: list[int] = []
+
+    def loss(outputs: TensorBatch, part: TensorBatch) -> Any:
+        parameters = storages_of(strategy._device_tensors(StateKind.MODEL_PARAMS))
+        states = storages_of(strategy._device_tensors(StateKind.OPTIMIZER_STATES))
+        held_in_steps.append(sum(one.nbytes() for key, one in states.items() if key not in parameters))
+        return policy_loss(outputs, part)
+
     held = leave(strategy)
     outputs: list[TensorBatch] = []
     weights: dict[str, torch.Tensor] = {}
@@ -44,12 +54,12 @@ def train_with_moves(role: WorkerConfig, batch: TensorBatch) -> dict[str, Any]:
         strategy.load_states(MODEL)
         outputs.append(strategy.forward(batch, OUTPUTS))
         strategy.load_states(TRAINING)
-        strategy.train_step(batch, policy_loss, OUTPUTS)
+        strategy.train_step(batch, loss, OUTPUTS)
         held = leave(strategy)
         strategy.load_states(MODEL)
         weights = {n: t.clone() for bucket in strategy.named_full_weights(2**30) for n, t in bucket}
         strategy.offload_states(MODEL)
-    return {"outputs": outputs, "weights": weights, "held": held}
+    return {"outputs": outputs, "weights": weights, "held": max([held, *held_in_steps])}
 
 
 def train_in_place(role: WorkerConfig, batch: TensorBatch) -> dict[str, Any]:

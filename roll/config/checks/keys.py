@@ -76,7 +76,6 @@ REFUSALS = (
     Refusal("kl_penalty", "KL over the whole vocabulary", "k1", one_of("full")),
     Refusal("kl_loss_type", "KL over the whole vocabulary", "k3", one_of("full")),
     Refusal("transfer_backend.backend_name", "another transfer backend", "~"),
-    Refusal("is_offload_optimizer_states_in_train_step", "optimizer states off the device inside a step", False),
     Refusal("rewards.*.reward_manager_config", "remote reward systems; http_reward asks a service of yours", "{}"),
     Refusal("**.model_update_frequency", "weight transfers that skip steps", 1, above(1)),
     Refusal("**.mtp_training_mode", "multi-token prediction", "disabled", other_than("disabled")),

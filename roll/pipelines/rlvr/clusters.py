@@ -164,15 +164,21 @@ class ClusterStarter:
         """The roles that learn or look at samples, by name."""
         config, plan = self._config, self._plan
         differentiates = is_taught(config) and not taught_by_advantage(config)
+        offloads = config.is_offload_optimizer_states_in_train_step
         actor = ActorSettings(
             config.max_grad_norm,
             actor_loss_options(actor_keys(config)),
             old_is_rollout=plan.engine_log_probs_as_old,
             divergence=opd_divergence(config) if differentiates else None,
             teachers=tuple(config.teacher) if differentiates else (),
+            offload_optimizer_in_steps=offloads,
         )
         critic = CriticSettings(
-            config.max_grad_norm, config.value_clip, config.value_loss_type, loss_agg_mode=config.value_loss_agg_mode
+            config.max_grad_norm,
+            config.value_clip,
+            config.value_loss_type,
+            loss_agg_mode=config.value_loss_agg_mode,
+            offload_optimizer_in_steps=offloads,
         )
         has_reference = "reference" in plan.roles
         return {

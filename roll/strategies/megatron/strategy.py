@@ -405,7 +405,8 @@ class MegatronStrategy(ModelStrategy):
         parts = chunking.micro_batches(batch, micro_batching(self.role, trains=True))
         for router in self._routers:
             router.counts = None
-        metrics = run_training(self.chunks, parts, [str(name) for name in outputs], temperature, loss_fn)
+        with self._without_optimizer():
+            metrics = run_training(self.chunks, parts, [str(name) for name in outputs], temperature, loss_fn)
         counts = [router.counts for router in self._routers if router.counts is not None]
         if counts and metrics:
             metrics.append(replay_metrics(torch.stack(counts).sum(0)))

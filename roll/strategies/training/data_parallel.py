@@ -454,11 +454,12 @@ class DataParallelStrategy(ModelStrategy):
         rule = micro_batching(self.role, trains=True)
         plan = self._rows_of_passes(batch, rule)
         metrics: list[Metrics] = []
-        if self.balance is not None:
-            self._begin_balance(self.balance, batch, plan, rule, images)
-        for index, rows in enumerate(plan):
-            self._begin_micro_batch(last=index == len(plan) - 1)
-            metrics += self._backward(micro_batch(batch, rows), rule, images, loss_fn, outputs, temperature)
+        with self._without_optimizer():
+            if self.balance is not None:
+                self._begin_balance(self.balance, batch, plan, rule, images)
+            for index, rows in enumerate(plan):
+                self._begin_micro_batch(last=index == len(plan) - 1)
+                metrics += self._backward(micro_batch(batch, rows), rule, images, loss_fn, outputs, temperature)
         self._comparisons = ()
         if self.balance is not None:
             metrics.append(self.balance.metrics())

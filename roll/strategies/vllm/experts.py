@@ -46,7 +46,7 @@ def expert_part(parameter: Tensor, expert: int, shard: str) -> Tensor:
     """The part of experts' fused parameter (experts, rows, columns) that one tensor of the checkpoint went to.
 
     Args:
-        shard: ``w1`` (gate) and ``w3`` (up) are above one another, ``w2`` (down) and those of gpt-oss are by themselves.
+        shard: ``w1`` (gate) and ``w3`` (up) are above one another; ``w2`` (down) and those of gpt-oss are alone.
     """
     whole = parameter.data[expert]
     if shard not in ("w1", "w3"):

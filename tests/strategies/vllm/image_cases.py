@@ -53,7 +53,9 @@ def _write_as_published(model: Any, folder: Path) -> None:
     from roll.models.stored import StoredLayout
 
     views = StoredLayout(model).views(dict(model.named_parameters()))
-    save_file({name: tensor.contiguous() for name, tensor in views.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in views.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
 
 
 def generated(folder: Path, torchvision: str) -> dict[str, Any]:
