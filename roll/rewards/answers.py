@@ -60,6 +60,8 @@ NUMERAL = rf"{_SIGN}{_MONEY}{_SIGN}{_DIGITS}(?:\s?/\s?[0-9][0-9,]*(?![.,]?[0-9])
 _GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
 _PARTS = re.compile(rf"({_SIGN}){_MONEY}({_SIGN})({_DIGITS})(?:\s?/\s?([0-9][0-9,]*))?\s?(?:\\?%)?")
 
+_PERIOD = re.compile(r"(?<![0-9.])([0-9]{1,30})\.([0-9]{0,30})\\(?:overline|bar|dot)\s?\{([0-9]{1,30})\}")
+
 
 def parse_number(text: str) -> Fraction | None:
     """The exact value of a numeral, or None if ``text`` is not one.
@@ -82,6 +84,20 @@ def parse_number(text: str) -> Fraction | None:
     if value is None:
         return None
     return -value if (outer or inner) in ("-", "−", "–") else value
+
+
+def without_periods(expression: str) -> str:
+    """The expression with fractions in place of decimals with a period, such as ``0.1\\overline{36}``."""
+    text = expression.strip()
+    sign = "-" if text.startswith("-") else ""
+    whole = _PERIOD.fullmatch(text.removeprefix("-"))
+    return f"{sign}{_fraction(whole)}" if whole else _PERIOD.sub(lambda match: f"({_fraction(match)})", expression)
+
+
+def _fraction(match: re.Match[str]) -> Fraction:
+    number, decimals, period = match.groups()
+    scale = 10 ** len(decimals)
+    return Fraction(int(number + decimals), scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
 
 
 def _decimal(digits: str) -> Fraction | None:

@@ -210,11 +210,11 @@ def shortened(text: str, length: int = 200) -> str:
 _SPACE = r"[\s*_`\"'~]{0,12}"
 """Between the parts of a verdict: spaces and markup, which is not removed since it may be a part of the words. Bounded,
 as all repetition here, so that searching takes linear time."""
-_LABEL = (
-    r"(?<![A-Za-z])(?:final|overall|total|my|the|your)?\s?"
-    r"(?:score|rating|grade|mark|verdict|answer|decision|conclusion|judge?ment|result|assessment|evaluation)"
-)
+_LABELS = r"(?:score|rating|grade|mark|verdict|answer|decision|conclusion|judge?ment|result|assessment|evaluation)"
+_LABEL = rf"(?<![A-Za-z])(?:final|overall|total|my|the|your)?\s?{_LABELS}"
+_TAG = rf"<(?:final|overall|total)?[_\s-]?{_LABELS}>{_SPACE}"
 _LINK = (
+    r"(?:\s(?:for|of)\s(?:this|that|the|your)\s[a-z]{1,20})?"
     r"(?:\s?\([^()\n]{0,40}\))?"
     + _SPACE
     + r"(?::|=|-|–|—|→|=>|\bis\b|\bof\b|\bwould be\b)"
@@ -230,6 +230,7 @@ _SCORE = rf"{_NUMBER}(?![\d])(?![.,]\d){_SCALE}{_NUMBER_ENDS}"
 
 _STRONG_NUMBERS = (
     re.compile(rf"{_LABEL}{_LINK}{_SCORE}", re.IGNORECASE),
+    re.compile(rf"{_TAG}{_SCORE}{_SPACE}</", re.IGNORECASE),
     re.compile(rf"\[\[{_SPACE}{_SCORE}{_SPACE}\]\]", re.IGNORECASE),
     re.compile(rf"\\boxed\{{{_SPACE}{_SCORE}{_SPACE}\}}", re.IGNORECASE),
     re.compile(rf"{_LINE_START}{_SCORE}{_LINE_END}", re.IGNORECASE),
@@ -292,6 +293,7 @@ def stated_word(text: str, positive: str, negative: str, is_cut: bool) -> bool |
     single = rf"(?<!\bor )(?<!/){word}(?!{_SPACE}(?:/|\bor\b){_SPACE}{other})"
     strong = (
         re.compile(rf"{_LABEL}{_LINK}{single}", re.IGNORECASE),
+        re.compile(rf"{_TAG}{single}{_SPACE}</", re.IGNORECASE),
         re.compile(rf"(?:\[\[|\\boxed\{{(?:\\text\{{)?){_SPACE}{word}", re.IGNORECASE),
         re.compile(rf"{_LINE_START}{single}{_LINE_END}", re.IGNORECASE),
     )

@@ -27,6 +27,7 @@ from roll.rewards.answers import (
     parse_number,
     stated_answer,
     tagged_answer,
+    without_periods,
 )
 from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
 
@@ -49,7 +50,7 @@ def canonical(expression: str) -> str:
         expression = expression.replace(name, usual)
     expression = _CHOICE.sub("", expression.strip(), count=1)
     expression = _BOLD.sub(r"\1", expression)
-    return _PERCENT.sub(r"\\%", expression)
+    return without_periods(_PERCENT.sub(r"\\%", expression))
 
 
 def plain(expression: str) -> str:

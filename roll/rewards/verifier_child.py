@@ -156,6 +156,8 @@ def boxed(expression: str) -> str:
 
 MAX_BITS = 200_000.0
 """Of one number: 2^200000, 10^60000, or 17000!."""
+BITS_OF_A_TERM = 50.0
+"""A term of a power that is multiplied out costs as much: 4,000 of them are the bound."""
 MAX_TERMS = 10_000
 """Of a sum or product with numbers as limits."""
 MAX_ENTRIES = 400
@@ -224,6 +226,8 @@ def _height(node: Any, limit: float) -> float:
         return 2.0
     parts = list(node) if isinstance(node, sympy.MatrixBase) else list(node.args)
     bits = [height(part, limit) for part in parts]
+    if isinstance(node, sympy.Pow) and isinstance(parts[0], sympy.Add) and parts[0].free_symbols:
+        return max(bits[0], BITS_OF_A_TERM * _terms(len(parts[0].args), _magnitude(parts[1], bits[1])))
     if isinstance(node, sympy.Pow):
         return max(bits[0], float(isinstance(parts[0], sympy.MatrixBase))) * _magnitude(parts[1], bits[1])
     if isinstance(node, sympy.exp):
@@ -245,8 +249,13 @@ def _magnitude(node: Any, bits: float) -> float:
     """An upper bound on the absolute value."""
     if isinstance(node, sympy.Rational):
         return abs(node.p) / node.q
-    # Symbols stand for small numbers: (x + y)^n is not expanded.
+    # Symbols stand for small numbers.
     return 2.0 ** min(bits, 1000.0) if node.is_number else 1.0
+
+
+def _terms(summands: int, exponent: float) -> float:
+    """Terms of a power of a sum, multiplied out; one where the exponent is no number."""
+    return math.exp(math.lgamma(exponent + summands) - math.lgamma(exponent + 1) - math.lgamma(summands))
 
 
 def _iterated(node: Any, limit: float) -> float:

@@ -127,6 +127,8 @@ CASES: list[tuple[str, str, bool]] = [
 
 HOSTILE: list[str] = [
     # towers, powers, roots, logarithms
+    r"(x+y+z)^{4000}",
+    r"(x+1)^{5000}(y+1)^{5000}",
     r"9^{9^{9^{9^9}}}",
     r"9^{9^9}",
     r"10^{10^{10}}",
