@@ -31,7 +31,12 @@ from tests.pipelines.tiny_runs import (
 )
 
 REASON = missing()
-pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.skipif(REASON is not None, reason=REASON or "")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.e2e,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(REASON is not None, reason=REASON or ""),
+]
 
 SCONTROL = """#!/usr/bin/env bash
 [[ "$*" == "show hostnames $SLURM_JOB_NODELIST" ]] && printf '%s\\n' $NODES
