@@ -141,6 +141,21 @@ FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """The same for values of ``model_type`` that are tested under other strategies than the rest."""
 
+REASONS: dict[tuple[str, str], str] = {
+    ("deepseek_v3", "vllm"): (
+        "vLLM 0.32 takes every weight of it, but on a CPU its log-probs are not the model's (0.1 apart in float32), so "
+        "nothing tested says that they are elsewhere"
+    ),
+    ("qwen3_next", "vllm"): "on a CPU vLLM 0.32 computes linear attention in bf16 alone, which is not tested",
+    ("qwen3_5_moe_text", "vllm"): "on a CPU vLLM 0.32 computes linear attention in bf16 alone, which is not tested",
+    **dict.fromkeys(
+        [(family, "sglang") for family in VISION_FAMILIES],
+        "on a CPU SGLang 0.5.23 loads no image processor of this family: that imports kernels which it publishes for "
+        "GPUs alone",
+    ),
+}
+"""By ``model_type`` and strategy: what was found where the family was tried."""
+
 RECURRENT_TYPES = frozenset(
     (
         "bamba",

@@ -91,9 +91,10 @@ async def _check(
     started: dict[str, int] = {}
     for seed in range(episodes):
         try:
-            played = await play(name, first, seed, actions, report, rows)
-            # The other environment plays another seed before: nothing of it may be left.
+            # The second environment plays another seed before: nothing of it may be left. What a first call imports or
+            # loads counts against no later one.
             await play(name, second, seed + episodes, actions, None, rows)
+            played = await play(name, first, seed, actions, report, rows)
             again = await play(name, second, seed, played.actions.__getitem__, None, rows)
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]

@@ -166,7 +166,7 @@ def _check_options(env_type: str, target: Callable[..., Environment], config: Ma
             near = closest(key, parameters)
             hint = f"; did you mean {near!r}?" if near else ""
             raise EnvironmentOptionError(
-                f"env_config.{key}: {env_type} has no such option{hint} (it has {', '.join(parameters)})", key
+                f"env_config.{key}: {env_type} has no such option{hint} (it has {', '.join(parameters) or 'none'})", key
             )
 
 

@@ -18,9 +18,11 @@ import pytest
 import yaml
 
 from roll import preflight
+from roll.config.checks.roles import family_problem
 from roll.config.loader import load_config
 from roll.config.model_files import FAMILIES, NEEDS, SUPPORT, layer_classes, missing, model_folder, needed
 from roll.config.reading.errors import ConfigError, Problem
+from roll.config.roles import StrategyArguments, WorkerConfig
 from tests.config.good import GOOD, changed
 
 DENSE: dict[str, Any] = {
@@ -84,6 +86,23 @@ def test_families_are_recognised(folder: Path, model: dict[str, Any], needs: lis
     assert [problem.key for problem in problems] == (["pretrain"] if lacking else [])
     for name in lacking:
         assert NEEDS[name] in problems[0].rule and problems[0].example is None
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "words"),
+    [
+        ({"model_type": "glm4_moe", "num_experts": 8}, "vllm", None),
+        ({"model_type": "gpt_oss", "num_experts": 8}, "vllm", None),
+        ({"model_type": "qwen3_vl_moe", "vision_config": {}, "text_config": {"num_experts": 8}}, "vllm", None),
+        ({"model_type": "deepseek_v3", "num_experts": 8}, "vllm", "are not the model's"),
+        ({"model_type": "qwen3_next", "num_experts": 8}, "vllm", "in bf16 alone"),
+        ({"model_type": "qwen2_5_vl", "vision_config": {}}, "sglang", "no image processor"),
+    ],
+)
+def test_an_engine_says_why_it_lacks_a_family(model: dict[str, Any], strategy: str, words: str | None) -> None:
+    role = WorkerConfig("actor_infer", strategy_args=StrategyArguments(strategy, {}))
+    problem = family_problem(model, "actor_infer", role)
+    assert problem is None if words is None else words in str(problem) and "hf_infer computes it" in str(problem)
 
 
 RECURRENT = {**DENSE, "layer_types": ["linear_attention"]}

@@ -242,6 +242,18 @@ class Blocking(Drifting):
         return "done", 1.0, True, False, {}
 
 
+class Loading(Drifting):
+    """Loads something once; to wait for that is no fault."""
+
+    loaded = False
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:  # type: ignore[override]
+        if not Loading.loaded:
+            time.sleep(0.2)
+        Loading.loaded = True
+        return "done", 1.0, True, False, {}
+
+
 class Waiting(Drifting):
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:  # type: ignore[override]
         await asyncio.sleep(0.2)
@@ -261,6 +273,7 @@ class WithoutNumbers(Drifting):
         (Blocking, "blocks the event loop"),
         (WithoutNumbers, "not a number"),
         (Waiting, None),
+        (Loading, None),
     ],
 )
 def test_check_finds_faults(kind: type, fault: str | None) -> None:

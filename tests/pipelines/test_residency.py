@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from roll.config.roles import GenerationWorkerConfig
+from roll.pipelines.dpo.pipeline import DPOPipeline
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.strategies.base import StateKind
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import role, training_args, untimed
+from tests.pipelines.tiny_runs import TinyWorld, dpo_settings, load_changed, role, training_args, untimed
 
 
 class Recorder:
@@ -133,3 +135,24 @@ def test_a_run_whose_roles_take_turns_gives_the_same_numbers(run: Run) -> None:
     for name in ("actor_train", "critic", "actor_infer"):
         assert all(row[f"time/{name}/offload/total"] > 0 for row in moving.steps), name
     assert not any(key.endswith("/offload/total") for row in staying.steps for key in row)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_optimizer_states_leave_within_a_step_where_the_file_says_so(
+    world: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offloads: bool
+) -> None:
+    """:mod:`tests.strategies.test_offload` says that it changes nothing else."""
+    key = "is_offload_optimizer_states_in_train_step"
+    pipeline = DPOPipeline(load_changed(dpo_settings(world, tmp_path), {key: offloads}))
+
+    class Started(Exception):
+        """The first cluster is to start."""
+
+    def start(self: DPOPipeline, name: str, worker: str, settings: Any, resources: Any) -> Any:
+        raise Started(name, settings.offload_optimizer_in_steps)
+
+    monkeypatch.setattr(DPOPipeline, "cluster", start)
+    resources: Any = None
+    with pytest.raises(Started) as caught:
+        pipeline.start(resources)
+    assert caught.value.args == ("actor_train", offloads)

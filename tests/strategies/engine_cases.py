@@ -19,6 +19,7 @@ from roll.strategies.factory import create_generation_strategy
 from roll.weight_sync.encoding import tensor_checksum
 from tests.strategies.engine_models import jolt
 from tests.strategies.hf_infer import helpers
+from tests.strategies.moe_models import write_moe
 
 MAX_MODEL_LEN = 96
 OPTIONS = {"max_num_seqs": 4, "max_model_len": MAX_MODEL_LEN}
@@ -81,6 +82,44 @@ def distribution_gaps(model: Any, prompt: list[int], output: GenerationOutput, p
     settings make of the model's logits."""
     want = helpers.reference_log_probs(model, prompt, output.token_ids, params, (model.config.eos_token_id,))
     return [abs(a - b) for a, b in zip(want, output.log_probs, strict=True)]
+
+
+def moe_folder(folder: Path, family: str) -> Path:
+    """A tiny model with experts, of sizes that engines have kernels for on a CPU."""
+    sizes = {"vocab_size": 320, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    widths = {"intermediate_size": 64} | ({} if family == "mixtral" else {"head_dim": 32})
+    if family in ("qwen3_moe", "glm4_moe"):
+        widths["moe_intermediate_size"] = 64
+    write_moe(folder, family, **sizes, **widths)
+    helpers.make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def experts_after_updates(started: GenerationStrategy, model: Any) -> list[tuple[list[str], bool, float]]:
+    """After 0, 1 and 2 updates of all weights as they travel: names found wrong, whether greedy tokens are the model's,
+    and the largest distance of a log-prob."""
+    found, prompts = [], helpers.random_prompts([5, 9], seed=4)
+    for version in range(3):
+        wrong = []
+        if version:
+            jolt(model, version)
+            sent = StoredLayout(model).on_the_way().views(model.state_dict())
+            names = list(sent)
+            started.start_weight_update(version)
+            for begin in range(0, len(names), 5):  # experts and fused layers are cut apart
+                started.update_weights({name: sent[name] for name in names[begin : begin + 5]})
+            held = started.finish_weight_update()
+            wrong = [name for name, tensor in sent.items() if held.get(name) != tensor_checksum(tensor)]
+        requests = [GenerationRequest(f"{version}.{i}", p, helpers.greedy(10)) for i, p in enumerate(prompts)]
+        outputs = helpers.run(started, requests)
+        mine = [outputs[f"{version}.{i}", 0] for i in range(len(prompts))]
+        tokens = [helpers.generate_greedy(model, prompt, 10) for prompt in prompts]
+        gaps = [
+            log_prob_gap(model, prompt, output.token_ids, output.log_probs)
+            for prompt, output in zip(prompts, mine, strict=True)
+        ]
+        found.append((wrong, [output.token_ids for output in mine] == tokens, max(gaps)))
+    return found
 
 
 def greedy_after_updates(started: GenerationStrategy, embedded: GenerationStrategy, model: Any) -> list[dict[str, Any]]:

@@ -95,3 +95,9 @@ def check_adapters(found: dict[str, Any]) -> None:
     assert later == [(tensors, found["adapter bytes"])] * 2, "adapters alone, and everything is verified"
     split, continued = found["in flight"]
     assert 0 < split < 30 and continued
+
+
+def check_experts(found: list[tuple[list[str], bool, float]]) -> None:
+    """Of :func:`tests.strategies.engine_cases.experts_after_updates`."""
+    assert [(wrong, same) for wrong, same, _ in found] == [([], True)] * 3
+    assert max(gap for *_, gap in found) < FP32_GAP

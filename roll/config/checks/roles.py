@@ -99,7 +99,8 @@ def family_problem(config: Mapping[str, Any], name: str, role: WorkerConfig) -> 
         if model_files.VISION in lacking and strategy.startswith("megatron"):
             trainer = strategy.replace("megatron", "fsdp2")
             rule += f": Megatron Core has no vision tower of these families; strategy_name: {trainer} has"
-        return rule
+        reason = model_files.REASONS.get((str(config.get("model_type")), strategy))
+        return f"{rule}: {reason}; strategy_name: hf_infer computes it" if reason else rule
     return None
 
 

@@ -88,13 +88,16 @@ class DeepSpeedStrategy(DataParallelStrategy):
         meta = self._read_model(**options)
         enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
         self.progress = TrainingProgress(self.role.training_args, num_training_steps, self.compute_dtype)
-        parameters = {name: p.data for name, p in self.model.named_parameters() if p.requires_grad}
+        rounds = self.compute_dtype is not torch.float32
+        whole: dict[str, torch.Tensor] = {}  # holds every weight, which DeepSpeed replaces by parts of one flat tensor
+        if rounds and meta is None:
+            whole = {name: p.data for name, p in self.model.named_parameters() if p.requires_grad}
         self.engine = self._start_engine(adamw(self._decay_groups(), self.role.training_args), **options)
-        if self.compute_dtype is not torch.float32:
-            if meta is None:
-                self._restore_master_weights(parameters)
-            else:
-                read_masters(self.engine, meta)
+        if rounds and meta is not None:
+            read_masters(self.engine, meta)
+        elif rounds:
+            self._restore_master_weights(whole)
+        del whole
         self._watch_balance()
         self.model.train()
         # In fp16 the sums of gradients would have to be scaled.

@@ -7,6 +7,7 @@ gets whole tensors, so each compares its own part; the engine is right where all
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,16 @@ FUSED: dict[str, tuple[str, str | int]] = {
     "up_proj": ("gate_up_proj", 1),
 }
 """Fused layer, and shard of it, of a checkpoint's tensor."""
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+_OF_EXPERTS = {
+    "gate_proj": ("w13_weight", 0),
+    "w1": ("w13_weight", 0),
+    "up_proj": ("w13_weight", 1),
+    "w3": ("w13_weight", 1),
+    "down_proj": ("w2_weight", None),
+    "w2": ("w2_weight", None),
+}
+"""Parameter of all experts of a layer, and half of its rows, of one expert's matrix."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,9 @@ def place_of(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> Place |
     module_name, _, parameter_name = name.rpartition(".")
     parent, _, leaf = module_name.rpartition(".")
     modules, shard = dict(model.named_modules()), None
+    expert = _EXPERT.fullmatch(name)
+    if expert is not None and module_name not in modules:
+        return _place_in_experts(modules.get(expert[1]), int(expert[2]), expert[3], tensor)
     if module_name not in modules and leaf in FUSED:
         fused, shard = FUSED[leaf]
         module_name = f"{parent}.{fused}"
@@ -143,6 +157,21 @@ def place_of(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> Place |
         sizes = [width // size for width in layer.output_sizes]
         return _share(parameter, 0, sum(sizes[:shard]), rank, sizes[shard], rows)
     return _share(parameter, 0, 0, rank, layer.output_size_per_partition, rows)
+
+
+def _place_in_experts(layer: Any, expert: int, matrix: str, tensor: torch.Tensor) -> Place | None:
+    """None as well of an expert that another rank has."""
+    if matrix not in _OF_EXPERTS or not hasattr(layer, "moe_tp_rank"):
+        return None
+    local = layer._map_global_expert_id_to_local_expert_id(expert)
+    if local < 0:
+        return None
+    parameter_name, half = _OF_EXPERTS[matrix]
+    own = getattr(layer, parameter_name).data[local]
+    size = layer.intermediate_size_per_partition
+    if half is None:
+        return _share(own, 1, 0, layer.moe_tp_rank, size, tensor.shape[1])
+    return _share(own, 0, half * (len(own) // 2), layer.moe_tp_rank, size, tensor.shape[0])
 
 
 def _place_in_qkv(layer: Any, parameter: torch.Tensor, shard: str, rank: int, rows: int) -> Place:

@@ -62,6 +62,8 @@ class ReloadVerifier:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+        config: Any = model.config
+        self._model_type: str = config.model_type
         self._held: dict[str, _Held] = {}
         self._as_loaded: dict[tuple[int, str], int] = {}
         """Checksums of parameters as they are computed with."""
@@ -87,7 +89,7 @@ class ReloadVerifier:
 
     def expect(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """A tensor as it was sent is about to be loaded: as these very tensor objects."""
-        parts = checkpoint_tensors(self._model.config.model_type, name, tensor)
+        parts = checkpoint_tensors(self._model_type, name, tensor)
         if [part for part, _ in parts] != [name]:
             checksums = {part: tensor_checksum(content) for part, content in parts}
             self._wholes[name] = _Whole(tensor_checksum(tensor), checksums)
@@ -118,7 +120,9 @@ class ReloadVerifier:
         for parameter_name, bound in get_layerwise_info(layer).loaded_weights:
             arguments = bound.arguments
             loaded = arguments.get("loaded_weight")
-            name = self._names.get(loaded.data_ptr()) if isinstance(loaded, torch.Tensor) else None
+            if not isinstance(loaded, torch.Tensor):
+                continue
+            name = self._names.get(loaded.data_ptr())
             if name is None or loaded.numel() != self._sent[name].numel():
                 continue
             if "expert_id" in arguments:

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from roll.config.roles import WorkerConfig
 from roll.protocol.metrics import Metrics, to_floats
@@ -276,3 +278,27 @@ def export(role: WorkerConfig, path: Path) -> None:
     strategy = create_strategy(role)
     strategy.initialize(num_training_steps=2)
     strategy.save_hf(path)
+
+
+def loaded_and_left(role: WorkerConfig) -> tuple[int, int]:
+    """Bytes of weights that were read, and of those still there when DeepSpeed has put them into its flat tensor."""
+    strategy = DeepSpeedStrategy(role)
+    read: dict[int, tuple[StorageWeakRef, int]] = {}
+    left: list[int] = []
+    start, following = strategy._start_engine, strategy._watch_balance
+
+    def noting(*args: Any, **options: Any) -> Any:
+        for parameter in strategy.model.parameters():
+            storage = parameter.data.untyped_storage()
+            read[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        return start(*args, **options)
+
+    def counting() -> None:
+        left.append(sum(size for reference, size in read.values() if not reference.expired()))
+        following()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strategy, "_start_engine", noting)
+        patch.setattr(strategy, "_watch_balance", counting)
+        strategy.initialize(num_training_steps=1)
+    return sum(size for _, size in read.values()), left[0]

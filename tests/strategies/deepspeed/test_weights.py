@@ -42,6 +42,12 @@ def test_buckets_hold_the_whole_model_once(run_ranks: RunRanks, tied_model: Path
         assert len(other[name][0]) == len(buckets) and not any(other[name][0])
 
 
+def test_weights_that_were_read_do_not_stay_next_to_deepspeeds(run_ranks: RunRanks, tied_model: Path) -> None:
+    role = make_role(tied_model, "deepspeed_train", config=zero(1))
+    for read, left in run_ranks(2, cases.loaded_and_left, role):
+        assert read > 0 and left == 0
+
+
 def test_a_layer_is_gathered_at_once(run_ranks: RunRanks, tied_model: Path) -> None:
     """Forward passes under ZeRO-3: embeddings (the output matrix is tied to them), two layers and a norm, gathered once
     each; module by module it would be nine gathers a layer."""

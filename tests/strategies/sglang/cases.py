@@ -28,6 +28,11 @@ def greedy_after_updates(folder: Path, dtype: str, **options: Any) -> list[dict[
         return engine_cases.greedy_after_updates(started, embedded, load(folder, dtype))
 
 
+def experts_after_updates(folder: Path) -> list[tuple[list[str], bool, float]]:
+    with engine(folder) as started:
+        return engine_cases.experts_after_updates(started, load(folder))
+
+
 def everything(folder: Path) -> dict[str, Any]:
     """One engine: sampling, interruptions, aborts, refusals, an update in flight, faulty updates."""
     drawn = SamplingParams(30, seed=9, top_p=0.9)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.strategies.engine_cases import moe_folder
 from tests.strategies.engine_checks import (
     FP32_GAP,
     check_aborted,
     check_adapters,
     check_cut_to_fit,
+    check_experts,
     check_faulty_updates,
     check_greedy,
     check_growing,
@@ -49,6 +51,13 @@ def test_greedy_tokens_and_log_probs_after_updates(
 
 def test_two_ranks(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
     check_greedy(in_engine_process(cases.greedy_after_updates, folders["qwen2"], "fp32", tp_size=2), "fp32")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_are_read_back_after_updates(
+    in_engine_process: Callable[..., Any], tmp_path: Path, family: str
+) -> None:
+    check_experts(in_engine_process(cases.experts_after_updates, moe_folder(tmp_path, family)))
 
 
 def test_samples_are_those_of_hf_infer(found: dict[str, Any]) -> None:

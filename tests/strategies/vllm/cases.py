@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config
 
-from roll.models.stored import StoredLayout
 from roll.strategies.engines.base import GenerationStrategy, Quarantine
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
 from roll.weight_sync.encoding import tensor_checksum
@@ -239,13 +238,10 @@ def failing_alone(folder: Path) -> dict[str, Any]:
     return {"failed": failed, "tokens": tokens, "largest": max(close), "left": started.num_unfinished}
 
 
-def experts_after_updates(folder: Path, dtype: str = "fp32") -> list[tuple[list[str], list[str], bool, float]]:
-    """After 0, 1 and 2 updates of all weights as they travel: names found wrong, names that were not read back, whether
-    greedy tokens are the model's, and the largest distance of a log-prob."""
+def experts_after_updates(folder: Path, **options: Any) -> tuple[list[tuple[list[str], bool, float]], list[str]]:
+    """See :func:`engine_cases.experts_after_updates`; and the names that were not read back from vLLM's model."""
     from roll.strategies.vllm.verification import ReloadVerifier
 
-    model, found = load(folder, dtype), []
-    prompts = helpers.random_prompts([5, 9], seed=4)
     unread: list[str] = []
     finish = ReloadVerifier.finish
 
@@ -254,29 +250,9 @@ def experts_after_updates(folder: Path, dtype: str = "fp32") -> list[tuple[list[
         unread.extend(self._received)
         return held
 
-    with engine(folder, dtype) as started, pytest.MonkeyPatch.context() as patch:
+    with engine(folder, **options) as started, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ReloadVerifier, "finish", finish_watched)
-        for version in range(3):
-            wrong = []
-            if version:
-                jolt(model, version)
-                sent = StoredLayout(model).on_the_way().views(model.state_dict())
-                names = list(sent)
-                started.start_weight_update(version)
-                for begin in range(0, len(names), 5):  # experts and fused layers are cut apart
-                    started.update_weights({name: sent[name] for name in names[begin : begin + 5]})
-                held = started.finish_weight_update()
-                wrong = [name for name, tensor in sent.items() if held.get(name) != tensor_checksum(tensor)]
-            requests = [GenerationRequest(f"{version}.{i}", p, helpers.greedy(10)) for i, p in enumerate(prompts)]
-            outputs = helpers.run(started, requests)
-            mine = [outputs[f"{version}.{i}", 0] for i in range(len(prompts))]
-            tokens = [helpers.generate_greedy(model, prompt, 10) for prompt in prompts]
-            gaps = [
-                engine_cases.log_prob_gap(model, prompt, output.token_ids, output.log_probs)
-                for prompt, output in zip(prompts, mine, strict=True)
-            ]
-            found.append((wrong, list(unread), [output.token_ids for output in mine] == tokens, max(gaps)))
-    return found
+        return engine_cases.experts_after_updates(started, load(folder)), unread
 
 
 def run_out(started: GenerationStrategy) -> list[GenerationOutput]:

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.strategies.engine_cases import SETTINGS
-from tests.strategies.engine_checks import FP32_GAP, check_greedy, check_in_flight, check_interrupted
-from tests.strategies.hf_infer import helpers
-from tests.strategies.moe_models import write_moe
+from tests.strategies.engine_cases import SETTINGS, moe_folder
+from tests.strategies.engine_checks import FP32_GAP, check_experts, check_greedy, check_in_flight, check_interrupted
 from tests.strategies.vllm import cases
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -65,12 +63,6 @@ def test_experts_are_computed_with_after_updates(
 ) -> None:
     """Every tensor of every expert is read back from where it belongs, and packed for the kernel again; so are biases
     by which experts are chosen and sinks of attention."""
-    sizes = {"vocab_size": 320, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    widths = {"intermediate_size": 64} | ({} if family == "mixtral" else {"head_dim": 32})
-    if family in ("qwen3_moe", "glm4_moe"):
-        widths["moe_intermediate_size"] = 32
-    folder = write_moe(tmp_path, family, **sizes, **widths)
-    helpers.make_tokenizer().save_pretrained(folder)
-    found = in_engine_process(cases.experts_after_updates, folder)
-    assert [(wrong, unread, same) for wrong, unread, same, _ in found] == [([], [], True)] * 3
-    assert max(gap for *_, gap in found) < FP32_GAP
+    found, unread = in_engine_process(cases.experts_after_updates, moe_folder(tmp_path, family))
+    check_experts(found)
+    assert unread == []
