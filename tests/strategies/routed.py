@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from tests.strategies.samples import TensorBatch, plain_model, plain_outputs, po
 EXPERTS, TOP_K = 6, 2
 
 
-def with_routes(batch: TensorBatch, group_size: int = 3, layers: int = 2) -> TensorBatch:
+def with_routes(batch: TensorBatch, group_size: int = 3, layers: int = 2, experts: int = EXPERTS) -> TensorBatch:
     """Random routes; the samples of a group have the same for their prompt. The last token of a row has none."""
     generator = torch.Generator().manual_seed(3)
     rows, length = batch["input_ids"].shape
-    order = torch.rand(rows, length, layers, EXPERTS, generator=generator).argsort(-1)
-    routes = order[..., :TOP_K].to(route_dtype(EXPERTS))
+    order = torch.rand(rows, length, layers, experts, generator=generator).argsort(-1)
+    routes = order[..., :TOP_K].to(route_dtype(experts))
     first = batch["response_mask"].int().argmax(1)
     for row in range(rows):
         leader = row - row % group_size
@@ -27,15 +28,21 @@ def with_routes(batch: TensorBatch, group_size: int = 3, layers: int = 2) -> Ten
     return batch | {"routed_experts": routes}
 
 
-def routed_results(folder: Path, batch: TensorBatch) -> dict[str, Any]:
+def routed_results(
+    folder: Path,
+    batch: TensorBatch,
+    load: Callable[[Path], Any] = plain_model,
+    outputs_of: Callable[[Any, TensorBatch], TensorBatch] = plain_outputs,
+) -> dict[str, Any]:
     """Log-probs and gradients, row by row, of a model whose routers are told what to choose."""
-    model = plain_model(folder)
+    model = load(folder)
+    layers = getattr(model.model, "language_model", model.model).layers
     routes = batch["routed_experts"].long()
     log_probs = []
     for row in range(len(routes)):
         one = {name: column[row : row + 1] for name, column in batch.items()}
-        hooks = [_told(layer.mlp.gate, routes[row, :, index]) for index, layer in enumerate(model.model.layers)]
-        log_probs.append(plain_outputs(model, one))
+        hooks = [_told(layer.mlp.gate, routes[row, :, index]) for index, layer in enumerate(layers)]
+        log_probs.append(outputs_of(model, one))
         for hook in hooks:
             hook.remove()
     outputs = {name: torch.cat([part[name] for part in log_probs]) for name in log_probs[0]}
@@ -49,7 +56,7 @@ def routed_results(folder: Path, batch: TensorBatch) -> dict[str, Any]:
 def _told(router: Any, routes: torch.Tensor) -> Any:
     def choose(module: Any, args: Any, output: Any) -> Any:
         logits, _, live = output
-        chosen = torch.where(routes[: len(live)] < EXPERTS, routes[: len(live)], live)
+        chosen = torch.where(routes[: len(live)] < logits.shape[-1], routes[: len(live)], live)
         probs = logits.float().softmax(-1)
         weights = torch.stack([probs[token, experts] for token, experts in enumerate(chosen)])
         if getattr(module, "norm_topk_prob", True):

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from roll.models.routes import missing_mark
-from tests.strategies import moe_cases
+from tests import vision_models
+from tests.strategies import moe_cases, vision_cases
 from tests.strategies.moe_models import EVERYWHERE, write_moe
 from tests.strategies.routed import routed_results, with_routes
 from tests.strategies.samples import (
@@ -81,6 +82,23 @@ def test_replay_equals_a_plain_model_told_what_to_choose(
     metrics = results[0]["metrics"]
     assert metrics["moe_replay_missing"] == 0.0
     assert metrics["moe_replay_changed"] > 0.5, "random routes are not the live ones"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, SHARED | PACKING], ids=["rows", "shared-packed"])
+def test_replay_with_images(run_ranks: RunRanks, tmp_path: Path, options: dict[str, Any]) -> None:
+    """The tokens of images are sent where they went, too."""
+    folder = vision_models.save(tmp_path / "model", "qwen3_vl_moe")
+    batch = with_routes(vision_cases.make_batch(), vision_cases.GROUP_SIZE, experts=8)
+    wanted = routed_results(folder, batch, vision_cases.plain_model, vision_cases.plain_outputs)
+    role = make_role(folder, "fsdp2_train", **options)
+    (result,) = run_ranks(1, moe_cases.train, role, batch)
+    for name, gradient in wanted["gradients"].items():
+        difference = (result["gradients"][name] - gradient).abs().max()
+        assert float(difference) <= 1e-5 * max(float(gradient.abs().max()), 1e-2), name
+    for name, values in wanted["outputs"].items():
+        torch.testing.assert_close(result["outputs"][name], values, rtol=0, atol=1e-5)
+    assert result["metrics"]["moe_replay_missing"] == 0.0 and result["metrics"]["moe_replay_changed"] > 0.5
 
 
 @pytest.mark.default_rows("qwen3_moe-shared", "mixtral-ulysses")
