@@ -37,7 +37,7 @@ PYTEST := $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile --no-load
 EXTRA := $(if $(filter test test-all test-rest test-long test-faults lint lock,$(MAKECMDGOALS)),[test])
 REQUIREMENTS := setup.py constraints/cpu.txt
 
-.PHONY: run test test-long test-rest test-all test-faults test-sglang test-cluster lint docs install-vllm install-vllm-vision install-sglang test-vllm-parallel docker-test lock clean
+.PHONY: run test test-long test-rest test-all test-faults test-sglang test-cluster test-recipes lint docs install-vllm install-vllm-vision install-sglang test-vllm-parallel docker-test lock clean
 
 run: $(VENV)/.installed
 	$(BIN)/python $(RUN)
@@ -55,7 +55,8 @@ test-rest:
 	$(MAKE) test-long; tests=$$?; \
 	$(if $(VLLM),$(MAKE) test-vllm-parallel,true); tests=$$((tests + $$?)); \
 	$(if $(VLLM),$(MAKE) test-sglang,true); tests=$$((tests + $$?)); \
-	$(if $(VLLM),$(MAKE) test-cluster,true); exit $$((tests + $$?))
+	$(if $(VLLM),$(MAKE) test-cluster,true); tests=$$((tests + $$?)); \
+	$(MAKE) test-recipes; exit $$((tests + $$?))
 
 test-all:
 	$(MAKE) test; tests=$$?; $(MAKE) test-rest; exit $$((tests + $$?))
@@ -74,10 +75,15 @@ test-sglang: $(SGLANG)/.installed
 	PYTHONPATH=$(CURDIR)/$(SGLANG_FIXTURE) $(SGLANG)/bin/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile \
 		tests/strategies/sglang tests/pipelines/test_sglang_run.py $(PYTEST_ARGS)
 
-# examples/cluster and compose.yaml, read by SkyPilot and others, and a job that a real Ray cluster takes.
+# examples/cluster and compose.yaml, read by SkyPilot and others; a job that a real Ray cluster takes; checkpoints in S3.
 test-cluster: $(CLUSTER)/.installed
 	$(CLUSTER)/bin/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile tests/examples/test_cluster.py \
-		tests/examples/test_cluster_programs.py $(PYTEST_ARGS)
+		tests/examples/test_cluster_programs.py tests/checkpoint/test_store.py $(PYTEST_ARGS)
+
+# Every recipe for real models at its full size, and predicted peaks against measured ones; the rest are in the long tier.
+test-recipes: $(VENV)/.installed-test
+	TEST_RECIPES=1 $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist load tests/rehearsal/test_recipes.py \
+		-k 'what_the_page_says or was_predicted' $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

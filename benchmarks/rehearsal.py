@@ -57,8 +57,6 @@ RECIPES = (
     "qwen3_agentic_gem/gem_math_hotpotqa_search",
     "qwen2.5-7B-preferences/dpo_config",
     "qwen2.5-7B-preferences/rm_config",
-    "qwen3-8B-distill/distill_config",
-    "qwen3-8B-distill/opd_config",
 )
 """The recipes of ``examples/`` for real models."""
 PAGE = Path(__file__).parent.parent / "docs" / "rehearsal.md"

@@ -5,6 +5,7 @@ violation."""
 from __future__ import annotations
 
 import ast
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -203,3 +204,13 @@ def indirect_openings(tree: ast.Module) -> list[str]:
     ]
     lines = [str(text.value).strip().split("\n")[0] for text in sorted(texts, key=lambda text: text.lineno)]
     return [line for line in lines if line.partition(" ")[0].rstrip(",:") in ("What", "How", "Whether")]
+
+
+def test_pictures_are_drawn_from_the_code() -> None:
+    """Written by ``python docs/site/architecture.py``."""
+    spec = importlib.util.spec_from_file_location("architecture", PACKAGE.parent / "docs/site/architecture.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for file, text in module.pictures().items():
+        assert file.read_text(encoding="utf-8") == text, "python docs/site/architecture.py"

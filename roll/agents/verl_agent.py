@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll.agents.agent_options import AgentOptionError, VerlOptions
 from roll.agents.chat_ids import ChatTemplate, Message
@@ -30,6 +30,9 @@ from roll.agents.tool_calls import ToolCall
 from roll.agents.verifiers import Verifier
 from roll.datasets.images import IMAGE_MARK, ImageReader
 from roll.datasets.reading import SourceRow
+
+if TYPE_CHECKING:
+    from roll.protocol.vision import EncodedImage
 
 SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
 """verl's loops, as the column ``agent_name`` of a row and ``default_agent_loop`` name them."""
@@ -103,9 +106,10 @@ class VerlAgent:
             return True
         self.check_host()
         offered = template.with_tools([schema_of(tool) for tool in self._offered(row).values()])
-        messages, held = self._first_messages(row), {}
+        messages = self._first_messages(row)
         if offered.images is None:
             return len(offered.prompt(messages)) <= options.prompt_length
+        held: dict[str, EncodedImage] = {}
         messages = [offered.images.take(message, held) for message in messages]
         shown = [held[digest] for digest in digests(messages)]
         return len(offered.images.expanded(offered.prompt(messages), shown)) <= options.prompt_length

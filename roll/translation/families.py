@@ -132,7 +132,7 @@ def _kinds(capabilities: list[str]) -> str:
 
 
 def put_adapters_of_family(draft: Draft, sees: bool, has_experts: bool) -> None:
-    """Adapters go on the language part here, and not on experts."""
+    """Adapters go on the language part here; those of experts are of another form."""
     rank = draft.get("lora_rank", default=0)
     if not draft.states("lora_rank") or not rank:
         return
@@ -142,7 +142,10 @@ def put_adapters_of_family(draft: Draft, sees: bool, has_experts: bool) -> None:
         draft.refuse("lora_rank", f"{rule}exclude_modules='.*visual.*' is the same")
     targets = draft.get("lora_target", default="all-linear")
     if has_experts and not (isinstance(targets, list) and ATTENTION.issuperset(targets)):
-        rule = "puts adapters on the experts too, there; here they have none: "
+        rule = (
+            "puts adapters on the experts too, there, others than lora_target experts does here, which adapts their "
+            "fused tensors (docs/moe.md): "
+        )
         draft.refuse("lora_rank", f"{rule}target_modules=[q_proj,k_proj,v_proj,o_proj] is the same")
 
 

@@ -31,7 +31,12 @@ from tests.pipelines.tiny_runs import (
 )
 
 REASON = missing()
-pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.e2e,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(REASON is not None, reason=REASON or ""),
+]
 
 SCONTROL = """#!/usr/bin/env bash
 [[ "$*" == "show hostnames $SLURM_JOB_NODELIST" ]] && printf '%s\\n' $NODES
@@ -68,7 +73,7 @@ def two_hosts() -> Iterator[list[Host]]:
         yield made
 
 
-def wait_for(look: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 150) -> Any:
+def wait_for(look: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 240) -> Any:
     give_up = time.monotonic() + seconds
     while not (found := look()):
         assert process.poll() is None, process.communicate()
@@ -130,13 +135,13 @@ def test_a_slurm_job_is_preempted_and_goes_on(two_hosts: list[Host], world: Tiny
     first = job.start(config)
     wait_for(lambda: (run.logs / "metrics.jsonl").exists() and len(run.steps) >= 2, first)
     job.preempt()
-    text, _ = first.communicate(timeout=120)
+    text, _ = first.communicate(timeout=200)
     saved = re.search(r"(\d+) of 500 steps are done; newest checkpoint: (\S+)", text)
     assert first.returncode == 128 + signal.SIGTERM and saved, text
     assert Path(saved[2]).is_dir() and int(saved[1]) >= 2
     last = int(saved[1]) + 1
     again = job.start(config, f"max_steps={last + 1}")
-    text, _ = again.communicate(timeout=150)
+    text, _ = again.communicate(timeout=240)
     assert again.returncode == 0, text
     assert run.values("system/global_step") == list(range(last + 1)), "no step is missing or stands there twice"
     assert f"node 1 ({two_hosts[1].name}" in text or "node 1 serves the run" in text, text
@@ -150,8 +155,8 @@ def test_compose_services_run_as_written(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "examples/tiny/prepare.py", "--output", made, "--seeds", "0"]
     subprocess.run(command, check=True, capture_output=True)
     shutil.copytree(made / "seed0/init", made / "seed0/warm_start/model")  # as if trained, which takes minutes
-    with project.up(seconds=60) as services:
-        status, text = services["node0"].wait(200)
+    with project.up(seconds=180) as services:
+        status, text = services["node0"].wait(300)
         assert status == 0, text
         assert services["node1"].wait(60)[0] == 0, "the further node leaves in good order"
     rows = read_metrics(project.volume("output") / "tiny_grpo/seed0/logs/metrics.jsonl")

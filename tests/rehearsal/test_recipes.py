@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -221,8 +223,10 @@ HERE = (
     "qwen2.5-7B-rlvr_megatron/rlvr_config",
     "qwen2.5-7B-rlvr_megatron/rlvr_config_4nodes",
 )
-"""A minute; all take five minutes of a core, with the variable TEST_RECIPES set."""
-ALL = pytest.mark.skipif(not os.environ.get("TEST_RECIPES"), reason="TEST_RECIPES=1 runs it")
+"""A minute; the others take five minutes of a core: ``make test-recipes``."""
+OTHERS = bool(os.environ.get("TEST_RECIPES"))
+FEW = pytest.mark.skipif(OTHERS, reason="`make test-long` runs it")
+ALL = pytest.mark.skipif(not OTHERS, reason="`make test-recipes` runs it")
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +235,7 @@ def known() -> dict[Any, Any]:
     return {}
 
 
-@pytest.mark.parametrize("recipe", [one if one in HERE else pytest.param(one, marks=ALL) for one in RECIPES])
+@pytest.mark.parametrize("recipe", [pytest.param(one, marks=FEW if one in HERE else ALL) for one in RECIPES])
 def test_recipes_for_real_models_need_what_the_page_says(recipe: str, known: dict[Any, Any]) -> None:
     row = recipe_row(recipe, known)
     assert row in PAGE.read_text(encoding="utf-8"), "python -m benchmarks.rehearsal --recipes --write"
@@ -243,3 +247,15 @@ def test_all_recipes_for_real_models_are_on_the_page() -> None:
     assert {str(file.relative_to(examples).with_suffix("")) for file in files} == set(RECIPES)
     rows = PAGE.read_text(encoding="utf-8").partition("<!-- recipes -->")[2].partition("<!-- end of recipes -->")[0]
     assert [line.split("`")[1] for line in rows.splitlines() if "`" in line] == list(RECIPES)
+
+
+@ALL
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed ZeRO-2", "megatron TP2"])
+def test_peaks_are_what_was_predicted(strategy: str) -> None:
+    """Two ranks on this CPU: resident memory of a model of 10M weights, within the tenth that the page speaks of."""
+    command = [sys.executable, "-m", "benchmarks.rehearsal", "--models", "10M", "--only", strategy]
+    found = subprocess.run(command, cwd=PAGE.parents[1], capture_output=True, text=True, check=True).stdout
+    cells = [cell.strip() for cell in found.splitlines()[-1].strip("|").split("|")]
+    assert cells[:3] == ["10M", strategy, "2"], found
+    measured, predicted = (float(cell.replace(",", "")) for cell in cells[4:6])
+    assert predicted == pytest.approx(measured, rel=0.1), found

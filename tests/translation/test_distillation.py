@@ -26,6 +26,7 @@ from tests.translation.test_algorithms import (
     Settings,
     assert_equal,
     command,
+    name_of,
     translate_whole,
 )
 from tests.translation.test_translation import refusal
@@ -72,7 +73,7 @@ def loaded_of(translated: Translate, settings: Settings) -> LoadedConfig[Any]:
         ALONE | of_loss(loss_mode="k2", distillation_loss_coef=0.3) | {"actor.use_kl_loss": True},
         ALONE | {"actor.entropy_coeff": 0.1, "actor.policy_loss.loss_mode": "gspo"},
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
 def test_an_estimate_in_the_loss(settings: Settings, translated: Translate) -> None:
     """The teacher is the reference of a KL loss; any number of updates of a batch."""
@@ -94,7 +95,7 @@ def test_an_estimate_in_the_loss(settings: Settings, translated: Translate) -> N
         AS_ADVANTAGE | of_loss(loss_mode="k2", loss_max_clamp=0.1) | ALONE | {"actor.loss_agg_mode": "token-sum"},
         AS_ADVANTAGE | of_loss(loss_mode="abs") | ALONE | {"actor.policy_loss.loss_mode": "cispo"},
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
 def test_an_estimate_as_an_advantage(settings: Settings, translated: Translate) -> None:
     """From the policy before the update, which is the current one."""
@@ -137,7 +138,7 @@ def topk_loss(loaded: LoadedConfig[Any], logits: Tensor, teacher: Tensor, respon
         TOPK | ALONE | of_loss(log_prob_min_clamp=-2.0, loss_max_clamp=0.4) | {"actor.policy_loss.loss_mode": "gspo"},
         TOPK | of_loss(log_prob_min_clamp=-2.0, distillation_loss_coef=0.3) | {"actor.entropy_coeff": 0.01},
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
 def test_top_k_without_the_rest(settings: Settings, translated: Translate) -> None:
     generator = torch.Generator().manual_seed(11)
@@ -192,7 +193,7 @@ def test_the_teacher_has_its_model_and_its_devices(translated: Translate) -> Non
         ({"distillation.teacher_model.weight": 1}, "is no key of a teacher"),
         ({"distillation.teacher_model.model_path": None}, "is needed with distillation"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
 def test_what_cannot_be_kept_is_refused(settings: Settings, message: str, translated: Translate) -> None:
     assert message in refusal(translated, command(VERL, ENABLED | settings))

@@ -474,6 +474,9 @@ def test_settings_of_a_file(translated: Translate, tmp_path: Path) -> None:
     known = translated(f"{TOOLS}--config-name=gsm8k_multiturn_megatron_grpo {TURN}max_assistant_turns=2").keys
     assert known["actor_train.strategy_args.strategy_name"] == "megatron_train" and known["sequence_length"] == 400
     assert known["custom_envs.tools.max_steps"] == 2
+    for words in ("model_engine=megatron", "--config-name=ppo_trainer model_engine=megatron"):
+        assert translated(f"{TOOLS}{words}").keys == translated(f"{TOOLS}--config-name=ppo_megatron_trainer").keys
+    assert "torchtitan" in refusal(translated, f"{TOOLS}model_engine=torchtitan")
     (tmp_path / "mine.yaml").write_text(
         "hydra: {searchpath: [x]}\ndefaults: [ppo_trainer, _self_]\ndata: {max_prompt_length: 7, seed: 5}\n"
         "actor_rollout_ref: {rollout: {multi_turn: {enable: true, max_assistant_turns: 6}}}\n",
