@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.strategies.engine_cases import moe_folder
-from tests.strategies.engine_checks import check_experts, check_greedy, check_in_flight
-from tests.strategies.vllm import cases, parallel_cases
+from tests.strategies.engine_checks import check_greedy, check_in_flight
+from tests.strategies.vllm import parallel_cases
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 whole_engines = pytest.mark.skipif(
@@ -34,15 +33,6 @@ def test_two_ranks(in_engine_process: Callable[..., Any], folders: dict[str, Pat
     assert found["spoilt by a rank"].startswith("weight update 14: engine 3 holds other values than the trainer sent")
     assert "v_proj.weight)" in found["spoilt by a rank"] and found["spoilt by a rank"].endswith(f"v_proj.weight){rank}")
     assert "rank 0: " in found["unknown"] and "no_such" in found["unknown"]
-
-
-@whole_engines
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_two_ranks_share_experts(in_engine_process: Callable[..., Any], tmp_path: Path, family: str) -> None:
-    """Each has a part of every matrix, which is compared with that part of what was sent."""
-    folder = moe_folder(tmp_path, family)
-    check_experts(in_engine_process(cases.experts_after_updates, folder, tensor_parallel_size=2)[0])
 
 
 def test_the_part_of_a_rank(in_engine_process: Callable[..., Any]) -> None:
