@@ -100,7 +100,7 @@ def shared_prompt_attention(
     heads, head_dim = query.shape[1], query.shape[3]
     num_prompts, prompt_width = prompt_parts.prompts.shape
     num_parts, part_width = prompt_parts.parts.shape
-    if query.device.type == "cpu" and num_parts <= MOST_PARTS * num_prompts:
+    if query.device.type == "cpu" and max(map(len, prompt_parts.lengths)) <= 1 + MOST_PARTS:
         return _part_by_part(query, key, value, prompt_parts, scaling)
     prompt_query, part_query = _split(query, prompt_parts)
     prompt_key, part_key = _split(key, prompt_parts)

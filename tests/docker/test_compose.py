@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from roll.config.pipelines import definitions
 from roll.distributed.nodes import NodeEnvironment, auth_problem
 from tests.distributed.hosts import ROOT
 from tests.docker.compose import WORKDIR, ComposeError, read
@@ -73,3 +74,12 @@ def test_the_image_has_a_user_of_its_own_and_pinned_packages() -> None:
     assert "--mount=type=secret" in text
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {".git", ".env*", "**/*.pem", "**/*.key", "**/auth_token"} <= set(ignored)
+
+
+def test_every_pipeline_is_started_in_a_container() -> None:
+    """The rows of docs/installation.md name every pipeline of the registry, and scripts that are there."""
+    section = (ROOT / "docs/installation.md").read_text().partition("## In a container")[2]
+    rows = re.findall(r"^\| `(\w+)`[^|]* \| (`python .*) \|$", section, re.MULTILINE)
+    assert {name for name, _ in rows} == {entry.name for entry in definitions()}
+    scripts = [script for _, command in rows for script in re.findall(r"python (\S+\.py)", command)]
+    assert len(scripts) >= len(rows) and all((ROOT / script).is_file() for script in scripts)
