@@ -84,13 +84,13 @@ def distribution_gaps(model: Any, prompt: list[int], output: GenerationOutput, p
     return [abs(a - b) for a, b in zip(want, output.log_probs, strict=True)]
 
 
-def moe_folder(folder: Path, family: str) -> Path:
+def moe_folder(folder: Path, family: str, **changes: Any) -> Path:
     """A tiny model with experts, of sizes that engines have kernels for on a CPU."""
-    sizes = {"vocab_size": 320, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {"vocab_size": 320, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     widths = {"intermediate_size": 64} | ({} if family == "mixtral" else {"head_dim": 32})
     if family in ("qwen3_moe", "glm4_moe"):
-        widths["moe_intermediate_size"] = 64
-    write_moe(folder, family, **sizes, **widths)
+        widths["moe_intermediate_size"] = 32
+    write_moe(folder, family, **{**sizes, **widths, **changes})
     helpers.make_tokenizer().save_pretrained(folder)
     return folder
 

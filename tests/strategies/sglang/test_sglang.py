@@ -54,7 +54,8 @@ def test_two_ranks(in_engine_process: Callable[..., Any], folders: dict[str, Pat
 
 
 def test_experts_are_read_back_after_updates(in_engine_process: Callable[..., Any], tmp_path: Path) -> None:
-    check_experts(in_engine_process(cases.experts_after_updates, moe_folder(tmp_path, "qwen3_moe")))
+    folder = moe_folder(tmp_path, "qwen3_moe", num_key_value_heads=2, moe_intermediate_size=64)
+    check_experts(in_engine_process(cases.experts_after_updates, folder))
 
 
 def test_samples_are_those_of_hf_infer(found: dict[str, Any]) -> None:
