@@ -112,3 +112,26 @@ def test_the_engine_anchors_the_ratio_of_a_single_update(run: Run) -> None:
     # The ratio to the engine's own log-probs, which agree with the trainer's but for rounding.
     assert row["actor/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
     assert row["actor/approxkl"] > 0 or row["actor/ratio_max"] > 1 or row["actor/train_infer_log_diff_abs_max"] == 0
+
+
+@pytest.mark.long
+def test_rejected_tokens_are_not_learnt_from(run: Run) -> None:
+    """Engine and trainer round differently: a bound at ratio 1 rejects some of the tokens, and one that no token reaches
+    rejects all, with their KL and entropy: nothing is learnt then."""
+    changes = {
+        "max_steps": 2,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "entropy_loss_coef": 0.01,
+        "loss_agg_mode": "token-mean",
+        "reference": role("fsdp2_infer", [0]),
+        "train_infer_correction": [{"level": "token", "action": "reject", "low": 1.0}],
+    }
+    for row in run(changes).steps:
+        assert 0.1 < row["actor/rejected_token_ratio"] < 0.9
+        assert row["actor/train_infer_log_diff_abs_mean"] > 0
+        assert row["actor/train_infer_ratio_token_mean"] >= 1, "ratios below are left out"
+        assert row["actor/grad_norm"] > 0
+    (rejected,) = run(changes | {"max_steps": 1, "train_infer_correction": [{"action": "reject", "low": 1e6}]}).steps
+    assert rejected["actor/rejected_token_ratio"] == 1.0
+    assert rejected["actor/grad_norm"] == 0.0 and rejected["actor/total_loss"] == 0.0
