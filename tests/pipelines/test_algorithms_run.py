@@ -116,8 +116,8 @@ def test_the_engine_anchors_the_ratio_of_a_single_update(run: Run) -> None:
 
 @pytest.mark.long
 def test_rejected_tokens_are_not_learnt_from(run: Run) -> None:
-    """Engine and trainer round differently: a bound at ratio 1 rejects some of the tokens, and one that no token reaches
-    rejects all, with their KL and entropy: nothing is learnt then."""
+    """Engine and trainer round differently: a bound at ratio 1 rejects some of the tokens, and one that no token
+    reaches rejects all, with their KL and entropy: nothing is learnt then."""
     changes = {
         "max_steps": 2,
         "use_kl_loss": True,
