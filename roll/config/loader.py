@@ -189,7 +189,7 @@ def detect_pipeline(data: Mapping[str, Any], expected: str | None, problems: Pro
     elif is_own:
         return _own_definition(named, problems)
     elif pipeline is None:
-        problems.missing("pipeline", f"cannot be read off the file: it must be one of {', '.join(NAMES)}", "rlvr")
+        problems.missing("pipeline", f"cannot be told from the file: it must be one of {', '.join(NAMES)}", "rlvr")
     elif pipeline in NAMES:
         return definition_of(str(pipeline))
     else:
