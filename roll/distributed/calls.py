@@ -230,10 +230,16 @@ class PendingCall(Generic[R]):
         )
 
     def overdue(self) -> DeadlineExceeded:
-        """The diagnosis of a call that takes too long: which ranks are silent, and where the first few stand."""
+        """The diagnosis of a call that takes too long: which ranks are silent, and where the first few stand.
+
+        A rank that waits for another host may be the only one to be silent: what the other had to send is in a buffer.
+        So hosts of ranks that have answered are named, too, where they are slow.
+        """
         seconds = time.monotonic() - self.began
         silent = sorted(self._rank_of[ref] for ref in self.unanswered)
-        links = diagnosis.links(filter(None, map(self._address, silent)))
+        waiting = {address.node_id for address in map(self._address, silent) if address}
+        found = diagnosis.links(filter(None, map(self._address, self._rank_of.values())))
+        links = [link for link in found if link.node_id in waiting or link.is_slow]
         cut_off = {link.node_id for link in links if not link.answers}
         reports = []
         for rank in silent[:_REPORTED_RANKS]:

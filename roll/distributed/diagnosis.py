@@ -48,6 +48,8 @@ class Link:
     node_id: str
     answers: bool
     text: str
+    is_slow: bool
+    """Takes less than a mebibyte a second, if anything."""
 
 
 def links(addresses: Iterable[WorkerAddress]) -> list[Link]:
@@ -68,14 +70,14 @@ def links(addresses: Iterable[WorkerAddress]) -> list[Link]:
         ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=_REMOTE_SECONDS)
     found = []
     for node_id, address in nodes.items():
-        text, answers = "lost: it has not answered Ray's health checks", False
+        text, answers, is_slow = "lost: it has not answered Ray's health checks", False, True
         if node_id in tasks:
             try:
                 seconds = ray.get(tasks[node_id], timeout=0)
-                text, answers = f"{_PAYLOAD / seconds / 1e6:.2f} MB/s", True
+                text, answers, is_slow = f"{_PAYLOAD / seconds / 1e6:.2f} MB/s", True, seconds > 1.0
             except (ray.exceptions.RayError, TimeoutError):
                 text = f"has not taken {_PAYLOAD >> 20} MiB within {_REMOTE_SECONDS:g} s"
-        found.append(Link(node_id, answers, f"{address.hostname} ({address.node_ip}): {text}"))
+        found.append(Link(node_id, answers, f"{address.hostname} ({address.node_ip}): {text}", is_slow))
     return found
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -165,10 +166,15 @@ class Project:
         words += ["--no-new-privs"] if "no-new-privileges:true" in service.get("security_opt", ()) else []
         made = [name, str(self.folder / "hosts"), str(size_of(service.get("shm_size", "64m")))]
         inside = ["sh", "-c", CONTAINER, "sh", *made, str(service["ulimits"]["nofile"]), *words, *service["command"]]
+        bin_folder = Path(sys.executable).parent  # the image's ``python`` is the one of this environment
         own = ["unshare", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         process = subprocess.Popen(
             ["ip", "netns", "exec", self._hosts[name].name, *own, *inside],
-            env={**clean_environment(), **service["environment"]},
+            env={
+                **clean_environment(),
+                "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
+                **service["environment"],
+            },
             cwd=code,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
