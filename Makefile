@@ -55,8 +55,7 @@ test-rest:
 	$(MAKE) test-long; tests=$$?; \
 	$(if $(VLLM),$(MAKE) test-vllm-parallel,true); tests=$$((tests + $$?)); \
 	$(if $(VLLM),$(MAKE) test-sglang,true); tests=$$((tests + $$?)); \
-	$(if $(VLLM),$(MAKE) test-cluster,true); tests=$$((tests + $$?)); \
-	$(MAKE) test-recipes; exit $$((tests + $$?))
+	$(if $(VLLM),$(MAKE) test-cluster,true); exit $$((tests + $$?))
 
 test-all:
 	$(MAKE) test; tests=$$?; $(MAKE) test-rest; exit $$((tests + $$?))
