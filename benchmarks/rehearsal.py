@@ -55,8 +55,12 @@ RECIPES = (
     "qwen3-8B-rlvr_fsdp2/rlvr_config_4nodes",
     "qwen3-8B-rlvr_fsdp2/rlvr_config_lora",
     "qwen3_agentic_gem/gem_math_hotpotqa_search",
+    "agentic_demo/agent_val_swe",
+    "agentic_demo/agent_val_swe_sandbox",
     "qwen2.5-7B-preferences/dpo_config",
     "qwen2.5-7B-preferences/rm_config",
+    "qwen3-8B-distill/distill_config",
+    "qwen3-8B-distill/opd_config",
 )
 """The recipes of ``examples/`` for real models."""
 PAGE = Path(__file__).parent.parent / "docs" / "rehearsal.md"

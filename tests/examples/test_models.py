@@ -163,12 +163,12 @@ def test_the_script_runs_the_recipe_of_its_folder(folder: str, recorder: Path) -
 GIVEN = {
     "qwen2.5-7B-preferences/dpo_config": ("actor_train", "128; 8 ranks x 16", {"actor_train": NODE, "reference": NODE}),
     "qwen2.5-7B-preferences/rm_config": ("reward_train", "128; 8 ranks x 16", {"reward_train": NODE}),
-    "distill_qwen3-8B/distill_config": (
+    "qwen3-8B-distill/distill_config": (
         "student",
         "128; 4 ranks x 32",
         {"student": range(4), "teacher": range(4, 8)},
     ),
-    "distill_qwen3-8B/opd_config": (
+    "qwen3-8B-distill/opd_config": (
         "actor_train",
         "256; 8 ranks x 32",
         {"actor_train": NODE, "actor_infer": NODE, "teacher": NODE},

@@ -243,7 +243,7 @@ def test_recipes_for_real_models_need_what_the_page_says(recipe: str, known: dic
 
 def test_all_recipes_for_real_models_are_on_the_page() -> None:
     examples = PAGE.parents[1] / "examples"
-    files = [file for pattern in ("qwen*", "gsm8k") for file in examples.glob(f"{pattern}/*.yaml")]
+    files = [file for pattern in ("qwen*", "gsm8k", "agentic_demo") for file in examples.glob(f"{pattern}/*.yaml")]
     assert {str(file.relative_to(examples).with_suffix("")) for file in files} == set(RECIPES)
     rows = PAGE.read_text(encoding="utf-8").partition("<!-- recipes -->")[2].partition("<!-- end of recipes -->")[0]
     assert [line.split("`")[1] for line in rows.splitlines() if "`" in line] == list(RECIPES)
