@@ -19,7 +19,7 @@ INSTALL := $(PIP) install --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 # vLLM is published for CPUs under Linux only.
 VLLM := $(if $(filter Linux,$(shell uname -s)),$(VENV)/.installed-vllm)
-# SGLang has an environment of its own over the usual one: what it needs cannot be imported beside a CPU build of torch.
+# SGLang has an environment of its own over the usual one: what it needs cannot be imported alongside a CPU build of torch.
 SGLANG := $(VENV)-sglang
 # So have SkyPilot and others that tests of examples/cluster use.
 CLUSTER := $(VENV)-cluster

@@ -10,7 +10,6 @@ import ast
 import contextlib
 import importlib
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -139,10 +138,9 @@ def gymnasium_environment(identifier: str, **config: Any) -> GymnasiumEnvironmen
 
 def adapted(environment: Any) -> Any:
     """``environment``, or where its class is one of gymnasium's, the same with texts for observations and actions."""
-    gymnasium = sys.modules.get("gymnasium")
-    if gymnasium is not None and isinstance(environment, gymnasium.Env):
-        return GymnasiumEnvironment(environment)
-    return environment
+    import gymnasium
+
+    return GymnasiumEnvironment(environment) if isinstance(environment, gymnasium.Env) else environment
 
 
 class GemEnvironment(_Wrapped):

@@ -146,6 +146,7 @@ def load_environment_class(env_type: str) -> Callable[..., Environment]:
 
 
 def _adapted(environment: Environment) -> Environment:
+    """An environment of a class of the user's own, in this project's form; gymnasium is imported by who uses it."""
     """A class of one's own may be one of gymnasium's; the adapters are read only where that library is."""
     if "gymnasium" not in sys.modules:
         return environment

@@ -109,8 +109,8 @@ def asked(
     compute: Callable[[DataProto], PendingCall[DataProto]],
     replays: bool = False,
 ) -> Callable[[], Mapping[str, torch.Tensor]]:
-    """Have the ranks compute columns (B, L), each on an equal share of the work; what waits for them, and gives them
-    in the batch's own order.
+    """Start to compute columns (B, L), on each rank an equal share of the work. The function returned waits for them
+    and gives them in the batch's own order.
 
     Args:
         replays: the model is the policy, whose recorded routes are not another's.

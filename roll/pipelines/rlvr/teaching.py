@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -64,13 +63,11 @@ def ask_teachers(
 ) -> Iterator[TeacherAnswer]:
     """Each teacher's answer for its rows, in their order. Teachers without a device in common compute concurrently,
     others take turns."""
-    waiting: list[Callable[[], TeacherAnswer]] = []
+    waiting: list[tuple[str, np.ndarray, DataProto, DataProto, Callable[[], Mapping[str, torch.Tensor]]]] = []
     busy: set[int] = set()
 
-    def answer(
-        name: str, rows: np.ndarray, part: DataProto, seen: DataProto, columns: Callable[[], Any]
-    ) -> TeacherAnswer:
-        return TeacherAnswer(name, rows, part, seen, columns())
+    def answers() -> Iterator[TeacherAnswer]:
+        return (TeacherAnswer(name, rows, part, seen, columns()) for name, rows, part, seen, columns in waiting)
 
     for name, cluster in teachers.items():
         rows = routed(batch, config.teacher[name].tag_included)
@@ -78,14 +75,14 @@ def ask_teachers(
             continue
         devices = set(config.teacher[name].device_mapping or ())
         if devices & busy:
-            yield from (one() for one in waiting)
+            yield from answers()
             waiting, busy = [], set()
         enter(cluster)
         part = batch if rows.all() else batch[rows]
         seen = as_teachers_see(part)
-        waiting.append(partial(answer, name, rows, part, seen, asked(seen, cluster, partial(ask, cluster))))
+        waiting.append((name, rows, part, seen, asked(seen, cluster, partial(ask, cluster))))
         busy |= devices
-    yield from (one() for one in waiting)
+    yield from answers()
 
 
 def estimated(own: torch.Tensor, of_teacher: torch.Tensor, config: PolicyRunConfig) -> torch.Tensor:
