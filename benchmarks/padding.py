@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from roll.config.plan.micro_batching import MicroBatching
+from roll.config.plan.plan import MicroBatching
 from roll.models.partitions import workload
 from roll.pipelines.row_order import balanced_order
 from roll.strategies.base import TensorBatch

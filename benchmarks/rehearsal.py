@@ -127,8 +127,7 @@ def measure(contender: Contender, ranks: int, args: argparse.Namespace) -> int:
 
 def predict(contender: Contender, ranks: int, args: argparse.Namespace) -> int:
     """The rehearsal's peak of the same step."""
-    from roll.config.plan.micro_batching import micro_batching
-    from roll.config.plan.plan import RolePlan
+    from roll.config.plan.plan import RolePlan, micro_batching
     from roll.config.reading.errors import Problems
     from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
     from roll.config.strategies.registry import read_strategy_config

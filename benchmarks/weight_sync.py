@@ -35,9 +35,8 @@ from roll.config.roles import ModelArguments, StrategyArguments, TrainingArgumen
 from roll.distributed import Cluster, ResourceManager, ray_runtime
 from roll.platforms import current_platform
 from roll.protocol.metrics import to_floats
-from roll.weight_sync.controller import WeightSync
 from roll.weight_sync.encoding import DeltaEncoder, SyncOptions, iter_buckets
-from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
+from roll.weight_sync.sender import RayEngines, Update, WeightSender, WeightSync, build_transport
 from roll.workers import ACTOR_WORKER, GENERATION_WORKER
 from roll.workers.generation import GenerationWorker
 from roll.workers.training import ActorWorker

@@ -178,7 +178,7 @@ def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
     from roll.datasets.types import DataError
     from roll.distributed.failures import NodeError, NotFinite, RayLost, RemoteError
     from roll.distributed.restarts import FAILED, REWIND, WRONG, supervised
-    from roll.rollout.group_flow import RolloutExhausted, RolloutStalled
+    from roll.rollout.flow import RolloutExhausted, RolloutStalled
 
     try:
         return int(work() or 0)

@@ -12,7 +12,7 @@ from roll.agents.chat_ids import without_thoughts
 from roll.agents.conversation import Call
 from roll.agents.episode import Agent, Episode, EpisodeOver, Model, Task
 from roll.agents.programs import ProgramError, program_environment, running
-from roll.datasets.columns import read_ground_truth
+from roll.datasets.prompts import read_ground_truth
 from roll.rewards.base import GuardedReward, RewardSample
 from roll.rewards.custom import Limits
 from roll.rewards.registry import build_reward

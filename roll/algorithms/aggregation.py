@@ -94,11 +94,6 @@ def kept(values: Tensor, bits: Tensor) -> Tensor:
     return torch.bitwise_and(values.detach().view(bits.dtype), bits).view(values.dtype)
 
 
-def kept_(values: Tensor, bits: Tensor, out: Tensor) -> None:
-    """Write :func:`kept` into ``out``, of the same shape and type."""
-    torch.bitwise_and(values.detach().view(bits.dtype), bits, out=out.view(bits.dtype))
-
-
 def clear_(fresh: Tensor, bits: Tensor) -> Tensor:
     """``fresh`` itself, changed to :func:`kept`."""
     fresh.view(bits.dtype).bitwise_and_(bits)

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll.config.roles import DataArguments
-from roll.datasets.reading import Row, SourceRow, whole_characters
+from roll.datasets.reading import SourceRow, whole_characters
 from roll.datasets.types import DataError
 
 Message = dict[str, Any]
-FOREIGN_TRUTHS = ("reward_model", "reward_spec")
-"""Columns in which the data sets of other projects keep the ground truth."""
 SOURCE = "data_source"
 """verl's column of the data set that a row comes from, which its rewards go by."""
 HALF_CHARACTER = "half of a character (a surrogate such as \\ud83d without its other half), which no text has"
@@ -101,27 +99,6 @@ class Columns:
         if value is None and self.source is not None:
             value = source.row.get(self.source)
         return "" if value is None else str(value)
-
-
-def read_ground_truth(row: Row) -> Any:
-    """The column ``ground_truth``, else the entry of that name in ``reward_model`` (verl) or ``reward_spec`` (SkyRL);
-    None: the row has none."""
-    value = row.get("ground_truth")
-    if value is not None:
-        return value
-    sections = (_as_section(row.get(name)) for name in FOREIGN_TRUTHS)
-    found = (section.get("ground_truth") for section in sections if isinstance(section, dict))
-    return next((truth for truth in found if truth is not None), None)
-
-
-def _as_section(value: Any) -> Any:
-    """CSV and some JSONL files hold the section as JSON text."""
-    if not isinstance(value, str) or not value.startswith("{"):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value
 
 
 def is_conversation(value: Any) -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
-from roll.datasets.columns import DomainRouter, read_ground_truth
+from roll.datasets.columns import DomainRouter
 from roll.datasets.images import ImageReader, PreparedImages, VisionModel
 from roll.datasets.making import RowMaker
 from roll.datasets.preparation import prepare
-from roll.datasets.reading import SourceRow
+from roll.datasets.reading import Row, SourceRow
 from roll.datasets.templates import Conversation, Rendered, Renderer, TemplateChoice, truncate
 from roll.datasets.types import BadRows, DataError, LoadCounts, PromptRow
 
@@ -131,6 +132,31 @@ class PromptDataset(Sequence[PromptRow]):
             row=row,
             vision=vision,
         )
+
+
+FOREIGN_TRUTHS = ("reward_model", "reward_spec")
+"""Columns in which the data sets of other projects keep the ground truth."""
+
+
+def read_ground_truth(row: Row) -> Any:
+    """The column ``ground_truth``, else the entry of that name in ``reward_model`` (verl) or ``reward_spec`` (SkyRL);
+    None: the row has none."""
+    value = row.get("ground_truth")
+    if value is not None:
+        return value
+    sections = (_as_section(row.get(name)) for name in FOREIGN_TRUTHS)
+    found = (section.get("ground_truth") for section in sections if isinstance(section, dict))
+    return next((truth for truth in found if truth is not None), None)
+
+
+def _as_section(value: Any) -> Any:
+    """CSV and some JSONL files hold the section as JSON text."""
+    if not isinstance(value, str) or not value.startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
 
 
 class PromptMaker(RowMaker):

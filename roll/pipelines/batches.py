@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 
 from roll.datasets import DataError
 from roll.distributed.failures import NotFinite
-from roll.distributed.restarts import supervised
 from roll.protocol import DataProto
 from roll.protocol.columns import object_array
 from roll.protocol.vision import IMAGES, VisionInputs
@@ -120,13 +119,6 @@ class BatchRecorder:
             logger.error("the batch of step %d was not written: %s", recorded.step, error)
             return None
         return file
-
-
-def is_left_out(step: int) -> bool:
-    """The run was rewound because of this step's batch: no model learns from it."""
-    if step in supervised.left_out:
-        logger.warning("step %d: its batch is left out (on_nonfinite: rewind)", step)
-    return step in supervised.left_out
 
 
 def is_not_finite(metrics: Mapping[str, float]) -> bool:

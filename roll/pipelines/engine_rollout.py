@@ -15,7 +15,7 @@ from roll.pipelines.sample_records import Notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 from roll.rollout.engines import EngineClient
-from roll.rollout.group_flow import GroupT
+from roll.rollout.groups import GroupT
 from roll.rollout.routing import build_router
 from roll.rollout.scheduling import AsyncScheduler
 from roll.tracking import SampleTable

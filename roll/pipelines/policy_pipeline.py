@@ -19,11 +19,10 @@ from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import REWARD_MODEL
 from roll.distributed import Cluster, ResourceManager
 from roll.models.layouts import TopTokens
-from roll.pipelines.batches import RecordedBatch, is_left_out
+from roll.pipelines.batches import RecordedBatch
 from roll.pipelines.engine_rollout import EngineRollout
 from roll.pipelines.files import export_model
 from roll.pipelines.policy import PolicyPlan, taught_by_advantage
-from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency, moves_states
 from roll.pipelines.rlvr.clusters import Clusters, ClusterStarter, StartingClusters
 from roll.pipelines.rlvr.data import RecordedRollouts
 from roll.pipelines.rlvr.phases import (
@@ -38,9 +37,9 @@ from roll.pipelines.rlvr.phases import (
 )
 from roll.pipelines.rlvr.teachers import opd_divergence
 from roll.pipelines.rlvr.teaching import add_teacher_divergence, add_teacher_targets
-from roll.pipelines.run_context import RunContext
+from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency, RunContext, moves_states
 from roll.protocol import DataProto
-from roll.weight_sync.controller import WeightSync, sync_options
+from roll.weight_sync.sender import WeightSync, sync_options
 from roll.workers.training import TrainingWorker
 
 if TYPE_CHECKING:
@@ -130,7 +129,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
                 with self.context.phase("adv"):
                     self.context.record(self.scoring(batch))
                 self.record_samples(batch, step)
-            if not is_left_out(step):
+            if not self.context.is_left_out(step):
                 self.learn(batch, step)
         self.context.record(self.residency.metrics())
         self.context.end_step(step)

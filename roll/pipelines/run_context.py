@@ -1,61 +1,64 @@
-"""The context that every pipeline runs in: Ray, logs, trackers, phases, checkpoints, summary."""
+"""The context that every pipeline runs in: steps, phases and the devices that they need, metrics, checkpoints.
+
+Roles that share devices take turns (:class:`Residency`): what a phase needs is brought onto the devices, what it does
+not need leaves.  A role that shares its devices with no other role never moves.  Nor does anything on a host whose
+device memory is its host memory, unless ``is_offload_states: true`` asks for it.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from roll.checkpoint import Checkpoint
 from roll.checkpoint.state import load_state
 from roll.config.loader import LoadedConfig
+from roll.config.plan.plan import Plan
+from roll.config.roles import GenerationWorkerConfig
 from roll.distributed import (
     Cluster,
-    Interrupted,
+    DeadlineExceeded,
     PendingCall,
     RemoteError,
-    ResourceManager,
     Worker,
     WorkerDied,
-    ray_runtime,
 )
-from roll.distributed.guard import Guard
 from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
 from roll.pipelines.batches import FOLDER as BATCHES
 from roll.pipelines.batches import BatchRecorder
-from roll.pipelines.interruption import Interruption, command_to_go_on
-from roll.pipelines.run_checkpoints import STATE_FOLDER, RunCheckpoints
-from roll.pipelines.run_outputs import RunOutputs, whole_sets
-from roll.pipelines.sample_records import SampleRecorder
+from roll.pipelines.run_checkpoints import STATE_FOLDER
+from roll.pipelines.run_lifetime import RunLifetime
+from roll.pipelines.run_outputs import whole_sets
 from roll.pipelines.stragglers import StragglerWatch
+from roll.platforms import current_platform
 from roll.protocol import DataProto
-from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
+from roll.protocol.metrics import Mean, Metrics, Sum, merge_metrics, to_floats
+from roll.strategies.base import StateKind
 from roll.tracking import (
-    ENDING_LOGGER,
     PhaseTimer,
     ProgressReporter,
     SampleTable,
-    build_trackers,
-    setup_logging,
 )
-from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, SampleLog
-from roll.tracking.timeline import REQUESTS_NAME, TIMELINE_NAME, TimelineLog, span_log
+from roll.workers.generation import GenerationWorker
+from roll.workers.model import ModelWorker
 
 logger = logging.getLogger(__name__)
 
-RESOLVED_CONFIG = "config.yaml"
-PLOT = "curves.png"
+
 SHOWN_SAMPLES = 8
 R = TypeVar("R")
 MEMORY_SECONDS = 30.0
 """For a worker to say how much memory it has used."""
 
 
-class RunContext:
+class RunContext(RunLifetime):
     """Everything that a run needs besides its algorithm.
 
     The metrics of a step are collected by :meth:`record` and written by :meth:`end_step`; phases are timed by
@@ -63,167 +66,18 @@ class RunContext:
     """
 
     def __init__(self, loaded: LoadedConfig[Any]) -> None:
-        self.config, self.plan = loaded.config, loaded.plan
-        self._loaded = loaded
-        self._clusters: list[Cluster] = []
-        self._shutdown_hooks: list[Callable[[], None]] = []
+        super().__init__(loaded, self.record)
         self._recorded: list[Metrics] = []
         self._validations: dict[int, dict[str, float]] = {}
         self._began = time.perf_counter()
         self._timer = PhaseTimer(self._peak_memory if self.config.memory_steps else None)
         self._stragglers = StragglerWatch(lambda: self._clusters)
         self._measures_memory = False
-        self._interruption = Interruption(self.config.interrupt_timeout)
+        self._dumps_samples = self.plan.dump_dir is not None
         config = self.config
         self._batches = BatchRecorder(
             self.plan.output_dir / BATCHES, loaded.pipeline.name, config.dump_batches, config.on_nonfinite
         )
-        self._guard: Guard | None = None
-        self._total_steps = 0
-        self._checkpoints = RunCheckpoints(config, self.plan, self.record, self._published)
-        self._resume = self._checkpoints.resume
-        self._outputs = RunOutputs(loaded, resumed=self._resume is not None)
-
-    # Start and end
-
-    @contextmanager
-    def running(self) -> Iterator[ResourceManager]:
-        """Logs, trackers and Ray for the length of a run; whatever was started is stopped again, however it ends."""
-        log_dir = self.plan.log_dir
-        setup_logging(log_dir)
-        with self._curves_at_end(), ExitStack() as stack:
-            # Before any other file: on the further nodes of a run this does not return.
-            runtime = stack.enter_context(
-                ray_runtime(
-                    self.plan.num_devices_per_node,
-                    self.plan.num_nodes,
-                    self._outputs.profiling().environment() | self.config.system_envs,
-                    log_dir / "workers",
-                    saves_on_usr1=self.config.on_usr1 == "save",
-                )
-            )
-            self._guard = runtime.guard
-            supervised.tell(mark=runtime.mark)
-            ending.on_first = self._interruption.begin
-            self._outputs.write_config()
-            last_step = None if self._resume is None else self._resume.step - 1
-            tracked = self._outputs.tracked_run(last_step)
-            self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, tracked)
-            stack.callback(self._tracker.close)
-            stack.callback(self._checkpoints.manager.close)
-            self._begin_record(stack)
-            resources = ResourceManager(self.plan.num_devices_per_node, self.plan.num_nodes)
-            stack.callback(resources.close)
-            self._leave_account()
-            try:
-                yield resources
-                with ending.holding():
-                    self._checkpoints.publish()
-            except BaseException as caught:
-                ending.release()
-                with ending.holding(then_raise=False):
-                    error = self._end_early(ending.meant(caught))
-                if error is caught:
-                    raise
-                raise error from None
-            self._interruption.end()
-            self._shut_down(graceful=True)
-
-    def _begin_record(self, stack: ExitStack) -> None:
-        """Open what reports are made of."""
-        folder, settings = self.plan.output_dir / RECORD_FOLDER, self.config.sample_log
-        last_step = None if self._resume is None else self._resume.step - 1
-        self._timeline = TimelineLog(folder / TIMELINE_NAME, resumed=last_step is not None)
-        log = SampleLog(folder / SAMPLES_NAME, settings.max_megabytes << 20, last_step) if settings.enabled else None
-        self.samples = SampleRecorder(log, settings)
-        if self.config.otlp_output_dir is not None:
-            span_log.open(folder / REQUESTS_NAME, resumed=last_step is not None)
-            stack.callback(span_log.close)
-        stack.callback(self._timeline.close)
-        stack.callback(self.samples.close)
-        self._outputs.describe()
-
-    def _end_early(self, error: BaseException) -> BaseException:
-        """Save what there is to save, and end the clusters; ``error`` with an account of where the run stands."""
-        if isinstance(error, Interrupted):
-            self._interruption.save(self._checkpoints.publish)
-        self._interruption.end()
-        # A rank that hangs would not take part in an orderly end.
-        self._shut_down(graceful=False)
-        if self._checkpoints.pending is not None:
-            self._checkpoints.pending.discard()
-        self._outputs.describe(outcome=f"{type(error).__name__}: {error}")
-        error.add_note(self._account())
-        logging.getLogger(ENDING_LOGGER).error("%s: %s\n%s", type(error).__name__, error, self._account())
-        return error
-
-    @contextmanager
-    def _curves_at_end(self) -> Iterator[None]:
-        """However the block ends, the curves are drawn of what was logged."""
-        try:
-            yield
-        finally:
-            if self._guard is not None and not self._outputs.drawn:
-                with ending.holding(then_raise=False):
-                    if self._outputs.metrics.exists():
-                        self._outputs.draw_curves()
-                    self._outputs.write_report()
-
-    def _account(self) -> str:
-        """The progress of the run, and how to go on."""
-        reached, newest = self._interruption.steps_done, self._newest_checkpoint()
-        steps = "training had not begun" if reached is None else f"{reached} of {self._total_steps} steps are done"
-        if newest is None:
-            return f"{steps}; there is no checkpoint of this run"
-        return f"{steps}; newest checkpoint: {newest}\nto go on: {command_to_go_on(self._loaded)}"
-
-    def _newest_checkpoint(self) -> Path | None:
-        places = self._checkpoints.places(self._interruption.saved_steps)
-        return next((folder for folder in places if folder.is_dir()), places[0]) if places else None
-
-    def _leave_account(self) -> None:
-        """Have the guard speak for this process, should that end hard."""
-        assert self._guard is not None
-        supervised.tell(reached=self._interruption.steps_done)
-        if places := self._checkpoints.places(self._interruption.saved_steps):
-            if self._checkpoints.manager.store is not None:
-                copies = [f"{self._checkpoints.manager.store}/{places[0].name}"]
-            else:
-                copies = []
-            supervised.tell(checkpoint=[*map(str, places), *copies])
-        self._guard.tell(
-            {
-                "account": self._account(),
-                "log": str(self._outputs.log.resolve()),
-                "command": self._outputs.ending_command(),
-            }
-        )
-
-    def at_end(self, hook: Callable[[], None]) -> None:
-        """Add a shutdown hook, called before the clusters end, however the run ends."""
-        self._shutdown_hooks.append(hook)
-
-    def _shut_down(self, graceful: bool) -> None:
-        for hook in self._shutdown_hooks:
-            hook()
-        for cluster in self._clusters:
-            cluster.shutdown(graceful=graceful)
-
-    def watch(self, clusters: Sequence[Cluster]) -> None:
-        """Clusters to shut down at the end, and to ask for their peak memory."""
-        self._clusters += clusters
-
-    def finish(self, steps: int) -> None:
-        """Draw the curves, write the report and show what came of the run."""
-        self._record_phases(steps)
-        self._outputs.describe(outcome="finished")
-        self.samples.flush()
-        self._outputs.draw_curves()
-        self._outputs.write_report()
-        seconds = time.perf_counter() - self._began
-        self._outputs.summary(self._validations, seconds, steps, self._tracker.files()).show()
-
-    # Steps, phases, metrics
 
     def steps(self, first: int, end: int) -> Iterator[int]:
         """The steps still to be done, with progress shown.
@@ -253,6 +107,12 @@ class RunContext:
         """
         self._interruption.reach(steps_done)
         self._leave_account()
+
+    def is_left_out(self, step: int) -> bool:
+        """The run was rewound because of this step's batch: no model learns from it."""
+        if step in supervised.left_out:
+            logger.warning("step %d: its batch is left out (on_nonfinite: rewind)", step)
+        return step in supervised.left_out
 
     def save_when_interrupted(
         self, state: Callable[[], dict[str, Any] | None], save: Callable[[int, dict[str, Any]], None]
@@ -346,7 +206,8 @@ class RunContext:
             part: the name of a validation set, if it has one.
         """
         name = f"{kind}-{part}" if part else kind
-        self._outputs.dump(name, step, table)
+        if self._dumps_samples:
+            self._outputs.dump(name, step, table)
         if kind == "validation":
             rows = list(table())
             self._tracker.log_samples(name, rows[:SHOWN_SAMPLES], step)
@@ -389,6 +250,16 @@ class RunContext:
                 logger.debug("no measurement of memory: %s", error)
         return peaks
 
+    def finish(self, steps: int) -> None:
+        """Draw the curves, write the report and show what came of the run."""
+        self._record_phases(steps)
+        self._outputs.describe(outcome="finished")
+        self.samples.flush()
+        self._outputs.draw_curves()
+        self._outputs.write_report()
+        seconds = time.perf_counter() - self._began
+        self._outputs.summary(self._validations, seconds, steps, self._tracker.files()).show()
+
     # Checkpoints
 
     def is_save_due(self, step: int, can_save: bool = True) -> bool:
@@ -415,10 +286,6 @@ class RunContext:
         with self._timer.phase("save"), self._checkpoints.writing(steps_done, whole, writers) as path:
             yield path
 
-    def _published(self, steps_done: int) -> None:
-        self._interruption.saved_steps = steps_done
-        self._leave_account()
-
     def checkpoint_to_resume(self) -> Checkpoint | None:
         """The checkpoint that ``resume_from_checkpoint`` asks for, if there is one."""
         found = self._checkpoints.take_up()
@@ -431,3 +298,123 @@ class RunContext:
         state = load_state(checkpoint.role(STATE_FOLDER))
         self._validations = {int(steps): metrics for steps, metrics in state["validations"].items()}
         return state
+
+
+WEIGHTS = frozenset({StateKind.MODEL_PARAMS})
+TRAINING = frozenset({StateKind.MODEL_PARAMS, StateKind.OTHER_PARAMS, StateKind.OPTIMIZER_STATES})
+GENERATION = frozenset({StateKind.MODEL_PARAMS, StateKind.KV_CACHE})
+
+
+def moves_states(is_offload_states: bool | None) -> bool:
+    """The value of the key; null: true where leaving a device frees its memory."""
+    return current_platform().device_type != "cpu" if is_offload_states is None else is_offload_states
+
+
+@dataclass
+class _Tenant:
+    """A role on shared devices, and which of its states are there."""
+
+    cluster: Cluster
+    devices: frozenset[int]
+    states: frozenset[StateKind]
+    """All that it has."""
+    resident: set[StateKind] = field(default_factory=set)
+
+    @property
+    def generates(self) -> bool:
+        return StateKind.KV_CACHE in self.states
+
+    def offload(self, kinds: Collection[StateKind]) -> None:
+        if self.generates:
+            self._ask_engines(self.cluster.call_all(GenerationWorker.sleep))
+            self.resident.clear()
+        else:
+            self.cluster.call_all(ModelWorker.offload_states, sorted(kinds)).result()
+            self.resident -= set(kinds)
+
+    def onload(self, kinds: Collection[StateKind]) -> None:
+        if self.generates:
+            self._ask_engines(self.cluster.call_all(GenerationWorker.wake, StateKind.KV_CACHE not in kinds))
+        else:
+            self.cluster.call_all(ModelWorker.load_states, sorted(kinds)).result()
+        self.resident |= set(kinds)
+
+    def _ask_engines(self, call: PendingCall) -> None:
+        """Wait for the engines. Those that are lost are left out as long as there are others."""
+        role = self.cluster.role
+        timeout = role.engine_timeout if isinstance(role, GenerationWorkerConfig) else None
+        try:
+            call.within(timeout).result()
+        except RemoteError as loss:
+            silent = loss.silent_ranks if isinstance(loss, DeadlineExceeded) else []
+            lost = {*silent, *(report.rank for report in loss.reports)}
+            if lost.issuperset(self.cluster.live_ranks):
+                raise
+            for rank in lost:
+                self.cluster.leave_out(rank)
+            logger.warning("an engine is lost, and the run goes on with the others:\n%s", loss)
+
+
+class Residency:
+    """Moves the states of roles that share devices.
+
+    Args:
+        plan: says which devices each role has.
+        enabled: False: everything stays where it is.
+    """
+
+    def __init__(self, plan: Plan, enabled: bool) -> None:
+        shared = {name: role for name, role in plan.roles.items() if role.colocated_with and role.device_mapping}
+        self._devices = {name: frozenset(role.device_mapping) for name, role in shared.items()} if enabled else {}
+        self._tenants: dict[str, _Tenant] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def moves(self, role: str) -> bool:
+        """True if this role ever leaves its devices."""
+        return role in self._devices
+
+    def admit(self, cluster: Cluster, states: frozenset[StateKind]) -> None:
+        """Take charge of a role that has just been built; it makes room for those that are built after it."""
+        tenant = _Tenant(cluster, self._devices[cluster.name], states, set(states))
+        self._tenants[cluster.name] = tenant
+        self._timed(f"time/{cluster.name}/offload/total", tenant.offload, states)
+
+    def dismiss(self, name: str) -> None:
+        """A role has ended, and left its devices."""
+        self._tenants.pop(name, None)
+
+    def bring(self, needs: Mapping[str, frozenset[StateKind]]) -> None:
+        """Have exactly what the next phase needs on the devices that it uses; first out, then in. A signal waits until
+        all moves are made."""
+        with ending.holding():
+            self._bring(needs)
+
+    def _bring(self, needs: Mapping[str, frozenset[StateKind]]) -> None:
+        needed = {name: kinds for name, kinds in needs.items() if name in self._tenants}
+        wanted: set[int] = set().union(*(self._tenants[name].devices for name in needed))
+        for name, tenant in self._tenants.items():
+            superfluous = tenant.resident - needed.get(name, frozenset())
+            if superfluous and tenant.devices & wanted and not self._is_alone(tenant, needed):
+                self._timed(f"time/{name}/offload/total", tenant.offload, superfluous)
+        for name, kinds in needed.items():
+            tenant = self._tenants[name]
+            missing = (kinds & tenant.states) - tenant.resident
+            if missing:
+                self._timed(f"time/{name}/onload/total", tenant.onload, kinds & tenant.states)
+
+    def _is_alone(self, tenant: _Tenant, needed: Mapping[str, frozenset[StateKind]]) -> bool:
+        """True for a role that the phase needs and that shares its devices with no other one of the phase: what else it
+        has there may stay."""
+        others = [other for name in needed if (other := self._tenants[name]) is not tenant]
+        return tenant.cluster.name in needed and not any(other.devices & tenant.devices for other in others)
+
+    def _timed(self, name: str, move: Callable[[Collection[StateKind]], None], kinds: Collection[StateKind]) -> None:
+        begin = time.perf_counter()
+        move(kinds)
+        self._seconds[name] += time.perf_counter() - begin
+
+    def metrics(self) -> Metrics:
+        """Seconds of the moves since the last call, by role and direction."""
+        metrics: Metrics = {name: Mean(seconds) for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return metrics

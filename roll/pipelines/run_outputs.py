@@ -64,9 +64,8 @@ class RunOutputs:
         (self._plan.output_dir / RESOLVED_CONFIG).write_text(text, encoding="utf-8")
 
     def dump(self, name: str, step: int, table: Callable[[], SampleTable]) -> None:
-        """Write a step's samples where ``rollout_dump_dir`` says."""
-        if self._plan.dump_dir is None:
-            return
+        """Write a step's samples into ``rollout_dump_dir``, which there is."""
+        assert self._plan.dump_dir is not None
         file = self._plan.dump_dir / f"{name}-{step:06d}.jsonl"
         try:
             write_samples(file, table())

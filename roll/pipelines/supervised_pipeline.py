@@ -23,10 +23,9 @@ from roll.datasets.images import VisionModel
 from roll.datasets.preparation import PreparedRows
 from roll.datasets.streaming import Drawn
 from roll.distributed import Cluster, ResourceManager
-from roll.pipelines.batches import RecordedBatch, is_left_out
+from roll.pipelines.batches import RecordedBatch
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
-from roll.pipelines.residency import TRAINING, WEIGHTS, Residency, moves_states
-from roll.pipelines.run_context import RunContext
+from roll.pipelines.run_context import TRAINING, WEIGHTS, Residency, RunContext, moves_states
 from roll.pipelines.supervised import SupervisedPlan
 from roll.pipelines.teachers import teacher_worker
 from roll.protocol import DataProto
@@ -197,7 +196,7 @@ class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
         with self.context.interruptible():
             batch = self.next_batch(step)
         self.context.hold_batch(step, batch)
-        if not is_left_out(step):
+        if not self.context.is_left_out(step):
             self.update(batch)
         self.context.record(self.residency.metrics())
         self.context.end_step(step)

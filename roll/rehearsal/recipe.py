@@ -1,7 +1,7 @@
 """A whole recipe: which role does what in which phase of a step, what is on a device meanwhile, and how long it takes.
 
 Who is moved off a device between phases is decided by the class that does it in a run
-(:class:`roll.pipelines.residency.Residency`), on clusters that only note what they are asked.
+(:class:`roll.pipelines.run_context.Residency`), on clusters that only note what they are asked.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from roll.config.strategies.registry import (
     typed_strategy_config,
 )
 from roll.pipelines.policy import is_taught, taught_by_advantage
-from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.pipelines.rlvr.teachers import TEACHER, opd_divergence
+from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.rehearsal.arithmetic import with_deepspeed, with_megatron
 from roll.rehearsal.engines import EngineUse, engine_use, generation_time
 from roll.rehearsal.formulas import ModelShape, model_shape

@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from roll.algorithms.distillation import divergence
 from roll.config.lora import uses_lora
 from roll.config.losses import DivergenceConfig
-from roll.config.plan.micro_batching import micro_batching
+from roll.config.plan.plan import micro_batching
 from roll.config.roles import ModelArguments, WorkerConfig
 from roll.models import attention
 from roll.models.build import (

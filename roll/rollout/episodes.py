@@ -20,9 +20,9 @@ from roll.agents.episode import Agent, Episode, EpisodeGroup, Limits, Model, Sam
 from roll.environments.off_loop import in_own_process
 from roll.protocol.vision import EncodedImage, VisionInputs
 from roll.rollout.engines import EngineClient, Generation
-from roll.rollout.group_flow import GroupFlow
-from roll.rollout.mending import SetAside
+from roll.rollout.flow import GroupFlow
 from roll.rollout.replay import State, progress_state, with_progress
+from roll.rollout.rewarding import SampleQuarantine
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 
 DrawTasks = Callable[[int], list[Task]]
@@ -211,7 +211,7 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
     Args:
         players: by tag.
         first_draw: how many tasks were drawn before; continues the count of draws.
-        aside: takes the tasks whose environments fail at every attempt.
+        quarantine: takes the tasks whose environments fail at every attempt.
     """
 
     _unit = "group"
@@ -223,10 +223,10 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
         players: Mapping[str, Player],
         settings: EpisodeSettings,
         first_draw: int,
-        aside: SetAside | None = None,
+        quarantine: SampleQuarantine | None = None,
     ) -> None:
         super().__init__("an episode", first_draw)
-        self.aside = aside or SetAside()
+        self.quarantine = quarantine or SampleQuarantine()
         self._engines = engines
         self._draw = draw
         self._players = players
@@ -336,7 +336,7 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
             self.counts["retried"] += 1
         if episode.outcome == "environment_error" and member.attempt:
             row = {"tag": task.tag, "seed": task.seed, "row": dict(task.row), "attempts": member.attempt + 1}
-            self.aside.add(f"environment {task.tag}", row, episode.error)
+            self.quarantine.add(f"environment {task.tag}", row, episode.error)
         member.episode = episode
         return episode
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,24 @@ from roll.protocol import DataProto
 from roll.protocol.vision import IMAGES
 from roll.rewards.base import RewardResult, RewardSample
 from roll.strategies.engines.requests import FinishReason, GenerationOutput, GenerationRequest
+
+
+class Group(Protocol):
+    """Samples that share a baseline."""
+
+    @property
+    def order(self) -> int:
+        """Position in the order in which groups were drawn."""
+
+    @property
+    def error(self) -> str | None:
+        """Why a sample of it could not be scored, if one could not."""
+
+    def mean_score(self) -> float:
+        """The mean of the scores that are there; NaN for a group without any."""
+
+
+GroupT = TypeVar("GroupT", bound=Group)
 
 
 @dataclass(frozen=True, slots=True)

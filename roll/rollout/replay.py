@@ -12,8 +12,7 @@ import numpy as np
 from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
 from roll.rewards.base import RewardResult
-from roll.rollout.group_flow import GroupT
-from roll.rollout.groups import FinishedGroup, OpenPrompt, SampleGroup
+from roll.rollout.groups import FinishedGroup, GroupT, OpenPrompt, SampleGroup
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PartialSample
 
 FindPrompt = Callable[[str, str], PromptRow]

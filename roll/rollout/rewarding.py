@@ -1,14 +1,23 @@
-"""The reward workers of all domains as one client, with the role reward_model in front of them."""
+"""The reward workers of all domains as one client, with the role reward_model in front of them.
+
+A worker that dies is replaced, and its work is done again.  It dies with all that it was given: given to its successor
+one by one, the sample that kills it again is known.  That one is quarantined: it gets a result that says so, and its
+row goes into a file, while all others get theirs.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from roll.config.rewards import TOKENS, RewardConfig
 from roll.config.roles import DataArguments
@@ -18,7 +27,111 @@ from roll.datasets.types import DataError
 from roll.distributed import Cluster, WorkerDied
 from roll.rewards.base import RewardResult, RewardSample, apply_on_error, failure
 from roll.rollout.groups import SampleGroup
-from roll.rollout.mending import Mended, SetAside, replace_rank
+
+logger = logging.getLogger(__name__)
+
+QUARANTINE_FILE = "set_aside.jsonl"
+"""In the folder of logs: a line for every sample that has killed its worker twice."""
+MOST_IN_A_ROW = 3
+"""Samples that may kill their workers one after the other: where all do, the fault is not theirs."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class SampleQuarantine:
+    """The account of samples that have killed their workers.
+
+    Args:
+        folder: of the file; None: there is none.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self.num_deaths = 0
+        """Workers that were replaced."""
+        self.num_samples = 0
+
+    def add(self, role: str, row: Mapping[str, Any], cause: object) -> None:
+        """Write down a sample that has killed two workers of ``role``, or an episode whose environment fails again."""
+        self.num_samples += 1
+        logger.error("a sample has failed its worker of %s twice and is quarantined: %s", role, cause)
+        if self._folder is not None:
+            line = json.dumps({"time": time.time(), "role": role, "cause": str(cause), **row}, default=str)
+            with suppress(OSError):  # a full disk ends no run
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with (self._folder / QUARANTINE_FILE).open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+
+
+class RestartingWorker(Generic[T, R]):
+    """A worker, or a cluster that works as one, that is restarted when it dies.
+
+    Args:
+        ask: has items worked on; raises :class:`WorkerDied`.
+        replace: puts a new worker in the place of the dead one.
+        quarantine: the result of an item that has killed two workers.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Sequence[T]], Awaitable[list[R]]],
+        replace: Callable[[WorkerDied], Awaitable[None]],
+        quarantine: Callable[[T, WorkerDied], R],
+    ) -> None:
+        self._ask = ask
+        self._replace = replace
+        self._quarantine = quarantine
+        self._lock = asyncio.Lock()
+        self._lives = 0
+        self._in_a_row = 0
+
+    async def __call__(self, items: Sequence[T]) -> list[R]:
+        """One result an item.
+
+        Raises:
+            WorkerDied: of the last of too many that died one after the other, or of one that did not start.
+        """
+        async with self._lock:  # a successor may be starting
+            life = self._lives
+        try:
+            return await self._ask(items)
+        except WorkerDied as death:
+            await self._restart(life, death)
+        return [await self._alone(item) for item in items]
+
+    async def _alone(self, item: T) -> R:
+        async with self._lock:
+            life = self._lives
+        try:
+            (result,) = await self._ask([item])
+        except WorkerDied as death:
+            self._in_a_row += 1
+            if self._in_a_row > MOST_IN_A_ROW:
+                raise
+            await self._restart(life, death)
+            return self._quarantine(item, death)
+        self._in_a_row = 0
+        return result
+
+    async def _restart(self, life: int, death: WorkerDied) -> None:
+        """Replace the worker that has died in its ``life``, unless that has been done."""
+        async with self._lock:
+            if life == self._lives:
+                logger.warning("a worker is replaced, and its work done again:\n%s", death)
+                await self._replace(death)
+                self._lives += 1
+
+
+async def replace_rank(cluster: Cluster, rank: int) -> None:
+    """Start a rank anew that has nothing to do with the others.
+
+    Raises:
+        RemoteError: it did not start.
+    """
+    cluster.leave_out(rank)
+    await cluster.restart(rank)
+    cluster.rejoin(rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +165,7 @@ class ModelScorer:
     Args:
         inputs: by domain that uses the model: ``chat`` or ``tokens``.
         columns: the data sections whose columns rows may have (training, validation).
-        aside: takes the inputs that kill the model's workers.
+        quarantine: takes the inputs that kill the model's workers.
     """
 
     def __init__(
@@ -60,13 +173,13 @@ class ModelScorer:
         cluster: Cluster,
         inputs: Mapping[str, str],
         columns: Sequence[DataArguments],
-        aside: SetAside | None = None,
+        quarantine: SampleQuarantine | None = None,
     ) -> None:
         self._cluster = cluster
         self._inputs = inputs
         self._columns = columns
-        self._aside = aside or SetAside()
-        self._mended = Mended(self._ask, self._replace, self._set_aside)
+        self._quarantine = quarantine or SampleQuarantine()
+        self._worker = RestartingWorker(self._ask, self._replace, self._quarantine_input)
 
     def wants(self, group: SampleGroup) -> bool:
         return group.prompt.domain in self._inputs
@@ -74,7 +187,7 @@ class ModelScorer:
     async def score(self, groups: Sequence[SampleGroup]) -> None:
         """Give every group the model's results; every rank gets all texts and takes its share of them."""
         inputs = [one for group in groups for one in self._model_inputs(group)]
-        results = await self._mended(inputs)
+        results = await self._worker(inputs)
         begin = 0
         for group in groups:
             group.model_results = results[begin : begin + group.num_samples]
@@ -88,12 +201,12 @@ class ModelScorer:
 
     async def _replace(self, death: WorkerDied) -> None:
         """All ranks: they compute together."""
-        self._aside.num_deaths += 1
+        self._quarantine.num_deaths += 1
         self._cluster.start_again()
         await self._cluster.call_all(ScoringWorker.initialize)
 
-    def _set_aside(self, given: ModelInput, death: WorkerDied) -> RewardResult:
-        self._aside.add(self._cluster.name, asdict(given), death)
+    def _quarantine_input(self, given: ModelInput, death: WorkerDied) -> RewardResult:
+        self._quarantine.add(self._cluster.name, asdict(given), death)
         return failure(f"{self._cluster.name}: this sample has killed its worker twice")
 
     def _model_inputs(self, group: SampleGroup) -> list[ModelInput]:
@@ -134,14 +247,17 @@ class RewardClient:
 
     Args:
         scorer: the role ``reward_model``; the groups that it wants go through it first.
-        aside: takes the samples that kill their workers.
+        quarantine: takes the samples that kill their workers.
     """
 
     def __init__(
-        self, clusters: Mapping[str, Cluster], scorer: ModelScorer | None = None, aside: SetAside | None = None
+        self,
+        clusters: Mapping[str, Cluster],
+        scorer: ModelScorer | None = None,
+        quarantine: SampleQuarantine | None = None,
     ) -> None:
         self._clusters = clusters
-        self.aside = aside or SetAside()
+        self.quarantine = quarantine or SampleQuarantine()
         self._workers = {
             domain: [self._worker(cluster, rank) for rank in range(cluster.world_size)]
             for domain, cluster in clusters.items()
@@ -229,22 +345,22 @@ class RewardClient:
             group.rewards = results[begin : begin + group.num_samples]
             begin += group.num_samples
 
-    def _worker(self, cluster: Cluster, rank: int) -> Mended[RewardSample, RewardResult]:
+    def _worker(self, cluster: Cluster, rank: int) -> RestartingWorker[RewardSample, RewardResult]:
         async def ask(samples: Sequence[RewardSample]) -> list[RewardResult]:
             return await cluster.submit(rank, RuleWorker.score, samples)
 
         async def replace(death: WorkerDied) -> None:
-            self.aside.num_deaths += 1
+            self.quarantine.num_deaths += 1
             await replace_rank(cluster, rank)
 
-        def set_aside(sample: RewardSample, death: WorkerDied) -> RewardResult:
+        def quarantine(sample: RewardSample, death: WorkerDied) -> RewardResult:
             section = cluster.role
             on_error = section.on_error if isinstance(section, RewardConfig) else "mask"
             if on_error == "raise":
                 raise death
-            self.aside.add(cluster.name, asdict(sample), death)
+            self.quarantine.add(cluster.name, asdict(sample), death)
             result = failure(f"{cluster.name}: this sample has killed its worker twice")
             value = section.error_value if isinstance(section, RewardConfig) else 0.0
             return apply_on_error([result], on_error, value)[0]
 
-        return Mended(ask, replace, set_aside)
+        return RestartingWorker(ask, replace, quarantine)

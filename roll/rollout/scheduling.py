@@ -9,9 +9,8 @@ from typing import Any, Generic, Protocol
 
 from roll.rollout.engines import EngineClient, Generation
 from roll.rollout.filters import GroupFilter
-from roll.rollout.flow import DrawPrompts, GroupSettings, PromptFlow
-from roll.rollout.group_flow import GroupT, Progress, Rejections
-from roll.rollout.groups import SampleGroup
+from roll.rollout.flow import DrawPrompts, GroupSettings, Progress, PromptFlow, Rejections
+from roll.rollout.groups import GroupT, SampleGroup
 from roll.rollout.loops import RolloutLoop
 from roll.rollout.replay import Open, ReplayBuffer
 from roll.rollout.rewarding import RewardClient
@@ -30,7 +29,7 @@ class RolloutResult(Generic[GroupT]):
 
 
 class CollectingFlow(Protocol[GroupT]):
-    """Groups in flight, as :func:`collected` needs them (:class:`~roll.rollout.group_flow.GroupFlow`)."""
+    """Groups in flight, as :func:`collected` needs them (:class:`~roll.rollout.flow.GroupFlow`)."""
 
     next_order: int
     exhausted: bool

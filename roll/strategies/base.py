@@ -90,6 +90,15 @@ class Comparison:
     """As of :class:`roll.models.layouts.TeacherTargets`."""
 
 
+@dataclass(frozen=True)
+class Computation:
+    """Options of a pass, whatever the backend; see :meth:`ModelStrategy.forward`."""
+
+    outputs: Collection[Output]
+    temperature: float = 1.0
+    teachers: Sequence[Comparison] = ()
+
+
 TEACHER_COLUMNS = ("top_log_probs", "top_ids", "tail_log_prob")
 
 
@@ -158,7 +167,6 @@ class ModelStrategy(ABC):
     @abstractmethod
     def rank_info(self) -> RankInfo: ...
 
-    @abstractmethod
     def forward(
         self,
         batch: TensorBatch,
@@ -171,6 +179,12 @@ class ModelStrategy(ABC):
         Log-probs, entropies and sums of squares are those of ``softmax(logits / temperature)``. With ``teachers`` there
         is also, for each of them, what :func:`roll.models.distributions.compared` says.
         """
+        self._check_outputs(outputs)
+        return self._forward(batch, Computation(outputs, temperature, teachers))
+
+    @abstractmethod
+    def _forward(self, batch: TensorBatch, asked: Computation) -> TensorBatch:
+        """The backend's part of :meth:`forward`."""
 
     def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:
         """Collective. The most probable tokens in place of each response token, of ``softmax(logits / temperature)``.
@@ -226,11 +240,15 @@ class ModelStrategy(ABC):
 
     @contextmanager
     def _without_optimizer(self) -> Iterator[None]:
-        """The block is a step's forward and backward passes: the optimizer's states come back after it."""
-        if self.offloads_optimizer_in_steps:
-            self.offload_states([StateKind.OPTIMIZER_STATES])
-        yield
-        if self.offloads_optimizer_in_steps:
+        """The block is a step's forward and backward passes: the optimizer's states come back after it, even where the
+        block raises, so that a checkpoint written on the way out has them."""
+        if not self.offloads_optimizer_in_steps:
+            yield
+            return
+        self.offload_states([StateKind.OPTIMIZER_STATES])
+        try:
+            yield
+        finally:
             self.load_states([StateKind.OPTIMIZER_STATES])
 
     @abstractmethod
@@ -253,6 +271,11 @@ class ModelStrategy(ABC):
         whole model) and ``lr``; data-parallel strategies add ``tokens_per_micro_batch`` (as computed, padding
         included) and ``padding_ratio`` (the share of them on which no result depends).
         """
+        self._check_outputs(outputs)
+        return self._train_step(batch, loss_fn, Computation(outputs, temperature, teachers))
+
+    def _train_step(self, batch: TensorBatch, loss_fn: LossFunction, asked: Computation) -> Metrics:
+        """The backend's part of :meth:`train_step`."""
         raise self._takes_no_steps()
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:

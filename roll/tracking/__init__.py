@@ -3,13 +3,12 @@
 from roll.tracking.console import (
     ENDING_LOGGER,
     LOG_NAME,
-    PeakMemory,
-    PhaseTimer,
     ProgressReporter,
     RunSummary,
     setup_logging,
 )
 from roll.tracking.records import METRICS_NAME, CompositeTracker, SampleTable, Tracker, read_metrics
+from roll.tracking.timeline import PeakMemory, PhaseTimer
 from roll.tracking.trackers import TrackedRun, build_trackers
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""A run on the console: log files, phase timers, progress line and bar, and the final table."""
+"""A run on the console: log files, progress line and bar, and the final table."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -90,64 +89,6 @@ def setup_logging(log_dir: Path, level: int = logging.INFO, *, interactive: bool
 
 TOTALS = frozenset({"time/step_total", "time/val_step_total"})
 """Durations that include phases counted by themselves, or run concurrently with them: no phase of the step."""
-
-PeakMemory = Callable[[], Mapping[str, float]]
-"""Peak bytes since the last call, by a name such as a role's; a call starts a new measurement."""
-
-
-class PhaseTimer:
-    """Wall-clock seconds per named phase. Phases nest; an outer one's time and memory include the inner ones'.
-
-        timer = PhaseTimer()
-        with timer.phase("step_generate"):
-            ...
-        metrics |= timer.pop()          # {"time/step_generate": 0.87}
-
-    Args:
-        peak_memory: called at both ends of every phase if given; its values come out as
-            ``memory/<phase>/<name>`` (bytes).
-    """
-
-    def __init__(self, peak_memory: PeakMemory | None = None) -> None:
-        self._peak_memory = peak_memory
-        self._seconds: dict[str, float] = {}
-        self._bytes: dict[str, float] = {}
-        self._open: list[str] = []
-        self._spans: list[tuple[str, float, float]] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the block; a name used several times before :meth:`pop` is summed. Counts also when the block raises."""
-        self._credit_memory()
-        self._open.append(name)
-        start, began = time.perf_counter(), time.time()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-            self._spans.append((name, began, time.time()))
-            self._credit_memory()
-            self._open.pop()
-
-    def pop(self) -> dict[str, float]:
-        """``time/<phase>`` in seconds and ``memory/<phase>/<name>`` in bytes since the last call; starts anew."""
-        metrics = {f"time/{name}": seconds for name, seconds in self._seconds.items()} | self._bytes
-        self._seconds, self._bytes = {}, {}
-        return metrics
-
-    def pop_spans(self) -> list[tuple[str, float, float]]:
-        """Name, begin and end (seconds since the epoch) of every phase that has ended since the last call."""
-        spans, self._spans = self._spans, []
-        return spans
-
-    def _credit_memory(self) -> None:
-        """Read the peak since the last reading: it belongs to every phase open since then."""
-        if self._peak_memory is None:
-            return
-        for name, value in self._peak_memory().items():
-            for phase in self._open:
-                key = f"memory/{phase}/{name}"
-                self._bytes[key] = max(self._bytes.get(key, 0.0), float(value))
 
 
 logger = logging.getLogger(STEP_LOGGER)

@@ -55,6 +55,7 @@ class WeightReceiver:
         """By transport, each with the key of its link."""
         self._receiver: Receiver | None = None
         self._update: UpdateStart | None = None
+        self._checksum_kind = checksum_kind(current_platform().device())
         self._held_version: int | None = None
         """The last update that was finished."""
         self._adapted = AdapterParts() if engine.takes_adapters else AdaptedWeights()
@@ -77,7 +78,7 @@ class WeightReceiver:
         self._engine.start_weight_update(start.version)
         self._update, self._held_version = start, None
         self._adapted.start(start.scalings, keep=start.base_version is not None)
-        return checksum_kind(current_platform().device())
+        return self._checksum_kind
 
     def _connected(self, link: Link) -> Receiver:
         """The connection of the last update, or a new one in its place."""

@@ -232,7 +232,7 @@ class ActorWorker(TrainingWorker):
         """
         selection = WeightSelection(base_version is not None, options.adapters_apart)
         buckets = self.strategy.named_full_weights(options.bucket_bytes, selection)
-        if self.rank_info.rank == 0:
+        if self.context.rank == 0:
             scalings = self.strategy.adapter_scalings() if options.adapters_apart else {}
             update = Update(version, options.deadline, base_version, scalings, options.patience)
             try:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from roll.config.plan.micro_batching import MicroBatching, micro_batching, with_packed_lengths
+from roll.config.plan.plan import MicroBatching, micro_batching, with_packed_lengths
 from roll.config.plan.render import render_plan
 from roll.config.roles import SequencePackingArguments, TrainingArguments, WorkerConfig
 from tests.config.good import GOOD_SFT, changed, load, mistakes

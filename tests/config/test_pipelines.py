@@ -22,7 +22,7 @@ ASKING = (
     *sorted((PACKAGE / "config").glob("*.py")),
     *sorted((PACKAGE / "tracking").glob("*.py")),
     *(PACKAGE / name for name in ("preflight.py", "cli.py")),
-    *(PACKAGE / "pipelines" / name for name in ("run_context.py", "inspect_data.py", "serve.py")),
+    *(PACKAGE / "pipelines" / name for name in ("run_context.py", "run_lifetime.py", "inspect_data.py", "serve.py")),
 )
 """Modules that ask a pipeline's definition instead of knowing pipelines."""
 

@@ -22,7 +22,7 @@ from roll.distributed import (
     WorkerFailed,
     wait_any,
 )
-from roll.distributed.dispatch import chunked, joined
+from roll.distributed.cluster import chunked, joined
 from roll.protocol import DataProto
 from tests.distributed.light_workers import BasicWorker, IndependentWorker, Note
 from tests.distributed.workers import CollectiveWorker, DataWorker

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll.rollout.mending import FILE_NAME
+from roll.rollout.rewarding import QUARANTINE_FILE
 from tests.faults.dying_workers import DEATHS_ENV, KILLERS_ENV
 from tests.pipelines.conftest import Run
 from tests.pipelines.tiny_runs import FinishedRun, role, untimed
@@ -59,14 +59,14 @@ def test_their_deaths_change_no_number(run: Run, undisturbed: FinishedRun, tmp_p
     assert rows == [untimed(row) for row in undisturbed.steps]
 
 
-def test_a_response_that_kills_twice_is_set_aside(run: Run, undisturbed: FinishedRun, tmp_path: Path) -> None:
+def test_a_response_that_kills_twice_is_quarantined(run: Run, undisturbed: FinishedRun, tmp_path: Path) -> None:
     deadly = next(one for one in responses(undisturbed) if responses(undisturbed).count(one) == 1)
     (tmp_path / "killers").write_text(json.dumps([deadly] * 2))
     finished = run(changes(tmp_path) | {"max_steps": 1}, output=tmp_path)
     assert finished.values(DEATHS[0]) == [2]
     assert finished.values(DEATHS[1]) == [1]
     assert np.isclose(finished.values("critic/unscored_ratio")[0], 1 / 16)
-    (line,) = (finished.logs / FILE_NAME).read_text().splitlines()
+    (line,) = (finished.logs / QUARANTINE_FILE).read_text().splitlines()
     row = json.loads(line)
     assert (row["role"], row["response"]) == ("rewards.digits", deadly)
     assert row["row"]["id"].startswith("train-")

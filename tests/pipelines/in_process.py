@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from roll.pipelines import supervised_pipeline
-from roll.pipelines.residency import Residency
+from roll.pipelines.run_context import Residency
 from roll.pipelines.sample_records import SampleRecorder
 from roll.protocol import DataProto
 from roll.strategies.base import Output, TensorBatch

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from roll.rollout.group_flow import RolloutExhausted
+from roll.rollout.flow import RolloutExhausted
 from tests.pipelines.conftest import Run
 from tests.pipelines.tiny_runs import HERE, FinishedRun, training_args
 

@@ -10,7 +10,7 @@ import pytest
 
 from roll.config.roles import GenerationWorkerConfig
 from roll.pipelines.dpo.pipeline import DPOPipeline
-from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
+from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.strategies.base import StateKind
 from tests.pipelines.conftest import Run
 from tests.pipelines.tiny_runs import TinyWorld, dpo_settings, load_changed, role, training_args, untimed

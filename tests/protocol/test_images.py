@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll.distributed.dispatch import spread
+from roll.distributed.cluster import spread
 from roll.distributed.worker import Dispatch, Registration
 from roll.protocol import DataProto
 from roll.protocol.metrics import RankInfo
@@ -69,7 +69,7 @@ def test_rows_keep_their_images(batch: DataProto) -> None:
 
 def test_ranks_get_the_images_of_their_rows(batch: DataProto, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three replicas of two Ulysses ranks: those of a replica share what is sent; rows that pad have images too."""
-    monkeypatch.setattr("roll.distributed.dispatch.ray.put", lambda value: [value])
+    monkeypatch.setattr("roll.distributed.cluster.ray.put", lambda value: [value])
     infos = [RankInfo(rank=r, world_size=6, dp_rank=r // 2, dp_size=3, cp_rank=r % 2, cp_size=2) for r in range(6)]
     registration: Any = Registration(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
     sent = [one.args[0] for one in spread(registration, 6, lambda: infos, (batch,), {}).arguments.values()]

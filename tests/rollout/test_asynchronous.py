@@ -20,8 +20,7 @@ from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop, WorkerDied
 from roll.rollout.engines import EngineClient
 from roll.rollout.filters import build_filter
-from roll.rollout.flow import GroupSettings, PromptFlow
-from roll.rollout.group_flow import RolloutExhausted
+from roll.rollout.flow import GroupSettings, PromptFlow, RolloutExhausted
 from roll.rollout.groups import OpenPrompt, SampleGroup
 from roll.rollout.loops import RolloutLoop
 from roll.rollout.replay import PromptCodec, ReplayBuffer

@@ -23,7 +23,7 @@ from roll.environments.off_loop import EnvironmentProcesses, RemoteEnvironment, 
 from roll.rollout.engines import EngineClient
 from roll.rollout.episode_batch import build_episode_batch
 from roll.rollout.episodes import EpisodeCodec, EpisodeFlow, EpisodeSettings, Player
-from roll.rollout.group_flow import RolloutExhausted
+from roll.rollout.flow import RolloutExhausted
 from roll.rollout.replay import ReplayBuffer
 from roll.rollout.routing import ConversationAffinityRouter
 from roll.rollout.scheduling import AsyncScheduler, RolloutResult, collected
@@ -180,7 +180,7 @@ def test_failed_environments_are_tried_again_and_counted(lakes: Any) -> None:
     one = lakes(Troubled, retries=1)
     with pytest.raises(RolloutExhausted, match=r"connection lost|no server"):
         one.collect(1)
-    assert one.flow.aside.num_samples >= 1, "failed at both attempts"
+    assert one.flow.quarantine.num_samples >= 1, "failed at both attempts"
     Troubled.faults = 3
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from roll.checkpoint.state import load_state, save_state
 from roll.datasets.types import PromptRow
-from roll.rollout.group_flow import RolloutStalled
+from roll.rollout.flow import RolloutStalled
 from roll.rollout.groups import FinishedGroup, SampleGroup, build_batch
 from roll.rollout.loops import RolloutContext, rollout_loops
 from roll.rollout.replay import group_from, group_state

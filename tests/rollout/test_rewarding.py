@@ -10,8 +10,7 @@ import pytest
 from roll.distributed import WorkerDied
 from roll.distributed.failures import RankReport
 from roll.rollout.groups import SampleGroup
-from roll.rollout.mending import FILE_NAME, SetAside
-from roll.rollout.rewarding import RewardClient
+from roll.rollout.rewarding import QUARANTINE_FILE, RewardClient, SampleQuarantine
 from tests.rollout.fake_clusters import FakeRewards, let_be_done, on_clock, settle
 from tests.rollout.helpers import make_group
 
@@ -97,23 +96,23 @@ def dies_of(deadly: str, times: int):
 
 @pytest.mark.parametrize("times", [1, 2, 99])
 def test_a_reward_worker_that_dies_is_replaced(times: int, tmp_path: Path) -> None:
-    """Its work is done again; the sample that kills it twice is set aside, with its row, and no other one."""
+    """Its work is done again; the sample that kills it twice is quarantined, with its row, and no other one."""
 
     @on_clock
     async def play() -> None:
         given = groups(3, size=2)
         deadly = given[1].finished.texts[1]
         cluster = FakeRewards(dies_of(deadly, times), rng=random.Random(0))
-        aside = SetAside(tmp_path)
-        client = RewardClient({"a": cluster}, aside=aside)
+        quarantine = SampleQuarantine(tmp_path)
+        client = RewardClient({"a": cluster}, quarantine=quarantine)
         await asyncio.gather(*(client.score(group) for group in given))
         results = [result for group in given for result in group.rewards]
-        aside_at = [number for number, result in enumerate(results) if result.score is None]
-        assert aside_at == ([] if times == 1 else [3])
-        assert len(cluster.restarts) == aside.num_deaths == min(times, 2)
-        assert aside.num_samples == len(aside_at)
-        lines = (tmp_path / FILE_NAME).read_text().splitlines() if aside_at else []
-        assert [json.loads(line)["response"] for line in lines] == [deadly] * len(aside_at)
+        quarantined_at = [number for number, result in enumerate(results) if result.score is None]
+        assert quarantined_at == ([] if times == 1 else [3])
+        assert len(cluster.restarts) == quarantine.num_deaths == min(times, 2)
+        assert quarantine.num_samples == len(quarantined_at)
+        lines = (tmp_path / QUARANTINE_FILE).read_text().splitlines() if quarantined_at else []
+        assert [json.loads(line)["response"] for line in lines] == [deadly] * len(quarantined_at)
 
     play()
 

@@ -19,7 +19,7 @@ from roll.distributed import DriverLoop
 from roll.rewards.base import RewardSample
 from roll.rollout.engines import EngineClient
 from roll.rollout.filters import build_filter
-from roll.rollout.group_flow import MAX_DRAWS_PER_WANTED, RolloutExhausted
+from roll.rollout.flow import MAX_DRAWS_PER_WANTED, RolloutExhausted
 from roll.rollout.rewarding import RewardClient
 from roll.rollout.scheduling import RolloutResult, RolloutScheduler
 from roll.strategies.engines.requests import SamplingParams

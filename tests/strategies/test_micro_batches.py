@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.config.plan.micro_batching import MicroBatching
+from roll.config.plan.plan import MicroBatching
 from roll.protocol.metrics import Max, Mean, Sum
 from roll.strategies.base import TensorBatch
 from roll.strategies.training.micro_batches import (

@@ -112,3 +112,26 @@ def test_moved_states_change_nothing(run_ranks: RunRanks, tied_model: Path, name
         assert all(torch.equal(moved["weights"][key], tensor) for key, tensor in in_place["weights"].items())
         for got, wanted in zip(moved["outputs"], in_place["outputs"], strict=True):
             assert all(torch.equal(got[key], tensor) for key, tensor in wanted.items())
+
+
+def states_around_a_failure(role: WorkerConfig, batch: TensorBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Optimizer states before a step whose loss raises, and after it."""
+    strategy = create_strategy(role)
+    strategy.offloads_optimizer_in_steps = True
+    strategy.initialize(num_training_steps=2)
+    strategy.train_step(batch, policy_loss, OUTPUTS)
+    before = [state.clone() for state in strategy._device_tensors(StateKind.OPTIMIZER_STATES)]
+
+    def failing(outputs: TensorBatch, part: TensorBatch) -> Any:
+        raise ValueError("no loss")
+
+    with pytest.raises(ValueError, match="no loss"):
+        strategy.train_step(batch, failing, OUTPUTS)
+    return before, [state.clone() for state in strategy._device_tensors(StateKind.OPTIMIZER_STATES)]
+
+
+def test_optimizer_states_come_back_after_a_failed_step(run_ranks: RunRanks, tied_model: Path) -> None:
+    role = make_role(tied_model, "fsdp2_train")
+    ((before, after),) = run_ranks(1, states_around_a_failure, role, [make_batch()])
+    assert before and sum(int(state.numel()) for state in before) > 0
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))

@@ -24,7 +24,7 @@ from roll.config.model_files import (
 )
 from roll.config.names import UNPUBLISHED_TRACKERS
 from roll.config.pipelines import COMPUTES_LOG_PROBS, GENERATES, TEACHES, TRAINS
-from roll.config.plan.micro_batching import check_micro_batching
+from roll.config.plan.plan import check_micro_batching
 from roll.config.plan.planning import devices_per_worker, world_size
 from roll.config.rewards import CLASSIFIER, JUDGE_ROLE, OWN_PREFIX
 from roll.config.roles import WorkerConfig

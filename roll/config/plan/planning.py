@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.config.pipelines import PipelineDefinition, Written
-from roll.config.plan.micro_batching import micro_batching, with_packed_lengths
-from roll.config.plan.plan import Folders, RolePlan, TrainingPlan
+from roll.config.plan.plan import Folders, RolePlan, TrainingPlan, micro_batching, with_packed_lengths
 from roll.config.reading.errors import Problems
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig

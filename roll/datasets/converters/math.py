@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from roll.datasets.columns import check_messages, read_ground_truth, require
+from roll.datasets.columns import check_messages, require
 from roll.datasets.converters import PrepareOptions, difficulty, one_of, others, prompt_columns, text_of
+from roll.datasets.prompts import read_ground_truth
 from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
 

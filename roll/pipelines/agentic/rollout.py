@@ -27,8 +27,8 @@ from roll.protocol.metrics import Max, Mean, Metrics
 from roll.rollout.episode_batch import build_episode_batch
 from roll.rollout.episodes import EpisodeCodec, EpisodeFlow, EpisodeSettings, Player
 from roll.rollout.filters import build_filter
-from roll.rollout.mending import SetAside
 from roll.rollout.replay import ReplayBuffer
+from roll.rollout.rewarding import SampleQuarantine
 from roll.rollout.scheduling import AsyncScheduler, collected
 from roll.tracking import SampleTable
 
@@ -107,7 +107,7 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
             data.players,
             _settings(plan.train, f"{config.seed}/", config.train_roles),
             0,
-            SetAside(plan.log_dir),
+            SampleQuarantine(plan.log_dir),
         )
         self._counts_before = dict(self._flow.counts)
         self._prompts_before = (0, 0)
@@ -156,9 +156,9 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         metrics: Metrics = {
             f"scheduler/episodes_{name}": Mean(now.get(name, 0) - before.get(name, 0)) for name in names
         }
-        aside = self._flow.aside.num_samples
-        if aside:
-            metrics["scheduler/set_aside_samples"] = Mean(aside)
+        quarantined = self._flow.quarantine.num_samples
+        if quarantined:
+            metrics["scheduler/set_aside_samples"] = Mean(quarantined)
         return metrics | {"env/process_deaths": Mean(deaths)}
 
     def _prefix_hits(self) -> Metrics:

@@ -19,8 +19,8 @@ from roll.datasets.types import SftRow
 from roll.distributed import PendingCall, ResourceManager
 from roll.pipelines.distill.cache import RowTargets, TeacherCache, row_key
 from roll.pipelines.distill.config import DistillConfig, DistillPlan
-from roll.pipelines.residency import WEIGHTS
 from roll.pipelines.row_order import balanced_order
+from roll.pipelines.run_context import WEIGHTS
 from roll.pipelines.sft.pipeline import demonstration_batch
 from roll.pipelines.supervised_pipeline import SupervisedPipeline
 from roll.protocol import DataProto

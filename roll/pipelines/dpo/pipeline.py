@@ -24,8 +24,8 @@ from roll.config.losses import couples_pairs, is_unpaired, needs_mismatched
 from roll.config.roles import DataArguments
 from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow, Judgement
 from roll.pipelines.dpo.config import DPOConfig, DPOPlan, has_base
-from roll.pipelines.residency import WEIGHTS
 from roll.pipelines.row_order import balanced_order
+from roll.pipelines.run_context import WEIGHTS
 from roll.pipelines.supervised_pipeline import SupervisedPipeline, image_column, right_padded
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics, to_floats

@@ -21,7 +21,7 @@ from roll.pipelines.evaluate.models import EXIT_BELOW, Engines, ModelRun
 from roll.pipelines.evaluate.samples import RESULTS
 from roll.pipelines.evaluate.statistics import missed
 from roll.pipelines.files import load_tokenizer
-from roll.pipelines.residency import Residency, moves_states
+from roll.pipelines.run_context import Residency, moves_states
 from roll.serving.harness import HarnessOptions, run_program
 from roll.serving.server import FrontOptions, HttpFront
 

@@ -20,12 +20,11 @@ from roll.pipelines.evaluate.config import EvaluatedModel, EvaluationConfig, Mod
 from roll.pipelines.evaluate.results import Results
 from roll.pipelines.evaluate.samples import SampleFile
 from roll.pipelines.files import load_tokenizer
-from roll.pipelines.residency import GENERATION, WEIGHTS, Residency, moves_states
-from roll.pipelines.run_context import RunContext
+from roll.pipelines.run_context import GENERATION, WEIGHTS, Residency, RunContext, moves_states
 from roll.rollout.engines import EngineClient
 from roll.rollout.routing import build_router
-from roll.weight_sync.controller import WeightSync
 from roll.weight_sync.encoding import MIB, SyncOptions
+from roll.weight_sync.sender import WeightSync
 from roll.workers import GENERATION_WORKER, STORED_WEIGHTS_WORKER
 from roll.workers.generation import GenerationWorker
 from roll.workers.stored_weights import StoredWeightsWorker

@@ -16,10 +16,10 @@ from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, Evalu
 from roll.pipelines.evaluate.models import ModelRun
 from roll.pipelines.evaluate.samples import sample_records, settings_of
 from roll.pipelines.evaluate.served import NoEngines, ServedModel
-from roll.pipelines.residency import GENERATION, WEIGHTS
 from roll.pipelines.rlvr.data import read_prompts
 from roll.pipelines.rlvr.judge import JudgeService
 from roll.pipelines.rlvr.plan import judge_roles
+from roll.pipelines.run_context import GENERATION, WEIGHTS
 from roll.rollout.engines import EngineClient
 from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
 from roll.rollout.rewarding import ModelScorer, RewardClient

@@ -14,11 +14,11 @@ from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import RewardConfig, judge_role, model_inputs
 from roll.distributed import Cluster, PendingCall, ResourceManager
 from roll.pipelines.policy import PolicyPlan, actor_keys, is_taught, taught_by_advantage
-from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.judge import JudgeService
 from roll.pipelines.rlvr.plan import RLVRPlan, judge_roles
 from roll.pipelines.rlvr.teachers import opd_divergence, teacher_role
+from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.pipelines.teachers import teacher_worker
 from roll.strategies.base import StateKind
 from roll.workers import (

@@ -28,9 +28,8 @@ from roll.rollout.filters import build_filter
 from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
 from roll.rollout.groups import SampleGroup, build_batch, greedy_baseline, reward_components
 from roll.rollout.loops import rollout_loops
-from roll.rollout.mending import SetAside
 from roll.rollout.replay import PromptCodec, ReplayBuffer
-from roll.rollout.rewarding import ModelScorer, RewardClient
+from roll.rollout.rewarding import ModelScorer, RewardClient, SampleQuarantine
 from roll.rollout.scheduling import AsyncScheduler, RolloutResult, RolloutScheduler
 from roll.tracking import SampleTable
 
@@ -43,8 +42,9 @@ class RolloutPhase(EngineRollout[Validation]):
         self._config = config
         self._plan = plan
         self._data = data
-        aside = SetAside(plan.log_dir)
-        self._rewards = RewardClient(clusters.rewards, model_scorer(config, plan, clusters, aside), aside)
+        self._pad_token_id = pad_token_id(data.tokenizer)
+        quarantine = SampleQuarantine(plan.log_dir)
+        self._rewards = RewardClient(clusters.rewards, model_scorer(config, plan, clusters, quarantine), quarantine)
         self._validation_plan = ValidationPlan(plan.validation_sets, data.validation, config.val_batch_size)
         self._scheduler = RolloutScheduler(self._engines, self._rewards, config.seed, deadline=config.rpc_timeout)
         self._params = sampling_params(config.actor_infer.generating_args, plan.max_new_tokens)
@@ -65,7 +65,7 @@ class RolloutPhase(EngineRollout[Validation]):
 
     def collect(self, step: int) -> tuple[DataProto, Callable[[], SampleTable], Metrics]:
         groups, metrics = self._groups_of(step)
-        batch = build_batch(groups, pad_token_id(self._data.tokenizer))
+        batch = build_batch(groups, self._pad_token_id)
         if self._teacher_prompts is not None:
             self._teacher_prompts.add_columns(batch, groups)
         metrics |= self._sizes(groups) | self._loss_metrics() | reward_metrics(groups) | self._death_metrics()
@@ -77,13 +77,13 @@ class RolloutPhase(EngineRollout[Validation]):
         return batch, partial(dumped_table, groups, self._plan.dump_dir), metrics
 
     def _death_metrics(self) -> Metrics:
-        """Reward workers that were replaced, and samples set aside, since the run began; nothing before the first."""
-        aside = self._rewards.aside
-        if not aside.num_deaths:
+        """Reward workers that were replaced, and quarantined samples, since the run began; nothing before the first."""
+        quarantine = self._rewards.quarantine
+        if not quarantine.num_deaths:
             return {}
         return {
-            "scheduler/reward_worker_deaths": Mean(aside.num_deaths),
-            "scheduler/set_aside_samples": Mean(aside.num_samples),
+            "scheduler/reward_worker_deaths": Mean(quarantine.num_deaths),
+            "scheduler/set_aside_samples": Mean(quarantine.num_samples),
         }
 
     def _groups_of(self, step: int) -> tuple[list[SampleGroup], Metrics]:
@@ -155,12 +155,14 @@ class RolloutPhase(EngineRollout[Validation]):
         self._data.sampler.load_state_dict(state["sampler"])
 
 
-def model_scorer(config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, aside: SetAside) -> ModelScorer | None:
-    """The way to the role ``reward_model``, where a domain asks it; ``aside`` takes what kills its workers."""
+def model_scorer(
+    config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, quarantine: SampleQuarantine
+) -> ModelScorer | None:
+    """The way to the role ``reward_model``, where a domain asks it; ``quarantine`` takes what kills its workers."""
     if clusters.reward_model is None:
         return None
     columns = [config.actor_train.data_args, *(one.data_args for one in plan.validation_sets)]
-    return ModelScorer(clusters.reward_model, model_inputs(config.rewards), columns, aside)
+    return ModelScorer(clusters.reward_model, model_inputs(config.rewards), columns, quarantine)
 
 
 def reward_metrics(groups: list[SampleGroup]) -> Metrics:

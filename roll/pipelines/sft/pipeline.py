@@ -19,7 +19,6 @@ from roll.datasets.store import StoredRow
 from roll.datasets.streaming import Drawn, StreamedEpochs
 from roll.datasets.templates import TemplateChoice
 from roll.distributed import PendingCall
-from roll.pipelines.batches import is_left_out
 from roll.pipelines.row_order import balanced_order
 from roll.pipelines.sft.config import SFTConfig, SFTPlan
 from roll.pipelines.supervised_pipeline import SupervisedPipeline, image_column, right_padded
@@ -55,7 +54,9 @@ class SFTPipeline(SupervisedPipeline[SFTConfig, SFTPlan, SftRow]):
         while len(self.in_flight) < ahead:
             later = step + len(self.in_flight)
             batch = self.next_batch(later)
-            self.in_flight.append((batch, None if is_left_out(later) else self.learner.call(SftWorker.update, batch)))
+            self.in_flight.append(
+                (batch, None if self.context.is_left_out(later) else self.learner.call(SftWorker.update, batch))
+            )
         batch, update = self.in_flight.popleft()
         self.context.hold_batch(step, batch)
         with self.context.phase("step_train"):

@@ -313,15 +313,12 @@ class DeepSpeedStrategy(DataParallelStrategy):
     def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         partitioned = [tensor for tensor in tensors if is_partitioned(tensor)]
         gathered = iter(gather_partitions(partitioned, self.compute_dtype, self.device) if partitioned else [])
-        return [next(gathered) if is_partitioned(tensor) else self._whole(tensor) for tensor in tensors]
+        return [next(gathered) if is_partitioned(tensor) else self._on_wire(tensor) for tensor in tensors]
 
     def _gather_span(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         if not is_partitioned(tensor):
             return super()._gather_span(tensor, begin, end)
         return gather_partitions([tensor], self.compute_dtype, self.device, (begin, end))[0]
-
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self.device, self._wire_dtype(tensor))
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         """Parameters, this rank's parts of them under ZeRO-3; none where ZeRO keeps them in host memory."""

@@ -21,7 +21,7 @@ from roll.protocol.metrics import RankInfo
 from roll.protocol.vision import IMAGES
 from roll.strategies.base import (
     ALL_WEIGHTS,
-    Comparison,
+    Computation,
     ModelStrategy,
     Output,
     StateKind,
@@ -50,15 +50,9 @@ class ScoringStrategy(ModelStrategy):
     def rank_info(self) -> RankInfo:
         return RankInfo()
 
-    def forward(
-        self,
-        batch: TensorBatch,
-        outputs: Collection[Output],
-        temperature: float = 1.0,
-        teachers: Sequence[Comparison] = (),
-    ) -> TensorBatch:
+    def _forward(self, batch: TensorBatch, asked: Computation) -> TensorBatch:
         """Log-probs of the response tokens, at temperature 1 only."""
-        assert set(outputs) <= {Output.LOG_PROBS} and not teachers and temperature == 1.0, (outputs, temperature)
+        assert set(asked.outputs) <= {Output.LOG_PROBS} and not asked.teachers and asked.temperature == 1.0, asked
         log_probs = torch.zeros(batch["response_mask"].shape)
         for row, (positions, score) in enumerate(self._scored(batch, 0)):
             log_probs[row, positions] = torch.tensor([score.log_probs[at - 1] for at in positions.tolist()])

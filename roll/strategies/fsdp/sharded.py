@@ -242,9 +242,6 @@ class ShardedStrategy(DataParallelStrategy):
         held, pieces = [part for part, _ in parts], [piece for _, piece in parts]
         return gather_to_rank0(held, pieces, self.mesh.get_group("fsdp"), dtype, self.device, span)
 
-    def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self.device, self._wire_dtype(tensor))
-
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         """Shards; none where ``offload_policy`` keeps them in host memory."""
         if kind is StateKind.OPTIMIZER_STATES and self.optimizer is not None:

@@ -17,8 +17,8 @@ from roll.strategies.engines.requests import (
     SamplingParams,
     StopStringMatcher,
     check_request,
+    stream_key,
 )
-from roll.strategies.engines.sampling import stream_key
 from roll.strategies.hf_infer.cache import CachedSequence, DecodeSlots, PrefixCache, SlotCache, gather
 from roll.strategies.hf_infer.decoder import Decoder, Images, PromptStates, round_up
 from roll.strategies.hf_infer.rows import RunningRows, RunningSample, Sampler

@@ -19,8 +19,11 @@ from roll.strategies.engines.requests import (
     GenerationRequest,
     PartialSample,
     StopStringMatcher,
+    filter_threshold,
+    invert_cumulative,
+    penalise_repetition,
+    uniforms,
 )
-from roll.strategies.engines.sampling import filter_threshold, invert_cumulative, penalise_repetition, uniforms
 
 _NO_TOKEN = -1
 

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from roll.config.plan.micro_batching import MicroBatching
+from roll.config.plan.plan import MicroBatching
 from roll.models.layouts import AttentionPattern, TeacherTargets, TokenLayout, TopTokens, padded
 from roll.models.routes import routes_of
 from roll.protocol.metrics import Metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -21,7 +21,7 @@ from torch import nn
 
 from roll.checkpoint.contents import ModelContents, trained_under
 from roll.config.lora import uses_lora
-from roll.config.plan.micro_batching import micro_batching
+from roll.config.plan.plan import micro_batching
 from roll.config.strategies.registry import MegatronStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES
 from roll.models.distributions import COMPARED
@@ -33,7 +33,7 @@ from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
     ALL_WEIGHTS,
-    Comparison,
+    Computation,
     LossFunction,
     ModelHead,
     ModelStrategy,
@@ -230,25 +230,18 @@ class MegatronStrategy(ModelStrategy):
             balances=bool(self.transformer_config.moe_aux_loss_coeff),
         )
 
-    def forward(
-        self,
-        batch: TensorBatch,
-        outputs: Collection[Output],
-        temperature: float = 1.0,
-        teachers: Sequence[Comparison] = (),
-    ) -> TensorBatch:
+    def _forward(self, batch: TensorBatch, asked: Computation) -> TensorBatch:
         """Collective. All ranks of a replica are given the same rows and return the same outputs."""
-        self._check_outputs(outputs)
-        names = [str(name) for name in outputs if name is not Output.ROUTES]
-        names += [f"{one.name}/{name}" for one in teachers for name in COMPARED]
+        names = [str(name) for name in asked.outputs if name is not Output.ROUTES]
+        names += [f"{one.name}/{name}" for one in asked.teachers for name in COMPARED]
         modes = [chunk.training for chunk in self.chunks]
         for chunk in self.chunks:
             chunk.eval()
-        chunking = replace(self._chunking(), comparisons=teachers)
+        chunking = replace(self._chunking(), comparisons=asked.teachers)
         parts = chunking.micro_batches(batch, micro_batching(self.role, trains=False))
         for router in self._routers:
-            router.records = Output.ROUTES in outputs
-        computed = run_forward(self.chunks, parts, names, temperature)
+            router.records = Output.ROUTES in asked.outputs
+        computed = run_forward(self.chunks, parts, names, asked.temperature)
         for router in self._routers:
             router.records = False
         for chunk, mode in zip(self.chunks, modes, strict=True):
@@ -264,7 +257,7 @@ class MegatronStrategy(ModelStrategy):
             group = parallel_state.get_pipeline_model_parallel_group()
             dist.broadcast(whole, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
         results = dict(zip(names, whole.to(batch["input_ids"].device).unbind(), strict=True))
-        if Output.ROUTES in outputs:
+        if Output.ROUTES in asked.outputs:
             results[Output.ROUTES] = self._recorded_routes(parts, batch)
         return results
 
@@ -387,26 +380,20 @@ class MegatronStrategy(ModelStrategy):
             functions = [chunk.no_sync for chunk in self.ddp_chunks]
             config.no_sync_func = functions if len(functions) > 1 else functions[0]
 
-    def train_step(
-        self,
-        batch: TensorBatch,
-        loss_fn: LossFunction,
-        outputs: Collection[Output],
-        temperature: float = 1.0,
-        teachers: Sequence[Comparison] = (),
-    ) -> Metrics:
+    def _train_step(self, batch: TensorBatch, loss_fn: LossFunction, asked: Computation) -> Metrics:
         """Collective. All ranks of a replica are given the same rows; the loss function runs on the last stage, whose
         metrics are complete (other stages return ``grad_norm`` and ``lr``)."""
-        self._check_outputs(outputs)
         self.optimizer.zero_grad()
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
-        chunking = replace(self._chunking(), comparisons=teachers)
+        chunking = replace(self._chunking(), comparisons=asked.teachers)
         parts = chunking.micro_batches(batch, micro_batching(self.role, trains=True))
         for router in self._routers:
             router.counts = None
         with self._without_optimizer():
-            metrics = run_training(self.chunks, parts, [str(name) for name in outputs], temperature, loss_fn)
+            metrics = run_training(
+                self.chunks, parts, [str(name) for name in asked.outputs], asked.temperature, loss_fn
+            )
         counts = [router.counts for router in self._routers if router.counts is not None]
         if counts and metrics:
             metrics.append(replay_metrics(torch.stack(counts).sum(0)))

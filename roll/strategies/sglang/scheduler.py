@@ -20,7 +20,7 @@ from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from roll.strategies.engines.sampling import filter_threshold, invert_cumulative, penalise_repetition, uniforms
+from roll.strategies.engines.requests import filter_threshold, invert_cumulative, penalise_repetition, uniforms
 
 BACKEND = "pytorch"
 """SGLang's name of the backend that gives way to this sampler in its process: the one it has on every platform."""

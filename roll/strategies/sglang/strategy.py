@@ -27,8 +27,8 @@ from roll.strategies.engines.requests import (
     StopStringMatcher,
     check_request,
     longest_sequence,
+    stream_key,
 )
-from roll.strategies.engines.sampling import stream_key
 from roll.strategies.sglang.arguments import Sample, bound_threads, engine_arguments, sampling_settings
 from roll.strategies.sglang.scheduler import TokenEngine
 from roll.strategies.sglang.weights import WeightUpdates, check

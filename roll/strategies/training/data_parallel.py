@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,31 +19,29 @@ from torch.distributed import ProcessGroup
 
 from roll.checkpoint.contents import ModelContents
 from roll.config.lora import uses_lora
-from roll.config.plan.micro_batching import MicroBatching, micro_batching
+from roll.config.plan.plan import MicroBatching, micro_batching
 from roll.models.attention import check_context_size, sum_of_parts, use_layout_attention
-from roll.models.build import build_model, has_tied_embeddings
+from roll.models.build import build_model
 from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers
 from roll.models.layouts import TokenLayout, TopTokens, padded, with_token_rows
 from roll.models.log_probs import ResponseModel
-from roll.models.lora import Adapters, MergedWeight, add_adapters, base_name, merged_rows
+from roll.models.lora import add_adapters, base_name
 from roll.models.routes import encoded, missing_mark, route_dtype, routes_of, with_prompts_of_leaders
 from roll.models.stored import StoredLayout
 from roll.models.vision import FEATURES, ImagePool, with_images
-from roll.protocol.columns import flat_view
 from roll.protocol.metrics import Metrics
+from roll.protocol.vision import IMAGES
 from roll.strategies.base import (
-    ALL_WEIGHTS,
     Comparison,
+    Computation,
     LossFunction,
-    ModelStrategy,
     Output,
     RankInfo,
     TensorBatch,
-    WeightSelection,
 )
 from roll.strategies.training.checkpoint import describe_model
 from roll.strategies.training.experts import ExpertBalance, balance_coefficient
-from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES, in_buckets, runs_of
+from roll.strategies.training.gather import GatheredWeights
 from roll.strategies.training.micro_batches import (
     Rows,
     is_empty,
@@ -63,11 +60,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class DataParallelStrategy(ModelStrategy):
+class DataParallelStrategy(GatheredWeights):
     """Every rank computes its own rows with the whole model, of which it may hold a shard only."""
 
-    model: ResponseModel
-    adapters: Adapters | None = None
     progress: TrainingProgress
     sparse_layers: Sequence[SparseLayer] = ()
     """Layers with experts; none of a dense model."""
@@ -82,22 +77,6 @@ class DataParallelStrategy(ModelStrategy):
     @abstractmethod
     def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """Collective. The response model's forward pass."""
-
-    @abstractmethod
-    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Collective. The tensors whole, on the device, in :meth:`_wire_dtype` (other ranks may return empty ones)."""
-
-    def _gather_span(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Collective. ``tensor.flatten()[begin:end]`` on the device of rank 0, in :meth:`_wire_dtype`, without the rest
-        of it (other ranks may return an empty one)."""
-        return flat_view(tensor)[begin:end].to(self.device, self._wire_dtype(tensor))
-
-    def _reshard(self) -> None:
-        """Give gathered parameters back, where the backend keeps some after a forward pass."""
-
-    def _full_size(self, tensor: torch.Tensor) -> int:
-        """The number of elements of a tensor of which this rank may hold a shard."""
-        return tensor.numel()
 
     def _begin_micro_batch(self, last: bool) -> None:
         """Called before each micro-batch of a training step; ``last``: the optimizer step follows it."""
@@ -190,23 +169,16 @@ class DataParallelStrategy(ModelStrategy):
         )
 
     @torch.no_grad()
-    def forward(
-        self,
-        batch: TensorBatch,
-        outputs: Collection[Output],
-        temperature: float = 1.0,
-        teachers: Sequence[Comparison] = (),
-    ) -> TensorBatch:
-        self._check_outputs(outputs)
-        self._comparisons = teachers
-        batch, images = with_images(batch, self.model.language_model.config)
+    def _forward(self, batch: TensorBatch, asked: Computation) -> TensorBatch:
+        self._comparisons = asked.teachers
+        batch, images = self._with_images(batch)
         was_training = self.model.training
         self.model.eval()
         shape = batch["input_ids"].shape
         device = batch["input_ids"].device
-        names = [str(name) for name in outputs if name is not Output.ROUTES]
+        names = [str(name) for name in asked.outputs if name is not Output.ROUTES]
         results = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in names}
-        self.model.records_routes = Output.ROUTES in outputs
+        self.model.records_routes = Output.ROUTES in asked.outputs
         if self.model.records_routes:
             results[Output.ROUTES] = self._no_routes(shape, device)
         rule = micro_batching(self.role, trains=False)
@@ -214,7 +186,7 @@ class DataParallelStrategy(ModelStrategy):
             part = micro_batch(batch, rows)
             shape_of_part = part["input_ids"].shape
             layout = self._layout(part, rule, images)
-            computed = self._outputs(layout, names, temperature, shape_of_part)
+            computed = self._outputs(layout, names, asked.temperature, shape_of_part)
             if self.model.records_routes:
                 computed[Output.ROUTES] = self._chosen(layout, part)
             if rows:
@@ -230,7 +202,7 @@ class DataParallelStrategy(ModelStrategy):
     @torch.no_grad()
     def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:
         self._check_outputs([Output.LOG_PROBS])
-        batch, images = with_images(batch, self.model.language_model.config)
+        batch, images = self._with_images(batch)
         was_training = self.model.training
         self.model.eval()
         rule, results = micro_batching(self.role, trains=False), TensorBatch()
@@ -269,121 +241,11 @@ class DataParallelStrategy(ModelStrategy):
             column = with_prompts_of_leaders(column.cpu(), part["input_ids"].cpu(), part["response_mask"].cpu())
         return column
 
-    def named_full_weights(
-        self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
-    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once.
-
-        What is gathered at a time is a bucket, or one tensor as engines name it where that is larger: the experts of a
-        layer, which are one tensor here, come in stretches of as many matrices as fit.
-        """
-        for bucket in in_buckets(self._selected_weights(selection), bucket_bytes, self._num_bytes):
-            (first, *others) = bucket
-            if not others and self._num_bytes(first) > bucket_bytes and self._comes_in_stretches(first):
-                yield from self._stretches(first, bucket_bytes)
-                continue
-            weights = self._whole_weights(bucket)
-            parts = [part for name, tensor in weights for part in self._on_the_way.split(name, tensor)]
-            whole = [(name, part.contiguous()) for name, part in parts]
-            yield from [whole] if len(whole) <= len(bucket) else runs_of(whole, bucket_bytes)
-
-    def _comes_in_stretches(self, weight: MergedWeight) -> bool:
-        """Several stored tensors, none of which needs more than a stretch of the live one."""
-        return len(self._on_the_way.parts(weight.name)) > 1
-
-    def _stretches(self, weight: MergedWeight, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Collective. The stored tensors of a weight that is larger than a bucket, in runs that are not, one gather
-        each; adapters, which are small, come whole."""
-        tensor, *adapter = weight.parts
-        itemsize = self._wire_dtype(tensor).itemsize
-        down_up = self._gather(adapter)
-        for stretch in self._on_the_way.stretches(weight.name, bucket_bytes // itemsize):
-            flat = self._gather_span(tensor, stretch.begin, stretch.end)
-            found = list(stretch.of(flat)) if self.rank == 0 else []
-            if found and down_up:
-                (down, up), shape = down_up, self._on_the_way.live_shape(weight.name)
-                firsts = [begin // shape[-1] for _, begin, _ in stretch.parts]
-                found = [
-                    (name, merged_rows(part, first, shape, down, up, weight.scaling))
-                    for (name, part), first in zip(found, firsts, strict=True)
-                ]
-            yield found
-
-    def _live_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Collective. All weights whole, as the model computes with them."""
-        for bucket in in_buckets(self._selected_weights(ALL_WEIGHTS), bucket_bytes, self._num_bytes):
-            yield self._whole_weights(bucket)
-
-    def _whole_weights(self, bucket: list[MergedWeight]) -> list[tuple[str, torch.Tensor]]:
-        """Collective. Nothing on other ranks than 0."""
-        whole = iter(self._gather([part for weight in bucket for part in weight.parts]))
-        parts = [[next(whole) for _ in weight.parts] for weight in bucket]
-        is_sender = self.rank == 0
-        return [(w.name, w.merge(p)) for w, p in zip(bucket, parts, strict=True)] if is_sender else []
-
-    def adapter_scalings(self) -> dict[str, float]:
-        return {} if self.adapters is None else self.adapters.scalings
-
-    def _selected_weights(self, selection: WeightSelection) -> Iterator[MergedWeight]:
-        for weight in self._merged_weights():
-            for part in weight.separate() if selection.adapters_apart else [weight]:
-                if part.is_trained or not selection.trained_only:
-                    yield part
-
-    def _merged_weights(self) -> Iterator[MergedWeight]:
-        if self.adapters is None:
-            return (MergedWeight(name, (tensor,)) for name, tensor in self._named_tensors())
-        return self.adapters.merged(self._named_tensors())
-
-    def _num_bytes(self, weight: MergedWeight) -> int:
-        return sum(self._full_size(part) * self._wire_dtype(part).itemsize for part in weight.parts)
-
-    def save_hf(self, path: Path) -> None:
-        """Collective. Weights are written in the compute dtype; adapters merged, and by themselves in ``adapter/``."""
-        weights: dict[str, torch.Tensor] = {}
-        for bucket in self._live_weights(EXPORT_BUCKET_BYTES):
-            weights |= {name: tensor.cpu() for name, tensor in bucket}
-        if self.rank == 0:
-            path.mkdir(parents=True, exist_ok=True)
-            self._write_hf(path, weights)
-        if self.adapters is not None:
-            names, tensors = zip(*self.adapters.own(self._named_tensors()), strict=True)
-            whole = [tensor.cpu() for tensor in self._gather(list(tensors))]
-            if self.rank == 0:
-                base = str(self.role.model_args.model_name_or_path)
-                self.adapters.save(path / ADAPTER_FOLDER, dict(zip(names, whole, strict=True)), base)
-        dist.barrier()
-
-    def _write_hf(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
-        language_model: Any = self.model.language_model
-        if has_tied_embeddings(language_model):
-            names = {id(parameter): name for name, parameter in language_model.named_parameters()}
-            embeddings = names[id(language_model.get_input_embeddings().weight)]
-            for name, parameter in language_model.named_parameters(remove_duplicate=False):
-                if names[id(parameter)] == embeddings:
-                    weights[name] = weights[embeddings]
-        if self._stored.transposes:
-            # transformers would look at the shapes of what this rank holds, and those may be shards.
-            split = (part for name, tensor in weights.items() for part in self._stored.split(name, tensor))
-            weights = {name: tensor.contiguous() for name, tensor in split}
-            language_model._weight_conversions = []
-        language_model.save_pretrained(path, state_dict=weights)
-        # The model wrote the type of the weights it holds (float32 master weights), not of those it was given.
-        language_model.config.dtype = self.compute_dtype
-        language_model.config.save_pretrained(path)
-
-    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters, tied ones once, then persistent buffers, under their Hugging Face names."""
-        self._reshard()
-        language_model = self.model.language_model
-        yield from language_model.named_parameters()
-        persistent = language_model.state_dict().keys()
-        yield from ((name, buffer) for name, buffer in language_model.named_buffers() if name in persistent)
-
-    def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        """Buffers keep theirs: what balances experts by a bias does so in float32."""
-        is_weight = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
-        return self.compute_dtype if is_weight else tensor.dtype
+    def _with_images(self, batch: TensorBatch) -> tuple[TensorBatch, ImagePool | None]:
+        """The batch with columns of numbers in place of its images; a text model's batch as it is."""
+        if self.model.reads_images or IMAGES in batch:
+            return with_images(batch, self.model.language_model.config)
+        return batch, None
 
     def _rows_of_passes(self, batch: TensorBatch, rule: MicroBatching) -> list[Rows]:
         """Collective. The rows of each micro-batch; as many micro-batches on every rank."""
@@ -440,17 +302,9 @@ class DataParallelStrategy(ModelStrategy):
         """Description of the model in a checkpoint."""
         return describe_model(self.role, self._shapes, self._trained_names, self.adapter_scalings())
 
-    def train_step(
-        self,
-        batch: TensorBatch,
-        loss_fn: LossFunction,
-        outputs: Collection[Output],
-        temperature: float = 1.0,
-        teachers: Sequence[Comparison] = (),
-    ) -> Metrics:
-        self._check_outputs(outputs)
-        self._comparisons = teachers
-        batch, images = with_images(batch, self.model.language_model.config)
+    def _train_step(self, batch: TensorBatch, loss_fn: LossFunction, asked: Computation) -> Metrics:
+        self._comparisons = asked.teachers
+        batch, images = self._with_images(batch)
         rule = micro_batching(self.role, trains=True)
         plan = self._rows_of_passes(batch, rule)
         metrics: list[Metrics] = []
@@ -459,7 +313,7 @@ class DataParallelStrategy(ModelStrategy):
                 self._begin_balance(self.balance, batch, plan, rule, images)
             for index, rows in enumerate(plan):
                 self._begin_micro_batch(last=index == len(plan) - 1)
-                metrics += self._backward(micro_batch(batch, rows), rule, images, loss_fn, outputs, temperature)
+                metrics += self._backward(micro_batch(batch, rows), rule, images, loss_fn, asked)
         self._comparisons = ()
         if self.balance is not None:
             metrics.append(self.balance.metrics())
@@ -496,8 +350,7 @@ class DataParallelStrategy(ModelStrategy):
         rule: MicroBatching,
         images: ImagePool | None,
         loss_fn: LossFunction,
-        outputs: Collection[Output],
-        temperature: float,
+        asked: Computation,
     ) -> list[Metrics]:
         """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
         layout = self._layout(part, rule, images)
@@ -505,7 +358,8 @@ class DataParallelStrategy(ModelStrategy):
             self.model.routing.replay_counts = None
         if self.balance is not None:
             layout = with_token_rows(layout)
-        aligned = self._outputs(layout, [str(name) for name in outputs], temperature, part["input_ids"].shape)
+        names = [str(name) for name in asked.outputs]
+        aligned = self._outputs(layout, names, asked.temperature, part["input_ids"].shape)
         balance_loss = None if self.balance is None else self.balance.share()
         if is_empty(part):
             self._differentiate(_zero_loss(aligned))

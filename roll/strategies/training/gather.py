@@ -1,4 +1,4 @@
-"""Shards of parameters, and gathering them on rank 0.
+"""Weights handed out whole: shards of parameters, gathered on rank 0 in buckets, for engines and as files.
 
 FSDP1, FSDP2 and ZeRO-3 shard alike in this: a rank holds a run of the elements of a parameter, all of them or none, and
 the runs of the ranks in their order are the parameter.  So every run is received where it belongs in the whole tensor,
@@ -7,16 +7,23 @@ and nothing is copied on the way.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from roll.models.lora import MergedWeight
+from roll.models.build import has_tied_embeddings
+from roll.models.log_probs import ResponseModel
+from roll.models.lora import Adapters, MergedWeight, merged_rows
+from roll.models.stored import StoredLayout
 from roll.protocol.columns import copy_into, flat_view
+from roll.strategies.base import ALL_WEIGHTS, ModelStrategy, WeightSelection
 
 EXPORT_BUCKET_BYTES = 2**30
 """Device memory that an export may hold gathered at once; the whole model is put together in host memory."""
@@ -25,35 +32,22 @@ ADAPTER_FOLDER = "adapter"
 """Folder of the adapter by itself, in peft's format, next to the merged model of an export."""
 
 
-def in_buckets(
-    weights: Iterable[MergedWeight], bucket_bytes: int, num_bytes: Callable[[MergedWeight], int]
-) -> Iterator[list[MergedWeight]]:
-    """Runs of consecutive weights of at most ``bucket_bytes`` together; a larger one is alone."""
-    bucket: list[MergedWeight] = []
+T = TypeVar("T")
+
+
+def in_buckets(items: Iterable[T], bucket_bytes: int, num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Runs of consecutive items of at most ``bucket_bytes`` together; a larger one is alone."""
+    bucket: list[T] = []
     size = 0
-    for weight in weights:
-        more = num_bytes(weight)
+    for item in items:
+        more = num_bytes(item)
         if bucket and size + more > bucket_bytes:
             yield bucket
             bucket, size = [], 0
-        bucket.append(weight)
+        bucket.append(item)
         size += more
     if bucket:
         yield bucket
-
-
-def runs_of(named: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The matrices of experts, of which a layer's are gathered as two tensors, in runs of at most ``bucket_bytes``."""
-    run: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in named:
-        if run and size + tensor.nbytes > bucket_bytes:
-            yield run
-            run, size = [], 0
-        run.append((name, tensor))
-        size += tensor.nbytes
-    if run:
-        yield run
 
 
 @dataclass(frozen=True)
@@ -146,3 +140,151 @@ def _runs(tensor: torch.Tensor, piece: Pieces) -> list[torch.Tensor]:
     ends = list(accumulate(piece.sizes))
     flat = tensor.view(-1)
     return [flat[end - size : end] for end, size in zip(ends, piece.sizes, strict=True)]
+
+
+class GatheredWeights(ModelStrategy):
+    """The part of a strategy that hands out its model whole: to engines, and as files."""
+
+    model: ResponseModel
+    adapters: Adapters | None = None
+    rank: int
+    _stored: StoredLayout
+    _on_the_way: StoredLayout
+
+    @abstractmethod
+    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Collective. The tensors whole, on the device, in :meth:`_wire_dtype` (other ranks may return empty ones)."""
+
+    def _gather_span(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Collective. ``tensor.flatten()[begin:end]`` on the device of rank 0, in :meth:`_wire_dtype`, without the rest
+        of it (other ranks may return an empty one)."""
+        return flat_view(tensor)[begin:end].to(self.device, self._wire_dtype(tensor))
+
+    def _reshard(self) -> None:
+        """Give gathered parameters back, where the backend keeps some after a forward pass."""
+
+    def _full_size(self, tensor: torch.Tensor) -> int:
+        """The number of elements of a tensor of which this rank may hold a shard."""
+        return tensor.numel()
+
+    def named_full_weights(
+        self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once.
+
+        What is gathered at a time is a bucket, or one tensor as engines name it where that is larger: the experts of a
+        layer, which are one tensor here, come in stretches of as many matrices as fit.
+        """
+        for bucket in in_buckets(self._selected_weights(selection), bucket_bytes, self._num_bytes):
+            (first, *others) = bucket
+            if not others and self._num_bytes(first) > bucket_bytes and self._comes_in_stretches(first):
+                yield from self._stretches(first, bucket_bytes)
+                continue
+            weights = self._whole_weights(bucket)
+            parts = [part for name, tensor in weights for part in self._on_the_way.split(name, tensor)]
+            whole = [(name, part.contiguous()) for name, part in parts]
+            # The matrices of experts, of which a layer's are gathered as two tensors, come in runs.
+            yield from (
+                [whole] if len(whole) <= len(bucket) else in_buckets(whole, bucket_bytes, lambda named: named[1].nbytes)
+            )
+
+    def _comes_in_stretches(self, weight: MergedWeight) -> bool:
+        """Several stored tensors, none of which needs more than a stretch of the live one."""
+        return len(self._on_the_way.parts(weight.name)) > 1
+
+    def _stretches(self, weight: MergedWeight, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Collective. The stored tensors of a weight that is larger than a bucket, in runs that are not, one gather
+        each; adapters, which are small, come whole."""
+        tensor, *adapter = weight.parts
+        itemsize = self._wire_dtype(tensor).itemsize
+        down_up = self._gather(adapter)
+        for stretch in self._on_the_way.stretches(weight.name, bucket_bytes // itemsize):
+            flat = self._gather_span(tensor, stretch.begin, stretch.end)
+            found = list(stretch.of(flat)) if self.rank == 0 else []
+            if found and down_up:
+                (down, up), shape = down_up, self._on_the_way.live_shape(weight.name)
+                firsts = [begin // shape[-1] for _, begin, _ in stretch.parts]
+                found = [
+                    (name, merged_rows(part, first, shape, down, up, weight.scaling))
+                    for (name, part), first in zip(found, firsts, strict=True)
+                ]
+            yield found
+
+    def _live_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Collective. All weights whole, as the model computes with them."""
+        for bucket in in_buckets(self._selected_weights(ALL_WEIGHTS), bucket_bytes, self._num_bytes):
+            yield self._whole_weights(bucket)
+
+    def _whole_weights(self, bucket: list[MergedWeight]) -> list[tuple[str, torch.Tensor]]:
+        """Collective. Nothing on other ranks than 0."""
+        whole = iter(self._gather([part for weight in bucket for part in weight.parts]))
+        parts = [[next(whole) for _ in weight.parts] for weight in bucket]
+        is_sender = self.rank == 0
+        return [(w.name, w.merge(p)) for w, p in zip(bucket, parts, strict=True)] if is_sender else []
+
+    def adapter_scalings(self) -> dict[str, float]:
+        return {} if self.adapters is None else self.adapters.scalings
+
+    def _selected_weights(self, selection: WeightSelection) -> Iterator[MergedWeight]:
+        for weight in self._merged_weights():
+            for part in weight.separate() if selection.adapters_apart else [weight]:
+                if part.is_trained or not selection.trained_only:
+                    yield part
+
+    def _merged_weights(self) -> Iterator[MergedWeight]:
+        if self.adapters is None:
+            return (MergedWeight(name, (tensor,)) for name, tensor in self._named_tensors())
+        return self.adapters.merged(self._named_tensors())
+
+    def _num_bytes(self, weight: MergedWeight) -> int:
+        return sum(self._full_size(part) * self._wire_dtype(part).itemsize for part in weight.parts)
+
+    def save_hf(self, path: Path) -> None:
+        """Collective. Weights are written in the compute dtype; adapters merged, and by themselves in ``adapter/``."""
+        weights: dict[str, torch.Tensor] = {}
+        for bucket in self._live_weights(EXPORT_BUCKET_BYTES):
+            weights |= {name: tensor.cpu() for name, tensor in bucket}
+        if self.rank == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            self._write_hf(path, weights)
+        if self.adapters is not None:
+            names, tensors = zip(*self.adapters.own(self._named_tensors()), strict=True)
+            whole = [tensor.cpu() for tensor in self._gather(list(tensors))]
+            if self.rank == 0:
+                base = str(self.role.model_args.model_name_or_path)
+                self.adapters.save(path / ADAPTER_FOLDER, dict(zip(names, whole, strict=True)), base)
+        dist.barrier()
+
+    def _write_hf(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
+        language_model: Any = self.model.language_model
+        if has_tied_embeddings(language_model):
+            names = {id(parameter): name for name, parameter in language_model.named_parameters()}
+            embeddings = names[id(language_model.get_input_embeddings().weight)]
+            for name, parameter in language_model.named_parameters(remove_duplicate=False):
+                if names[id(parameter)] == embeddings:
+                    weights[name] = weights[embeddings]
+        if self._stored.transposes:
+            # transformers would look at the shapes of what this rank holds, and those may be shards.
+            split = (part for name, tensor in weights.items() for part in self._stored.split(name, tensor))
+            weights = {name: tensor.contiguous() for name, tensor in split}
+            language_model._weight_conversions = []
+        language_model.save_pretrained(path, state_dict=weights)
+        # The model wrote the type of the weights it holds (float32 master weights), not of those it was given.
+        language_model.config.dtype = self.compute_dtype
+        language_model.config.save_pretrained(path)
+
+    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters, tied ones once, then persistent buffers, under their Hugging Face names."""
+        self._reshard()
+        language_model = self.model.language_model
+        yield from language_model.named_parameters()
+        persistent = language_model.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in language_model.named_buffers() if name in persistent)
+
+    def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """Buffers keep theirs: what balances experts by a bias does so in float32."""
+        is_weight = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
+        return self.compute_dtype if is_weight else tensor.dtype
+
+    def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self.device, self._wire_dtype(tensor))

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from roll.config.plan.micro_batching import MicroBatching
+from roll.config.plan.plan import MicroBatching
 from roll.models.layouts import (
     TeacherTargets,
     TokenLayout,

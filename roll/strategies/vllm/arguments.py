@@ -22,8 +22,8 @@ from roll.strategies.engines.requests import (
     PartialSample,
     PromptScore,
     SamplingParams,
+    stream_key,
 )
-from roll.strategies.engines.sampling import stream_key
 
 WORKER_EXTENSION = "roll.strategies.vllm.worker.WeightReceiver"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from roll.config.plan.micro_batching import MicroBatching
+from roll.config.plan.plan import MicroBatching
 from roll.strategies.megatron import cpu_compat
 from roll.strategies.megatron.correspondence import (
     FusedHeads,

@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config
 
-from roll.strategies.engines.base import GenerationStrategy, Quarantine
+from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
 from roll.weight_sync.encoding import tensor_checksum
+from roll.workers.generation import Quarantine
 from tests.strategies import engine_cases, stream_cases
 from tests.strategies.engine_cases import MAX_MODEL_LEN, distribution_gaps, steps, update
 from tests.strategies.engine_models import COMMON, jolt, load

@@ -1,0 +1,184 @@
+"""The start and the end of a run: logs, Ray, trackers and the guard; an account of where it stands, however it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from roll.config.loader import LoadedConfig
+from roll.distributed import (
+    Cluster,
+    Interrupted,
+    ResourceManager,
+    ray_runtime,
+)
+from roll.distributed.guard import Guard
+from roll.distributed.restarts import supervised
+from roll.distributed.signals import ending
+from roll.pipelines.interruption import Interruption, command_to_go_on
+from roll.pipelines.run_checkpoints import RunCheckpoints
+from roll.pipelines.run_outputs import RunOutputs
+from roll.pipelines.sample_records import SampleRecorder
+from roll.protocol.metrics import Metrics
+from roll.tracking import (
+    ENDING_LOGGER,
+    build_trackers,
+    setup_logging,
+)
+from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, SampleLog
+from roll.tracking.timeline import REQUESTS_NAME, TIMELINE_NAME, TimelineLog, span_log
+
+
+class RunLifetime:
+    """Services of a run from its first moment to its last, whatever its steps are.
+
+    Args:
+        loaded: its configuration.
+        record: takes metrics of the current step.
+    """
+
+    def __init__(self, loaded: LoadedConfig[Any], record: Callable[[Metrics], None]) -> None:
+        self.config, self.plan = loaded.config, loaded.plan
+        self._loaded = loaded
+        self._clusters: list[Cluster] = []
+        self._shutdown_hooks: list[Callable[[], None]] = []
+        self._interruption = Interruption(self.config.interrupt_timeout)
+        self._guard: Guard | None = None
+        self._total_steps = 0
+        self._checkpoints = RunCheckpoints(self.config, self.plan, record, self._published)
+        self._resume = self._checkpoints.resume
+        self._outputs = RunOutputs(loaded, resumed=self._resume is not None)
+
+    @contextmanager
+    def running(self) -> Iterator[ResourceManager]:
+        """Logs, trackers and Ray for the length of a run; whatever was started is stopped again, however it ends."""
+        log_dir = self.plan.log_dir
+        setup_logging(log_dir)
+        with self._curves_at_end(), ExitStack() as stack:
+            # Before any other file: on the further nodes of a run this does not return.
+            runtime = stack.enter_context(
+                ray_runtime(
+                    self.plan.num_devices_per_node,
+                    self.plan.num_nodes,
+                    self._outputs.profiling().environment() | self.config.system_envs,
+                    log_dir / "workers",
+                    saves_on_usr1=self.config.on_usr1 == "save",
+                )
+            )
+            self._guard = runtime.guard
+            supervised.tell(mark=runtime.mark)
+            ending.on_first = self._interruption.begin
+            self._outputs.write_config()
+            last_step = None if self._resume is None else self._resume.step - 1
+            tracked = self._outputs.tracked_run(last_step)
+            self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, tracked)
+            stack.callback(self._tracker.close)
+            stack.callback(self._checkpoints.manager.close)
+            self._begin_record(stack)
+            resources = ResourceManager(self.plan.num_devices_per_node, self.plan.num_nodes)
+            stack.callback(resources.close)
+            self._leave_account()
+            try:
+                yield resources
+                with ending.holding():
+                    self._checkpoints.publish()
+            except BaseException as caught:
+                ending.release()
+                with ending.holding(then_raise=False):
+                    error = self._end_early(ending.meant(caught))
+                if error is caught:
+                    raise
+                raise error from None
+            self._interruption.end()
+            self._shut_down(graceful=True)
+
+    def _begin_record(self, stack: ExitStack) -> None:
+        """Open what reports are made of."""
+        folder, settings = self.plan.output_dir / RECORD_FOLDER, self.config.sample_log
+        last_step = None if self._resume is None else self._resume.step - 1
+        self._timeline = TimelineLog(folder / TIMELINE_NAME, resumed=last_step is not None)
+        log = SampleLog(folder / SAMPLES_NAME, settings.max_megabytes << 20, last_step) if settings.enabled else None
+        self.samples = SampleRecorder(log, settings)
+        if self.config.otlp_output_dir is not None:
+            span_log.open(folder / REQUESTS_NAME, resumed=last_step is not None)
+            stack.callback(span_log.close)
+        stack.callback(self._timeline.close)
+        stack.callback(self.samples.close)
+        self._outputs.describe()
+
+    def _end_early(self, error: BaseException) -> BaseException:
+        """Save what there is to save, and end the clusters; ``error`` with an account of where the run stands."""
+        if isinstance(error, Interrupted):
+            self._interruption.save(self._checkpoints.publish)
+        self._interruption.end()
+        # A rank that hangs would not take part in an orderly end.
+        self._shut_down(graceful=False)
+        if self._checkpoints.pending is not None:
+            self._checkpoints.pending.discard()
+        self._outputs.describe(outcome=f"{type(error).__name__}: {error}")
+        error.add_note(self._account())
+        logging.getLogger(ENDING_LOGGER).error("%s: %s\n%s", type(error).__name__, error, self._account())
+        return error
+
+    @contextmanager
+    def _curves_at_end(self) -> Iterator[None]:
+        """However the block ends, the curves are drawn of what was logged."""
+        try:
+            yield
+        finally:
+            if self._guard is not None and not self._outputs.drawn:
+                with ending.holding(then_raise=False):
+                    if self._outputs.metrics.exists():
+                        self._outputs.draw_curves()
+                    self._outputs.write_report()
+
+    def _account(self) -> str:
+        """The progress of the run, and how to go on."""
+        reached, newest = self._interruption.steps_done, self._newest_checkpoint()
+        steps = "training had not begun" if reached is None else f"{reached} of {self._total_steps} steps are done"
+        if newest is None:
+            return f"{steps}; there is no checkpoint of this run"
+        return f"{steps}; newest checkpoint: {newest}\nto go on: {command_to_go_on(self._loaded)}"
+
+    def _newest_checkpoint(self) -> Path | None:
+        places = self._checkpoints.places(self._interruption.saved_steps)
+        return next((folder for folder in places if folder.is_dir()), places[0]) if places else None
+
+    def _leave_account(self) -> None:
+        """Have the guard speak for this process, should that end hard."""
+        assert self._guard is not None
+        supervised.tell(reached=self._interruption.steps_done)
+        if places := self._checkpoints.places(self._interruption.saved_steps):
+            if self._checkpoints.manager.store is not None:
+                copies = [f"{self._checkpoints.manager.store}/{places[0].name}"]
+            else:
+                copies = []
+            supervised.tell(checkpoint=[*map(str, places), *copies])
+        self._guard.tell(
+            {
+                "account": self._account(),
+                "log": str(self._outputs.log.resolve()),
+                "command": self._outputs.ending_command(),
+            }
+        )
+
+    def at_end(self, hook: Callable[[], None]) -> None:
+        """Add a shutdown hook, called before the clusters end, however the run ends."""
+        self._shutdown_hooks.append(hook)
+
+    def _shut_down(self, graceful: bool) -> None:
+        for hook in self._shutdown_hooks:
+            hook()
+        for cluster in self._clusters:
+            cluster.shutdown(graceful=graceful)
+
+    def watch(self, clusters: Sequence[Cluster]) -> None:
+        """Clusters to shut down at the end, and to ask for their peak memory."""
+        self._clusters += clusters
+
+    def _published(self, steps_done: int) -> None:
+        self._interruption.saved_steps = steps_done
+        self._leave_account()
