@@ -30,6 +30,7 @@ from roll.rewards.answers import (
     without_periods,
 )
 from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
+from roll.rewards.notations import other_notation, value_in_base
 
 _LAYOUT = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|\$|\\[()\[\]]|\s+|\.$")
 _STYLES = {"\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac"}
@@ -40,8 +41,6 @@ _PERCENT = re.compile(r"\s*(?:\\text\{\s*)?per\s?cent(?:\s*\})?\s*$", re.IGNOREC
 _CHOICE = re.compile(
     r"^\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(?[A-Z]\)?\s*\}\s*(?:\\[ ,;:!]|\\q?quad|[:.)])?\s*(?=\S)"
 )
-_IN_BASE = re.compile(r"([0-9A-Fa-f]+)_\{?([0-9]{1,2})\}?")
-_LARGEST_BASE = 16
 
 
 def canonical(expression: str) -> str:
@@ -58,17 +57,6 @@ def plain(expression: str) -> str:
     for styled, simple in _STYLES.items():
         expression = expression.replace(styled, simple)
     return _LAYOUT.sub("", expression.strip())
-
-
-def value_in_base(expression: str) -> tuple[int, int] | None:
-    """Value and base of an integer written with its base, such as ``1011_2``; None for anything else."""
-    match = _IN_BASE.fullmatch(expression.strip())
-    if match is None or not 2 <= int(match.group(2)) <= _LARGEST_BASE:
-        return None
-    try:
-        return int(match.group(1), int(match.group(2))), int(match.group(2))
-    except ValueError:
-        return None
 
 
 MAX_ANSWER = 1000
@@ -150,8 +138,8 @@ def clean_truth(ground_truth: str) -> str:
 
 
 def compare_quickly(gold: str, answer: str) -> bool | None:
-    """The verdict where it needs no algebra: two numerals, also in a base of their own, or the same spelling up to
-    layout; else None."""
+    """The verdict where it needs no algebra: two numerals, the answer's also in another notation, both in a base of
+    their own, or the same spelling up to layout; else None."""
     left, right = parse_number(plain(gold)), parse_number(plain(answer))
     if left is not None and right is not None:
         # With one percent sign both readings are right: 50% for 0.5, and 50% for "what percentage?" with the truth 50.
@@ -159,6 +147,8 @@ def compare_quickly(gold: str, answer: str) -> bool | None:
             part, whole = (left, right) if "%" in gold else (right, left)
             return whole in (part, part / 100)
         return left == right
+    if left is not None and "%" not in gold and (value := other_notation(answer)) is not None:
+        return value == left
     bases = value_in_base(gold), value_in_base(answer)
     if None not in bases:
         return bases[0] == bases[1]

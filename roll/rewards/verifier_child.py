@@ -146,8 +146,23 @@ def says_the_same(truth: list[Any], given: str) -> bool:
     limit = max(MAX_BITS, 4 * max(height(form, math.inf) for form in truth))
     for form in answer:
         height(form, limit)
+    answer = with_imaginary_unit(truth, answer)
     as_set = is_solved_inequality(given)
     return bool(verify(truth, answer, timeout_seconds=None, allow_set_relation_comp=as_set))
+
+
+def with_imaginary_unit(truth: list[Any], answer: list[Any]) -> list[Any]:
+    """The answer with the imaginary unit for the letter i, where the truth is a number and no other letter is in the
+    answer."""
+    numbers = [form for form in truth if isinstance(form, sympy.Basic)]
+    if not numbers or not all(form.is_number for form in numbers):
+        return answer
+    return [
+        form.subs(dict.fromkeys(form.free_symbols, sympy.I))
+        if isinstance(form, sympy.Expr) and {letter.name for letter in form.free_symbols} == {"i"}
+        else form
+        for form in answer
+    ]
 
 
 def boxed(expression: str) -> str:
