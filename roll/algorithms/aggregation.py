@@ -341,6 +341,25 @@ def _ones(mask: Tensor) -> Tensor:
 AGGREGATION_MODES = aggregation_modes.names
 
 
+def row_weights(
+    mask: Tensor,
+    mode: str,
+    denominators: LossDenominators,
+    group_ids: Tensor | None = None,
+    sequence_tokens: Tensor | None = None,
+) -> Tensor:
+    """Weight of each row's masked sum in the loss of a mode, float64 (B,); arguments and errors as in
+    :func:`aggregate`."""
+    arguments = (mask, denominators)
+    if needs_groups(mode):
+        if group_ids is None or denominators.group_tokens is None:
+            raise ValueError(f"loss_agg_mode {mode!r} needs group_ids: which rows answer the same prompt")
+        arguments = (*arguments, group_ids)  # type: ignore[assignment]
+    by_name = {"sequence_tokens": sequence_tokens} if "sequence_tokens" in _parameters(mode) else {}
+    weights: Tensor = aggregation_modes.resolve(mode)(*arguments, **by_name)
+    return weights
+
+
 def aggregate(
     loss: Tensor,
     mask: Tensor,
@@ -366,13 +385,7 @@ def aggregate(
     An empty mask gives 0 with zero gradient.  Raises ``ValueError`` for an unknown mode, or one that asks for groups
     where there are none.
     """
-    arguments = (mask, denominators)
-    if needs_groups(mode):
-        if group_ids is None or denominators.group_tokens is None:
-            raise ValueError(f"loss_agg_mode {mode!r} needs group_ids: which rows answer the same prompt")
-        arguments = (*arguments, group_ids)  # type: ignore[assignment]
-    by_name = {"sequence_tokens": sequence_tokens} if "sequence_tokens" in _parameters(mode) else {}
-    weights = aggregation_modes.resolve(mode)(*arguments, **by_name).to(loss.dtype)
+    weights = row_weights(mask, mode, denominators, group_ids, sequence_tokens).to(loss.dtype)
     if sample_weights is not None:
         weights = weights * sample_weights
     row_sums: Tensor = _MaskedRowSums.apply(loss, keep or Keep(mask, loss.dtype))

@@ -103,6 +103,9 @@ class LossInputs:
     teacher_divergence: Tensor | None = None
     """float (B, L), with gradient: the weighted divergence from a teacher's distributions; None: there is no
     teacher."""
+    row_weights: Tensor | None = None
+    """float64 (B,): weight of each row's sum in the loss of the whole optimizer step (``loss_agg_mode``); there when a
+    policy loss is called by :func:`~roll.algorithms.losses.actor_loss`."""
     old_is_rollout: bool = False
     """``old_log_probs`` are the engine's: the ratio is taken against the policy that sampled."""
 

@@ -14,7 +14,7 @@ DISCOUNTING = ("gae", "reinforce_plus_plus", "reinforce++")
 NORMALISING = ("grpo", "reinforce_plus_plus_baseline", "maxrl")
 """Estimators that compare a group's rewards: there with the KL inside, here before it is subtracted, or with a mean
 that must be positive."""
-CLIPPING = ("ppo", "gspo_token", "gspo", "raft++", "clip_cov")
+CLIPPING = ("ppo", "gspo_token", "gspo", "raft++", "clip_cov", "engine_is")
 """Losses that clip the ratio."""
 SEQUENCE_MEAN, NORM = "seq-mean-token-mean", "seq-mean-token-sum-norm"
 OPTIONS_OF_LOSS: dict[str, dict[str, str]] = {
@@ -23,6 +23,7 @@ OPTIONS_OF_LOSS: dict[str, dict[str, str]] = {
     "sapo": {"sapo_tau_pos": "tau_pos", "sapo_tau_neg": "tau_neg"},
     "clip_cov": {"clip_cov_ratio": "clip_cov_ratio", "clip_cov_low": "clip_cov_low", "clip_cov_high": "clip_cov_high"},
     "kl_cov": {"kl_cov_ratio": "kl_cov_ratio", "kl_cov_coef": "kl_cov_coef"},
+    "engine_dppo": {"pg_clip_low": "dppo_low", "pg_clip_high": "dppo_high", "dppo_divergence": "dppo_type"},
     "dppo": {"dppo_threshold": "clip_low", "dppo_ratio_bound": "dual_clip"},
 }
 """Our keys of a loss, and the facts that they come from."""
@@ -134,7 +135,8 @@ def put_loss(draft: Draft) -> None:
     if draft.states("loss"):
         draft.put("pg_variant", variant, "loss")
     if draft.states("loss", *LOSS_FACTS):
-        used = put_clip_range(draft, variant) | put_options(draft, variant)
+        kind = variant.rpartition(".")[2]  # SkyRL's own variants are found by a path
+        used = put_clip_range(draft, kind) | put_options(draft, kind)
         name = draft.raw.get("loss", variant)
         for fact in LOSS_FACTS:
             if fact not in used:
@@ -175,6 +177,8 @@ def put_options(draft: Draft, variant: str) -> set[str]:
         source = fact if draft.value_of(fact) is not None else SHARED_CLIP.get(fact, fact)
         draft.put(key, draft.value_of(source), source)
         used.add(source)
+    if variant == "engine_dppo":
+        draft.put("use_pg_clip_range", True, "dppo_low", "dppo_high")
     if variant == "dppo":
         used.add("clip_high")
         if draft.value_of("clip_low") != draft.value_of("clip_high"):

@@ -30,6 +30,16 @@ from roll.translation.sampling import put_sampling
 TRACKERS_WITH_PROJECT = {"wandb", "swanlab", "trackio"}
 GSM8K = "gsm8k"
 FUNCTION_FILE = "roll.rewards.function_file.score"
+BY_SOURCE = {
+    "gsm8k_rule": ["openai/gsm8k"],
+    "math_rule": [
+        *("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math_dapo"),
+        *(f"numina_{name}" for name in ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12")),
+        "numina_olympiads",
+    ],
+    "code_sandbox": ["codecontests", "apps", "codeforces", "taco"],
+}
+"""Rules by the values of ``data_source`` that verl scores so, where programs are among the rows."""
 REWARD, ROLE = "rewards.reward_model", "reward_model"
 
 
@@ -149,6 +159,10 @@ def put_reward(draft: Draft) -> None:
     """The reward of a whole run: named by its environment, or derived from the files' names."""
     played = draft.facts.get("episodes") and "reward" in draft.raw
     if draft.facts.get("rewards_set") or played or put_reward_model(draft) or put_function(draft):
+        draft.without_effect("no row is scored by it", "sandbox_url")
+        return
+    if draft.get("sandbox_url"):
+        put_rewards_by_source(draft)
         return
     files = [str(name) for name in draft.get("train_files", default=[])]
     reward = draft.get("reward") or ("gsm8k_rule" if files and all(GSM8K in name.lower() for name in files) else None)
@@ -164,6 +178,18 @@ def put_reward(draft: Draft) -> None:
             draft.put(f"rewards.{reward}.reward_kwargs.partial", False, "reward")
         if draft.get("reward_workers") is not None:
             draft.put(f"rewards.{reward}.world_size", max(1, draft.facts["reward_workers"]), "reward_workers")
+
+
+def put_rewards_by_source(draft: Draft) -> None:
+    """Programs and mathematics, each by its rule; a program's score is the share of the cases that it passes."""
+    for name, sources in BY_SOURCE.items():
+        draft.put(f"rewards.{name}.worker_cls", name, "sandbox_url")
+        draft.put(f"rewards.{name}.tag_included", sources, "sandbox_url")
+        if draft.get("reward_workers") is not None:
+            draft.put(f"rewards.{name}.world_size", max(1, draft.facts["reward_workers"]), "reward_workers")
+    draft.put("rewards.code_sandbox.reward_kwargs.partial", True, "sandbox_url")
+    text = "rows of another data_source are refused when the data are read: add it to tag_included of their rule"
+    draft.remark(["sandbox_url"], text)
 
 
 def put_function(draft: Draft) -> bool:

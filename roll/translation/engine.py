@@ -40,6 +40,8 @@ KEPT_IN_ENVIRONMENT = (
 OF_A_TOOL = ("VERL_", "SKYRL_")
 NEWER_EXAMPLES = "examples/train/"
 """Folder in which the package ``skyrl`` keeps its scripts; the older one has them in ``examples/``."""
+BLANKS = {"model": "MODEL_PATH", "train_files": "TRAIN_FILES", "val_files": "VAL_FILES"}
+"""Facts that a script may leave for its reader to fill in, and the variables that take them."""
 SIZES = ("gpus", "nodes", "engine_gpus", "engine_nodes")
 SECTIONS = ("tracker_kwargs", "actor_train", "actor_infer", "reference", "critic", "rewards", "validation")
 IDLE_WITHOUT = {
@@ -108,6 +110,7 @@ def translate(
     keys = source.keys if dialect.files is None else dialect.files(source.keys, source.config_path)
     given = {**keys, **variables_of(source, dialect)}
     left = [*_without_unset_sizes(given, dialect), *_unset_switches(given, dialect)]
+    left += [*_filled_blanks(given, dialect), *_without_nulls(given, dialect)]
     _check_program(source, dialect, draft)
     _refuse_doubles(given, dialect, draft)
     known = _defaults(dialect, given) if whole else {}
@@ -131,7 +134,7 @@ def translate(
         kept,
         tuple(notes),
         tuple(source.left_out),
-        tuple(name for name in source.unset if name in still),
+        tuple(name for name in (*source.unset, *BLANKS.values()) if name in still),
         tuple(source.remarks),
     )
 
@@ -274,6 +277,34 @@ def _unset_switches(given: dict[str, Any], dialect: Dialect) -> list[Note]:
     return notes
 
 
+def _filled_blanks(given: dict[str, Any], dialect: Dialect) -> list[Note]:
+    """Name a variable where the text leaves the model or the data empty, for its reader to fill in; the notes."""
+    notes = []
+    for key, value in list(given.items()):
+        rule = dialect.rules.get(key)
+        if rule is None or value != "" or rule.fact not in BLANKS:
+            continue
+        name = BLANKS[rule.fact]
+        given[key] = f"${{oc.env:{name}}}"
+        notes.append(Note(key, value, (), f"is left empty there: {name} says it, where the run starts"))
+    return notes
+
+
+def _without_nulls(given: dict[str, Any], dialect: Dialect) -> list[Note]:
+    """Take out keys that are null where only a value means something, as if they were not written; the notes."""
+    notes = []
+    for key, value in list(given.items()):
+        rule = dialect.rules.get(key)
+        if rule is None or value is not None or (rule.default and rule.fact != "epochs"):
+            continue
+        try:
+            rule.value(None)
+        except (ValueError, TypeError):
+            del given[key]
+            notes.append(Note(key, value, (), "null: as if it were not written"))
+    return notes
+
+
 def _check_program(source: Source, dialect: Dialect, draft: Draft) -> None:
     """Refuse programs of theirs that are not their trainer: their code decides what is trained."""
     if not source.from_module:
@@ -355,7 +386,7 @@ def _put_all(
 def _own_key(name: str, draft: Draft) -> str:
     """A key of our own for an engine's option that has one."""
     stem, found, rest = name.partition(".engine_args.")
-    return f"{stem}.{rest}" if found and rest in strategy_keys(str(draft.get("engine"))) else name
+    return f"{stem}.{rest}" if found and rest.partition(".")[0] in strategy_keys(str(draft.get("engine"))) else name
 
 
 def _drop_idle_keys(draft: Draft) -> dict[str, str]:

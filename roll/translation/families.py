@@ -53,7 +53,7 @@ OTHER_FAMILY = ("deepseek_v2", "glm4_moe_lite")
 """Families with experts of which no backend is tested: their attention is another one."""
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 STANDS_IN = "fsdp2"
-"""Backend in the place of Megatron, for families that Megatron Core has no model of here."""
+"""Backend in the place of one that is not tested with a family (Megatron Core has no model of most of them here)."""
 OTHER_ENGINE = "vllm"
 """Engine in the place of SGLang, likewise."""
 LANGUAGE_PART = re.compile(r"[.*]*visual[.*]*|[.*]*vision(?:_model|_tower)?[.*]*")
@@ -87,9 +87,9 @@ def find_family(draft: Draft) -> None:
 
 
 def backend_for(draft: Draft, strategy: str) -> str:
-    """``strategy``, or FSDP2 where Megatron has no model of the family and FSDP2 has."""
+    """``strategy``, or FSDP2 where it alone is tested with the family."""
     family = draft.facts.get("family")
-    if strategy == "megatron" and lacks(family, "megatron_train") and not lacks(family, f"{STANDS_IN}_train"):
+    if lacks(family, f"{strategy}_train") and not lacks(family, f"{STANDS_IN}_train"):
         return STANDS_IN
     return strategy
 
@@ -112,7 +112,7 @@ def put_family(draft: Draft, strategies: Mapping[str, str]) -> None:
         rule = f"is {kinds} by its name, and {', '.join(lacking)} is tested with none of this family"
         draft.refuse("model", f"{rule} (docs/moe.md, docs/vision-language.md)")
     if any(draft.facts.get(f"stands_in.{role}") for role in strategies):
-        text = "Megatron has no model of this family here: fsdp2 computes the same, over all ranks of the role"
+        text = "the backend is not tested with this family here: fsdp2 computes the same, over all ranks of the role"
         draft.remark(["model"], text)
     name = "actor_infer.strategy_args.strategy_name"
     if draft.keys.get(name) not in (None, draft.get("engine")):

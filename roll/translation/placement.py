@@ -22,6 +22,8 @@ def strategy_of(draft: Draft, role: str) -> str:
 
 def written_strategy(draft: Draft, role: str) -> str:
     """The backend that their keys name. A reference without one of its own follows the actor."""
+    if draft.get("config_name") == "fsdp2":
+        return "fsdp2"
     if draft.get("config_name") == "megatron":
         return str(draft.get(f"strategy.{role}.written", default="megatron"))
     names = (f"strategy.{role}", "strategy", *(("strategy.actor",) if role == "reference" else ()))
@@ -49,6 +51,9 @@ def put_host_memory(draft: Draft) -> None:
         if not draft.states(fact):
             continue
         asked, strategy = bool(draft.facts[fact]), strategy_of(draft, role)
+        if strategy == "fsdp" and draft.names.get(fact, "").endswith(".offload_policy"):
+            draft.remark([fact], "left out: fsdp2 alone reads it, there")
+            continue
         if not strategy.startswith("fsdp"):
             draft.remark([fact], f"left out: has no effect under {strategy}")
         else:
@@ -107,7 +112,7 @@ def put_engine_devices(draft: Draft, trainers: int, together: bool, next_free: i
         draft.problems.missing("rollout.n_gpus_per_node", "is needed: engines have devices of their own", 1)
         return
     if together and wanted != trainers:
-        rule = f"times {size} tensor-parallel ranks take {wanted} devices, but the trainer they share has {trainers}"
+        rule = f"times {size} ranks of an engine take {wanted} devices, but the trainer they share has {trainers}"
         draft.problems.add("generator.num_inference_engines", engines, rule, max(1, trainers // size))
     elif wanted % size:
         rule = f"does not divide the {wanted} devices of the engines"
@@ -122,7 +127,30 @@ def put_engine_devices(draft: Draft, trainers: int, together: bool, next_free: i
 
 def engine_ranks(draft: Draft) -> int:
     """Devices of one engine: those that hold one copy of the model."""
+    return tensor_ranks(draft) * int(draft.get("engine_pipeline", default=1))
+
+
+def tensor_ranks(draft: Draft) -> int:
+    """Ranks that every matrix is sharded over."""
     return int(draft.get("engine_tensor", default=1)) * int(draft.get("engine_data", default=1))
+
+
+def find_engines(draft: Draft) -> None:
+    """Take SkyRL's servers for engines of the run itself, on devices behind the trainer's: one for each address."""
+    facts = ("engines_local", "engine_urls", "engine_proxy")
+    if draft.get("engines_local", default=True):
+        if draft.get("engine_proxy") or (draft.get("engine_urls") and "engine_urls" in draft.given):
+            draft.without_effect("run_engines_locally is true", *facts[1:])
+        return
+    if draft.get("colocate", default=True):
+        rule = "leaves the engines to servers of their own, which share no devices with the trainer"
+        draft.refuse("engines_local", f"{rule}: trainer.placement.colocate_all=false")
+        return
+    if urls := draft.get("engine_urls"):
+        draft.state("engines", len(urls))
+    elif "engines" not in draft.given:
+        draft.state("engines", 1)
+    draft.remark(facts, "no server is asked: the run starts these engines itself, and its cluster needs their devices")
 
 
 def devices(start: int, count: int) -> str:
@@ -139,12 +167,16 @@ def put_run_ahead(draft: Draft) -> None:
 
 
 def put_engine(draft: Draft) -> None:
-    """Tensor-parallel ranks of an engine, and a length that cuts responses."""
-    if draft.states("engine_tensor", "engine_data") and draft.get("engine") != "hf_infer":
-        size, because = engine_ranks(draft), ("engine_tensor", "engine_data")
+    """Ranks of an engine, and a length that cuts responses."""
+    because, stages = ("engine_tensor", "engine_data", "engine_pipeline"), int(draft.get("engine_pipeline", default=1))
+    if draft.states(*because) and draft.get("engine") != "hf_infer":
         name = "tp_size" if draft.get("engine") == "sglang" else "tensor_parallel_size"
-        draft.put(f"actor_infer.{OPTIONS}.{name}", size, *because)
-        draft.put("actor_infer.num_gpus_per_worker", size, *because)
+        draft.put(f"actor_infer.{OPTIONS}.{name}", tensor_ranks(draft), *because)
+        draft.put("actor_infer.num_gpus_per_worker", engine_ranks(draft), *because)
+    if stages > 1 and draft.get("engine") != "vllm":
+        draft.refuse("engine_pipeline", "needs the engine vllm: others have no pipeline stages here", 1)
+    elif stages > 1:
+        draft.put(f"actor_infer.{OPTIONS}.pipeline_parallel_size", stages, "engine_pipeline")
     if draft.get("engine_expert", default=1) > 1:
         if draft.get("engine") == "vllm":
             draft.put(f"actor_infer.{OPTIONS}.engine_args.enable_expert_parallel", True, "engine_expert")

@@ -155,6 +155,9 @@ def bounds(threshold: Any) -> tuple[float | None, float]:
 def skyrl_rules(draft: Draft) -> list[dict[str, Any]]:
     """SkyRL's ``off_policy_correction``, and its older ``use_tis``."""
     level, metric = draft.get("tis_type"), draft.get("mask_metric")
+    if "_cov" in str(draft.get("loss")):
+        draft.without_effect(f"{draft.raw.get('loss')} does not read it", "tis_type", "mask_metric", "use_tis")
+        return []
     if draft.get("use_tis"):
         cap = draft.get("tis_cap", default=-1.0)
         if cap <= 0 or draft.get("loss", default="ppo") != "ppo":

@@ -2,7 +2,7 @@
 
 Two vocabularies: the package ``skyrl_train`` with DeepSpeed, FSDP and FSDP2, and its successor ``skyrl`` with FSDP and
 Megatron. They differ in what ``fsdp`` means (FSDP1 next to ``fsdp2``, the FSDP2 API where it stands alone), in what a
-mask of the off-policy correction does to the denominators, and in two losses.
+mask of the off-policy correction does to the denominators, and in what two losses sum.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from roll.translation.episodes import find_episodes
-from roll.translation.rules import Dialect
+from roll.translation.placement import find_engines
+from roll.translation.rules import Dialect, Draft
 from roll.translation.tables import one_of, read_table, whole
 
 ESTIMATORS = {name: name for name in ("grpo", "gae", "rloo", "reinforce++", "maxrl")}
@@ -22,18 +23,17 @@ LOSSES = {
     "sapo": "sapo",
 }
 COVARIANCE_LOSSES = {"clip_cov": "clip_cov", "kl_cov": "kl_cov"}
-ENGINE_LOSS = "its ratio is taken to the engine's log-probs"
+SUMMED_LOSSES = {name: f"roll.algorithms.skyrl_losses.{name}" for name in COVARIANCE_LOSSES}
+"""The same in the newer package, which aggregates by weights of the advantages."""
+ENGINE_LOSSES = {
+    "rollout_is": "roll.algorithms.skyrl_losses.engine_is",
+    "dppo": "roll.algorithms.skyrl_losses.engine_dppo",
+}
+"""Losses of the newer package whose ratio is taken to the engine's log-probs."""
 OTHER_LOSSES = {
-    "rollout_is": ENGINE_LOSS,
-    "dppo": f"{ENGINE_LOSS} and not truncated",
+    **dict.fromkeys(ENGINE_LOSSES, "its ratio is taken to the engine's log-probs, in the package `skyrl` alone"),
     "cross_entropy": "it learns from demonstrations",
     "importance_sampling": "it is a sum over tokens without a mean",
-}
-SCALED = "this version divides advantages by the number of tokens first, "
-OLDER_HAS_IT = "; `--from skyrl_train` has it"
-OTHER_LOSSES_OF_NEWER = {
-    "clip_cov": f"{SCALED}so that no covariance lies within the bounds{OLDER_HAS_IT}",
-    "kl_cov": f"{SCALED}but not the penalty, which stays a sum over tokens{OLDER_HAS_IT}",
 }
 REDUCTIONS = {
     "token_mean": "token-mean",
@@ -71,10 +71,15 @@ def positive(value: Any) -> bool:
     return whole(value) > 0
 
 
+def prepare(draft: Draft) -> None:
+    find_episodes(draft)
+    find_engines(draft)
+
+
 def _dialect(name: str, title: str, package: str, losses: dict[str, str], texts: dict[str, str]) -> Dialect:
     conversions = {
         "estimator": one_of(ESTIMATORS),
-        "loss": one_of(losses, OTHER_LOSSES | OTHER_LOSSES_OF_NEWER),
+        "loss": one_of(losses, OTHER_LOSSES),
         "reduction": one_of(REDUCTIONS, OTHER_REDUCTIONS),
         "group_filter": one_of({"filter": True, None: False, "null": False}, OTHER_FILTERS),
         "environment": environment,
@@ -88,7 +93,7 @@ def _dialect(name: str, title: str, package: str, losses: dict[str, str], texts:
         sections,
         "trainer.policy.model.path",
         facts,
-        prepare=find_episodes,
+        prepare=prepare,
         programs=((rf"{package}\.entrypoints\.main_\w+", {}),),
     )
 
@@ -108,7 +113,7 @@ SKYRL = _dialect(
     "skyrl",
     "SkyRL, package `skyrl`",
     "skyrl.train",
-    LOSSES,
+    LOSSES | SUMMED_LOSSES | ENGINE_LOSSES,
     {
         "STRATEGIES": "{fsdp: fsdp2, fsdp2: fsdp2, megatron: megatron}",
         "BACKEND": "fsdp",

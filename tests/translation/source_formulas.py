@@ -462,7 +462,11 @@ def skyrl_actor(batch: Responses, settings: Settings) -> Tensor:
         ),
         "kl_cov": lambda: kl_cov(batch, advantages, get("kl_cov.kl_cov_frac", 0.2), get("kl_cov.ppo_kl_coef", 1.0)),
     }
-    loss = losses[name]() * skyrl_weights(batch, settings)
+    losses["rollout_is"] = lambda: engine_is(batch, advantages, low, high)
+    bounds = get("dppo.delta_low", 0.2), get("dppo.delta_high", 0.2)
+    losses["dppo"] = lambda: engine_dppo(batch, advantages, get("dppo.dppo_type", "binary_tv"), *bounds)
+    weighs = name not in ("clip_cov", "kl_cov")
+    loss = losses[name]() * (skyrl_weights(batch, settings) if weighs else 1.0)
     mode = get("loss_reduction", "token_mean")
     if mode == "token_mean":
         total = mean(loss, batch.mask)
@@ -475,6 +479,61 @@ def skyrl_actor(batch: Responses, settings: Settings) -> Tensor:
         assert mode == "seq_mean_token_sum_norm"
         length = get("max_seq_len") or batch.prompt_length + batch.response_length
         total = (loss * batch.mask).sum(-1).mean() / length
+    return total + skyrl_regularisers(batch, settings)
+
+
+def engine_is(batch: Responses, advantages: Tensor, low: float, high: float) -> Tensor:
+    ratio = (batch.log_probs - batch.rollout).exp().detach()
+    inside = (ratio > 1 - low) & (ratio < 1 + high)
+    return -(ratio * inside) * advantages * batch.log_probs
+
+
+def engine_dppo(batch: Responses, advantages: Tensor, kind: str, low: float, high: float) -> Tensor:
+    """Token by token, with the bound of the side that the advantage pushes to."""
+    kept = torch.ones_like(advantages)
+    for i, t in batch.mask.nonzero().tolist():
+        new, old = batch.log_probs[i, t].detach().exp(), batch.rollout[i, t].exp()
+        distance = (new - old).abs()
+        if kind == "binary_kl":
+            distance = old * (old.log() - new.log()) + (1 - old) * ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
+        positive = bool(advantages[i, t] > 0)
+        leads_away = new > old if positive else new < old
+        if advantages[i, t] != 0 and leads_away and distance > (high if positive else low):
+            kept[i, t] = 0.0
+    return -kept * advantages * (batch.log_probs - batch.rollout).exp()
+
+
+def skyrl_actor_by_weights(batch: Responses, settings: Settings) -> Tensor:
+    """The losses by covariance in the newer package: of weighted advantages, summed over tokens."""
+    get = settings.get
+    advantages, _ = skyrl_advantages(batch, settings)
+    mode, (rows, _) = get("loss_reduction", "token_mean"), batch.mask.shape
+    of_row = batch.mask.sum(-1)
+    if mode == "token_mean":
+        weights = torch.full_like(of_row, 1 / float(batch.mask.sum()))
+    elif mode == "prompt_mean":
+        of_prompt = torch.stack([batch.mask[batch.group == number].sum() for number in batch.group])
+        weights = 1 / (of_prompt * len(batch.group.unique()))
+    elif mode == "sequence_mean":
+        weights = 1 / (rows * of_row)
+    else:
+        weights = torch.full_like(of_row, 1 / (rows * (batch.prompt_length + batch.response_length)))
+    advantages = advantages * weights[:, None]
+    if settings["policy_loss_type"] == "clip_cov":
+        bounds = (get(f"clip_cov.{name}", default) for name, default in COVARIANCE_BOUNDS.items())
+        clip = (get("eps_clip_low", 0.2), get("eps_clip_high", 0.2))
+        loss = clip_cov(batch, advantages, *clip, *bounds)
+    else:
+        loss = kl_cov(batch, advantages, get("kl_cov.kl_cov_frac", 0.2), get("kl_cov.ppo_kl_coef", 1.0))
+    return (loss * batch.mask).sum() + skyrl_regularisers(batch, settings)
+
+
+COVARIANCE_BOUNDS = {"clip_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0}
+
+
+def skyrl_regularisers(batch: Responses, settings: Settings) -> Tensor:
+    """Divergence and entropy with their weights."""
+    get, total = settings.get, torch.zeros((), dtype=torch.float64)
     if get("use_kl_loss", True):
         kl = divergence(batch.log_probs, batch.reference, get("kl_estimator_type", "k3"))
         total = total + get("kl_loss_coef", 0.001) * row_means(kl, batch.mask).mean()

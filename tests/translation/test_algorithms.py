@@ -37,6 +37,7 @@ from tests.translation.source_formulas import (
     Responses,
     covariance,
     skyrl_actor,
+    skyrl_actor_by_weights,
     skyrl_critic,
     verl_actor,
     verl_advantages,
@@ -60,6 +61,7 @@ SKYRL = (
     "generator.n_samples_per_prompt=4 trainer.placement.policy_num_gpus_per_node=1 "
     "trainer.placement.ref_num_gpus_per_node=1 trainer.placement.critic_num_gpus_per_node=1 "
 )
+NEWER = SKYRL.replace("skyrl_train", "skyrl.train")
 SECTIONS = {
     "actor": "actor_rollout_ref.actor",
     "overlong": "+reward_model.reward_kwargs.overlong_buffer_cfg",
@@ -197,6 +199,8 @@ def compare(translated: Translate, base: str, settings: Settings) -> LoadedConfi
     _, loaded = translate_whole(translated, command(base, settings))
     ours = OurSide(loaded, RESPONSES)
     actor, critic = (verl_actor, verl_critic) if base == VERL else (skyrl_actor, skyrl_critic)
+    if base == NEWER and settings.get("policy_loss_type") in skyrl.COVARIANCE_LOSSES:
+        actor = skyrl_actor_by_weights
     formula = {key: value for key, value in settings.items() if value is not None}
     torch.manual_seed(3)
     own = ours.actor_loss()
@@ -398,6 +402,7 @@ SKYRL_CASES: list[Settings] = [
     {"policy_loss_type": "sapo", "sapo.tau_pos": 2.0, "sapo.tau_neg": 3.0, "loss_reduction": "sequence_mean"},
     {"policy_loss_type": "clip_cov", "clip_cov.clip_ratio": 0.1, "clip_cov.clip_cov_lb": 0.2, "eps_clip_low": 0.1},
     {"policy_loss_type": "kl_cov", "kl_cov.kl_cov_frac": 0.1, "kl_cov.ppo_kl_coef": 0.5},
+    {"policy_loss_type": "kl_cov", "off_policy_correction.tis_ratio_type": "token"},
     *(
         {"loss_reduction": mode, "use_entropy_loss": True, "entropy_loss_coef": 0.2, "kl_loss_coef": 0.2}
         for mode in ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")
@@ -408,6 +413,15 @@ SKYRL_CASES: list[Settings] = [
     {"off_policy_correction.tis_ratio_type": "token"},
     {"off_policy_correction.tis_ratio_type": "sequence", "off_policy_correction.sequence_tis_ratio_clip_high": 1.2},
 ]
+ENGINE_LOSSES: list[Settings] = [
+    {"policy_loss_type": "rollout_is"},
+    {"policy_loss_type": "rollout_is", "eps_clip_low": 0.4, "eps_clip_high": 1.5, "loss_reduction": "sequence_mean"},
+    {"policy_loss_type": "rollout_is", "off_policy_correction.tis_ratio_type": "token"},
+    {"policy_loss_type": "dppo"},
+    {"policy_loss_type": "dppo", "dppo.delta_low": 0.05, "dppo.delta_high": 0.3, "loss_reduction": "prompt_mean"},
+    {"policy_loss_type": "dppo", "dppo.dppo_type": "binary_kl", "dppo.delta_low": 0.1, "dppo.delta_high": 0.05},
+]
+"""Of the package ``skyrl`` alone."""
 MASKS: list[Settings] = [
     {"off_policy_correction.sequence_mask_metric": "product"},
     {
@@ -436,14 +450,23 @@ def test_skyrl_train(settings: Settings, translated: Translate) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        *(case for case in SKYRL_CASES if case.get("policy_loss_type") not in ("clip_cov", "kl_cov")),
+        *SKYRL_CASES,
+        *ENGINE_LOSSES,
+        *(
+            {"policy_loss_type": name, "loss_reduction": mode, "eps_clip_low": 0.1, **settings}
+            for mode in ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")
+            for name, settings in (
+                ("clip_cov", {"clip_cov.clip_ratio": 0.1, "clip_cov.clip_cov_lb": 1e-3, "clip_cov.clip_cov_ub": 0.1}),
+                ("kl_cov", {"kl_cov.kl_cov_frac": 0.1, "kl_cov.ppo_kl_coef": 0.5}),
+            )
+        ),
         *MASKS,
         *(case | {"loss_reduction": "sequence_mean"} for case in MASKS),
     ],
     ids=name_of,
 )
 def test_skyrl(settings: Settings, translated: Translate) -> None:
-    compare(translated, SKYRL.replace("skyrl_train", "skyrl.train"), settings)
+    compare(translated, NEWER, settings)
 
 
 @pytest.mark.parametrize(
@@ -477,6 +500,14 @@ def test_the_batch_reaches_every_bound() -> None:
     assert (valid & (log_ratio.exp() > 3.0) & (advantages < 0)).any()
     candidates = covariance(there, verl_advantages(there, GRPO)[0])[valid]
     assert int(((candidates > 1) & (candidates < 5)).sum()) > 3 and (candidates > 0.2).sum() > 10
+    weighted = candidates / there.mask.sum()
+    engine = (there.log_probs.detach() - there.rollout).exp()
+    moved = there.log_probs.detach().exp() - there.rollout.exp()
+    for side in (1, -1):
+        assert ((advantages * side > 0) & valid & (moved * side > 0.3)).any()
+        assert ((advantages * side > 0) & valid & (moved * side > 0) & (moved * side < 0.05)).any()
+    assert ((engine > 2.5) & valid).any() and ((engine < 0.6) & valid).any()
+    assert int(((weighted > 1e-3) & (weighted < 0.1)).sum()) > 3 and weighted.max() < 1
     mismatch = (there.old - there.rollout)[valid].exp()
     assert (mismatch > 2.0).any() and (mismatch < 0.8).any()
     smallest = (there.old - there.rollout).masked_fill(~valid, 0.0).min(-1).values.exp()
@@ -520,6 +551,8 @@ def test_every_name_of_an_algorithm_has_a_comparison() -> None:
         (rows, "algorithm.kl_penalty", verl.KL_TYPES, "kl"),
         (SKYRL_CASES, "advantage_estimator", skyrl.ESTIMATORS, "grpo"),
         (SKYRL_CASES, "policy_loss_type", skyrl.LOSSES | skyrl.COVARIANCE_LOSSES, "regular"),
+        (SKYRL_CASES, "policy_loss_type", skyrl.LOSSES | skyrl.SUMMED_LOSSES, "regular"),
+        (ENGINE_LOSSES, "policy_loss_type", skyrl.ENGINE_LOSSES, "regular"),
         (SKYRL_CASES, "loss_reduction", skyrl.REDUCTIONS, "token_mean"),
     ]
     for cases, key, names, default in vocabularies:
@@ -573,7 +606,6 @@ REFUSED: list[tuple[str, Settings, str]] = [
     (SKYRL, {"advantage_batch_normalize": True}, "biased spread"),
     (SKYRL, {"policy_loss_type": "dppo"}, "engine's log-probs"),
     (SKYRL, {"policy_loss_type": "cispo", "cispo.cispo_anchor": "rollout"}, "engine's log-probs"),
-    (SKYRL.replace("skyrl_train", "skyrl.train"), {"policy_loss_type": "kl_cov"}, "divides advantages"),
     (SKYRL, MASKS[0], "out of the number of tokens"),
     (SKYRL, MASKS[3], "out of the number of tokens"),
     (SKYRL, {"advantage_estimator": "maxrl", **NO_KL, "use_kl_in_reward": True}, "before maxrl compares"),

@@ -34,11 +34,8 @@ REASONS = {
     "programs of their own": "is a program of its own|names a program of its own|belongs to ArcticRL's own program|"
     "names code of theirs",
     "an algorithm without an equal": r"policy_loss_type = |advantage_estimator = ",
-    "engines on other hosts": "engines on other hosts are not available",
     "an engine over two nodes": "would span two nodes",
     "batches that do not divide": "do not divide into micro-batches of",
-    "programs scored by a service": "scores come from a program service",
-    "no model named": "pretrain: is needed",
 }
 """Why a script is refused."""
 PAGE = (Path(__file__).parents[2] / "docs/translation.md").read_text(encoding="utf-8")

@@ -1,0 +1,82 @@
+"""Policy losses of SkyRL's package ``skyrl`` that differ from those of the same name here.
+
+For the losses by covariance it multiplies the advantages with the weight that ``loss_agg_mode`` gives to their row
+before the loss sees them, and sums what that returns.  For losses that are proportional to the advantage this is the
+same; here it moves the covariances, and leaves a penalty a sum over tokens.  Chosen by their path, ``pg_variant:
+roll.algorithms.skyrl_losses.kl_cov``, which is what ``roll translate`` writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from roll.algorithms import policy_losses
+from roll.algorithms.loss_types import LOG_RATIO_BOUND, LossInputs, PolicyLossFunction
+from roll.algorithms.metrics import MetricBuilder
+from roll.config.algorithm import PPOConfig
+
+
+def clip_cov(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+    """``clip_cov`` (arXiv 2505.22617) with bounds on the covariance with A times its row's weight: float (B, L).
+
+    With the weights of a mean these covariances are smaller by the number of what it is taken over.
+    """
+    return _of_a_sum(policy_losses.clip_cov, inputs, options, metrics)
+
+
+def kl_cov(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+    """``kl_cov`` (arXiv 2505.22617) whose penalty ``coef |log r|`` is summed over the chosen tokens: float (B, L)."""
+    return _of_a_sum(policy_losses.kl_cov, inputs, options, metrics)
+
+
+def _of_a_sum(loss: PolicyLossFunction, inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+    """The loss of weighted advantages, without the weight that aggregation multiplies onto it."""
+    assert inputs.row_weights is not None, "actor_loss gives them"
+    weights = inputs.row_weights[:, None]
+    return loss(replace(inputs, advantages=inputs.advantages * weights), options, metrics) / weights
+
+
+def engine_is(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+    """-sg(r) A log pi with r = pi / rollout, 0 where r is outside (1 - low, 1 + high): float (B, L); ``rollout_is``."""
+    ratio = _engine_log_ratio(inputs).detach().exp()
+    kept = (ratio > 1.0 - options.clip_low) & (ratio < 1.0 + options.clip_high)
+    metrics.mean("actor/clipfrac", (~kept & inputs.mask).sum(), inputs.num_tokens)
+    return -torch.where(kept, ratio, 0.0) * inputs.advantages * inputs.log_probs
+
+
+def engine_dppo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+    """-M r A with r = pi / rollout: float (B, L); DPPO (arXiv 2602.04879 eq. 12-14) against the policy that sampled.
+
+    M drops tokens whose probability has moved where the advantage pushes it by more than a bound: ``pg_clip_low`` for
+    negative and ``pg_clip_high`` for positive advantages, in total variation or KL (``dppo_divergence``).
+    """
+    log_ratio = _engine_log_ratio(inputs)
+    assert inputs.rollout_log_probs is not None
+    sampled, current = inputs.rollout_log_probs.double(), inputs.log_probs.detach().double()
+    moved = current.exp() - sampled.exp()
+    distance = moved.abs()
+    if options.dppo_divergence == "kl":
+        others = (1.0 - sampled.exp() + _TINY) / (1.0 - current.exp() + _TINY)
+        distance = sampled.exp() * (sampled - current) + (1.0 - sampled.exp()) * others.log()
+    upwards = (inputs.advantages > 0) & (moved > 0) & (distance > options.clip_high)
+    downwards = (inputs.advantages < 0) & (moved < 0) & (distance > options.clip_low)
+    dropped = (upwards | downwards) & inputs.mask
+    metrics.mean("actor/clipfrac", dropped.sum(), inputs.num_tokens)
+    return -torch.where(dropped, 0.0, log_ratio.exp()) * inputs.advantages
+
+
+_TINY = 1e-8
+
+
+def _engine_log_ratio(inputs: LossInputs) -> Tensor:
+    """log pi - log rollout with gradient, within +-20 and 0 outside the mask: float (B, L).
+
+    Raises ``ValueError`` where the engine has given no log-probs.
+    """
+    if inputs.rollout_log_probs is None:
+        raise ValueError("a ratio to the policy that sampled needs rollout_log_probs: let the engine return log-probs")
+    difference = torch.where(inputs.mask, inputs.log_probs - inputs.rollout_log_probs, 0.0)
+    return difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
