@@ -33,7 +33,7 @@ from roll.protocol import DataProto
 from roll.report.page import write_page
 from roll.report.run_files import read_run
 from roll.rollout.groups import object_column
-from roll.tracking.sample_log import SampleLog
+from roll.tracking.run_record import SampleLog
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples/tiny/artifacts/seed0/warm_start/model"

@@ -15,7 +15,7 @@ from roll.agents.episode import Episode, EpisodeOver, Model, Response, Task
 from roll.agents.images import content_text, has_images, is_image
 from roll.environments.base import Environment, Turn, read_reset, read_step, reset_arguments
 from roll.environments.off_loop import call_off_loop, in_own_process
-from roll.tracking.timeline import span_log
+from roll.tracking.run_record import span_log
 
 Context = Literal["append", "observation", "last", "own", "response"]
 """Contents of the next prompt: everything so far; the current observation with the last turns in a template; the

@@ -170,7 +170,7 @@ _SHORTEST = 0.0005
 
 
 class CallTimes:
-    """Writes when the calls of a worker began and ended, next to its log; :mod:`roll.tracking.timeline` reads it.
+    """Writes when the calls of a worker began and ended, next to its log; :mod:`roll.tracking.run_record` reads it.
 
     Calls of the same method that follow one another at once, as the turns of an engine do, become one of up to half a
     second; calls of less than half a millisecond are left out.

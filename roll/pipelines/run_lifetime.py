@@ -28,8 +28,15 @@ from roll.tracking import (
     build_trackers,
     setup_logging,
 )
-from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, SampleLog
-from roll.tracking.timeline import REQUESTS_NAME, TIMELINE_NAME, TimelineLog, span_log
+from roll.tracking.run_record import (
+    RECORD_FOLDER,
+    REQUESTS_NAME,
+    SAMPLES_NAME,
+    TIMELINE_NAME,
+    SampleLog,
+    TimelineLog,
+    span_log,
+)
 
 
 class RunLifetime:

@@ -1,4 +1,4 @@
-"""Record of a step's samples: blocks of :mod:`roll.tracking.sample_log`, made of batches and rows."""
+"""Record of a step's samples: blocks of :mod:`roll.tracking.run_record`, made of batches and rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll.protocol import DataProto
 from roll.protocol.vision import IMAGES, VisionInputs
 from roll.rollout.groups import SampleGroup
 from roll.tracking import SampleTable
-from roll.tracking.sample_log import SampleLog
+from roll.tracking.run_record import SampleLog
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -379,7 +379,7 @@ class _Rows:
         return ids
 
     def sample(self, row: int) -> dict[str, Any]:
-        """Fields of :mod:`roll.tracking.sample_log`."""
+        """Fields of :mod:`roll.tracking.run_record`."""
         columns, begin, end = self._columns, self._begins[row], self._ends[row]
         sample: dict[str, Any] = {
             "g": str(int(columns["group_ids"][row])),

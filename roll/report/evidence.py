@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from roll.report.run_files import Run
-from roll.tracking.sample_log import decoded
+from roll.tracking.run_record import decoded
 
 LEAST_STEPS = 3
 """Of a run whose course is judged."""

@@ -29,7 +29,7 @@ from roll.config.reading.errors import ConfigError
 from roll.report.diagnosis import diagnose
 from roll.report.run_files import REPORT_NAME, Run, read_run
 from roll.tracking.plots import plot_run
-from roll.tracking.sample_log import decoded
+from roll.tracking.run_record import decoded
 
 logger = logging.getLogger(__name__)
 

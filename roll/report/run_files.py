@@ -19,8 +19,18 @@ from roll.config.pipelines import Panel
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import masked_text
 from roll.tracking.records import METRICS_NAME, read_metrics
-from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, decoded, read_payloads
-from roll.tracking.timeline import REQUESTS_NAME, TIMELINE_NAME, WorkerCalls, read_calls, read_requests, read_timeline
+from roll.tracking.run_record import (
+    RECORD_FOLDER,
+    REQUESTS_NAME,
+    SAMPLES_NAME,
+    TIMELINE_NAME,
+    WorkerCalls,
+    decoded,
+    read_calls,
+    read_payloads,
+    read_requests,
+    read_timeline,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +139,7 @@ class Run:
         return [row for row in read_requests(self.folder / RECORD_FOLDER / REQUESTS_NAME) if row[2] >= since]
 
     def payloads(self) -> Iterator[tuple[int, bytes]]:
-        """Step and compressed block, see :mod:`roll.tracking.sample_log`."""
+        """Step and compressed block, see :mod:`roll.tracking.run_record`."""
         return read_payloads(self.folder / RECORD_FOLDER / SAMPLES_NAME)
 
     def blocks(self) -> Iterator[dict[str, Any]]:

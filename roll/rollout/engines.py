@@ -15,7 +15,7 @@ from roll.distributed import Cluster, PendingCall, RemoteError
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.rollout.routing import EngineAccount, PromptAffinityRouter, Router, num_unfinished
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore
-from roll.tracking.timeline import span_log
+from roll.tracking.run_record import span_log
 
 logger = logging.getLogger(__name__)
 

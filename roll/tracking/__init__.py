@@ -8,7 +8,7 @@ from roll.tracking.console import (
     setup_logging,
 )
 from roll.tracking.records import METRICS_NAME, CompositeTracker, SampleTable, Tracker, read_metrics
-from roll.tracking.timeline import PeakMemory, PhaseTimer
+from roll.tracking.run_record import PeakMemory, PhaseTimer
 from roll.tracking.trackers import TrackedRun, build_trackers
 
 __all__ = [

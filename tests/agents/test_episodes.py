@@ -16,7 +16,7 @@ from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Episode, Limits, Model, Sampled, Task, run_episode
 from roll.environments.frozen_lake import FrozenLake
 from roll.environments.games import GuessNumber
-from roll.tracking.timeline import read_requests, span_log
+from roll.tracking.run_record import read_requests, span_log
 from tests.agents.templates import CHATML
 from tests.agents.tiny import make_tokenizer
 

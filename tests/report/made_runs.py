@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, SampleLog
+from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, SampleLog
 
 HOSTILE = (
     "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>\u2028 ]]> <!-- \x00 \ud800"

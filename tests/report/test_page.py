@@ -18,7 +18,7 @@ from roll.config.pipelines import Panel
 from roll.report.page import ending_command, run_labels, write_page
 from roll.report.page import main as at_end
 from roll.report.run_files import read_run
-from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, frame, read_payloads
+from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, frame, read_payloads
 from tests.report.made_runs import HOSTILE, made_block, made_run
 
 

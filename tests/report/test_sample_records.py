@@ -24,7 +24,7 @@ from roll.report.run_files import read_run
 from roll.rollout.episode_batch import build_episode_batch
 from roll.rollout.groups import object_column
 from roll.tracking import METRICS_NAME
-from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, read_payloads
+from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, read_payloads
 from tests import vision_models
 from tests.rollout.episodes import random_groups
 

@@ -12,7 +12,7 @@ from roll.rollout.engines import EngineClient, Generation
 from roll.rollout.groups import FinishedGroup
 from roll.rollout.routing import EngineLoad, build_router
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
-from roll.tracking.timeline import read_requests, span_log
+from roll.tracking.run_record import read_requests, span_log
 from tests.rollout.fake_clusters import FakeEngines, let_be_done, on_clock, settle
 
 PARAMS = SamplingParams(max_new_tokens=4)

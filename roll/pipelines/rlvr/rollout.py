@@ -43,6 +43,7 @@ class RolloutPhase(EngineRollout[Validation]):
         self._plan = plan
         self._data = data
         self._pad_token_id = pad_token_id(data.tokenizer)
+        self._dump_dir = plan.dump_dir
         quarantine = SampleQuarantine(plan.log_dir)
         self._rewards = RewardClient(clusters.rewards, model_scorer(config, plan, clusters, quarantine), quarantine)
         self._validation_plan = ValidationPlan(plan.validation_sets, data.validation, config.val_batch_size)
@@ -74,7 +75,7 @@ class RolloutPhase(EngineRollout[Validation]):
         if self._plan.needs_greedy_baseline:
             metrics |= self._add_greedy_baseline(batch, groups)
         self.notes = partial(sample_notes, groups)
-        return batch, partial(dumped_table, groups, self._plan.dump_dir), metrics
+        return batch, partial(dumped_table, groups, self._dump_dir), metrics
 
     def _death_metrics(self) -> Metrics:
         """Reward workers that were replaced, and quarantined samples, since the run began; nothing before the first."""

@@ -1,0 +1,392 @@
+"""Record of a run, which reports are made of: samples, the driver's phases, the calls of workers, single requests.
+
+Samples are in one file, a compressed block a step.  A block is a frame of 16 bytes, ``magic, step, length, CRC-32 of
+the payload`` (little-endian), and a payload of zlib-compressed JSON.  A process that is killed leaves a torn last
+frame, which readers leave out and the next writer cuts off; a damaged frame in the middle costs its own step alone.
+The blocks go into a report as they are: browsers decompress them by themselves.
+
+The JSON of a block of samples (:mod:`roll.pipelines.sample_records` makes it)::
+
+    {"step": 3, "kind": "train", "time": 1763860000.0,
+     "prompts": [{"id": ..., "text": ..., "domain": ..., "tag": ..., "truth": ..., "images": [...],
+                  "decoded": ...}],            # what the prompt's ids say, where that is another text
+     "ids": [...], "pieces": [...],            # the vocabulary of this block: token ids and their texts
+     "samples": [{"p": 0, "g": "17", "s": 1.0, ...}]}
+
+A block of the kind ``images`` has no samples but ``"images": {name: PNG in base64}``, small copies of the images that
+prompts name.
+
+The keys of a sample, all but ``p`` left out where there is nothing to say:
+
+====  ================================================================================================================
+p     index of its prompt
+g     group; samples of the same prompt share it
+k     ``chosen`` or ``rejected`` of a pair
+s, r  score and normalised reward
+m     reward parts by name
+e     error of the reward or of the episode
+f     finish reason
+o     outcome of an episode
+i     names of the images that an episode has shown
+n     sampled tokens
+t     places in the block's vocabulary of the tokens behind the first prompt
+x     text, where the tokens are not known
+c     ``[first, behind last]`` of tokens in ``t`` that were given, not sampled
+u     turns: ``[first, behind last, reward]`` in ``t``
+l     log-probs of the engine, thousandths
+q     trainer minus engine, hundred-thousandths
+h     log-probs of the reference (preferences), thousandths
+a     advantages: a number, or a list
+y     experts of each token in the last layer of experts, or null (router replay)
+w     version of the weights: a number, or ``[version, tokens]`` pairs
+cut   tokens that the record leaves out at the end
+====  ================================================================================================================
+
+Times are seconds since the epoch on the clock of whoever writes.  The driver's file has a line a step::
+
+    {"step": 3, "begin": ..., "end": ..., "phases": [["step_generate", begin, end], ...]}
+
+and a worker's, next to its log, a line that says who it is and then one a call (:class:`roll.distributed.actor.
+CallTimes`)::
+
+    {"role": "actor_train", "rank": 0, "devices": [0], "host": "node-1"}
+    ["update", begin, end]
+
+With ``otlp_output_dir``, ``requests.jsonl`` next to the driver's file has a line for every single request to an engine
+and every call of an environment (:class:`SpanLog`)::
+
+    ["request", begin, end, {"id": "12", "samples": 8, "tokens": 210}]
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+logger = logging.getLogger(__name__)
+
+RECORD_FOLDER = "record"
+"""Under a run's output folder: samples, timeline, and where the rest of the run is."""
+SAMPLES_NAME = "samples.blocks"
+
+_FRAME = struct.Struct("<4siII")
+_MAGIC = b"RSB1"
+_LEVEL = 6
+
+
+class SampleLog:
+    """Appends blocks; compression and writing go on in a thread while the caller does something else, one block at a
+    time.  A disk that is full ends the record, not the run.
+
+    Args:
+        path: of the file; its folder is made if need be.
+        max_bytes: nothing is appended beyond, which is said once.
+        resume_step: the last step that counts: what is behind it is cut off. None: a new run, an earlier file is
+            renamed to ``<name>.previous``.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, resume_step: int | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._max_bytes = path, max_bytes
+        self._ended = False
+        self._pending: Future[None] | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        if path.exists():
+            if resume_step is None:
+                path.replace(path.with_name(f"{path.name}.previous"))
+            else:
+                _keep(path, lambda step: step <= resume_step)
+        self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
+
+    def append(self, block: Mapping[str, Any]) -> None:
+        """Write one block; the caller changes nothing in it afterwards."""
+        self.flush()
+        if not self._ended:
+            self._pending = self._writer.submit(self._write, block)
+
+    def flush(self) -> None:
+        """Wait until everything is written."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(self, block: Mapping[str, Any]) -> None:
+        """By a single call of the system."""
+        data = frame(block)
+        if self._file.tell() + len(data) > self._max_bytes:
+            self._ended = True
+            logger.warning(
+                "the record of samples has reached sample_log.max_megabytes (%d): later samples are not kept",
+                self._max_bytes >> 20,
+            )
+            return
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._ended = True
+            logger.warning("%s: %s; later samples are not kept", self._path, error)
+
+    def close(self) -> None:
+        self.flush()
+        self._writer.shutdown()
+        self._file.close()
+
+
+def frame(block: Mapping[str, Any]) -> bytes:
+    """A block as it stands in the file; numbers that are not finite become null."""
+    try:
+        text = json.dumps(block, ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(block), ensure_ascii=False, separators=(",", ":"), default=str)
+    payload = zlib.compress(text.encode("utf-8", "replace"), _LEVEL)
+    return _FRAME.pack(_MAGIC, int(block["step"]), len(payload), zlib.crc32(payload)) + payload
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value
+
+
+def read_payloads(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Step and compressed payload of every whole block, in the order of writing; nothing where there is no file.
+
+    May be called while a run writes.
+    """
+    for step, _, payload in _frames(path):
+        yield step, payload
+
+
+def decoded(payload: bytes) -> dict[str, Any]:
+    """The block of a payload."""
+    block: dict[str, Any] = json.loads(zlib.decompress(payload))
+    return block
+
+
+def _frames(path: Path) -> Iterator[tuple[int, bytes, bytes]]:
+    """Step, whole frame and payload; what is damaged is passed over up to the next magic word."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        while head := file.read(_FRAME.size):
+            begin = file.tell() - len(head)
+            if len(head) == _FRAME.size:
+                magic, step, length, crc = _FRAME.unpack(head)
+                payload = file.read(length) if magic == _MAGIC else b""
+                if magic == _MAGIC and len(payload) == length and zlib.crc32(payload) == crc:
+                    yield step, head + payload, payload
+                    continue
+            logger.warning("%s: the block at byte %d is damaged or torn and left out", path, begin)
+            if not _seek_magic(file, begin + 1):
+                return
+
+
+def _seek_magic(file: BinaryIO, begin: int) -> bool:
+    """Go to the next magic word at or behind ``begin``; False where there is none."""
+    file.seek(begin)
+    place, rest = begin, b""
+    while chunk := file.read(1 << 20):
+        found = (rest + chunk).find(_MAGIC)
+        if found >= 0:
+            file.seek(place - len(rest) + found)
+            return True
+        place += len(chunk)
+        rest = chunk[-len(_MAGIC) + 1 :]
+    return False
+
+
+def _keep(path: Path, wanted: Callable[[int], bool]) -> None:
+    kept = path.with_name(f"{path.name}.kept")
+    with open(kept, "wb") as file:
+        for step, data, _ in _frames(path):
+            if wanted(step):
+                file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    kept.replace(path)
+
+
+TIMELINE_NAME = "timeline.jsonl"
+REQUESTS_NAME = "requests.jsonl"
+CALLS_SUFFIX = ".calls.jsonl"
+
+Span = tuple[str, float, float]
+"""Name, begin, end."""
+
+
+PeakMemory = Callable[[], Mapping[str, float]]
+"""Peak bytes since the last call, by a name such as a role's; a call starts a new measurement."""
+
+
+class PhaseTimer:
+    """Wall-clock seconds per named phase. Phases nest; an outer one's time and memory include the inner ones'.
+
+        timer = PhaseTimer()
+        with timer.phase("step_generate"):
+            ...
+        metrics |= timer.pop()          # {"time/step_generate": 0.87}
+
+    Args:
+        peak_memory: called at both ends of every phase if given; its values come out as
+            ``memory/<phase>/<name>`` (bytes).
+    """
+
+    def __init__(self, peak_memory: PeakMemory | None = None) -> None:
+        self._peak_memory = peak_memory
+        self._seconds: dict[str, float] = {}
+        self._bytes: dict[str, float] = {}
+        self._open: list[str] = []
+        self._spans: list[tuple[str, float, float]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block; a name used several times before :meth:`pop` is summed. Counts also when the block raises."""
+        self._credit_memory()
+        self._open.append(name)
+        start, began = time.perf_counter(), time.time()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self._spans.append((name, began, time.time()))
+            self._credit_memory()
+            self._open.pop()
+
+    def pop(self) -> dict[str, float]:
+        """``time/<phase>`` in seconds and ``memory/<phase>/<name>`` in bytes since the last call; starts anew."""
+        metrics = {f"time/{name}": seconds for name, seconds in self._seconds.items()} | self._bytes
+        self._seconds, self._bytes = {}, {}
+        return metrics
+
+    def pop_spans(self) -> list[tuple[str, float, float]]:
+        """Name, begin and end (seconds since the epoch) of every phase that has ended since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def _credit_memory(self) -> None:
+        """Read the peak since the last reading: it belongs to every phase open since then."""
+        if self._peak_memory is None:
+            return
+        for name, value in self._peak_memory().items():
+            for phase in self._open:
+                key = f"memory/{phase}/{name}"
+                self._bytes[key] = max(self._bytes.get(key, 0.0), float(value))
+
+
+class TimelineLog:
+    """Appends the phases of steps.
+
+    Args:
+        path: of the file; its folder is made if need be.
+        resumed: go on in an earlier run's file; else that is renamed to ``<name>.previous``.
+    """
+
+    def __init__(self, path: Path, resumed: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not resumed:
+            path.replace(path.with_name(f"{path.name}.previous"))
+        self._file: TextIO = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (open for the whole run)
+
+    def append(self, step: int, begin: float, end: float, phases: Sequence[Span]) -> None:
+        spans = [[name, round(first, 4), round(last, 4)] for name, first, last in phases]
+        row = {"step": step, "begin": round(begin, 4), "end": round(end, 4), "phases": spans}
+        self._file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class SpanLog:
+    """Single pieces of work of the driver's event loop, by whoever does them; nothing is kept while it is closed."""
+
+    def __init__(self) -> None:
+        self._file: TextIO | None = None
+
+    def open(self, path: Path, resumed: bool) -> None:
+        """Keep them in ``path`` from now on; ``resumed``: behind those of an earlier run."""
+        self.close()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a" if resumed else "w", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+
+    def note(self, name: str, seconds: float, attributes: Mapping[str, str | int]) -> None:
+        """Something called ``name`` has ended now, after ``seconds``."""
+        if self._file is not None:
+            end = time.time()
+            self._file.write(json.dumps([name, round(end - seconds, 4), round(end, 4), dict(attributes)]) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+span_log = SpanLog()
+"""That of this process: a driver has one run at a time."""
+
+
+@dataclass(frozen=True)
+class WorkerCalls:
+    """The calls of one rank's process."""
+
+    role: str
+    rank: int
+    devices: tuple[int, ...]
+    host: str
+    spans: tuple[Span, ...]
+
+
+def read_timeline(path: Path) -> list[dict[str, Any]]:
+    """The driver's lines, in order; [] where there is no file."""
+    return [row for row in _lines(path) if isinstance(row, dict) and "phases" in row]
+
+
+def read_requests(path: Path) -> list[tuple[str, float, float, dict[str, Any]]]:
+    """Name, begin, end and attributes of single requests and calls of environments; [] where there is no file."""
+    return [(row[0], row[1], row[2], row[3]) for row in _lines(path) if isinstance(row, list) and len(row) == 4]
+
+
+def read_calls(folder: Path, since: float = 0.0) -> list[WorkerCalls]:
+    """The calls of all workers whose files are in ``folder``, those that ended before ``since`` left out."""
+    found = []
+    for path in sorted(folder.glob(f"*{CALLS_SUFFIX}")):
+        who: dict[str, Any] = {}
+        spans: list[Span] = []
+        for row in _lines(path):
+            if isinstance(row, dict):
+                who = row
+            elif isinstance(row, list) and len(row) == 3 and row[2] >= since:
+                spans.append((str(row[0]), float(row[1]), float(row[2])))
+        if who and spans:
+            devices = tuple(who.get("devices", ()))
+            found.append(
+                WorkerCalls(str(who["role"]), int(who["rank"]), devices, str(who.get("host", "")), tuple(spans))
+            )
+    return found
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    """Whole lines only."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:  # the end of a process that was killed
+                continue
