@@ -105,6 +105,14 @@ def put_devices(draft: Draft) -> None:
 def put_engine_devices(draft: Draft, trainers: int, together: bool, next_free: int) -> None:
     """Engines on the trainer's devices, or on those behind all others."""
     size, engines = engine_ranks(draft), draft.get("engines")
+    per_node = int(draft.get("gpus.actor", "gpus", default=trainers))
+    if size > per_node and trainers > per_node:
+        rule = (
+            f"makes engines of {size} devices, which would span two nodes of {per_node}: an engine lies within one here"
+        )
+        tensor = int(draft.get("engine_tensor", default=1))
+        draft.refuse("engine_tensor", rule, max(1, per_node * tensor // size))
+        return
     wanted = trainers if engines is None else engines * size
     if draft.states("engine_gpus"):
         wanted = int(draft.facts["engine_gpus"]) * int(draft.get("engine_nodes", default=1))

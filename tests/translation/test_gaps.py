@@ -115,3 +115,10 @@ def test_an_option_of_the_engine_with_a_key_of_its_own(translated: Translate) ->
     text = f"{VERL} +actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt.image=4"
     assert translated(text).keys[f"{OPTIONS}.limit_mm_per_prompt.image"] == 4
     load(translated(text), QUICKSTART)
+
+
+def test_an_engine_over_two_nodes_is_refused_with_the_largest_that_fits(translated: Translate) -> None:
+    wide = f"{VERL} trainer.nnodes=2 actor_rollout_ref.rollout.tensor_model_parallel_size="
+    with pytest.raises(ConfigError, match=r"would span two nodes of 8: .*tensor_model_parallel_size: 8"):
+        translated(f"{wide}16")
+    load(translated(f"{wide}8"), QUICKSTART)
