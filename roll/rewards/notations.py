@@ -48,7 +48,7 @@ def other_notation(expression: str) -> int | None:
 
 
 def in_words(text: str) -> int | None:
-    """Value of a cardinal number in English words below a milliard, such as ``one hundred and five``."""
+    """Value of a cardinal number in English words below a billion, such as ``one hundred and five``."""
     if len(text) > _LONGEST:
         return None
     words = re.sub(r"\b([a-z]+ty) (?=(?:one|two|three|four|five|six|seven|eight|nine)\b)", r"\1-", text.lower()).split()
