@@ -145,7 +145,7 @@ def load_video_processing(model_path: str, images: ImageProcessing, timed: bool)
     Raises:
         DataError: other patches or another normalisation than for images.
     """
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     from roll.protocol.video import VideoProcessing
 

@@ -120,6 +120,7 @@ CASES: dict[str, dict[str, Any]] = {
         "use_prefix_sharing": True,
     },
     "fsdp2-videos": {"videos": True},
+    "fsdp2-videos-1-rank-qwen2.5": {"ranks": 1, "videos": True, "kind": "qwen2_5_vl"},
     "fsdp2-videos-packed-qwen2.5": {"kind": "qwen2_5_vl", "videos": True, **VIDEO_PACKS},
     "fsdp2-videos-shared-prompts-moe": {
         "kind": "qwen3_vl_moe",
