@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "tiny_vl"))
 import shapes
 import tiny_vl_model
 
+from roll.protocol.video import VideoProcessing
 from roll.protocol.vision import EncodedImage, ImageProcessing, VisionInputs, vision_inputs
 
 KINDS: tuple[tiny_vl_model.Kind, ...] = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -32,6 +33,13 @@ class VisionPrompt:
 
     token_ids: list[int]
     vision: VisionInputs | None
+
+
+def video_processing(kind: tiny_vl_model.Kind) -> VideoProcessing:
+    """Settings of the video processor that ``tiny_vl_model.save`` writes."""
+    if kind == "qwen2_5_vl":
+        return VideoProcessing(timed=False, min_pixels=16 * 16, max_pixels=96 * 96)
+    return VideoProcessing(timed=True, min_pixels=2 * 16 * 16, max_pixels=16 * 96 * 96)
 
 
 def tokenizer() -> Any:
@@ -69,6 +77,46 @@ def prompt(tokenizer: Any, seed: int, num_images: int = 1, size: tuple[int, int]
     image_token = tokenizer.convert_tokens_to_ids(tiny_vl_model.IMAGE)
     expanded = [token for one in ids for token in ([one] * next(counts) if one == image_token else [one])]
     return VisionPrompt(expanded, vision)
+
+
+def frames(seed: int, count: int, size: tuple[int, int] | None = None) -> list[EncodedImage]:
+    """Pictures of 48 x 48 pixels, or of ``size`` (width, height)."""
+    pictures = [one.png() for one in shapes.draw_pictures(count, seed)]
+    return [EncodedImage.of(one if size is None else _enlarged(one, size)) for one in pictures]
+
+
+def video_prompt(
+    tokenizer: Any,
+    kind: tiny_vl_model.Kind,
+    seed: int,
+    counts: tuple[int, ...] = (4,),
+    fps: float = 2.0,
+    image: int = 0,
+) -> VisionPrompt:
+    """A prompt about videos of ``counts`` frames, before the last of which ``image`` pictures stand.
+
+    The videos alternate between 48 x 48 and 64 x 32 pixels.
+    """
+    start, video_token, end = tiny_vl_model.VISION_START, tiny_vl_model.VIDEO, tiny_vl_model.VISION_END
+    seen: list[Any] = []
+    text = "<|im_start|>user\n"
+    for number, count in enumerate(counts):
+        if number == len(counts) - 1:
+            seen += frames(seed + 100, image)
+            text += f"{start}{tiny_vl_model.IMAGE * 9}{end}" * image
+        size = (64, 32) if number % 2 else None
+        processing = video_processing(kind)
+        video = processing.encoded(frames(seed + number, count, size), fps, PROCESSING)
+        seen.append(video)
+        times = video.timestamps(PROCESSING)
+        tokens = 8 if number % 2 else 9
+        if processing.timed:
+            parts = "".join(f"<{time:.1f} seconds>{start}{video_token * tokens}{end}" for time in times)
+            text += f"{start}{parts}{end}"
+        else:
+            text += f"{start}{video_token * tokens * len(times)}{end}"
+    text += "How many shapes are there?<|im_end|>\n<|im_start|>assistant\n"
+    return VisionPrompt(tokenizer(text, add_special_tokens=False)["input_ids"], vision_inputs(seen, PROCESSING))
 
 
 def _enlarged(png: bytes, size: tuple[int, int]) -> bytes:

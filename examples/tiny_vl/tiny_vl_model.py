@@ -174,3 +174,11 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
         "image_std": [0.5, 0.5, 0.5],
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1), encoding="utf-8")
+    if not qwen2_5:  # whose limits are of all frames of a video together
+        videos = {
+            **processor,
+            "video_processor_type": "Qwen3VLVideoProcessor",
+            "size": {"shortest_edge": 2 * 16 * 16, "longest_edge": 16 * 96 * 96},
+        }
+        del videos["image_processor_type"]
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(videos, indent=1), encoding="utf-8")

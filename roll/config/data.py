@@ -117,18 +117,22 @@ class DataArguments:
     """Larger images are shrunk to about as many pixels; null: as the model's image processor says."""
     image_urls: bool = False
     """Fetch images whose path is a URL, once, when rows are prepared; false: such rows are bad."""
+    videos: str = "videos"
+    """Column of a row's videos (vision-language models): a list, each a list of frames (as ``images`` are) or
+    ``{video: [...], fps: ...}``. They stand where the text has ``<video>``, without any before the first user
+    message."""
     video_folder: str | None = None
-    """Folder of videos."""
+    """Folder from which relative paths of frames start; null: ``image_folder``."""
     video_fps: float = setting(2.0, gt=0)
-    """Frames per second taken from a video."""
-    video_max_frames: int = setting(128, ge=1)
-    """Most frames taken from a video."""
+    """Frames per second taken from a video whose row says its ``fps``; those of others are as many already."""
+    video_max_frames: int = setting(128, ge=2)
+    """Most frames taken from a video, evenly spread."""
     video_min_pixels: int | None = setting(None, ge=1)
-    """Smallest frame size in pixels."""
+    """Smaller frames are enlarged to about as many pixels; null: as the model's video processor says."""
     video_max_pixels: int | None = setting(None, ge=1)
-    """Largest frame size in pixels."""
+    """Larger frames are shrunk to about as many pixels; null: as the model's video processor says."""
     video_total_pixels: int | None = setting(None, ge=1)
-    """Most pixels of all frames of a video together."""
+    """Most pixels of all frames of a video together; null: as the model's video processor says."""
     audio_folder: str | None = None
     """Folder of audio files."""
     custom_data_kwargs_func: str | None = None

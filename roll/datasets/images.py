@@ -1,7 +1,9 @@
-"""Images of rows: where they are read, where they stand in the conversation, and how many tokens they take."""
+"""Images and videos of rows: where they are read, where they stand in conversations, and how many tokens they take."""
 
 from __future__ import annotations
 
+import json
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -19,12 +21,24 @@ from roll.datasets.types import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from roll.protocol.vision import EncodedImage, ImageProcessing, VisionInputs  # which imports torch
+    from roll.protocol.video import VideoProcessing
+    from roll.protocol.vision import (
+        EncodedImage,
+        EncodedVideo,
+        ImageProcessing,
+        Seen,
+        VisionInputs,
+    )  # which import torch
 
-IMAGE_MARK = "<image>"
-"""Where an image stands in a text."""
+IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
+"""Where an image or a video stands in a text."""
 FLAG = "image_flag"
 """Column of mixed sets: false for rows of text."""
+FRAMES_KEYS = ("video", "frames")
+"""Of a video's mapping: its frames."""
+RATE_KEYS = ("fps", "sample_fps")
+"""Of a video's mapping: how many of its frames are a second."""
+_MARKS = re.compile(f"({IMAGE_MARK}|{VIDEO_MARK})")
 URL_SECONDS = 20.0
 URL_BYTES = 32 * 2**20
 """Most that a URL may give."""
@@ -38,6 +52,20 @@ class VisionModel:
     image_token_id: int
     placeholder: str
     """Text of one image in a prompt: what opens it, one token, what closes it."""
+    video: VideoProcessing
+    video_token_id: int
+    video_tokens: tuple[str, str, str]
+    """Texts of the tokens that open a video or a grid of it, stand for it, and close it."""
+    without_videos: str | None = None
+    """Why rows with videos are bad ones; None: they are read."""
+
+    def video_placeholder(self, video: EncodedVideo) -> str:
+        """Text of a video in a prompt, as the model's processor writes it."""
+        start, token, end = self.video_tokens
+        if not video.timed:
+            return start + token + end
+        times = (f"<{time:.1f} seconds>{start}{token}{end}" for time in video.timestamps(self.processing))
+        return start + "".join(times) + end
 
     @classmethod
     def load(cls, model_path: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> VisionModel | None:
@@ -62,8 +90,17 @@ class VisionModel:
                 f"{model_path}: the image processor has patch, merge and temporal patch sizes {sizes}, the model "
                 f"{expected}: preprocessor_config.json and config.json are of two models"
             )
-        ids = (config.vision_start_token_id, config.image_token_id, config.vision_end_token_id)
-        return cls(processing, config.image_token_id, "".join(map(str, tokenizer.convert_ids_to_tokens(list(ids)))))
+        ids = (config.vision_start_token_id, config.image_token_id, config.video_token_id, config.vision_end_token_id)
+        start, image, video, end = map(str, tokenizer.convert_ids_to_tokens(list(ids)))
+        timed = config.model_type != "qwen2_5_vl"
+        return cls(
+            processing,
+            config.image_token_id,
+            start + image + end,
+            load_video_processing(model_path, processing, timed),
+            config.video_token_id,
+            (start, video, end),
+        )
 
 
 def load_processing(model_path: str) -> ImageProcessing:
@@ -99,9 +136,48 @@ def load_processing(model_path: str) -> ImageProcessing:
     )
 
 
+def load_video_processing(model_path: str, images: ImageProcessing, timed: bool) -> VideoProcessing:
+    """The settings of a model's video processor: those of its image processor's file where it has none of its own.
+
+    Args:
+        timed: as :class:`~roll.protocol.video.VideoProcessing` has it.
+
+    Raises:
+        DataError: other patches or another normalisation than for images.
+    """
+    from transformers.utils.hub import cached_file
+
+    from roll.protocol.video import VideoProcessing
+
+    settings: dict[str, Any] = {}
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
+        found = cached_file(model_path, name, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            read = json.loads(Path(found).read_text(encoding="utf-8"))
+            settings = read.get("video_processor", {} if name.startswith("processor") else read) or settings
+    size = settings.get("size") or {}
+    factor = images.patch_size * images.merge_size
+    defaults = (128 * factor**2, 768 * factor**2)
+    low, high = (
+        settings.get(pixels) or size.get(edge) or default
+        for pixels, edge, default in zip(
+            ("min_pixels", "max_pixels"), ("shortest_edge", "longest_edge"), defaults, strict=True
+        )
+    )
+    expected = asdict(images)
+    for key, name in {"image_mean": "mean", "image_std": "std"}.items():
+        if key in settings and tuple(map(float, settings[key])) != expected[name]:
+            raise DataError(f"{model_path}: {key} of videos is {settings[key]}, and of images {list(expected[name])}")
+    for key in ("patch_size", "temporal_patch_size", "merge_size"):
+        if settings.get(key, expected[key]) != expected[key]:
+            raise DataError(f"{model_path}: {key} of videos is {settings[key]}, and of images {expected[key]}")
+    frames = {key: settings[key] for key in ("min_frames", "max_frames") if settings.get(key)}
+    return VideoProcessing(timed, low, high, **frames)
+
+
 @dataclass(frozen=True)
 class ImageReader:
-    """Reads the images of rows.
+    """Reads the images and videos of rows.
 
     Args:
         model: that sees them; None: a model of text, for which a row with images is a bad one.
@@ -113,6 +189,9 @@ class ImageReader:
     """Where relative paths are looked for first."""
     urls: bool = False
     """Images may be fetched."""
+    video_column: str = "videos"
+    video_folder: Path | None = None
+    """Where relative paths of frames are looked for first; None: as those of images."""
     _fetched: dict[str, Row] = field(default_factory=dict, repr=False)
     """Rows whose images came from URLs, until they are stored."""
 
@@ -123,41 +202,60 @@ class ImageReader:
             low = data_args.image_min_pixels or model.processing.min_pixels
             high = data_args.image_max_pixels or model.processing.max_pixels
             processing = replace(model.processing, min_pixels=min(low, high), max_pixels=high)
-            model = replace(model, processing=processing)
-        folder = None if data_args.image_folder is None else Path(data_args.image_folder).expanduser()
-        return cls(model, data_args.images, folder, data_args.image_urls)
+            video = replace(
+                model.video,
+                fps=data_args.video_fps,
+                max_frames=data_args.video_max_frames,
+                frame_min_pixels=data_args.video_min_pixels,
+                frame_max_pixels=data_args.video_max_pixels,
+                total_pixels=data_args.video_total_pixels,
+            )
+            model = replace(model, processing=processing, video=video)
+        folder, frames = (
+            None if name is None else Path(name).expanduser()
+            for name in (data_args.image_folder, data_args.video_folder)
+        )
+        return cls(model, data_args.images, folder, data_args.image_urls, data_args.videos, frames)
 
-    def read(self, source: SourceRow, messages: list[Message]) -> tuple[list[Message], list[EncodedImage]]:
-        """The conversation with a text in place of every image, and its images in that order.
+    def read(self, source: SourceRow, messages: list[Message]) -> tuple[list[Message], list[Seen]]:
+        """The conversation with a text in place of every image and video, and these in that order.
 
         Raises:
-            DataError: an image that cannot be read, as many marks as there are no images, or videos.
+            DataError: an image that cannot be read, as many marks as there are no images, or the same of videos.
         """
+        from roll.protocol.vision import EncodedImage, EncodedVideo
+
         row = source.row
-        values = self._values(row)
+        columns = {IMAGE_MARK: (self.column, self._values(row)), VIDEO_MARK: (self.video_column, self._videos(row))}
         if self.model is None:
-            if values:
-                raise DataError(
-                    f"{source.place}: column {self.column!r} has {len(values)} images, and the model sees none; take a "
-                    "vision-language model, or data without images"
-                )
+            for name, values in columns.values():
+                if values:
+                    what = "images" if name == self.column else "videos"
+                    raise DataError(
+                        f"{source.place}: column {name!r} has {len(values)} {what}, and the model sees none; take a "
+                        f"vision-language model, or data without {what}"
+                    )
             return messages, []
-        if row.get("videos"):
-            raise DataError(f"{source.place}: column 'videos': videos are not read; give frames as images")
-        given = iter(values)
         parts = [self._parts(source, message["content"]) for message in messages]
-        marks = sum(part is None for one in parts for part in one)
-        own = sum(part is not None and not isinstance(part, str) for one in parts for part in one)
-        if values and not marks and not own:
-            first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-            parts[first] = [*([None] * len(values)), *parts[first]]
-            marks = len(values)
-        if marks != len(values):
-            raise DataError(
-                f"{source.place}: {marks} times {IMAGE_MARK} in the conversation, and {len(values)} images in column "
-                f"{self.column!r}; they must be as many, or none be marked"
-            )
-        images: list[EncodedImage] = []
+        videos = any(isinstance(part, _Place) and part.mark == VIDEO_MARK for one in parts for part in one)
+        if self.model.without_videos is not None and (videos or columns[VIDEO_MARK][1]):
+            raise DataError(f"{source.place}: column {self.video_column!r}: {self.model.without_videos}")
+        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+        front: list[Any] = []
+        for mark, (name, values) in columns.items():
+            here = [part for one in parts for part in one if isinstance(part, _Place) and part.mark == mark]
+            if values and not here:
+                front += [_Place(mark)] * len(values)
+            elif (marks := sum(part.own is None for part in here)) != len(values):
+                what = "images" if mark == IMAGE_MARK else "videos"
+                raise DataError(
+                    f"{source.place}: {marks} times {mark} in the conversation, and {len(values)} {what} in column "
+                    f"{name!r}; they must be as many, or none be marked"
+                )
+        if front:
+            parts[first] = [*front, *parts[first]]
+        given = {mark: iter(values) for mark, (_, values) in columns.items()}
+        seen: list[Seen] = []
         rendered: list[Message] = []
         for message, one in zip(messages, parts, strict=True):
             text = ""
@@ -165,58 +263,70 @@ class ImageReader:
                 if isinstance(part, str):
                     text += part
                     continue
-                images.append(self.encoded(source, next(given) if part is None else part["image"], len(images)))
-                text += self.model.placeholder
+                value = next(given[part.mark]) if part.own is None else part.own
+                number = sum(isinstance(other, EncodedVideo) == (part.mark == VIDEO_MARK) for other in seen)
+                if part.mark == VIDEO_MARK:
+                    video = read_video(self, source, value, number)
+                    seen.append(video)
+                    text += self.model.video_placeholder(video)
+                else:
+                    seen.append(self.encoded(source, value, number))
+                    text += self.model.placeholder
             rendered.append({**message, "content": text if one else message["content"]})
-        if any(map(_is_url, values)):
-            self._fetched[source.place] = {**row, self.column: [image.data.tobytes() for image in images]}
-        return rendered, images
+        if any(map(_is_url, columns[IMAGE_MARK][1])):
+            fetched = [image.data.tobytes() for image in seen if isinstance(image, EncodedImage)]
+            self._fetched[source.place] = {**row, self.column: fetched}
+        return rendered, seen
 
     def settings(self) -> dict[str, Any]:
         """Settings that prepared rows depend on."""
-        return {} if self.model is None else {"vision": asdict(self.model)}
+        return {} if self.model is None else {"vision": asdict(self.model), "videos": self.video_column}
 
     def row_of(self, source: SourceRow) -> Row:
         """The row as it is kept: with what its URLs gave in their place."""
         return self._fetched.pop(source.place, source.row)
 
-    def look(self, source: SourceRow, images: Sequence[EncodedImage], whole: bool = True) -> VisionInputs | None:
-        """The images; ``whole``: each is decoded once to see that it can be.
+    def look(self, source: SourceRow, images: Sequence[Seen], whole: bool = True) -> VisionInputs | None:
+        """The images and videos; ``whole``: each is decoded once to see that it can be.
 
         Raises:
             DataError: one that is not.
         """
         if not images:
             return None
-        from roll.protocol.vision import ImageError, vision_inputs
+        from roll.protocol.vision import ImageError, VideoError, vision_inputs
 
         assert self.model is not None
         try:
             return vision_inputs(images, self.model.processing, whole)
+        except VideoError as error:
+            raise DataError(f"{source.place}: column {self.video_column!r}: not a readable video: {error}") from error
         except ImageError as error:
             raise DataError(f"{source.place}: column {self.column!r}: not a readable image: {error}") from error
 
     def expand(self, source: SourceRow, token_ids: list[int], vision: VisionInputs | None) -> list[int]:
-        """The ids with as many placeholders for each image as it takes.
+        """The ids with as many placeholders for each image and video as it takes.
 
         Raises:
             DataError: placeholders in the text itself.
         """
         if self.model is None:
             return token_ids
-        counts = vision.num_tokens if vision is not None else []
-        image = self.model.image_token_id
-        if token_ids.count(image) != len(counts):
+        runs = vision.runs if vision is not None else []
+        image, video = self.model.image_token_id, self.model.video_token_id
+        found = [token == video for token in token_ids if token in (image, video)]
+        if found != [is_video for is_video, _ in runs]:
             raise DataError(
-                f"{source.place}: the rendered prompt has {token_ids.count(image)} image placeholders, and the row "
-                f"{len(counts)} images: the text spells a placeholder itself; write {IMAGE_MARK}"
+                f"{source.place}: the rendered prompt has {found.count(False)} image and {found.count(True)} video "
+                f"placeholders, and the row takes {sum(not one for one, _ in runs)} and {sum(one for one, _ in runs)}: "
+                f"the text spells a placeholder itself; write {IMAGE_MARK} or {VIDEO_MARK}"
             )
-        each = iter(counts)
-        return [token for one in token_ids for token in ([image] * next(each) if one == image else [one])]
+        each = iter(runs)
+        return [one for token in token_ids for one in [token] * (next(each)[1] if token in (image, video) else 1)]
 
     def is_seen(self, token_ids: Sequence[int]) -> bool:
-        """True for a prompt with images."""
-        return self.model is not None and self.model.image_token_id in token_ids
+        """True for a prompt with images or videos."""
+        return self.model is not None and bool({self.model.image_token_id, self.model.video_token_id} & set(token_ids))
 
     def restore(
         self, source: SourceRow, messages: Callable[[SourceRow], list[Message]], token_ids: Sequence[int]
@@ -233,7 +343,8 @@ class ImageReader:
         _, images = self.read(source, messages(source))
         vision = self.look(source, images, whole=False)
         found = sum(vision.num_tokens) if vision is not None else 0
-        if found != list(token_ids).count(self.model.image_token_id):
+        placeholders = {self.model.image_token_id, self.model.video_token_id}
+        if found != sum(token in placeholders for token in token_ids):
             raise DataError(
                 f"{source.place}: its images have changed since it was prepared; delete data_args.cache_dir"
             )
@@ -249,38 +360,48 @@ class ImageReader:
             return []
         return list(value) if isinstance(value, list | tuple) else [value]
 
-    def _parts(self, source: SourceRow, content: Any) -> list[Any]:
-        """The parts of a message: texts, None for an image of the column, ``{"image": ...}`` for one of its own."""
+    def _videos(self, row: Row) -> list[Any]:
+        value = row.get(self.video_column)
+        return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+    def _parts(self, source: SourceRow, content: Any) -> list[str | _Place]:
+        """The parts of a message: texts, and where images and videos stand."""
         if isinstance(content, str):
-            if IMAGE_MARK not in content:
-                return [content]
-            pieces = content.split(IMAGE_MARK)
-            return [part for piece in pieces for part in (None, piece)][1:]
+            pieces = _MARKS.split(content)
+            return [_Place(piece) if place % 2 else piece for place, piece in enumerate(pieces) if place % 2 or piece]
         if not isinstance(content, list):
             return []
-        parts: list[Any] = []
+        parts: list[str | _Place] = []
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind == "text":
                 parts += self._parts(source, part.get("text") or "")
             elif kind == "image":
                 own = next((part[key] for key in ("image", "path", "url", "bytes") if part.get(key) is not None), None)
-                parts.append(None if own is None else self._own(source, own))
+                parts.append(_Place(IMAGE_MARK, None if own is None else self._own(source, own)))
             elif kind == "image_url":
                 value = part.get("image_url")
-                parts.append(self._own(source, value.get("url") if isinstance(value, Mapping) else value))
+                url = value.get("url") if isinstance(value, Mapping) else value
+                parts.append(_Place(IMAGE_MARK, self._own(source, url)))
+            elif kind == "video":
+                own = any(part.get(key) is not None for key in FRAMES_KEYS)
+                parts.append(_Place(VIDEO_MARK, part if own else None))
             else:
-                raise DataError(f"{source.place}: a part of type {kind!r} in a message; expected text or image")
+                raise DataError(f"{source.place}: a part of type {kind!r} in a message; expected text, image or video")
         return parts
 
-    def _own(self, source: SourceRow, value: Any) -> dict[str, Any]:
+    def _own(self, source: SourceRow, value: Any) -> Any:
         """An image inside a message."""
         if _is_url(value):
             raise DataError(f"{source.place}: {value!r} in a message; URLs of images go into column {self.column!r}")
-        return {"image": value}
+        return value
 
-    def encoded(self, source: SourceRow, value: Any, number: int) -> EncodedImage:
+    def encoded(self, source: SourceRow, value: Any, number: int, video: int | None = None) -> EncodedImage:
         """One image, from bytes, a path, a data URI, a URL, an image of PIL, or ``{"bytes": ..., "path": ...}``.
+
+        Args:
+            number: of the image in its row, or of the frame in its video, from 0.
+            video: number of the video that it is a frame of.
 
         Raises:
             DataError: none of these, or one that cannot be read.
@@ -288,6 +409,8 @@ class ImageReader:
         from roll.protocol.vision import EncodedImage, ImageError, encoded_image
 
         where = f"{source.place}: image {number + 1} of column {self.column!r}"
+        if video is not None:
+            where = f"{source.place}: frame {number + 1} of video {video + 1} of column {self.video_column!r}"
         if isinstance(value, Mapping):  # what the library `datasets` writes
             value = value.get("bytes") or value.get("path") or value.get("url")
         if not isinstance(value, str):
@@ -303,12 +426,15 @@ class ImageReader:
             except ImageError as error:
                 raise DataError(f"{where}: {error}") from error
         if _is_url(value):
+            if video is not None:
+                raise DataError(f"{where}: {value!r} is a URL, which is fetched for images alone; download the frames")
             return EncodedImage.of(self._fetch(where, value))
-        return EncodedImage.of(self._file(where, source, value.removeprefix("file://")))
+        folders = (self.folder if video is None else self.video_folder or self.folder, source.path.parent)
+        return EncodedImage.of(self._file(where, folders, value.removeprefix("file://")))
 
-    def _file(self, where: str, source: SourceRow, name: str) -> bytes:
+    def _file(self, where: str, folders: Sequence[Path | None], name: str) -> bytes:
         path = Path(name).expanduser()
-        places = [folder / path for folder in (self.folder, source.path.parent) if folder is not None] + [path]
+        places = [folder / path for folder in folders if folder is not None] + [path]
         for place in places:
             try:
                 return place.read_bytes()
@@ -318,7 +444,7 @@ class ImageReader:
                 raise DataError(f"{where}: {place} cannot be read: {error}") from error
         raise DataError(
             f"{where}: {name!r} does not exist (looked for {' and '.join(map(str, dict.fromkeys(places)))}); relative "
-            "paths start from data_args.image_folder"
+            "paths start from data_args.image_folder (frames: video_folder)"
         )
 
     def _fetch(self, where: str, url: str) -> bytes:
@@ -364,6 +490,47 @@ class PreparedImages:
         source = SourceRow(self._files[file], number, row)
         messages = self._messages or Columns.of(self._data_args, source).read_messages
         return self._reader.restore(source, messages, token_ids)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an image or a video stands in a message."""
+
+    mark: str
+    own: Any = None
+    """Value that the message brings along; None: the next one of the column."""
+
+
+def read_video(reader: ImageReader, source: SourceRow, value: Any, number: int) -> EncodedVideo:
+    """One video, from a list of frames or ``{"video": [...], "fps": ...}``; frames as :meth:`ImageReader.encoded`.
+
+    Args:
+        number: of the video in its row, from 0.
+
+    Raises:
+        DataError: a file, frames that cannot be read, or a rate that is no number.
+    """
+    from roll.protocol.vision import VideoError
+
+    assert reader.model is not None
+    where = f"{source.place}: video {number + 1} of column {reader.video_column!r}"
+    rate = None
+    if isinstance(value, Mapping):
+        rate = next((value[key] for key in RATE_KEYS if value.get(key) is not None), None)
+        value = next((value[key] for key in FRAMES_KEYS if value.get(key) is not None), value)
+    if not isinstance(value, list | tuple):
+        what = repr(value) if isinstance(value, str) else type(value).__name__
+        raise DataError(
+            f"{where}: expected a list of frames, found {what}; files of videos are not decoded: take their frames out "
+            '(ffmpeg -i a.mp4 -vf fps=2 a-%04d.png) and give [["a-0001.png", "a-0002.png", ...]]'
+        )
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or rate <= 0):
+        raise DataError(f"{where}: fps {rate!r}; expected frames per second above 0")
+    frames = [reader.encoded(source, frame, place, number) for place, frame in enumerate(value)]
+    try:
+        return reader.model.video.encoded(frames, rate, reader.model.processing)
+    except VideoError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def _is_url(value: Any) -> bool:

@@ -157,11 +157,12 @@ class DialogueMaker(RowMaker):
         return rows
 
     def _widened(self, masked: Masked, vision: VisionInputs | None) -> list[bool]:
-        """The mask with as many entries for each image as it takes."""
+        """The mask with as many entries for each image and video as it takes."""
         assert self.images.model is not None
-        image, counts = self.images.model.image_token_id, iter(vision.num_tokens if vision is not None else ())
+        placeholders = {self.images.model.image_token_id, self.images.model.video_token_id}
+        runs = iter(vision.runs if vision is not None else ())
         pairs = zip(masked.token_ids, masked.mask, strict=True)
-        return [flag for token, flag in pairs for _ in range(next(counts) if token == image else 1)]
+        return [flag for token, flag in pairs for _ in range(next(runs)[1] if token in placeholders else 1)]
 
 
 class SftMaker(RowMaker):

@@ -12,6 +12,10 @@ Positions (M-RoPE, Wang et al., 2024, "Qwen2-VL", arXiv:2409.12191): a token of 
 axes, one behind the token before it; those of an image share a start, from which they count frames, rows and columns;
 what follows is behind the largest of these.
 
+A video is one of the images of a batch: its features are next to each other, and its placeholders are in one run
+(Qwen2.5-VL, whose positions count its seconds) or in one for each of its times, with words between them (Qwen3-VL,
+whose positions begin anew behind these words).
+
 A micro-batch without images still runs the tower, on a blank image whose outputs are added times zero: with a sharded
 tower the other ranks wait for this one's part of every parameter, forward and backward.
 """
@@ -25,7 +29,16 @@ import torch
 from torch import Tensor
 
 from roll.models.layouts import ImageTokens, TokenLayout
-from roll.protocol.vision import IMAGES, EncodedImage, ImageProcessing, VisionInputs, patches_of, vision_token_ids
+from roll.protocol.vision import (
+    IMAGES,
+    EncodedVideo,
+    ImageProcessing,
+    Seen,
+    VisionInputs,
+    patches_of,
+    token_types,
+    vision_token_ids,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,13 +81,21 @@ def reads_images(config: PretrainedConfig) -> bool:
 
 @dataclass(frozen=True)
 class ImagePool:
-    """The distinct images of a batch, I in all. Their features are counted from the first one's to the last one's."""
+    """The distinct images and videos of a batch, I in all. Their features are counted from the first one's to the last
+    one's."""
 
-    images: tuple[tuple[EncodedImage, ImageProcessing], ...]
+    images: tuple[tuple[Seen, ImageProcessing], ...]
     grids: Tensor
     """int64 (I, 3)."""
     lengths: Tensor
     """int64 (I,): features of each."""
+
+    def intervals(self, config: PretrainedConfig) -> list[float | None]:
+        """Positions from one time of each to the next; None: each time has a start of its own."""
+        return [
+            interval(image, processing, getattr(config.vision_config, "tokens_per_second", 1))
+            for image, processing in self.images
+        ]
 
     def attach(self, layout: TokenLayout, columns: dict[str, Tensor]) -> TokenLayout:
         """A layout with its images and the positions of its tokens, from the columns of its rows."""
@@ -118,33 +139,48 @@ def with_images(batch: dict[str, Any], config: PretrainedConfig) -> tuple[dict[s
         )
     pool, of_row = _distinct(rows)
     ids, mask = columns["input_ids"], columns["attention_mask"].bool()
-    placeholders = (ids == config.image_token_id) & mask
-    _check_counts(placeholders.sum(1), of_row)
+    types = token_types(ids, config) * mask
+    placeholders = types > 0
+    _check_counts(types, rows)
     features = torch.full_like(ids, -1)
     features[placeholders] = torch.cat(of_row)
-    columns[POSITIONS] = rope_positions(features, mask, pool.grids, config.vision_config.spatial_merge_size)
+    merge_size = config.vision_config.spatial_merge_size
+    columns[POSITIONS] = rope_positions(features, mask, pool.grids, merge_size, pool.intervals(config))
     columns[PROMPT_KEYS] = torch.where(features >= 0, -1 - features, ids)
     # Nothing depends on a row without a response.
     columns[FEATURES] = features.masked_fill(~columns["response_mask"].any(1)[:, None], -1)
     return columns, pool
 
 
-def rope_positions(features: Tensor, mask: Tensor, grids: Tensor, merge_size: int) -> Tensor:
+def interval(image: Seen, processing: ImageProcessing, tokens_per_second: float) -> float | None:
+    """Positions from one time of an image or video to the next; None: each time has a start of its own."""
+    if not isinstance(image, EncodedVideo):
+        return 1.0
+    return None if image.timed else tokens_per_second * image.seconds_per_grid(processing)
+
+
+def rope_positions(
+    features: Tensor, mask: Tensor, grids: Tensor, merge_size: int, intervals: Sequence[float | None]
+) -> Tensor:
     """int64 (B, L, 3): the position of each token, 0 outside ``mask``.
 
     Args:
-        features: int64 (B, L), as the column :data:`FEATURES`; the tokens of an image are next to each other.
+        features: int64 (B, L), as the column :data:`FEATURES`; those of an image, or of a time of a video whose times
+            have a start each, are next to each other.
         mask: bool (B, L).
         grids: int64 (I, 3), of the images whose features are counted.
         merge_size: patches along one side of a feature.
+        intervals: of each image, see :func:`interval`.
     """
     within, steps = [], []
-    for frames, high, wide in (grids // torch.tensor([1, merge_size, merge_size])).tolist():
-        axes = torch.meshgrid(torch.arange(frames), torch.arange(high), torch.arange(wide), indexing="ij")
+    sides = (grids // torch.tensor([1, merge_size, merge_size])).tolist()
+    for (times, high, wide), between in zip(sides, intervals, strict=True):
+        begins = (torch.arange(times) * (0.0 if between is None else between)).long()
+        axes = torch.meshgrid(begins, torch.arange(high), torch.arange(wide), indexing="ij")
         within.append(torch.stack(axes, -1).reshape(-1, 3))
-        step = torch.zeros(len(within[-1]), dtype=torch.int64)
-        step[-1] = max(high, wide)  # taken behind the last feature: all of them share the start
-        steps.append(step)
+        step = torch.zeros(times, high * wide, dtype=torch.int64)
+        step[-1 if between is not None else slice(None), -1] = max(high, wide)  # behind the last of a shared start
+        steps.append(step.flatten())
     is_image, index = features >= 0, features.clamp(min=0)
     step = torch.where(is_image, torch.cat(steps)[index], mask.long())
     start = step.cumsum(1) - step
@@ -155,7 +191,7 @@ def rope_positions(features: Tensor, mask: Tensor, grids: Tensor, merge_size: in
 def _distinct(rows: Sequence[VisionInputs | None]) -> tuple[ImagePool, list[Tensor]]:
     """The images of all rows, each once, and for each row the features of its images in their order."""
     found: dict[tuple[str, ImageProcessing], int] = {}
-    images: list[tuple[EncodedImage, ImageProcessing]] = []
+    images: list[tuple[Seen, ImageProcessing]] = []
     grids: list[Tensor] = []
     lengths: list[int] = []
     of_row: list[list[int]] = [[] for _ in rows]
@@ -188,13 +224,20 @@ def _check_responses(columns: dict[str, Tensor], excluded: Sequence[int]) -> Non
         )
 
 
-def _check_counts(placeholders: Tensor, of_row: Sequence[Tensor]) -> None:
-    for row, (count, features) in enumerate(zip(placeholders.tolist(), of_row, strict=True)):
-        if count != len(features):
-            raise ValueError(
-                f"row {row} of the batch has {count} image placeholders, but its images have {len(features)} features: "
-                "a prompt was cut inside an image, or a placeholder was sampled"
-            )
+def _check_counts(types: Tensor, rows: Sequence[VisionInputs | None]) -> None:
+    for row, (of_row, seen) in enumerate(zip(types, rows, strict=True)):
+        runs = seen.runs if seen is not None else []
+        expected = torch.tensor([1 + is_video for is_video, count in runs for _ in range(count)], dtype=torch.int64)
+        found = of_row[of_row > 0]
+        for kind, name in ((1, "image"), (2, "video")):
+            counts = int((found == kind).sum()), int((expected == kind).sum())
+            if counts[0] != counts[1]:
+                raise ValueError(
+                    f"row {row} of the batch has {counts[0]} {name} placeholders, but its {name}s have {counts[1]} "
+                    f"features: a prompt was cut inside one, or a placeholder was sampled"
+                )
+        if not torch.equal(found, expected):
+            raise ValueError(f"row {row} of the batch has its images and videos in another order than its placeholders")
 
 
 def text_inputs(body: Any, layout: TokenLayout) -> dict[str, Any]:

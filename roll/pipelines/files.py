@@ -90,7 +90,7 @@ def dumped_table(groups: Sequence[SampleGroup], dump_dir: Path | None) -> Sample
     """:func:`sample_table`; where samples are dumped, the images of their prompts go alongside."""
     if dump_dir is not None:
         seen = (group.prompt.vision for group in groups if group.prompt.vision is not None)
-        write_images(dump_dir / "images", (image for vision in seen for image in vision.images))
+        write_images(dump_dir / "images", (image for vision in seen for image in vision.pictures))
     return sample_table(groups)
 
 

@@ -151,7 +151,7 @@ class SampleRecorder:
     def _show(self, step: int, seen: Iterable[VisionInputs | None]) -> None:
         """Write small copies of images that the record does not have yet, up to :data:`MAX_IMAGES` of them."""
         fresh: dict[str, str] = {}
-        for image in (image for vision in seen if vision is not None for image in vision.images):
+        for image in (image for vision in seen if vision is not None for image in vision.pictures):
             if image.file_name not in self._shown and len(self._shown) < MAX_IMAGES:
                 self._shown.add(image.file_name)
                 fresh[image.file_name] = base64.b64encode(image.thumbnail(THUMBNAIL)).decode("ascii")

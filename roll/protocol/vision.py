@@ -1,9 +1,9 @@
-"""Images of a prompt on their way from the data layer to engines and trainers.
+"""Images and videos of a prompt on their way from the data layer to engines and trainers.
 
 What travels is the image as it was encoded (a PNG or JPEG of some kilobytes), once for all samples of a prompt: the
 rows of a group hold the same :class:`VisionInputs`, and pickle writes an object that is met twice once. Resizing and
 cutting into patches happens where the pixels are needed, by one code and once for each image of a process, so that
-engine and trainer compute with the same numbers.
+engine and trainer compute with the same numbers. A video is the list of its frames, each an encoded image.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +37,10 @@ MAX_ASPECT_RATIO = 200
 
 class ImageError(ValueError):
     """An image that cannot be read or used."""
+
+
+class VideoError(ImageError):
+    """A video that cannot be used, or one of whose frames cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,78 @@ class EncodedImage:
             raise ImageError(f"{type(error).__name__}: {error}") from error
 
 
+@dataclass(frozen=True, eq=False)
+class EncodedVideo:
+    """The frames of one video that the model sees."""
+
+    frames: tuple[EncodedImage, ...]
+    indices: tuple[int, ...]
+    """Of each frame in the whole video, ascending."""
+    num_frames: int
+    """Of the whole video."""
+    fps: float
+    """Frames of the whole video in a second."""
+    height: int
+    """Pixels that every frame is resized to."""
+    width: int
+    timed: bool
+    """The prompt says the second of every grid of patches (Qwen3-VL), rather than their positions (Qwen2.5-VL)."""
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all fields: equal videos are one."""
+        rest = (self.indices, self.num_frames, self.fps, self.height, self.width, self.timed)
+        text = f"{[frame.digest for frame in self.frames]} {rest}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def __repr__(self) -> str:
+        return f"video {self.digest}"
+
+    def seconds_per_grid(self, processing: ImageProcessing) -> float:
+        """Seconds from one grid of patches to the next (``second_per_grid_ts``), in float32 as models get them."""
+        return float(np.float32(processing.temporal_patch_size / (len(self.indices) / self.num_frames * self.fps)))
+
+    def timestamps(self, processing: ImageProcessing) -> list[float]:
+        """The second of each grid: the middle of its first and last frame."""
+        size = processing.temporal_patch_size
+        indices = [*self.indices, *[self.indices[-1]] * (-len(self.indices) % size)]
+        times = [index / self.fps for index in indices]
+        return [(times[start] + times[start + size - 1]) / 2 for start in range(0, len(times), size)]
+
+    def grid(self, processing: ImageProcessing) -> tuple[int, int, int]:
+        """(times, rows, columns) of the patches; the last frame is repeated where frames are missing to a patch."""
+        times = -(-len(self.frames) // processing.temporal_patch_size)
+        return times, self.height // processing.patch_size, self.width // processing.patch_size
+
+    def resized(self) -> list[Image]:
+        """The frames in the size that they have as patches.
+
+        Raises:
+            VideoError: a frame that cannot be decoded.
+        """
+        from PIL import Image as PilImage
+
+        size = (self.width, self.height)
+        images = [decoded_frame(frame, number) for number, frame in enumerate(self.frames)]
+        return [one if one.size == size else one.resize(size, PilImage.Resampling.BICUBIC) for one in images]
+
+
+Seen = EncodedImage | EncodedVideo
+"""An input that the vision tower sees as one."""
+
+
+def decoded_frame(frame: EncodedImage, number: int) -> Image:
+    """A frame of a video, counted from 0, in RGB.
+
+    Raises:
+        VideoError: see :meth:`EncodedImage.decode`.
+    """
+    try:
+        return frame.decode()
+    except ImageError as error:
+        raise VideoError(f"frame {number + 1}: {error}") from error
+
+
 def encoded_image(value: Any) -> EncodedImage:
     """An image of a program: bytes of a file, a ``data:`` URI, an image of PIL, or uint8 pixels (height, width, 3).
 
@@ -202,21 +278,46 @@ def encoded_image(value: Any) -> EncodedImage:
 
 @dataclass(frozen=True, eq=False)
 class VisionInputs:
-    """The images of one prompt, in the order of their placeholders. All rows of a group hold the same object."""
+    """The images and videos of one prompt, in the order of their placeholders. All rows of a group hold the same
+    object."""
 
-    images: tuple[EncodedImage, ...]
+    images: tuple[Seen, ...]
+    """Videos too."""
     processing: ImageProcessing
-    image_grid_thw: np.ndarray
-    """int64 (images, 3): frames, rows and columns of patches."""
+    grid_thw: np.ndarray
+    """int64 (images, 3): frames (of a video: grids of patches in time), rows and columns of patches."""
 
     @property
     def num_patches(self) -> int:
-        return int(self.image_grid_thw.prod(-1).sum())
+        return int(self.grid_thw.prod(-1).sum())
 
     @property
     def num_tokens(self) -> list[int]:
-        """Placeholder tokens of each image."""
-        return [self.processing.tokens(grid) for grid in self.image_grid_thw.tolist()]
+        """Placeholder tokens of each image or video."""
+        return [self.processing.tokens(grid) for grid in self.grid_thw.tolist()]
+
+    @property
+    def runs(self) -> list[tuple[bool, int]]:
+        """The runs of placeholders in a prompt, one behind another: true for those of a video, and how many there are.
+
+        One for each image, and one for a video or, where the prompt says times, for each of its grids.
+        """
+        found: list[tuple[bool, int]] = []
+        for one, count, grid in zip(self.images, self.num_tokens, self.grid_thw.tolist(), strict=True):
+            is_video = isinstance(one, EncodedVideo)
+            parts = grid[0] if isinstance(one, EncodedVideo) and one.timed else 1
+            found += [(is_video, count // parts)] * parts
+        return found
+
+    @property
+    def videos(self) -> list[EncodedVideo]:
+        """The videos alone."""
+        return [one for one in self.images if isinstance(one, EncodedVideo)]
+
+    @property
+    def pictures(self) -> list[EncodedImage]:
+        """The images, and the frames of videos."""
+        return [picture for one in self.images for picture in (one.frames if isinstance(one, EncodedVideo) else (one,))]
 
     @property
     def image_keys(self) -> list[str]:
@@ -226,12 +327,12 @@ class VisionInputs:
 
     @property
     def file_names(self) -> list[str]:
-        """Of each image, by its content, for files of a run that speak of it."""
-        return [image.file_name for image in self.images]
+        """Of each picture, by its content, for files of a run that speak of it."""
+        return [picture.file_name for picture in self.pictures]
 
     def grids(self) -> torch.Tensor:
-        """``image_grid_thw`` as a tensor of its own, int64 (images, 3)."""
-        return torch.from_numpy(np.array(self.image_grid_thw))
+        """``grid_thw`` as a tensor of its own, int64 (images, 3)."""
+        return torch.from_numpy(np.array(self.grid_thw))
 
     def pixel_values(self) -> torch.Tensor:
         """Patches of all images, float32 (num_patches, patch_dim), as the model's processor would make them. Do not
@@ -246,33 +347,56 @@ class VisionInputs:
     def resized_images(self) -> list[Image]:
         """The images in the size that they have as patches, for engines that cut them themselves: their processor
         finds nothing left to resize."""
-        return [resize(image.decode(), self.processing) for image in self.images]
+        return [resize(one.decode(), self.processing) for one in self.images if isinstance(one, EncodedImage)]
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values, for files."""
-        images = [image.data.tobytes() for image in self.images]
-        return {"images": images, "processing": dict(vars(self.processing)), "grids": self.image_grid_thw.tolist()}
+        images = [
+            {field.name: getattr(one, field.name) for field in fields(one)}
+            | {"frames": [frame.data.tobytes() for frame in one.frames]}
+            if isinstance(one, EncodedVideo)
+            else one.data.tobytes()
+            for one in self.images
+        ]
+        return {"images": images, "processing": dict(vars(self.processing)), "grids": self.grid_thw.tolist()}
 
     @classmethod
     def from_plain(cls, value: dict[str, Any]) -> VisionInputs:
         """Undo :meth:`to_plain`."""
         processing: dict[str, Any] = dict(value["processing"])
         processing |= {key: tuple(processing[key]) for key in ("mean", "std")}
-        images = tuple(EncodedImage.of(data) for data in value["images"])
+        images = tuple(
+            EncodedImage.of(one)
+            if isinstance(one, bytes)
+            else EncodedVideo(
+                **one
+                | {"frames": tuple(EncodedImage.of(data) for data in one["frames"]), "indices": tuple(one["indices"])}
+            )
+            for one in value["images"]
+        )
         return cls(images, ImageProcessing(**processing), np.array(value["grids"], dtype=np.int64))
 
 
-def vision_inputs(images: Sequence[EncodedImage], processing: ImageProcessing, whole: bool = True) -> VisionInputs:
-    """The images of one prompt.
+def vision_inputs(images: Sequence[Seen], processing: ImageProcessing, whole: bool = True) -> VisionInputs:
+    """The images and videos of one prompt.
 
     Args:
         whole: decode each once to see that it can be; False: only its size is read.
 
     Raises:
         ImageError: an image that cannot be decoded, or a strip.
+        VideoError: a frame that cannot be decoded.
     """
-    sizes = [image.decode().size if whole else image.size for image in images]
-    grids = [processing.grid(height, width) for width, height in sizes]
+    grids = []
+    for one in images:
+        if isinstance(one, EncodedVideo):
+            if whole:
+                for number, frame in enumerate(one.frames):
+                    decoded_frame(frame, number)
+            grids.append(one.grid(processing))
+        else:
+            width, height = one.decode().size if whole else one.size
+            grids.append(processing.grid(height, width))
     return VisionInputs(tuple(images), processing, np.array(grids, dtype=np.int64).reshape(-1, 3))
 
 
@@ -290,9 +414,28 @@ def vision_token_ids(config: Any) -> tuple[int, ...]:
     return tuple(sorted({int(token) for token in found if token is not None}))
 
 
+def placeholder_problem(token_ids: Sequence[int], vision: VisionInputs | None, config: Any) -> str | None:
+    """Text of the difference between a prompt's placeholders and its images and videos; None: they go together."""
+    image, video = config.image_token_id, config.video_token_id
+    runs = vision.runs if vision is not None else []
+    expected = [video if is_video else image for is_video, count in runs for _ in range(count)]
+    found = [token for token in token_ids if token in (image, video)]
+    if found == expected:
+        return None
+    num_videos = len(vision.videos) if vision is not None else 0
+    num_images = (len(vision.images) if vision is not None else 0) - num_videos
+    text = (
+        f"the prompt has {found.count(image)} placeholders of images, and its {num_images} images have "
+        f"{expected.count(image)}; it has {found.count(video)} of videos, and its {num_videos} videos have "
+        f"{expected.count(video)}"
+    )
+    return f"{text}; they must be as many, and in the same order"
+
+
 def token_types(input_ids: torch.Tensor, config: Any) -> torch.Tensor:
-    """``mm_token_type_ids`` int64, of the shape of ``input_ids``: 1 on the placeholders of images, 0 elsewhere."""
-    return (input_ids == config.image_token_id).long()
+    """``mm_token_type_ids`` int64, of the shape of ``input_ids``: 1 on placeholders of images, 2 on those of videos,
+    0 elsewhere."""
+    return (input_ids == config.image_token_id).long() + 2 * (input_ids == config.video_token_id).long()
 
 
 def resize(image: Image, processing: ImageProcessing) -> Image:
@@ -320,6 +463,22 @@ def _processor(processing: ImageProcessing) -> Any:
     )
 
 
+def _cut(image: Seen, processing: ImageProcessing) -> torch.Tensor:
+    """Patches, float32 (patches, patch_dim)."""
+    if isinstance(image, EncodedImage):
+        resized = resize(image.decode(), processing)
+        whole: torch.Tensor = _processor(processing)(images=[resized], return_tensors="pt")["pixel_values"]
+        return whole
+    pictures = image.resized()
+    patches = _processor(processing)(images=pictures, do_resize=False, return_tensors="pt")["pixel_values"]
+    # The processor repeats an image in time to make patches of it: one copy of each frame is taken instead.
+    depth, area = processing.temporal_patch_size, processing.patch_size**2
+    single = patches.view(len(pictures), -1, 3, depth, area)[:, :, :, 0]
+    single = torch.cat([single, single[-1:].expand(-len(pictures) % depth, -1, -1, -1)])
+    in_time = single.view(-1, depth, *single.shape[1:]).permute(0, 2, 3, 1, 4)
+    return in_time.reshape(-1, processing.patch_dim)
+
+
 class _PatchCache:
     """Patches by image and processing, the least recently used leave first. Safe between threads."""
 
@@ -329,16 +488,15 @@ class _PatchCache:
         self._held: OrderedDict[tuple[str, ImageProcessing], torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
         self.num_processed = 0
-        """Images that were cut into patches, since the process began."""
+        """Images and videos that were cut into patches, since the process began."""
 
-    def get(self, image: EncodedImage, processing: ImageProcessing) -> torch.Tensor:
+    def get(self, image: Seen, processing: ImageProcessing) -> torch.Tensor:
         key = (image.digest, processing)
         with self._lock:
             if key in self._held:
                 self._held.move_to_end(key)
                 return self._held[key]
-        resized = resize(image.decode(), processing)
-        patches: torch.Tensor = _processor(processing)(images=[resized], return_tensors="pt")["pixel_values"]
+        patches = _cut(image, processing)
         with self._lock:
             self.num_processed += 1
             if key not in self._held:
@@ -353,8 +511,8 @@ class _PatchCache:
 _PATCHES = _PatchCache(PATCH_CACHE_BYTES)
 
 
-def patches_of(image: EncodedImage, processing: ImageProcessing) -> torch.Tensor:
-    """Patches of one image, float32 (patches, patch_dim); not to be written to.
+def patches_of(image: Seen, processing: ImageProcessing) -> torch.Tensor:
+    """Patches of one image or video, float32 (patches, patch_dim); not to be written to.
 
     Raises:
         ImageError: an image that cannot be decoded.
@@ -363,5 +521,5 @@ def patches_of(image: EncodedImage, processing: ImageProcessing) -> torch.Tensor
 
 
 def num_processed() -> int:
-    """Images that this process has cut into patches."""
+    """Images and videos that this process has cut into patches."""
     return _PATCHES.num_processed

@@ -33,7 +33,7 @@ from roll.rollout.episode_batch import build_episode_batch
 from roll.rollout.episodes import EngineSampler, Player, episode_from, episode_state
 from roll.serving.requests import BadRequest
 from roll.strategies.engines.requests import SamplingParams
-from tests.vision_models import PROCESSING, tokenizer
+from tests.vision_models import PROCESSING, tokenizer, video_processing
 
 LAKE = {"size": 3, "p": 0.9, "max_steps": 4, "render_mode": "rgb_array", "cell_pixels": 16}
 TOKENS = 9
@@ -59,7 +59,12 @@ class Walker:
 def template() -> ChatTemplate:
     words = tokenizer()
     vision = VisionModel(
-        PROCESSING, words.convert_tokens_to_ids("<|image_pad|>"), "<|vision_start|><|image_pad|><|vision_end|>"
+        PROCESSING,
+        words.convert_tokens_to_ids("<|image_pad|>"),
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        video_processing("qwen3_vl"),
+        words.convert_tokens_to_ids("<|video_pad|>"),
+        ("<|vision_start|>", "<|video_pad|>", "<|vision_end|>"),
     )
     return ChatTemplate(words, images=ChatImages(vision))
 

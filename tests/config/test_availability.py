@@ -22,10 +22,10 @@ REFUSED: list[tuple[str, Any]] = [
     ("rewards.math.reward_manager_config", {"plugin": "x"}),
     ("actor_infer.model_update_frequency", 2),
     ("transfer_backend.backend_name", "TransferQueue"),
-    ("actor_train.data_args.video_folder", "videos"),
+    ("actor_train.data_args.audio_folder", "sounds"),
     ("router_args.router_name", "EnvAffinityRouter"),
 ]
-NO_WAY_OUT = ("video_folder",)
+NO_WAY_OUT = ("audio_folder",)
 """Keys of files for models that are not trained yet, whatever is written there."""
 NEUTRAL = {
     "actor_train.model_args.lora_target": None,
@@ -35,6 +35,8 @@ NEUTRAL = {
     "actor_infer.generating_args.num_beams": 1,
     "actor_train.data_args.image_folder": "images",
     "actor_train.data_args.image_max_pixels": 1024 * 1024,
+    "actor_train.data_args.video_folder": "videos",
+    "actor_train.data_args.video_total_pixels": 16384 * 28 * 28,
     "use_opd": False,
     f"{SHARD}.apply_expert_patch": False,
     "rollout_mock": {"enable": True, "mode": "dump", "dump_dir": "x"},

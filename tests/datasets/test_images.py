@@ -162,7 +162,7 @@ def test_where_images_stand(words: Any, write_jsonl: Write, tmp_path: Path, visi
     assert [one.count(PAD) for one in runs[1:]] == [9, 8] == two.vision.num_tokens
     assert text.vision is flagged.vision is None
     assert image not in [*text.token_ids, *flagged.token_ids]
-    assert two.vision.image_grid_thw.tolist() == [[1, 6, 6], [1, 8, 4]]
+    assert two.vision.grid_thw.tolist() == [[1, 6, 6], [1, 8, 4]]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,16 @@ def test_where_images_stand(words: Any, write_jsonl: Write, tmp_path: Path, visi
         ({"prompt": "<image>x"}, "1 times <image> in the conversation, and 0 images"),
         ({"prompt": f"{PAD} x"}, "the text spells a placeholder itself"),
         ({"prompt": "<image>x", "images": ["http://127.0.0.1:9/a.png"]}, "data_args.image_urls: true"),
-        ({"prompt": "x", "videos": ["a.mp4"]}, "videos are not read"),
+        ({"prompt": "<video>x", "videos": ["a.mp4"]}, "files of videos are not decoded: take their frames out"),
+        (
+            {"prompt": "<video>x", "videos": [["ok.png", "gone.png"]]},
+            "frame 2 of video 1 of column 'videos': 'gone.png'",
+        ),
+        ({"prompt": "<video>x", "videos": [["cut.png", "cut.png"]]}, "column 'videos': not a readable video: frame 1"),
+        ({"prompt": "<video>x", "videos": [["ok.png"]]}, "1 frames; a video has 2 or more"),
+        ({"prompt": "<video>x", "videos": [["ok.png", "cut.png"]]}, "frame 2 has .90, 90. pixels"),
+        ({"prompt": "<video>x", "videos": [{"video": ["ok.png", "ok.png"], "fps": 0}]}, "fps 0; expected frames"),
+        ({"prompt": "<video>x"}, "1 times <video> in the conversation, and 0 videos"),
         ({"prompt": "<image>x", "images": [3]}, "expected bytes or a path, found int"),
         ({"prompt": "<image>x", "images": ["strip.png"]}, "more than 200 times"),
     ],

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from roll.models.layouts import padded, row_layout, shared_prompt_layout
+from roll.models.attention import use_layout_attention
+from roll.models.layouts import packed_layout, padded, row_layout, shared_prompt_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.vision import FEATURES, POSITIONS, PROMPT_KEYS, rope_positions, with_images
 from roll.protocol.vision import IMAGES, token_types, vision_token_ids
 from tests import vision_models
 from tests.strategies import vision_cases
+from tests.strategies.samples import policy_loss
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +40,71 @@ def test_positions_are_the_models_own(kind: Any) -> None:
     assert IMAGES not in columns
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_of_videos_are_the_models_own(kind: Any) -> None:
+    """Also of a video whose times go beyond the positions of the text behind it."""
+    own = vision_models.model(vision_models.tokenizer(), kind)
+    batch = vision_cases.make_batch(videos=kind)
+    inputs = vision_cases.plain_inputs(own, batch)
+    for name in ("pixel_values", "pixel_values_videos"):
+        del inputs[name]
+    wanted, _ = own.model.get_rope_index(**inputs)
+    columns, pool = with_images(batch, own.config)
+    assert torch.equal(columns[POSITIONS].movedim(-1, 0), wanted)
+    assert pool is not None and len(pool.images) == 6, "one each, two and an image, and one; groups share theirs"
+    long = columns[POSITIONS][9]
+    assert (int(long[:, 0].max()) > int(long[:, 1].max())) == (kind == "qwen2_5_vl")
+
+
+@pytest.mark.parametrize("kind", vision_models.KINDS)
+def test_videos_have_the_plain_models_log_probs_and_gradients(kind: Any) -> None:
+    """Padded, packed and behind shared prompts; a video is seen once in a micro-batch."""
+    own = vision_models.model(vision_models.tokenizer(), kind).requires_grad_(True)
+    batch = vision_cases.make_batch(videos=kind)
+    own.model.rope_deltas = None
+    wanted = vision_cases.plain_outputs(own, batch)
+    policy_loss(wanted, batch)[0].backward()
+    expected = {name: parameter.grad.clone() for name, parameter in own.named_parameters()}
+    columns, pool = with_images(batch, own.config)
+    assert pool is not None
+    ids, mask = columns["input_ids"], columns["response_mask"]
+    use_layout_attention(own, "use_prefix_sharing")
+    layouts = {
+        "padded": row_layout(ids, mask),
+        "packed": packed_layout(ids, mask),
+        "shared": shared_prompt_layout(ids, mask, prompt_keys=columns[PROMPT_KEYS]),
+    }
+    for name, layout in layouts.items():
+        own.zero_grad()
+        attached = pool.attach(layout, columns)
+        assert attached.images is not None
+        # Two grids of 36 patches twice, an image between videos of one and of two grids, and three grids.
+        assert len(attached.images.pixel_values) == 72 + 72 + (36 + 36 + 64) + 108
+        found = ResponseModel(own)(attached, ("log_probs", "entropy", "sum_of_squares"))
+        outputs = {key: attached.scatter(value, mask.shape) for key, value in found.items()}
+        for key in ("log_probs", "entropy"):
+            torch.testing.assert_close(outputs[key], wanted[key], atol=2e-5, rtol=1e-5, msg=f"{name} {key}")
+        policy_loss(outputs, batch)[0].backward()
+        for key, parameter in own.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[key], atol=2e-6, rtol=1e-4, msg=f"{name} {key}")
+
+
+def test_a_row_whose_videos_and_placeholders_differ_is_refused() -> None:
+    own = vision_models.model(vision_models.tokenizer(), "qwen3_vl")
+    batch = vision_cases.make_batch(which=(0,), group_size=1, videos="qwen3_vl")
+    ids = batch["input_ids"]
+    ids[0][ids[0] == own.config.video_token_id] = own.config.image_token_id
+    with pytest.raises(
+        ValueError, match="row 0 of the batch has 18 image placeholders, but its images have 0 features"
+    ):
+        with_images(batch, own.config)
+
+
 def test_positions_of_several_frames_by_hand() -> None:
     """Two tokens of text, an image of 2 frames of 1 x 2 features, a token of text, padding."""
     features = torch.tensor([[-1, -1, 0, 1, 2, 3, -1, -1]])
     mask = torch.tensor([[True] * 7 + [False]])
-    positions = rope_positions(features, mask, torch.tensor([[2, 2, 4]]), merge_size=2)
+    positions = rope_positions(features, mask, torch.tensor([[2, 2, 4]]), merge_size=2, intervals=[1.0])
     assert positions[0].tolist() == [
         [0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3], [3, 2, 2], [3, 2, 3], [4, 4, 4], [0, 0, 0],
     ]  # fmt: skip

@@ -31,6 +31,12 @@ PACKS = {
         algorithm="load_balance", max_packed_sequence_length_train=110, max_packed_sequence_length_forward=150
     ),
 }
+VIDEO_PACKS = {
+    **PACKING,
+    "sequence_packing_args": type(PACKING["sequence_packing_args"])(
+        algorithm="load_balance", max_packed_sequence_length_train=180, max_packed_sequence_length_forward=250
+    ),
+}
 TOKENS = {**DYNAMIC, "max_tokens_per_microbatch_in_train": 120, "max_tokens_per_microbatch_in_infer": 160}
 SPLITS = {1: (15,), 2: (8, 7), 4: (4, 4, 4, 3)}
 TEXT_ON_ONE = (12, 3)
@@ -51,8 +57,9 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="module")
 def expected(model_of: Callable[[str], Path]) -> Callable[..., dict[str, Any]]:
     @cache
-    def results(kind: str, frozen: str | None = None) -> dict[str, Any]:
-        return vision_cases.plain_results(model_of(kind), vision_cases.make_batch(), frozen)
+    def results(kind: str, frozen: str | None = None, videos: bool = False) -> dict[str, Any]:
+        batch = vision_cases.make_batch(videos=kind if videos else None)
+        return vision_cases.plain_results(model_of(kind), batch, frozen)
 
     return results
 
@@ -112,11 +119,44 @@ CASES: dict[str, dict[str, Any]] = {
         "kind": "qwen3_vl_moe",
         "use_prefix_sharing": True,
     },
+    "fsdp2-videos": {"videos": True},
+    "fsdp2-videos-1-rank-qwen2.5": {"ranks": 1, "videos": True, "kind": "qwen2_5_vl"},
+    "fsdp2-videos-packed-qwen2.5": {"kind": "qwen2_5_vl", "videos": True, **VIDEO_PACKS},
+    "fsdp2-videos-shared-prompts-moe": {
+        "kind": "qwen3_vl_moe",
+        "videos": True,
+        "use_prefix_sharing": True,
+        "micro_batch": 8,
+    },
+    "fsdp2-videos-shared-prompts-qwen2.5": {
+        "kind": "qwen2_5_vl",
+        "videos": True,
+        "use_prefix_sharing": True,
+        "micro_batch": 8,
+    },
+    "fsdp2-videos-ulysses": {"videos": True, "model_args": {"ulysses_size": 2}, "split": (15,)},
+    "fsdp2-videos-ulysses-qwen2.5": {
+        "kind": "qwen2_5_vl",
+        "videos": True,
+        "model_args": {"ulysses_size": 2},
+        "split": (15,),
+        **VIDEO_PACKS,
+    },
+    "fsdp1-videos-text-on-one-rank": {"strategy": "fsdp_train", "videos": True, "split": TEXT_ON_ONE},
+    "fsdp1-videos-qwen2.5": {"strategy": "fsdp_train", "videos": True, "kind": "qwen2_5_vl"},
+    "zero3-videos": {"strategy": "deepspeed_train", "config": PARTITION, "videos": True},
+    "zero3-videos-qwen2.5": {
+        "strategy": "deepspeed_train",
+        "config": PARTITION,
+        "videos": True,
+        "kind": "qwen2_5_vl",
+        "split": TEXT_ON_ONE,
+    },
     "zero3-qwen2.5-dynamic": {"strategy": "deepspeed_train", "config": PARTITION, "kind": "qwen2_5_vl", **TOKENS},
 }
 
 
-@pytest.mark.default_rows("fsdp2-text-on-one-rank", "fsdp2-ulysses-packed-qwen2.5")
+@pytest.mark.default_rows("fsdp2-text-on-one-rank", "fsdp2-ulysses-packed-qwen2.5", "fsdp2-videos-packed-qwen2.5")
 @pytest.mark.parametrize("name", CASES)
 def test_gradient_and_outputs_equal_the_plain_model(
     run_ranks: RunRanks,
@@ -127,6 +167,7 @@ def test_gradient_and_outputs_equal_the_plain_model(
     options = dict(CASES[name])
     kind, ranks, frozen = options.pop("kind", "qwen3_vl"), options.pop("ranks", 2), options.pop("frozen", None)
     sizes, strategy = options.pop("split", SPLITS[ranks]), options.pop("strategy", "fsdp2_train")
+    videos = options.pop("videos", False)
     train: Any = sharded_cases.train
     if strategy.startswith("deepspeed"):
         if find_spec("deepspeed") is None:
@@ -137,10 +178,10 @@ def test_gradient_and_outputs_equal_the_plain_model(
     if frozen is not None:
         options["model_args"] = {**options.get("model_args", {}), "freeze_module_prefix": frozen}
     role = make_role(model_of(kind), strategy, **options)
-    parts = vision_cases.split(vision_cases.make_batch(), sizes)
+    parts = vision_cases.split(vision_cases.make_batch(videos=kind if videos else None), sizes)
     shared = ranks // len(parts)
     results = run_ranks(ranks, train, role, [part for part in parts for _ in range(shared)] if ranks > 1 else parts)
-    wanted = expected(kind, None if frozen is None else "model.visual")
+    wanted = expected(kind, None if frozen is None else "model.visual", videos)
     assert len(results[0]["gradients"]) == len(wanted["gradients"])
     assert_step_equals(results[::shared], wanted, wanted["rounding"])
 

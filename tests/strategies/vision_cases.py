@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from roll.protocol.vision import IMAGES, VisionInputs, token_types, vision_token_ids
+from roll.protocol.vision import IMAGES, EncodedVideo, VisionInputs, patches_of, token_types, vision_token_ids
 from tests import vision_models
 from tests.strategies.samples import TensorBatch, policy_loss
 from tests.vision_models import VisionPrompt
@@ -28,10 +28,27 @@ def prompts() -> tuple[VisionPrompt, ...]:
     return first, twin, vision_models.prompt(tokenizer, 1, num_images=2), wide, vision_models.prompt(tokenizer, 3, 0)
 
 
-def make_batch(which: tuple[int, ...] = (0, 1, 2, 3, 4), group_size: int = GROUP_SIZE) -> dict[str, Any]:
-    """``group_size`` rows behind each prompt, of different lengths; the second row has no response."""
+@cache
+def video_prompts(kind: Any) -> tuple[VisionPrompt, ...]:
+    """A video, a twin of other frames, an image between two videos, one that is long in time, and text."""
+    tokenizer = vision_models.tokenizer()
+    first = vision_models.video_prompt(tokenizer, kind, 0)
+    twin = VisionPrompt(first.token_ids, vision_models.video_prompt(tokenizer, kind, 5).vision)
+    mixed = vision_models.video_prompt(tokenizer, kind, 1, (2, 3), image=1)
+    long = vision_models.video_prompt(tokenizer, kind, 3, (6,), fps=0.25)
+    return first, twin, mixed, long, vision_models.prompt(tokenizer, 3, 0)
+
+
+def make_batch(
+    which: tuple[int, ...] = (0, 1, 2, 3, 4), group_size: int = GROUP_SIZE, videos: str | None = None
+) -> dict[str, Any]:
+    """``group_size`` rows behind each prompt, of different lengths; the second row has no response.
+
+    Args:
+        videos: kind of the model for which the prompts are those with videos.
+    """
     random = torch.Generator().manual_seed(0)
-    chosen = [prompts()[index] for index in which]
+    chosen = [(prompts() if videos is None else video_prompts(videos))[index] for index in which]
     rows: list[tuple[VisionPrompt, list[int]]] = []
     for prompt in chosen:
         for _ in range(group_size):
@@ -78,10 +95,30 @@ def plain_inputs(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """The keywords of the model's own forward pass: every row with its own copy of its images."""
     seen: list[VisionInputs] = [row for row in batch[IMAGES] if row is not None]
     inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"].long()}
-    if seen:
-        inputs["pixel_values"] = torch.cat([row.pixel_values() for row in seen])
-        inputs["image_grid_thw"] = torch.cat([row.grids() for row in seen])
-        inputs["mm_token_type_ids"] = token_types(batch["input_ids"], model.config)
+    return inputs | vision_keywords(seen, batch["input_ids"], model.config)
+
+
+def vision_keywords(seen: list[VisionInputs], input_ids: torch.Tensor, config: Any) -> dict[str, Any]:
+    """The keywords of a model's own forward pass for the images and videos of all rows."""
+    if not seen:
+        return {}
+    inputs: dict[str, Any] = {"mm_token_type_ids": token_types(input_ids, config)}
+    for is_video, patches, grids in (
+        (False, "pixel_values", "image_grid_thw"),
+        (True, "pixel_values_videos", "video_grid_thw"),
+    ):
+        own = [
+            (patches_of(one, row.processing), grid)
+            for row in seen
+            for one, grid in zip(row.images, row.grids(), strict=True)
+            if isinstance(one, EncodedVideo) == is_video
+        ]
+        if own:
+            inputs[patches] = torch.cat([one for one, _ in own])
+            inputs[grids] = torch.stack([grid for _, grid in own])
+    if config.model_type == "qwen2_5_vl" and "video_grid_thw" in inputs:
+        videos = [(video, row) for row in seen for video in row.videos]
+        inputs["second_per_grid_ts"] = [video.seconds_per_grid(row.processing) for video, row in videos]
     return inputs
 
 

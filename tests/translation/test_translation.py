@@ -330,13 +330,14 @@ def test_experts_over_ranks(translated: Translate) -> None:
 @pytest.mark.parametrize("model", ["Qwen/Qwen2.5-VL-7B-Instruct", "/models/Qwen3-VL-8B-Instruct"])
 def test_images_and_a_backend_that_does_not_see(translated: Translate, model: str) -> None:
     """Megatron has no vision tower here: FSDP2 takes its place, with all ranks for different samples."""
-    text = f"{VERL}{ON_8}{MEGATRON}actor_rollout_ref.model.path={model} data.image_key=pictures "
+    text = f"{VERL}{ON_8}{MEGATRON}actor_rollout_ref.model.path={model} data.image_key=pictures data.video_key=clips "
     translation = translated(f"{text} actor_rollout_ref.actor.freeze_vision_tower=true")
     keys = translation.keys
     assert keys["actor_train.strategy_args.strategy_name"] == "fsdp2_train"
     assert f"{OPTIONS}.tensor_model_parallel_size" not in keys
     assert keys["actor_train.training_args.gradient_accumulation_steps"] == 256 // 8
     assert keys["actor_train.data_args.images"] == "pictures"
+    assert keys["actor_train.data_args.videos"] == "clips"
     assert keys["actor_train.model_args.freeze_module_prefix"] == "vision_model"
     assert any("fsdp2 computes the same" in note.text for note in translation.notes)
 
@@ -596,7 +597,7 @@ def test_adapters_of_attention_in_a_model_with_experts(translated: Translate) ->
             f"{EXPERTS} +actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.01",
             "balance loss",
         ),
-        (f"{VERL}{ON_8} data.video_key=videos", "videos and sounds are not available"),
+        (f"{VERL}{ON_8} data.audio_key=sounds", "sounds are not available"),
     ],
 )
 def test_what_no_backend_computes_is_refused(translated: Translate, text: str, message: str) -> None:

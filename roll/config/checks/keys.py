@@ -100,10 +100,10 @@ REFUSALS = (
     Refusal("**.generating_args.num_beams", "beam search", 1, above(1)),
     Refusal("**.data_args.image_folder", WITH_MEGATRON, except_under=_sees_images),
     Refusal("**.data_args.image_m*_pixels", WITH_MEGATRON, except_under=_sees_images),
-    Refusal("**.data_args.video_folder", "videos; frames of one can be the images of a row"),
+    Refusal("**.data_args.video_folder", WITH_MEGATRON, except_under=_sees_images),
+    Refusal("**.data_args.video_*_pixels", WITH_MEGATRON, except_under=_sees_images),
     Refusal("**.data_args.audio_folder", "audio models"),
-    Refusal("**.data_args.video_*_pixels", "videos; frames of one can be the images of a row"),
-    Refusal("**.data_args.custom_data_kwargs_func", "data sets of videos and sounds"),
+    Refusal("**.data_args.custom_data_kwargs_func", "data sets of sounds, and processor arguments of a row"),
 )
 _COMPILED = tuple((refusal, refusal.regex) for refusal in REFUSALS)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,6 +71,11 @@ def read_prompts(
     """
     policy = plan.roles.get("actor_train") or plan.roles["actor_infer"]
     model_args = policy.section.model_args
+    vision = VisionModel.load(str(policy.model_path), tokenizer, model_args.trust_remote_code)
+    engine = config.actor_infer.strategy_args.strategy_name
+    if vision is not None and engine != "hf_infer":
+        reason = f"{engine} does not generate from videos; actor_infer.strategy_args.strategy_name: hf_infer does"
+        vision = replace(vision, without_videos=reason)
     dataset = PromptDataset.build(
         data_args,
         tokenizer,
@@ -78,7 +83,7 @@ def read_prompts(
         {name: section.tag_included for name, section in config.rewards.items()},
         global_template=config.global_template,
         tag_to_template=config.tag_to_template,
-        vision=VisionModel.load(str(policy.model_path), tokenizer, model_args.trust_remote_code),
+        vision=vision,
     )
     for remark in remarks(config, dataset.counts):
         logger.warning("%s: %s", data_args.file_name, remark)

@@ -14,7 +14,15 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from roll.models.routes import encoded
-from roll.protocol.vision import EncodedImage, VisionInputs, patches_of, token_types, vision_token_ids
+from roll.protocol.vision import (
+    EncodedVideo,
+    Seen,
+    VisionInputs,
+    patches_of,
+    placeholder_problem,
+    token_types,
+    vision_token_ids,
+)
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
 from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder, Images, PromptStates, is_fusable
 
@@ -232,27 +240,22 @@ class VisionDecoder(GenericDecoder):
         """Images that the tower has seen, since the decoder was made."""
 
     def check_images(self, name: str, prompt: Sequence[int], vision: VisionInputs | None) -> None:
-        config = self._config
-        found = sum(token == config.image_token_id for token in prompt)
-        expected = sum(vision.num_tokens) if vision is not None else 0
-        if found != expected or config.video_token_id in prompt:
-            images = len(vision.images) if vision is not None else 0
-            raise ValueError(
-                f"{name}: the prompt has {found} placeholders of images, and its {images} images have {expected}; they "
-                "must be as many, and none of a video"
-            )
+        problem = placeholder_problem(prompt, vision, self._config)
+        if problem is not None:
+            raise ValueError(f"{name}: {problem}")
         if vision is not None and vision.processing.patch_dim != self._patch_dim:
             raise ValueError(
                 f"{name}: patches of {vision.processing.patch_dim} numbers, and the model's have {self._patch_dim}"
             )
 
     def prefix_key(self, token_ids: Sequence[int], vision: VisionInputs | None) -> Sequence[int]:
-        """Where an image stands, a negative number made of the image."""
+        """Where an image or a video stands, a negative number made of it."""
         if vision is None:
             return token_ids
         keys = (-(int(key[:14], 16) + 1) for key in vision.image_keys)
         names = (name for name, count in zip(keys, vision.num_tokens, strict=True) for _ in range(count))
-        return [next(names) if token == self._config.image_token_id else token for token in token_ids]
+        placeholders = (self._config.image_token_id, self._config.video_token_id)
+        return [next(names) if token in placeholders else token for token in token_ids]
 
     def forget_weights(self) -> None:
         self._features.clear()
@@ -270,25 +273,44 @@ class VisionDecoder(GenericDecoder):
             positions = torch.arange(known, tokens.shape[1], device=self.device).expand(3, len(tokens), -1)
             return {"position_ids": positions}, ()
         behind = torch.arange(tokens.shape[1], device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
-        grids = [vision.grids() for vision in images if vision is not None]
-        positions, deltas = self._body.get_rope_index(
+        types = token_types(tokens, self._config)
+        given = [vision for vision in images if vision is not None]
+        seen = [
+            (one, grid, vision) for vision in given for one, grid in zip(vision.images, vision.grids(), strict=True)
+        ]
+        grids = {
+            is_video: [grid for one, grid, _ in seen if isinstance(one, EncodedVideo) == is_video]
+            for is_video in (False, True)
+        }
+        seconds = [one.seconds_per_grid(vision.processing) for one, _, vision in seen if isinstance(one, EncodedVideo)]
+        positions, _ = self._body.get_rope_index(
             tokens,
-            mm_token_type_ids=token_types(tokens, self._config),
-            image_grid_thw=torch.cat(grids).to(self.device) if grids else None,
+            mm_token_type_ids=types,
+            image_grid_thw=torch.stack(grids[False]).to(self.device) if grids[False] else None,
+            video_grid_thw=torch.stack(grids[True]).to(self.device) if grids[True] else None,
+            second_per_grid_ts=seconds or None,
             attention_mask=behind.long(),
         )
+        # One behind the last token, as in training. The model's own deltas count from the largest position, which
+        # the times of a long video can be beyond.
+        ends = torch.tensor(lengths, device=self.device)
+        last = positions.amax(0).gather(1, ends[:, None] - 1)[:, 0]
         inputs: dict[str, Any] = {"position_ids": positions[..., known:]}
-        placeholders = int((tokens[:, known:] == self._config.image_token_id).sum())
-        if placeholders:
-            inputs["mm_encoder_outputs"] = {"image": self._images_of(images, placeholders)}
-        return inputs, deltas.flatten().tolist()
+        new = types[:, known:]
+        outputs = {
+            name: self._features_of(given, count, kind == 2)
+            for kind, name in ((1, "image"), (2, "video"))
+            if (count := int((new == kind).sum()))
+        }
+        if outputs:
+            inputs["mm_encoder_outputs"] = outputs
+        return inputs, (last + 1 - ends).tolist()
 
     def _rotary_positions(self, slots: DecodeSlots) -> torch.Tensor:
         return slots.rotary_positions[None, :, None].expand(3, -1, -1)
 
-    def _images_of(self, images: Images, placeholders: int) -> SimpleNamespace:
-        """The tower's features of the last ``placeholders`` image tokens of the prompts."""
-        given = [vision for vision in images if vision is not None]
+    def _features_of(self, given: Sequence[VisionInputs], placeholders: int, of_videos: bool) -> SimpleNamespace:
+        """The tower's features of the last ``placeholders`` tokens of images, or of videos, of the prompts."""
         missing = {
             key: (image, grid, vision)
             for vision in given
@@ -298,9 +320,11 @@ class VisionDecoder(GenericDecoder):
         if missing:
             self._run_tower(missing)
         found = []
-        for key in (key for vision in given for key in vision.image_keys):
-            self._features.move_to_end(key)
-            found.append(self._features[key])
+        for vision in given:
+            for key, image in zip(vision.image_keys, vision.images, strict=True):
+                self._features.move_to_end(key)
+                if isinstance(image, EncodedVideo) == of_videos:
+                    found.append(self._features[key])
         while len(self._features) > len(missing) and self._held_tokens() > FEATURE_CACHE_TOKENS:
             self._features.popitem(last=False)
         pooled = torch.cat([one.pooled for one in found])[-placeholders:]
@@ -308,7 +332,7 @@ class VisionDecoder(GenericDecoder):
         deepstack = [(torch.cat(layer)[-placeholders:],) for layer in layers]
         return SimpleNamespace(pooler_output=(pooled,), deepstack_features=deepstack)
 
-    def _run_tower(self, missing: Mapping[str, tuple[EncodedImage, torch.Tensor, VisionInputs]]) -> None:
+    def _run_tower(self, missing: Mapping[str, tuple[Seen, torch.Tensor, VisionInputs]]) -> None:
         pixels = [patches_of(image, vision.processing) for image, _, vision in missing.values()]
         grids = torch.stack([grid for _, grid, _ in missing.values()])
         outputs = self._body.get_image_features(

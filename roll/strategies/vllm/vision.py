@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm import TokensPrompt
 
-from roll.protocol.vision import VisionInputs, vision_token_ids
+from roll.protocol.vision import VisionInputs, placeholder_problem, vision_token_ids
 
 
 def check_torchvision() -> None:
@@ -35,8 +35,8 @@ class ImagePrompts:
     """
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
+        self._config = config
         self._image_token_id = getattr(config, "image_token_id", None)
-        self._video_token_id = getattr(config, "video_token_id", None)
         self.never_sampled: list[str] = list(tokenizer.convert_ids_to_tokens(list(vision_token_ids(config))))
         """Texts of the tokens that stand for images: single tokens, which vLLM masks exactly."""
 
@@ -45,14 +45,15 @@ class ImagePrompts:
         Raises:
             ValueError: images for a model of text, or as many placeholders as do not go with them.
         """
-        found = sum(token == self._image_token_id for token in token_ids)
-        expected = sum(vision.num_tokens) if vision is not None else 0
-        if found != expected or (self._video_token_id is not None and self._video_token_id in token_ids):
-            images = len(vision.images) if vision is not None else 0
-            raise ValueError(
-                f"{name}: the prompt has {found} placeholders of images, and its {images} images have {expected}; they "
-                "must be as many, and none of a video"
-            )
+        if self._image_token_id is None:
+            if vision is not None:
+                raise ValueError(f"{name}: {len(vision.images)} images for a model of text")
+            return
+        problem = placeholder_problem(token_ids, vision, self._config)
+        if problem is not None:
+            raise ValueError(f"{name}: {problem}")
+        if vision is not None and vision.videos:
+            raise ValueError(f"{name}: the prompt has a video, which hf_infer generates from, and vllm does not")
 
     def prompt(self, token_ids: Sequence[int], vision: VisionInputs | None) -> TokensPrompt:
         """vLLM writes the placeholders itself, from one for each image: it is given the images in the size in which

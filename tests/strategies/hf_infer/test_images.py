@@ -15,6 +15,7 @@ from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.generic import VisionDecoder, create_decoder
 from tests import vision_models
 from tests.strategies.hf_infer.helpers import greedy, run
+from tests.strategies.vision_cases import video_prompts, vision_keywords
 from tests.vision_models import VisionPrompt
 
 MAX_MODEL_LEN = 160
@@ -58,11 +59,7 @@ def request(name: str, prompt: VisionPrompt, params: SamplingParams, num_samples
 def forward(model: Any, prompt: VisionPrompt, response: list[int]) -> torch.Tensor:
     """Log-probs of every response token under transformers' own positions, placeholders masked."""
     ids = torch.tensor([[*prompt.token_ids, *response]])
-    images: dict[str, Any] = {}
-    if prompt.vision is not None:
-        types = (ids == model.config.image_token_id).long()
-        images = {"pixel_values": prompt.vision.pixel_values(), "image_grid_thw": prompt.vision.grids()}
-        images["mm_token_type_ids"] = types
+    images = {} if prompt.vision is None else vision_keywords([prompt.vision], ids, model.config)
     model.model.rope_deltas = None
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **images).logits[0, len(prompt.token_ids) - 1 :]
     logits[:, list(vision_token_ids(model.config))] = -torch.inf
@@ -80,10 +77,7 @@ def test_greedy_equals_generate(model: Any, prompts: list[VisionPrompt]) -> None
     outputs = run(engine, [request(str(i), one, greedy(14), 2) for i, one in enumerate(prompts)])
     for i, one in enumerate(prompts):
         ids = torch.tensor([one.token_ids])
-        images: dict[str, Any] = {}
-        if one.vision is not None:
-            images = {"pixel_values": one.vision.pixel_values(), "image_grid_thw": one.vision.grids()}
-            images["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
+        images = {} if one.vision is None else vision_keywords([one.vision], ids, model.config)
         model.model.rope_deltas = None
         expected = model.generate(
             input_ids=ids,
@@ -141,6 +135,40 @@ def test_interrupted_samples_and_other_weights(model: Any, prompts: list[VisionP
         finished = engine.step()
     for output in finished:
         check(model, prompts[1], output)
+
+
+def test_videos(model: Any, prompts: list[VisionPrompt]) -> None:
+    """Greedy and sampled, next to prompts of images, each seen once; the log-probs are those of a forward pass, also
+    where the times of a video go beyond the positions of the text behind it."""
+    given = [*video_prompts(model.config.model_type), prompts[1]]
+    engine = build_engine(model)
+    for params in (greedy(10), SamplingParams(10, temperature=1.0, seed=3)):
+        outputs = run(engine, [request(str(i), one, params, 2) for i, one in enumerate(given)])
+        for (name, _), output in outputs.items():
+            assert not set(output.token_ids) & set(vision_token_ids(model.config))
+            check(model, given[int(name)], output)
+        if not params.temperature:
+            assert outputs["0", 0].token_ids == outputs["0", 1].token_ids
+    decoder = engine._decoder
+    assert isinstance(decoder, VisionDecoder)
+    assert decoder.num_towers == 8, "three videos, two videos and an image, two images, each seen once"
+
+
+def test_conversations_about_videos_continue(model: Any) -> None:
+    """A longer prompt takes the shorter one's from the prefix cache; equal tokens with other frames are another."""
+    first, twin, mixed, *_ = video_prompts(model.config.model_type)
+    engine = build_engine(model, prefix_cache_tokens=1000)
+    for start in (first, mixed):
+        answer = run(engine, [request("1", start, greedy(6))])["1", 0].token_ids
+        reused = engine._prefixes.num_reused
+        longer = VisionPrompt([*start.token_ids, *answer, 9, 10, 11], start.vision)
+        check(model, longer, run(engine, [request("longer", longer, greedy(8))])["longer", 0])
+        assert engine._prefixes.num_reused - reused >= len(start.token_ids) + len(answer) - 1
+    check(model, twin, run(engine, [request("twin", twin, greedy(8))])["twin", 0])
+    cut = first.token_ids[:]
+    cut.remove(model.config.video_token_id)
+    with pytest.raises(ValueError, match="17 of videos, and its 1 videos have 18"):
+        engine.add_requests([GenerationRequest("r", cut, greedy(4), vision=first.vision)])
 
 
 def test_prefix_cache_knows_images(model: Any, prompts: list[VisionPrompt], tokenizer: Any) -> None:

@@ -30,10 +30,9 @@ def test_images_before_and_after_an_update(tmp_path: Path, kind: str) -> None:
     with engine_process() as in_process:  # a new one, in which transformers is not imported yet
         found = in_process(image_cases.generated, tmp_path, FOLDER)
     assert found["wrong"] == []
-    assert found[
-        "refused"
-    ] == "request 'r': the prompt has 8 placeholders of images, and its 1 images have 9; they " + (
-        "must be as many, and none of a video"
+    assert found["refused"] == (
+        "request 'r': the prompt has 8 placeholders of images, and its 1 images have 9; it has 0 of videos, and its 0 "
+        "videos have 0; they must be as many, and in the same order"
     )
     gaps, same = image_cases.compared(tmp_path, found)
     assert max(gaps) < 2e-5
