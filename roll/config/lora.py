@@ -103,7 +103,7 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
     if backend_of(strategy).only_plain_adapters:
         _check_plain(path, args, strategy, in_rl, checks)
     if adapts_experts(args):
-        _check_experts(path, args, role, key, value, checks)
+        _check_experts(path, args, checks)
     if checks.check_files and find_spec("peft") is None:
         checks.add(key, value, "needs peft, an optional package: pip install 'roll-rl[peft]'")
     if args.freeze_module_prefix:
@@ -120,13 +120,8 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
     _check_adapter(path, args, checks)
 
 
-def _check_experts(path: str, args: ModelArguments, role: WorkerConfig, key: str, value: Any, checks: Checks) -> None:
+def _check_experts(path: str, args: ModelArguments, checks: Checks) -> None:
     """Problems of keys that exclude adapters of fused experts."""
-    strategy = role.strategy_args.strategy_name
-    if backend_of(strategy).only_plain_adapters:
-        other = f"strategy_name: {strategy.replace(backend_of(strategy).name, 'fsdp2')}"
-        rule = f"means the experts of sparse layers, of which {strategy} adapts the attention only; or use {other}"
-        checks.add(key, value, rule, "q_proj,k_proj,v_proj,o_proj")
     if args.lora_dropout:
         rule = "must be 0 with adapters of the experts: they are added to the weights, which see no input to drop"
         checks.add(f"{path}.lora_dropout", args.lora_dropout, rule, 0.0)

@@ -112,6 +112,11 @@ def base_name(name: str) -> str:
     return _BASES.sub(".", name).replace(_WHOLE, ".")
 
 
+def source_name(name: str) -> str:
+    """:func:`base_name`, or the name itself of A and B, which the base does not have."""
+    return name if is_adapter(name) else base_name(name)
+
+
 def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
     """``W + scaling * B A``, computed in float32, in the type of W; of each expert where W is (E, out, in)."""
     if weight.ndim == 3:
@@ -127,9 +132,9 @@ def merged_rows(rows: Tensor, first: int, shape: Sequence[int], down: Tensor, up
         shape: of W, (E, out, in).
     """
     expert, begin = divmod(first, shape[1])
-    ups, downs = _factors(down, up, shape[0])
-    own = ups[expert, begin : begin + len(rows)]
-    return torch.addmm(rows.float(), own, downs[expert], alpha=scaling).to(rows.dtype)
+    own_up = up[begin : begin + len(rows)].unflatten(1, (-1, shape[0]))[..., expert]
+    own_down = down.unflatten(0, (shape[0], -1))[expert]
+    return torch.addmm(rows.float(), own_up.float(), own_down.float(), alpha=scaling).to(rows.dtype)
 
 
 def _factors(down: Tensor, up: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

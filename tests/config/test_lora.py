@@ -88,8 +88,8 @@ def test_megatron_trains_plain_adapters(tmp_path: Path, key: str, value: Any, ru
 @pytest.mark.parametrize(
     ("strategy", "config", "changes", "key", "rule"),
     [
-        ("megatron_train", {}, {}, "model_args.lora_target", "adapts the attention only"),
         ("fsdp2_train", {}, {"lora_dropout": 0.1}, "model_args.lora_dropout", "see no input to drop"),
+        ("fsdp2_train", {"ep_size": 2}, {"lora_dropout": 0.1}, "model_args.lora_dropout", "see no input to drop"),
     ],
 )
 def test_what_does_not_go_with_adapters_of_experts(

@@ -377,7 +377,7 @@ EXPERTS = (
     Feature(
         "mixture of experts: LoRA, without routers",
         *[moe_state("test_adapters_of_experts_equal_plain_peft")] * 3,
-        Other("no: adapters of attention only, refused by name"),
+        in_file("strategies/megatron/test_expert_adapters.py")("test_training_equals_plain_peft"),
     ),
 )
 

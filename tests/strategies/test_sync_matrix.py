@@ -83,6 +83,7 @@ EXPERTS = {
     "zero3": ("mixtral", "deepspeed_train", {"zero_stage": 3}),
     "megatron-ep": ("qwen2_moe", "megatron_train", {"expert_model_parallel_size": 2}),
     "megatron-ep-mixtral": ("mixtral", "megatron_train", {"expert_model_parallel_size": 2}),
+    "megatron-ep-adapters": ("qwen2_moe", "megatron_train", {"expert_model_parallel_size": 2}),
 }
 
 

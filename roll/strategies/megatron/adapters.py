@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from roll.config.lora import is_trained_whole_everywhere
-from roll.models.lora import Adapters, adapter_names, add_adapters, base_name, is_trained_whole
-from roll.strategies.megatron.correspondence import LINEARS, FusedHeads, in_layer
-from roll.strategies.megatron.parallel import sparse_layers
+from roll.models.lora import EXPERT_TENSORS, Adapters, adapter_names, add_adapters, base_name, is_trained_whole
+from roll.models.stored import StoredLayout
+from roll.strategies.megatron.correspondence import LINEARS, SHARED_LINEARS, FusedHeads, in_layer
+from roll.strategies.megatron.expert_adapters import AdaptedExperts, as_matrix
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -158,31 +159,43 @@ def adapted_skeleton(model: PreTrainedModel, args: ModelArguments, seed: int, dt
         if not args.adapter_name_or_path:
             # The copy that peft has made of zeros: its numbers are read from the model's folder.
             parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-    sparse = sparse_layers(model.config)
-    for weight in adapters.scalings:
-        layer, _, inner = weight.removeprefix("model.layers.").partition(".")
-        if layer.isdigit() and sparse[int(layer)] and not inner.startswith("self_attn."):
-            raise ValueError(
-                f"model_args.lora_target: {weight.removesuffix('.weight')} is part of a layer with experts, of which "
-                "the Megatron backend adapts the attention only; use e.g. q_proj,k_proj,v_proj,o_proj, or "
-                "strategy_name: fsdp2_train"
-            )
     return adapters
 
 
+def of_experts_as_matrices(
+    tensors: Mapping[str, Tensor], adapters: Adapters, experts: int
+) -> Iterator[tuple[str, Tensor]]:
+    """``tensors``, of which each B of experts has the form in which it is sharded."""
+    ups = {adapter_names(weight)[1] for weight in adapters.scalings if not weight.endswith(".weight")}
+    for name, tensor in tensors.items():
+        yield name, as_matrix(tensor, experts) if name in ups else tensor
+
+
 def add_to_chunk(
-    chunk: GPTModel, hf: PretrainedConfig, shapes: Mapping[str, Sequence[int]], scalings: Mapping[str, float]
+    chunk: GPTModel,
+    hf: PretrainedConfig,
+    shapes: Mapping[str, Sequence[int]],
+    scalings: Mapping[str, float],
+    stored: StoredLayout,
 ) -> None:
     """Give a model chunk this rank's parts of the adapters, not yet filled.
 
     Args:
         shapes: of whole tensors, A and B among them.
         scalings: by the Hugging Face name of an adapted weight.
+
+    Raises:
+        ValueError: expert-tensor-parallel ranks that do not divide the experts' adapters.
     """
     tensor_size = chunk.config.tensor_model_parallel_size
     for layer in chunk.decoder.layers:
         is_sparse = not hasattr(layer.mlp, "linear_fc1")
-        for path in LINEARS[:2] if is_sparse else LINEARS:
+        if is_sparse:
+            _adapt_experts(
+                layer.mlp.experts, f"model.layers.{layer.layer_number - 1}.mlp.experts", scalings, shapes, stored
+            )
+        has_shared = is_sparse and layer.mlp.shared_experts is not None
+        for path in LINEARS[:2] + (SHARED_LINEARS if has_shared else ()) if is_sparse else LINEARS:
             sources, layout = in_layer(f"{path}.weight", hf)
             weights = {_projection(name): f"model.layers.{layer.layer_number - 1}.{name}" for name in sources}
             adapted = {name: weight for name, weight in weights.items() if weight in scalings}
@@ -199,6 +212,21 @@ def add_to_chunk(
                 module.adapt(ranks, factors, widths, groups)
 
 
+def _adapt_experts(
+    experts: AdaptedExperts,
+    path: str,
+    scalings: Mapping[str, float],
+    shapes: Mapping[str, Sequence[int]],
+    stored: StoredLayout,
+) -> None:
+    weights = {name: f"{path}.{name}" for name in EXPERT_TENSORS if f"{path}.{name}" in scalings}
+    if not weights:
+        return
+    whole = {name: stored.live_shape(weight) for name, weight in weights.items()}
+    ranks = {name: shapes[adapter_names(weight)[0]][0] // whole[name][0] for name, weight in weights.items()}
+    experts.adapt(ranks, {name: scalings[weight] for name, weight in weights.items()}, whole)
+
+
 def _projection(weight: str) -> str:
     """``q_proj`` of ``self_attn.q_proj.weight``."""
     return weight.split(".")[-2]
@@ -211,7 +239,7 @@ def disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
         module
         for chunk in chunks
         for module in chunk.modules()
-        if isinstance(module, AdaptedColumnLinear | AdaptedRowLinear)
+        if isinstance(module, AdaptedColumnLinear | AdaptedRowLinear | AdaptedExperts)
     ]
     for module in modules:
         module.uses_adapters = False

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 """Megatron's linear layers, within a transformer layer."""
+SHARED_LINEARS = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
+"""Those of the expert that every token visits."""
 
 _ADAPTERS = ".adapters."
 
@@ -168,6 +170,26 @@ class FusedHeads(Layout):
 
 
 @dataclass(frozen=True)
+class ShardedExperts(Layout):
+    """A matrix of all experts of a layer: its experts, along one dimension, are dealt out to expert-parallel ranks, and
+    the other dimension to the ``tensor_size`` ranks, next to each other, that share an expert."""
+
+    experts_dim: int
+    tensor_size: int
+
+    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
+        expert, tensor = divmod(rank, self.tensor_size)
+        experts = _share(shape[self.experts_dim], expert, size // self.tensor_size)
+        others = _share(shape[1 - self.experts_dim], tensor, self.tensor_size)
+        return (others, experts) if self.experts_dim else (experts, others)
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        each = self.tensor_size
+        of_experts = [torch.cat(list(shards[i : i + each]), 1 - self.experts_dim) for i in range(0, len(shards), each)]
+        return [torch.cat(of_experts, self.experts_dim)]
+
+
+@dataclass(frozen=True)
 class Correspondence:
     """One parameter's name, the same under all parallel sizes, and the tensors that it is made of."""
 
@@ -177,7 +199,7 @@ class Correspondence:
     is_copy: bool = False
     """The output matrix of a last stage that copies the embeddings of the first one."""
     of_expert: bool = False
-    """On the ranks of one expert only."""
+    """On the ranks of one expert only, or of some."""
 
 
 def parameters_of(
@@ -195,6 +217,11 @@ def parameters_of(
                 own, layout = _of_expert(part, prefix, expert, num_experts(hf), stored)
                 yield Correspondence(f"{path}.mlp.experts.{expert}.{part}", own, layout, of_expert=True), parameter
                 continue
+            if inner.startswith(_EXPERT_ADAPTERS):
+                part = inner.removeprefix(_EXPERT_ADAPTERS)
+                source, layout = _of_expert_adapters(part, prefix, chunk.config.expert_tensor_parallel_size)
+                yield Correspondence(f"{path}.mlp.expert_adapters.{part}", (source,), layout, of_expert=True), parameter
+                continue
             sources, layout = in_layer(inner, hf)
             own = tuple(stored.parts(f"{prefix}{source}")[0].name for source in sources)
             yield Correspondence(f"{path}.{inner}", own, layout), parameter
@@ -203,6 +230,7 @@ def parameters_of(
 
 
 _EXPERTS = "mlp.experts.local_experts."
+_EXPERT_ADAPTERS = "mlp.experts.adapters."
 
 
 def _of_expert(
@@ -214,6 +242,13 @@ def _of_expert(
     count = len(parts) // num_experts
     own = tuple(one.name for one in parts[expert * count : (expert + 1) * count])
     return own, FusedRows(count) if is_first else Sharded(1)
+
+
+def _of_expert_adapters(part: str, prefix: str, tensor_size: int) -> tuple[str, Layout]:
+    """A is (E r, in); B is taken as (out r, E)."""
+    tensor, _, which = part.partition(".")
+    down, up = adapter_names(f"{prefix}mlp.experts.{tensor}")
+    return (down, ShardedExperts(0, tensor_size)) if which == "down" else (up, ShardedExperts(1, tensor_size))
 
 
 def in_layer(name: str, hf: PretrainedConfig) -> tuple[tuple[str, ...], Layout]:

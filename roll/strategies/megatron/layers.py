@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -20,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from roll.models.attention import layout_attention
 from roll.strategies.megatron.adapters import AdaptedColumnLinear, AdaptedRowLinear
+from roll.strategies.megatron.expert_adapters import AdaptedExperts, ExpertColumnLinear, ExpertRowLinear
 from roll.strategies.megatron.experts import RoutedLayer, Router
 from roll.strategies.megatron.micro_batches import Arrangement
 from roll.strategies.megatron.parallel import sparse_layers
@@ -149,7 +151,12 @@ def _layer(config: TransformerConfig, hf: PretrainedConfig, is_sparse: bool) -> 
     attention.linear_qkv, attention.linear_proj = AdaptedColumnLinear, AdaptedRowLinear
     if is_sparse:
         layer.module = RoutedLayer
-        parts.mlp.submodules.router = Router
+        moe = parts.mlp.submodules
+        moe.router = Router
+        experts = MLPSubmodules(linear_fc1=ExpertColumnLinear, linear_fc2=ExpertRowLinear)
+        moe.experts = ModuleSpec(AdaptedExperts, submodules=experts)
+        shared = MLPSubmodules(linear_fc1=AdaptedColumnLinear, linear_fc2=AdaptedRowLinear)
+        moe.shared_experts.submodules = shared
     else:
         parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = AdaptedColumnLinear, AdaptedRowLinear
     if hf.model_type == "olmoe":

@@ -27,7 +27,7 @@ from roll.models.build import DTYPES
 from roll.models.distributions import COMPARED
 from roll.models.layouts import TopTokens
 from roll.models.loading import TensorFiles
-from roll.models.lora import Adapters, base_name, is_trained_whole
+from roll.models.lora import Adapters, is_trained_whole, source_name
 from roll.models.routes import encoded, with_prompts_of_leaders
 from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
@@ -138,24 +138,27 @@ class MegatronStrategy(ModelStrategy):
                 own.parameter.allreduce = not self.sizes.deals_out_experts  # type: ignore[attr-defined]
         freeze(self.parameters, names, args.freeze_module_prefix, self._stored)
         if self.adapters is not None:
-            trained = {base_name(name) for name, p in self._skeleton.named_parameters() if p.requires_grad}
+            trained = {source_name(name) for name, p in self._skeleton.named_parameters() if p.requires_grad}
             for own in self.parameters:
                 own.parameter.requires_grad_(own.correspondence.sources[0] in trained)
         self._read_weights()
         self._full_weights = FullWeights(
-            self.parameters, self._info, self._shapes, self.compute_dtype, self.adapter_scalings()
+            self.parameters, self._info, self._shapes, self.compute_dtype, self._stored, self.adapter_scalings()
         )
 
     def _adapt_skeleton(self) -> None:
         """Draw or load the adapters, whole: they are small."""
         args = self.role.model_args
         self.adapters = megatron_adapters.adapted_skeleton(self._skeleton, args, self.seed, self.compute_dtype)
-        named = {name: p.detach() for name, p in self._skeleton.named_parameters() if p.requires_grad}
-        self._shapes |= {base_name(name): tensor.shape for name, tensor in named.items()}
+        tensors = {name: p.detach() for name, p in self._skeleton.named_parameters() if p.requires_grad}
+        named = dict(
+            megatron_adapters.of_experts_as_matrices(tensors, self.adapters, num_experts(self._skeleton.config))
+        )
+        self._shapes |= {source_name(name): tensor.shape for name, tensor in named.items()}
         # A critic's head is the model folder's, unless it continues from an adapter that has one.
         from_adapter = args.adapter_name_or_path is not None
         self._adapter_tensors = {
-            base_name(name): tensor for name, tensor in named.items() if from_adapter or base_name(name) == name
+            source_name(name): tensor for name, tensor in named.items() if from_adapter or source_name(name) == name
         }
 
     def _build_chunk(self, index: int) -> ResponseGPT:
@@ -168,7 +171,7 @@ class MegatronStrategy(ModelStrategy):
             virtual_stage=index if self.sizes.virtual > 1 else None,
         )
         if self.adapters is not None:
-            megatron_adapters.add_to_chunk(chunk, hf, self._shapes, self.adapters.scalings)
+            megatron_adapters.add_to_chunk(chunk, hf, self._shapes, self.adapters.scalings, self._stored)
         return chunk.to(self.device)
 
     @torch.no_grad()
@@ -201,7 +204,7 @@ class MegatronStrategy(ModelStrategy):
         if self.adapters is None or self.head is not ModelHead.CAUSAL_LM:
             return []
         files = TensorFiles(str(self.role.model_args.model_name_or_path))
-        whole = {base_name(name) for name, _ in self._skeleton.named_parameters() if is_trained_whole(name)}
+        whole = {source_name(name) for name, _ in self._skeleton.named_parameters() if is_trained_whole(name)}
         return [
             (own.parameter, read_parameter(own, files, {}, self._stored).to(self.compute_dtype))
             for own in self.parameters
@@ -336,14 +339,15 @@ class MegatronStrategy(ModelStrategy):
     def _save_adapter(self, adapters: Adapters, path: Path) -> None:
         """Collective."""
         trained = [name for name, parameter in self._skeleton.named_parameters() if parameter.requires_grad]
-        sources = {base_name(name) for name in trained}
+        sources = {source_name(name) for name in trained}
         held = [own for own in self.parameters if own.correspondence.sources[0] in sources]
         whole: dict[str, torch.Tensor] = {}
-        full = FullWeights(held, self._info, self._shapes, self.compute_dtype)
+        full = FullWeights(held, self._info, self._shapes, self.compute_dtype, self._stored)
         for bucket in full.buckets(EXPORT_BUCKET_BYTES):
             whole |= {name: tensor.cpu() for name, tensor in bucket}
         if self._info.rank == 0:
-            own_tensors = adapters.own((name, whole[base_name(name)]) for name in trained)
+            shapes = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
+            own_tensors = adapters.own((name, whole[source_name(name)].view(shapes[name])) for name in trained)
             adapters.save(path, dict(own_tensors), str(self.role.model_args.model_name_or_path))
 
     def _prepare_training(self, num_training_steps: int) -> None:
@@ -440,7 +444,7 @@ class MegatronStrategy(ModelStrategy):
     @cached_property
     def _live_names(self) -> dict[str, str]:
         named = self._skeleton.named_parameters()
-        return {base_name(name): name for name, parameter in named if parameter.requires_grad}
+        return {source_name(name): name for name, parameter in named if parameter.requires_grad}
 
     @cached_property
     def contents(self) -> ModelContents:

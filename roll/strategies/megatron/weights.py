@@ -15,12 +15,12 @@ from torch.distributed import ProcessGroup
 
 from roll.config.lora import names_of
 from roll.models.loading import TensorFiles
-from roll.models.lora import DOWN_PART, UP_PART, adapter_names, merged_weight
+from roll.models.lora import DOWN_PART, UP_PART, adapter_names, merged_rows, merged_weight
 from roll.models.stored import StoredLayout
 from roll.platforms import current_platform
 from roll.protocol.metrics import RankInfo
 from roll.strategies.base import ALL_WEIGHTS, WeightSelection
-from roll.strategies.megatron.correspondence import Correspondence
+from roll.strategies.megatron.correspondence import Correspondence, ShardedExperts
 
 if TYPE_CHECKING:
     pass
@@ -36,6 +36,8 @@ class OwnParameter:
     @property
     def shards(self) -> ProcessGroup:
         """The ranks over which it is sharded, or which hold it in common."""
+        if isinstance(self.correspondence.layout, ShardedExperts):
+            return parallel_state.get_expert_tensor_and_model_parallel_group()
         if self.correspondence.of_expert:
             return parallel_state.get_expert_tensor_parallel_group()
         return parallel_state.get_tensor_model_parallel_group()
@@ -105,6 +107,7 @@ class FullWeights:
         info: RankInfo,
         shapes: Mapping[str, torch.Size],
         dtype: torch.dtype,
+        stored: StoredLayout,
         scalings: Mapping[str, float] | None = None,
     ) -> None:
         """Collective over pipeline stages.
@@ -118,6 +121,7 @@ class FullWeights:
         self._info = info
         self._shapes = shapes
         self._dtype = dtype
+        self._stored = stored
         self._scalings = dict(scalings or {})
         self._device = current_platform().device()
         mine = [own.correspondence for own in parameters if not own.correspondence.is_copy]
@@ -183,22 +187,50 @@ class FullWeights:
                     yield weight
 
     def _weights(self) -> Iterator[tuple[list[_Weight], float]]:
-        """Every tensor of the model without adapters, in the same order on all ranks: itself, or W, A and B."""
+        """Every tensor of the model without adapters, in the same order on all ranks: itself, or W, A and B.
+
+        Matrices of experts come merged: A and B are of all experts of a layer, and are kept until the next layer.
+        """
+        layer, of_experts = "", dict[str, tuple[_Collected, ...]]()
         for stage, entry in self._all:
             if entry.sources[0] in self._of_adapters:
                 continue
             whole = _Collected(partial(self._collect, stage, entry))
             for index, name in enumerate(entry.sources):
                 parts = [self._weight(name, stage, entry, whole, index)]
-                if name in self._scalings:
+                live = self._stored.live_name(name)
+                if entry.of_expert and live in self._scalings:
+                    if layer != live.rpartition(".")[0]:
+                        layer, of_experts = live.rpartition(".")[0], {}
+                    if live not in of_experts:
+                        places = [self._of_adapters[part] for part in adapter_names(live)]
+                        of_experts[live] = tuple(_Collected(partial(self._collect, *place)) for place in places)
+                    parts = [self._merged_expert(parts[0], live, of_experts[live])]
+                elif name in self._scalings:
                     for suffix, part in zip((DOWN_PART, UP_PART), adapter_names(name), strict=True):
                         place = self._of_adapters[part]
                         parts.append(self._weight(name + suffix, *place, _Collected(partial(self._collect, *place)), 0))
                 yield parts, self._scalings.get(name, 1.0)
 
+    def _merged_expert(self, weight: _Weight, live: str, adapters: Sequence[_Collected]) -> _Weight:
+        """Some rows of the live tensor of all experts, with their adapters."""
+        begin, shape = self._stored.part(weight.name).begin, self._stored.live_shape(live)
+        is_trained = any(self._is_trained(*self._of_adapters[part]) for part in adapter_names(live))
+
+        def read() -> Tensor | None:
+            rows, down, up = weight.read(), *(one.tensor(0) for one in adapters)
+            if rows is None or down is None or up is None:
+                return None
+            return merged_rows(rows, begin, shape, down, up.view(shape[1], -1), self._scalings[live])
+
+        return _Weight(weight.name, weight.num_bytes, weight.is_trained or is_trained, read)
+
+    def _is_trained(self, stage: int, entry: Correspondence) -> bool:
+        return entry.name not in self._frozen[stage]
+
     def _weight(self, name: str, stage: int, entry: Correspondence, whole: _Collected, index: int) -> _Weight:
         num_bytes = self._shapes[entry.sources[index]].numel() * self._dtype.itemsize
-        return _Weight(name, num_bytes, entry.name not in self._frozen[stage], partial(whole.tensor, index))
+        return _Weight(name, num_bytes, self._is_trained(stage, entry), partial(whole.tensor, index))
 
     def _collect(self, stage: int, entry: Correspondence) -> list[Tensor]:
         """The tensors of one parameter on rank 0; nothing elsewhere. One replica does the work."""

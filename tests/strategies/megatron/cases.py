@@ -45,7 +45,7 @@ class RecordingStrategy(MegatronStrategy):
     def whole(self, value: Any, keep: Any = lambda own: True) -> dict[str, torch.Tensor]:
         """``value(own)`` of each parameter, as whole float32 tensors under Hugging Face names, on rank 0."""
         tensors = [OwnParameter(own.correspondence, _like(own, value(own))) for own in self.parameters if keep(own)]
-        buckets = FullWeights(tensors, self._info, self._shapes, torch.float32).buckets(2**30)
+        buckets = FullWeights(tensors, self._info, self._shapes, torch.float32, self._stored).buckets(2**30)
         return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
 
     def _gradient(self, own: OwnParameter) -> Any:
@@ -199,10 +199,11 @@ def train_lora(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[str, 
         strategy = _recording(role)
         result = lora_cases.train_started(strategy, batch, steps)
         names = strategy._live_names
-        result["gradients"] = {names.get(name, name): value for name, value in result["gradients"].items()}
-        moments = sum(
-            state["exp_avg"].numel() for state in strategy.optimizer.optimizer.state.values() if "exp_avg" in state
-        )
+        shapes = {name: parameter.shape for name, parameter in strategy._skeleton.named_parameters()}
+        gradients = {names.get(name, name): value for name, value in result["gradients"].items()}
+        result["gradients"] = {name: value.view(shapes[name]) for name, value in gradients.items()}
+        states = [state for one in strategy.optimizer.chained_optimizers for state in one.optimizer.state.values()]
+        moments = sum(state["exp_avg"].numel() for state in states if "exp_avg" in state)
         norm = to_floats(strategy.train_step(batch, policy_loss, POLICY))["grad_norm"]
         return result | {"rank_info": strategy.rank_info, "moments": moments, "next_norm": norm}
 

@@ -18,7 +18,7 @@ SHORT = {
     "sp": "sequence_parallel",
     "dist_opt": "use_distributed_optimizer",
 }
-SPLITS = {1: (12,), 2: (7, 5), 4: (5, 4, 3, 0)}
+SPLITS = {1: (12,), 2: (7, 5), 3: (5, 4, 3), 4: (5, 4, 3, 0)}
 
 
 def infos(world: int, config: dict[str, Any]) -> list[RankInfo]:

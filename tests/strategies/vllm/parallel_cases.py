@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from roll.models.stored import StoredLayout
 from roll.weight_sync.encoding import WeightSyncError, tensor_checksum, verify_checksums
 from tests.strategies import engine_cases, engine_models
 from tests.strategies.engine_cases import KEY
@@ -34,6 +35,45 @@ def two_ranks(folder: Path, kind: str) -> dict[str, Any]:
         found["unknown"] = refusal(started)
         started.finish_weight_update()
     return found
+
+
+def experts_of_two_ranks(folder: Path) -> dict[str, Any]:
+    """An engine of two ranks that share every matrix of every expert: samples after 0, 1 and 2 updates, the tensors
+    that a rank did not read back, and an update of which one rank spoils an expert."""
+    model = engine_models.load(folder)
+    with cases.engine(folder, tensor_parallel_size=2) as started:
+        found: dict[str, Any] = {"updates": engine_cases.experts_after_updates(started, model)}
+        found["unread"] = started._engine.collective_rpc(tensors_not_read_back)
+        started._engine.collective_rpc(spoil_an_expert_on_the_last_rank)
+        sent = StoredLayout(model).on_the_way().views(model.state_dict())
+        started.start_weight_update(3)
+        started.update_weights(sent)
+        held = started.finish_weight_update()
+    try:
+        verify_checksums({name: tensor_checksum(tensor) for name, tensor in sent.items()}, held, engine=3, version=3)
+        found["spoilt"] = ""
+    except WeightSyncError as error:
+        found["spoilt"] = str(error)
+    return found
+
+
+def tensors_not_read_back(worker: Any) -> list[str]:
+    return list(worker._roll_verifier._received)
+
+
+def spoil_an_expert_on_the_last_rank(worker: Any) -> None:
+    """From now on one element of that rank's part of the last expert's up matrix changes while it is loaded."""
+    from roll.strategies.vllm.verification import ReloadVerifier
+
+    compare = ReloadVerifier._compare_loaded
+
+    def spoilt(self: ReloadVerifier, layer: Any) -> None:
+        if hasattr(layer, "w13_weight"):
+            layer.w13_weight.data[-1, -1, 0] += 1
+        compare(self, layer)
+
+    if worker.rank == 1:
+        ReloadVerifier._compare_loaded = spoilt  # type: ignore[method-assign]
 
 
 def spoilt_on_the_way(started: Any, model: Any) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.strategies.engine_checks import check_greedy, check_in_flight
+from tests.strategies.engine_cases import moe_folder
+from tests.strategies.engine_checks import check_experts, check_greedy, check_in_flight
 from tests.strategies.vllm import parallel_cases
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -33,6 +34,18 @@ def test_two_ranks(in_engine_process: Callable[..., Any], folders: dict[str, Pat
     assert found["spoilt by a rank"].startswith("weight update 14: engine 3 holds other values than the trainer sent")
     assert "v_proj.weight)" in found["spoilt by a rank"] and found["spoilt by a rank"].endswith(f"v_proj.weight){rank}")
     assert "rank 0: " in found["unknown"] and "no_such" in found["unknown"]
+
+
+@whole_engines
+@pytest.mark.timeout(900)
+def test_experts_of_two_ranks(in_engine_process: Callable[..., Any], tmp_path: Path) -> None:
+    """Each rank reads its part of every matrix of every expert back."""
+    folder = moe_folder(tmp_path, "qwen3_moe", moe_intermediate_size=64)
+    found = in_engine_process(parallel_cases.experts_of_two_ranks, folder)
+    check_experts(found["updates"])
+    assert found["unread"] == [[], []]
+    assert found["spoilt"].startswith("weight update 3: engine 3 holds other values than the trainer sent in 2 of")
+    assert "mlp.experts.5.up_proj.weight" in found["spoilt"] and found["spoilt"].endswith(", on rank 1 of it")
 
 
 def test_the_part_of_a_rank(in_engine_process: Callable[..., Any]) -> None:
