@@ -165,6 +165,9 @@ def _frames(path: Path) -> Iterator[tuple[int, bytes, bytes]]:
         file = path.open("rb")
     except FileNotFoundError:
         return
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", path, error)
+        return
     with file:
         while head := file.read(_FRAME.size):
             begin = file.tell() - len(head)
