@@ -3,24 +3,25 @@ r"""Discounted sums along the tokens of a response, without a Python loop over t
 A recursion y_t = x_t + c y_{t+1} is solved in blocks of K tokens: inside a block it is a product with the K x K matrix
 c^(s-t), and the block ends form the same recursion with c^K, L/K long.  Where the mask has holes (tool output between
 the policy's turns) only masked tokens discount, so the exponent is a count n of masked tokens, which differs by row:
-c^(n_s - n_t) = c^(n_s) / c^(n_t), a product with the matrix of ones between two scalings.
+c^(n_s - n_t) = c^(n_s) / c^(n_t), a product with the matrix of ones between two scalings.  The scalings are looked up,
+eight tokens at a time: exponentials and running counts of every token would take more time than all else.
 """
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import Keep, has_holes, row_blocks
+from roll.algorithms.aggregation import Keep, has_holes, kept_, row_blocks
 
 _BLOCK = 32
-_DEEPEST_EXPONENT = 2.0
-"""Scalings stay above exp(-2) where a block has several tokens: their rounding is that of the exponent times 6e-8."""
-_DEEPEST_OF_BLOCKS = 600.0
-"""Of the scalings between blocks, in float64: exp(-600) is 1e-261."""
+_LEAST_SCALING = 1e-18
+"""Of a block's last token: what it scales must stay within the range of float32."""
+_LEAST_OF_BLOCKS = 1e-250
+"""The same between blocks, in float64."""
 
 
 @lru_cache(maxsize=64)
@@ -69,43 +70,58 @@ def reverse_discounted_sum(values: Tensor, discount: float, out: Tensor | None =
     return inside.view(rows, blocks * width)[:, :length]
 
 
+@lru_cache(maxsize=16)
+def _scalings_of_bytes(discount: float, dtype: torch.dtype) -> np.ndarray:
+    """c^n for eight tokens, n the masked ones of their block up to each: float (25 * 256, 8).
+
+    Row 256 k + b is for the bits b of the mask, the first token's lowest, where k tokens before them are masked.
+    """
+    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+    counts = torch.arange(_BLOCK - 7)[:, None, None] + bits.cumsum(-1)
+    powers: np.ndarray = (discount ** counts.double()).to(dtype).view(-1, 8).numpy()
+    return powers
+
+
+def _scalings(mask: Tensor, discount: float, dtype: torch.dtype) -> Tensor:
+    """c^n, n the masked tokens of a block up to each: bool (B, N * 32) -> float (B, N, 32)."""
+    bits = np.packbits(mask.cpu().numpy(), -1, bitorder="little")
+    # The masked tokens in the bytes of a block before each of its four: one product adds them up.
+    before = (np.bitwise_count(bits).view("<u4") * np.uint32(0x01010100)).view(np.uint8)
+    rows = before.astype(np.intp)
+    rows *= 256
+    rows += bits
+    scalings = torch.from_numpy(_scalings_of_bytes(discount, dtype).take(rows, 0))
+    return scalings.view(len(mask), -1, _BLOCK).to(mask.device)
+
+
 def masked_discounted_sum(values: Tensor, mask: Tensor, discount: float, out: Tensor | None = None) -> Tensor:
     """y_t = sum over s >= t of discount^n x_s, n the masked tokens in (t, s]: float (B, L) -> (B, L).
 
     Only masked tokens discount.  What stands on an unmasked token counts for the tokens left of it as if it stood on
-    the last masked one before it.
+    the last masked one before it.  ``values`` may be overwritten; ``out`` as for :func:`reverse_discounted_sum`.
     """
     rows, length = values.shape
     if discount == 1.0 or length == 0:
         return reverse_discounted_sum(values, discount, out)
-    # 0 has no inverse; what 1e-12 lets through is far below the rounding of float32.
-    exponent = math.log(max(discount, 1e-12))
-    is_shallow = -exponent * length < _DEEPEST_OF_BLOCKS
-    width = min(_BLOCK, length, max(int(_DEEPEST_EXPONENT / -exponent), 1))
-    blocks = -(-length // width)
-    missing = blocks * width - length
+    if discount**_BLOCK < _LEAST_SCALING:
+        return _scan(values, torch.where(mask, values.new_tensor(discount), 1.0).roll(-1, 1))
+    missing = -length % _BLOCK
     if missing:
         values, mask = (torch.nn.functional.pad(t, (0, missing)) for t in (values, mask))
-    counts = mask.view(torch.uint8).view(rows, blocks, width).cumsum(-1, dtype=torch.uint8)
-    weights = counts.to(values.dtype).mul_(exponent).exp_()
-    suffix = _suffix(width, values.dtype, values.device)
-    inside = _product(values.view(rows, blocks, width).mul_(weights), suffix, None if missing else out)
-    if blocks > 1:
-        whole = weights[..., -1]
-        starts = _starts(inside[..., 0], counts[..., -1], exponent) if is_shallow else _scan(inside[..., 0], whole)
-        inside[:, :-1].add_((whole[:, :-1] * starts[:, 1:]).unsqueeze(-1))
-    return inside.div_(weights).view(rows, blocks * width)[:, :length]
+    scalings = _scalings(mask, discount, values.dtype)
+    suffix = _suffix(_BLOCK, values.dtype, values.device)
+    inside = _product(values.view(scalings.shape).mul_(scalings), suffix, None if missing else out)
+    whole = scalings[..., -1]
+    starts = (_starts if discount**length > _LEAST_OF_BLOCKS else _scan)(inside[..., 0], whole)
+    inside[:, :-1].add_((whole[:, :-1] * starts[:, 1:]).unsqueeze(-1))
+    return inside.div_(scalings).view(rows, -1)[:, :length]
 
 
-def _starts(values: Tensor, counts: Tensor, exponent: float) -> Tensor:
-    """y_b = x_b + c^(n_b) y_{b+1} between two scalings, as inside a block: float (B, N), int (B, N) -> (B, N).
-
-    In float64, whose range is that of whole rows.
-    """
-    tokens = counts.double()
-    weights = tokens.cumsum(-1).sub_(tokens).mul_(exponent).exp_()
-    suffix = _suffix(tokens.shape[-1], tokens.dtype, tokens.device)
-    return (values * weights).matmul(suffix).div_(weights).to(values.dtype)
+def _starts(values: Tensor, factors: Tensor) -> Tensor:
+    """y_b = x_b + f_b y_{b+1} between two scalings, as inside a block: float (B, N), (B, N) -> (B, N)."""
+    scalings = factors.double().cumprod(-1).div_(factors)
+    suffix = _suffix(scalings.shape[-1], scalings.dtype, scalings.device)
+    return (values * scalings).matmul(suffix).div_(scalings).to(values.dtype)
 
 
 def _scan(values: Tensor, factors: Tensor) -> Tensor:
@@ -151,14 +167,15 @@ def generalized_advantages(
         token_level_rewards, values, mask, advantages, returns
     ):
         keep = Keep(rows, of_values.dtype)
-        kept_values = keep(of_values)
-        delta = keep(of_rewards).sub_(kept_values)
+        # The returns' memory holds the values until they are added to: one tensor less in the cache.
+        kept_(of_values, keep.bits, target)
+        delta = keep(of_rewards).sub_(target)
         # The hole before a turn gets gamma times the value of the turn's first token: of all tokens left of it, it is
         # the last one of the turn before that has it undiscounted, as its delta asks for.
-        delta[:, :-1].add_(kept_values[:, 1:], alpha=gamma)
+        delta[:, :-1].add_(target[:, 1:], alpha=gamma)
         _recursion(delta, rows, discount, has_gaps, result)
         keep.in_place(result)
-        torch.add(kept_values, result, out=target)
+        target.add_(result)
     return advantages, returns
 
 

@@ -64,7 +64,7 @@ class RunFiles:
         path = self.output_dir / RECORD_FOLDER / ABOUT_NAME
         began = self.began
         if self.resumed and path.is_file():
-            began = min(began, float(_read_json(path).get("began", began)))
+            began = min(began, _began(_read_json(path)) or began)
         about = {
             "exp_name": self.exp_name,
             "pipeline": self.pipeline,
@@ -99,13 +99,18 @@ class Run:
 
     @property
     def panels(self) -> list[Panel]:
-        return [Panel(**{**panel, "keys": tuple(panel["keys"])}) for panel in self.about.get("panels", [])]
+        kept = self.about.get("panels")
+        return [Panel(**{**panel, "keys": tuple(panel["keys"])}) for panel in kept] if isinstance(kept, list) else []
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration, secrets masked; {} where it was not kept."""
+        """The resolved configuration, secrets masked; {} where it was not kept, or cannot be read."""
         path = self.folder / CONFIG_NAME
-        found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+        try:
+            found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            logger.warning("%s cannot be read: %s", path, error)
+            return {}
         return found if isinstance(found, dict) else {}
 
     @cached_property
@@ -129,13 +134,13 @@ class Run:
 
     @cached_property
     def calls(self) -> list[WorkerCalls]:
-        since = float(self.about.get("began") or 0.0) - 1.0
+        since = _began(self.about) - 1.0
         return read_calls(self.log_dir / WORKERS_FOLDER, since)
 
     @cached_property
     def requests(self) -> list[tuple[str, float, float, dict[str, Any]]]:
         """Single requests and calls of environments; [] without ``otlp_output_dir``."""
-        since = float(self.about.get("began") or 0.0) - 1.0
+        since = _began(self.about) - 1.0
         return [row for row in read_requests(self.folder / RECORD_FOLDER / REQUESTS_NAME) if row[2] >= since]
 
     def payloads(self) -> Iterator[tuple[int, bytes]]:
@@ -166,10 +171,16 @@ def read_run(path: Path) -> Run:
     raise ConfigError([Problem("RUN", str(path), rule, "output/tiny_grpo/seed0")])
 
 
+def _began(about: Mapping[str, Any]) -> float:
+    """Seconds since the epoch; 0 where it was not kept."""
+    began = about.get("began")
+    return float(began) if isinstance(began, int | float) else 0.0
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         logger.warning("%s cannot be read: %s", path, error)
         return {}
     return found if isinstance(found, dict) else {}

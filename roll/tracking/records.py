@@ -182,7 +182,10 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             except json.JSONDecodeError:
                 logger.warning("%s: line %d is torn and left out", path, number)
                 continue
-            yield row
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                yield row
+            else:
+                logger.warning("%s: line %d is no row of a step and left out", path, number)
 
 
 def _cut_after(path: Path, resume_step: int | None) -> None:

@@ -183,6 +183,9 @@ def _frames(path: Path) -> Iterator[tuple[int, bytes, bytes]]:
         file = path.open("rb")
     except FileNotFoundError:
         return
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", path, error)
+        return
     with file:
         while head := file.read(_FRAME.size):
             begin = file.tell() - len(head)
@@ -353,12 +356,12 @@ class WorkerCalls:
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:
     """The driver's lines, in order; [] where there is no file."""
-    return [row for row in _lines(path) if isinstance(row, dict) and "phases" in row]
+    return [row for row in _lines(path) if _is_step(row)]
 
 
 def read_requests(path: Path) -> list[tuple[str, float, float, dict[str, Any]]]:
     """Name, begin, end and attributes of single requests and calls of environments; [] where there is no file."""
-    return [(row[0], row[1], row[2], row[3]) for row in _lines(path) if isinstance(row, list) and len(row) == 4]
+    return [(row[0], row[1], row[2], row[3]) for row in _lines(path) if _is_span(row, 4)]
 
 
 def read_calls(folder: Path, since: float = 0.0) -> list[WorkerCalls]:
@@ -368,16 +371,32 @@ def read_calls(folder: Path, since: float = 0.0) -> list[WorkerCalls]:
         who: dict[str, Any] = {}
         spans: list[Span] = []
         for row in _lines(path):
-            if isinstance(row, dict):
+            if isinstance(row, dict) and isinstance(row.get("rank"), int) and "role" in row:
                 who = row
-            elif isinstance(row, list) and len(row) == 3 and row[2] >= since:
+            elif _is_span(row, 3) and row[2] >= since:
                 spans.append((str(row[0]), float(row[1]), float(row[2])))
         if who and spans:
-            devices = tuple(who.get("devices", ()))
+            devices = tuple(who["devices"]) if isinstance(who.get("devices"), list) else ()
             found.append(
                 WorkerCalls(str(who["role"]), int(who["rank"]), devices, str(who.get("host", "")), tuple(spans))
             )
     return found
+
+
+def _is_span(row: Any, length: int) -> bool:
+    """A list whose second and third entries are times."""
+    return isinstance(row, list) and len(row) == length and all(isinstance(time, int | float) for time in row[1:3])
+
+
+def _is_step(row: Any) -> bool:
+    """A whole row of the driver's; another one may be damaged."""
+    return (
+        isinstance(row, dict)
+        and isinstance(row.get("step"), int)
+        and all(isinstance(row.get(key), int | float) for key in ("begin", "end"))
+        and isinstance(row.get("phases"), list)
+        and all(_is_span(span, 3) for span in row["phases"])
+    )
 
 
 def _lines(path: Path) -> Iterator[Any]:

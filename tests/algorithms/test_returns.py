@@ -39,7 +39,19 @@ def test_blocks_join_at_every_length(length: int, discount: float) -> None:
 
 @pytest.mark.parametrize("length", [31, 32, 33, 300, 1030])
 @pytest.mark.parametrize(
-    ("gamma", "lambd"), [(1.0, 0.95), (0.99, 0.9), (0.9, 0.5), (1.0, 0.05), (1e-3, 1e-3), (0.9, 0.0), (0.0, 0.9)]
+    ("gamma", "lambd"),
+    [
+        (1.0, 0.95),
+        (1.0, 0.99),
+        (0.99, 0.9),
+        (0.9, 0.5),
+        (1.0, 0.28),
+        (1.0, 0.27),
+        (1.0, 0.05),
+        (1e-3, 1e-3),
+        (0.9, 0.0),
+        (0.0, 0.9),
+    ],
 )
 def test_tool_output_over_many_blocks(length: int, gamma: float, lambd: float) -> None:
     """Turns and tool output of random lengths, longer and shorter than a block; the loop is in float64."""
