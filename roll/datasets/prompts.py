@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
 from roll.datasets.columns import DomainRouter, read_ground_truth
-from roll.datasets.images import ImageReader, PreparedImages, VisionModel
+from roll.datasets.images import ImageReader, PreparedImages
 from roll.datasets.making import RowMaker
 from roll.datasets.preparation import prepare
 from roll.datasets.reading import SourceRow
 from roll.datasets.templates import Conversation, Rendered, Renderer, TemplateChoice, truncate
 from roll.datasets.types import BadRows, DataError, LoadCounts, PromptRow
+from roll.datasets.vision_model import VisionModel
 
 if TYPE_CHECKING:
     import numpy as np
