@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
-    from roll.datasets.images import VisionModel
+    from roll.datasets.vision_model import VisionModel
     from roll.protocol.vision import EncodedImage, VisionInputs
 
 Message = dict[str, Any]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.data import DataArguments
 from roll.datasets.columns import Columns, Message, as_number, check_messages, is_conversation, require
-from roll.datasets.images import ImageReader, PreparedImages, VisionModel
+from roll.datasets.images import ImageReader, PreparedImages
 from roll.datasets.making import RowMaker
 from roll.datasets.preparation import PreparedRows, prepare
 from roll.datasets.reading import SourceRow
@@ -29,6 +29,7 @@ from roll.datasets.templates import (
     truncate,
 )
 from roll.datasets.types import BadRows, DataError
+from roll.datasets.vision_model import VisionModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
 from roll.datasets.columns import DomainRouter
-from roll.datasets.images import ImageReader, PreparedImages, VisionModel
+from roll.datasets.images import ImageReader, PreparedImages
 from roll.datasets.making import RowMaker
 from roll.datasets.preparation import prepare
 from roll.datasets.reading import Row, SourceRow
 from roll.datasets.templates import Conversation, Rendered, Renderer, TemplateChoice, truncate
 from roll.datasets.types import BadRows, DataError, LoadCounts, PromptRow
+from roll.datasets.vision_model import VisionModel
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from roll.config.data import DataArguments
 from roll.datasets.assistant_turns import AssistantTurns, Masked, read_dialogue, spans_of
 from roll.datasets.columns import Columns, Message, require
-from roll.datasets.images import ImageReader, PreparedImages, VisionModel
+from roll.datasets.images import ImageReader, PreparedImages
 from roll.datasets.making import RowMaker
 from roll.datasets.preparation import PreparedRows, prepare
 from roll.datasets.reading import SourceRow
 from roll.datasets.templates import Conversation, Renderer, TemplateChoice, tokenize
 from roll.datasets.types import BadRows, DataError, SftRow
+from roll.datasets.vision_model import VisionModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

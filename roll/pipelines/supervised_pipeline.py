@@ -19,9 +19,9 @@ from roll.config.loader import LoadedConfig
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
 from roll.datasets import EpochOrder, ShuffledEpochs
-from roll.datasets.images import VisionModel
 from roll.datasets.preparation import PreparedRows
 from roll.datasets.streaming import Drawn
+from roll.datasets.vision_model import VisionModel
 from roll.distributed import Cluster, ResourceManager
 from roll.pipelines.batches import RecordedBatch
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id

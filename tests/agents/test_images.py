@@ -24,7 +24,7 @@ from roll.agents.session import Refusal, Session
 from roll.agents.verl_agent import VerlAgent
 from roll.agents.wire_chat import read_chat_request
 from roll.checkpoint.state import load_state, save_state
-from roll.datasets.images import VisionModel
+from roll.datasets.vision_model import VisionModel
 from roll.environments.base import BrokenContract, read_reset, read_step
 from roll.environments.frozen_lake import FrozenLake
 from roll.environments.sokoban import Sokoban

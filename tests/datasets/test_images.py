@@ -19,9 +19,10 @@ from PIL import Image
 
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, PromptDataset, SftDataset
-from roll.datasets.images import ImageReader, VisionModel, load_processing
+from roll.datasets.images import ImageReader
 from roll.datasets.preferences import JudgedColumns, JudgedDataset
 from roll.datasets.reading import SourceRow
+from roll.datasets.vision_model import VisionModel, load_processing
 from roll.protocol.vision import EncodedImage, ImageError, ImageProcessing, VisionInputs, num_processed, vision_inputs
 from tests import vision_models
 

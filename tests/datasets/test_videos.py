@@ -22,7 +22,8 @@ from PIL import Image
 
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, PromptDataset, SftDataset
-from roll.datasets.images import ImageReader, VisionModel, load_video_processing
+from roll.datasets.images import ImageReader
+from roll.datasets.vision_model import VisionModel, load_video_processing
 from roll.protocol.video import VideoProcessing
 from roll.protocol.vision import EncodedImage, VisionInputs, num_processed, vision_inputs
 from tests import vision_models

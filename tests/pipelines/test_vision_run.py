@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 from roll.config.reading.errors import ConfigError
 from roll.config.roles import DataArguments
 from roll.datasets import EpochOrder
-from roll.datasets.images import VisionModel
 from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow
+from roll.datasets.vision_model import VisionModel
 from roll.preflight import check_parts
 from tests import vision_models
 from tests.pipelines.conftest import Run

@@ -413,6 +413,7 @@ VISION = (
         "fsdp1-moe-shared-prompts",
         "zero3-moe-shared-prompts",
     ),
+    with_images("vision-language: videos", "fsdp2-videos", "fsdp1-videos-qwen2.5", "zero3-videos"),
     Feature(
         "vision-language: context parallel",
         vision("fsdp2-ulysses-packed-qwen2.5"),

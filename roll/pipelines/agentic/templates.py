@@ -50,7 +50,8 @@ def policy_images(
     Raises:
         DataError: a vision-language model whose image processor is of another kind.
     """
-    from roll.datasets.images import ImageReader, VisionModel
+    from roll.datasets.images import ImageReader
+    from roll.datasets.vision_model import VisionModel
 
     assert model_path is not None, "the policy has a model"
     model_args = config.actor_train.model_args

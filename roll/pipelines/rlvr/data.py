@@ -15,7 +15,7 @@ from roll.config.reading.errors import count
 from roll.config.rewards import RewardConfig
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, DomainSampler, LoadCounts, PromptDataset
-from roll.datasets.images import VisionModel
+from roll.datasets.vision_model import VisionModel
 from roll.pipelines.batches import load_batch, stored_images
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.policy import recorded_rollouts, rollout_file

@@ -13,11 +13,12 @@ import torch
 from roll.config.loader import LoadedConfig
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, SftDataset, SftRow
-from roll.datasets.images import ImageReader, VisionModel
+from roll.datasets.images import ImageReader
 from roll.datasets.sft import sft_maker
 from roll.datasets.store import StoredRow
 from roll.datasets.streaming import Drawn, StreamedEpochs
 from roll.datasets.templates import TemplateChoice
+from roll.datasets.vision_model import VisionModel
 from roll.distributed import PendingCall
 from roll.pipelines.row_order import balanced_order
 from roll.pipelines.sft.config import SFTConfig, SFTPlan
