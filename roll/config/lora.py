@@ -101,7 +101,7 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
     key = f"{path}.lora_target" if args.lora_target else f"{path}.adapter_name_or_path"
     value = args.lora_target or args.adapter_name_or_path
     if backend_of(strategy).only_plain_adapters:
-        _check_plain(path, args, strategy, in_rl, checks)
+        _check_plain(path, args, strategy, checks)
     if adapts_experts(args):
         _check_experts(path, args, checks)
     if checks.check_files and find_spec("peft") is None:
@@ -137,12 +137,9 @@ def is_trained_whole_everywhere(name: str) -> bool:
     return last in ("embed_tokens", "lm_head") or last.endswith("norm")
 
 
-def _check_plain(path: str, args: ModelArguments, strategy: str, in_rl: bool, checks: Checks) -> None:
-    """Problems of features that peft adds to plain adapters and that the backend does not compute."""
+def _check_plain(path: str, args: ModelArguments, strategy: str, checks: Checks) -> None:
+    """Problems of modules that the backend does not train in full alongside adapters."""
     other = f"strategy_name: {strategy.replace(backend_of(strategy).name, 'fsdp2')}"
-    if args.lora_dropout and not in_rl:
-        rule = f"must be 0 under {strategy}, whose ranks would each drop other elements of one input; or use {other}"
-        checks.add(f"{path}.lora_dropout", args.lora_dropout, rule, 0.0)
     others = [name for name in names_of(args.additional_target) if not is_trained_whole_everywhere(name)]
     if others:
         rule = (

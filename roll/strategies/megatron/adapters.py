@@ -8,6 +8,9 @@ several projections as one matrix (query, key and value; gate and up).  With ten
 
 so ranks exchange the r numbers of ``A x`` for each token, never whole hidden states.  A gradient of what is whole comes
 out whole on each rank; with sequence parallelism it is of the rank's tokens only, and Megatron sums what is marked so.
+
+Dropout is applied to x, by a mask of its own for each projection.  Every tensor-parallel rank draws the mask of the
+whole x from the same random state and takes the part that it computes with, so the mask is that of one rank.
 """
 
 from __future__ import annotations
@@ -22,10 +25,13 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
 from roll.config.lora import is_trained_whole_everywhere
@@ -44,11 +50,35 @@ if TYPE_CHECKING:
 class Adapter(nn.Module):
     """A and B of one projection: this tensor-parallel rank's parts."""
 
-    def __init__(self, inputs: int, outputs: int, rank: int, scaling: float, like: Tensor) -> None:
+    def __init__(self, inputs: int, outputs: int, rank: int, scaling: float, dropout: float, like: Tensor) -> None:
         super().__init__()
         self.down = nn.Parameter(like.new_empty(rank, inputs))
         self.up = nn.Parameter(like.new_empty(outputs, rank))
-        self.scaling = scaling
+        self.scaling, self.dropout = scaling, dropout
+
+    def low(self, input_: Tensor, sharded_dim: int | None, group: ProcessGroup) -> Tensor:
+        """``A dropout(x)`` of this rank's part of x.
+
+        Args:
+            sharded_dim: dimension along which the ranks of ``group`` have parts of x; None: each has all of it.
+        """
+        if self.training and self.dropout:
+            input_ = input_ * _own_mask(input_, self.dropout, sharded_dim, group)
+        return linear(input_, self.down)
+
+
+def _own_mask(part: Tensor, probability: float, sharded_dim: int | None, group: ProcessGroup) -> Tensor:
+    """Zeros with that probability, else 1 / (1 - probability); drawn for the whole tensor, on all ranks alike."""
+    shape = list(part.shape)
+    if sharded_dim is not None:
+        shape[sharded_dim] *= group.size()
+    kept = torch.empty(shape, dtype=torch.bool, device=part.device)
+    # With sequence parallelism Megatron computes its layers in a random state of each rank's own.
+    with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
+        kept.bernoulli_(1.0 - probability)
+    if sharded_dim is not None:
+        kept = kept.chunk(group.size(), sharded_dim)[group.rank()]
+    return kept.to(part.dtype) / (1.0 - probability)
 
 
 class AdaptedColumnLinear(ColumnParallelLinear):
@@ -60,7 +90,12 @@ class AdaptedColumnLinear(ColumnParallelLinear):
         self.uses_adapters = True
 
     def adapt(
-        self, ranks: Mapping[str, int], scalings: Mapping[str, float], widths: Mapping[str, int], groups: int
+        self,
+        ranks: Mapping[str, int],
+        scalings: Mapping[str, float],
+        dropout: float,
+        widths: Mapping[str, int],
+        groups: int,
     ) -> None:
         """Add an adapter for each projection in ``ranks``.
 
@@ -70,7 +105,7 @@ class AdaptedColumnLinear(ColumnParallelLinear):
         """
         self._widths, self._groups = dict(widths), groups
         for name, rank in ranks.items():
-            adapter = Adapter(self.input_size, widths[name], rank, scalings[name], self.weight)
+            adapter = Adapter(self.input_size, widths[name], rank, scalings[name], dropout, self.weight)
             adapter.down.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
             self.adapters[name] = adapter
 
@@ -84,7 +119,11 @@ class AdaptedColumnLinear(ColumnParallelLinear):
 
     def _update(self, hidden: Tensor) -> Tensor:
         adapters = cast("dict[str, Adapter]", dict(self.adapters.items()))
-        low = linear(hidden, torch.cat([adapter.down for adapter in adapters.values()]))
+        if self.training and any(adapter.dropout for adapter in adapters.values()):
+            tokens = 0 if self.sequence_parallel else None
+            low = torch.cat([adapter.low(hidden, tokens, self.tp_group) for adapter in adapters.values()], -1)
+        else:
+            low = linear(hidden, torch.cat([adapter.down for adapter in adapters.values()]))
         if self.sequence_parallel:
             low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
@@ -110,10 +149,11 @@ class AdaptedRowLinear(RowParallelLinear):
         self.adapters = nn.ModuleDict()
         self.uses_adapters = True
 
-    def adapt(self, ranks: Mapping[str, int], scalings: Mapping[str, float]) -> None:
+    def adapt(self, ranks: Mapping[str, int], scalings: Mapping[str, float], dropout: float) -> None:
         """Add an adapter for each projection in ``ranks``."""
         for name, rank in ranks.items():
-            adapter = Adapter(self.input_size_per_partition, self.output_size, rank, scalings[name], self.weight)
+            inputs = self.input_size_per_partition
+            adapter = Adapter(inputs, self.output_size, rank, scalings[name], dropout, self.weight)
             adapter.up.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
             self.adapters[name] = adapter
 
@@ -121,7 +161,7 @@ class AdaptedRowLinear(RowParallelLinear):
         output, bias = super().forward(input_)
         if self.uses_adapters:
             for adapter in cast("list[Adapter]", list(self.adapters.values())):
-                low = linear(input_, adapter.down)
+                low = adapter.low(input_, -1, self.tp_group)
                 if self.sequence_parallel:
                     low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
                 else:
@@ -176,6 +216,7 @@ def add_to_chunk(
     hf: PretrainedConfig,
     shapes: Mapping[str, Sequence[int]],
     scalings: Mapping[str, float],
+    dropout: float,
     stored: StoredLayout,
 ) -> None:
     """Give a model chunk this rank's parts of the adapters, not yet filled.
@@ -205,11 +246,11 @@ def add_to_chunk(
             factors = {name: scalings[weight] for name, weight in adapted.items()}
             module = layer.get_submodule(path)
             if isinstance(module, AdaptedRowLinear):
-                module.adapt(ranks, factors)
+                module.adapt(ranks, factors, dropout)
             else:
                 widths = {name: shapes[weight][0] // tensor_size for name, weight in weights.items()}
                 groups = layout.groups // tensor_size if isinstance(layout, FusedHeads) else 1
-                module.adapt(ranks, factors, widths, groups)
+                module.adapt(ranks, factors, dropout, widths, groups)
 
 
 def _adapt_experts(

@@ -17,6 +17,7 @@ Megatron Core 0.16 creates tensors on ``"cuda"``, asks ``torch.cuda.current_devi
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -41,6 +42,8 @@ def install() -> None:
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    # It warns of every draw that changes the CPU's random state, which here is the one that is drawn from.
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     if not hasattr(moe_utils, "te_general_gemm"):

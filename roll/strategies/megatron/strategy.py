@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -17,6 +18,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import nn
 
 from roll.checkpoint.contents import ModelContents, trained_under
@@ -171,7 +173,8 @@ class MegatronStrategy(ModelStrategy):
             virtual_stage=index if self.sizes.virtual > 1 else None,
         )
         if self.adapters is not None:
-            megatron_adapters.add_to_chunk(chunk, hf, self._shapes, self.adapters.scalings, self._stored)
+            dropout = self.role.model_args.lora_dropout
+            megatron_adapters.add_to_chunk(chunk, hf, self._shapes, self.adapters.scalings, dropout, self._stored)
         return chunk.to(self.device)
 
     @torch.no_grad()
@@ -387,6 +390,8 @@ class MegatronStrategy(ModelStrategy):
     def _train_step(self, batch: TensorBatch, loss_fn: LossFunction, asked: Computation) -> Metrics:
         """Collective. All ranks of a replica are given the same rows; the loss function runs on the last stage, whose
         metrics are complete (other stages return ``grad_norm`` and ``lr``)."""
+        if self.adapters is not None and self.role.model_args.lora_dropout:
+            self._seed_dropout()
         self.optimizer.zero_grad()
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
@@ -404,6 +409,12 @@ class MegatronStrategy(ModelStrategy):
         norm = self._clip_and_step(self.progress.learning_rate)
         metrics.append(self.progress.finish_step(norm, self._info.dp_size))
         return merged_floats(metrics)
+
+    def _seed_dropout(self) -> None:
+        """A random state that is the same on tensor-parallel ranks, and another on all others and in every step."""
+        info = self._info
+        key = np.random.SeedSequence((self.seed, self.progress.step, info.dp_rank, info.cp_rank, info.pp_rank))
+        model_parallel_cuda_manual_seed(int(key.generate_state(1)[0]))
 
     def _clip_and_step(self, learning_rate: float) -> float:
         """Clip, and step unless the gradient is not finite; its norm, unscaled, before that."""
