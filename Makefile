@@ -19,6 +19,8 @@ INSTALL := $(PIP) install --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 # vLLM is published for CPUs under Linux only.
 VLLM := $(if $(filter Linux,$(shell uname -s)),$(VENV)/.installed-vllm)
+# torchvision for roles that see images in vLLM.
+VISION := $(if $(VLLM),$(VENV)/roll-torchvision/.installed)
 # SGLang has an environment of its own over the usual one: what it needs cannot be imported alongside a CPU build of torch.
 SGLANG := $(VENV)-sglang
 # So have SkyPilot and others that tests of examples/cluster use.
@@ -47,7 +49,7 @@ test: $(VENV)/.installed-test $(VLLM) lint
 	$(PYTEST) -m 'not long' $(PYTEST_ARGS); tests=$$?; \
 	wait $$mypy; types=$$?; cat $(VENV)/mypy.log; exit $$((tests + types))
 
-test-long: $(VENV)/.installed-test $(VLLM)
+test-long: $(VENV)/.installed-test $(VLLM) $(VISION)
 	$(PYTEST) -m long $(PYTEST_ARGS)
 
 # What `make test` leaves out. A failure of one part does not keep the others from running. Engines under Linux only.

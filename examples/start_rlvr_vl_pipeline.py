@@ -1,7 +1,9 @@
-"""Run an RLVR pipeline with images: ``start_rlvr_vl_pipeline.py [--config_path DIR] [--config_name NAME] [key=value]``.
+"""Run an RLVR pipeline with images or videos.
+
+    start_rlvr_vl_pipeline.py [--config_path DIR] [--config_name NAME] [key=value]
 
 It is the RLVR pipeline: whether images take part is up to model and data. Without arguments it runs the tiny
-vision-language example, whose pictures and warm start are made on first use.
+vision-language example, with ``--config_name clips_config`` that of videos; data and warm start are made on first use.
 """
 
 from pathlib import Path
@@ -14,5 +16,5 @@ from roll.config.reading.compose import parse_launcher_args
 if __name__ == "__main__":
     arguments = parse_launcher_args(None, default_path="tiny_vl", default_name="rlvr_config")
     if (Path(__file__).parent / arguments.config_path).resolve() == FOLDER:
-        make_warm_start(seed_of(arguments.overrides))
+        make_warm_start(seed_of(arguments.overrides), clips=arguments.config_name == "clips_config")
     launch("rlvr", default_path="tiny_vl", default_name="rlvr_config")

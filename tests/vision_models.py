@@ -9,6 +9,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "tiny_vl"))
 
+import make_clips
 import shapes
 import tiny_vl_model
 
@@ -40,6 +41,10 @@ def video_processing(kind: tiny_vl_model.Kind) -> VideoProcessing:
     if kind == "qwen2_5_vl":
         return VideoProcessing(timed=False, min_pixels=16 * 16, max_pixels=96 * 96)
     return VideoProcessing(timed=True, min_pixels=2 * 16 * 16, max_pixels=16 * 96 * 96)
+
+
+def draw_clips(count: int, seed: int) -> list[make_clips.Clip]:
+    return make_clips.draw_clips(count, seed)
 
 
 def tokenizer() -> Any:

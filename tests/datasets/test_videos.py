@@ -215,6 +215,7 @@ json.dump(found, open(folder + "/found.json", "w"))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     find_spec("torchvision") is None and not Path(TORCHVISION).is_dir(), reason="no torchvision: install-vllm-vision"
 )

@@ -150,6 +150,51 @@ def test_asynchronous_rollout_continues_prompts_with_images(run: Run, pictures: 
     assert max(finished.values("actor/train_infer_log_diff_abs_max")[:1]) < 1e-4
 
 
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+    """A Qwen3-VL and prompts of a video, of text, and of a video next to an image; one video has a single frame."""
+    return make_clips(tmp_path_factory.mktemp("clips"), hidden=64)
+
+
+def make_clips(folder: Path, hidden: int) -> TinyWorld:
+    world = TinyWorld(folder)
+    vision_models.save(world.model, "qwen3_vl", hidden=hidden)
+    rows: list[dict[str, Any]] = []
+    for number, clip in enumerate(vision_models.draw_clips(24, 3)):
+        frames = clip.frames()[: 1 if number == 3 else None]
+        names = [f"{number}-{frame}.png" for frame in range(len(frames))]
+        for name, frame in zip(names, frames, strict=True):
+            (world.folder / name).write_bytes(frame)
+        video, picture = {"videos": [{"video": names, "fps": 4.0}]}, {"images": [names[0]]}
+        marks, seen = [("<video>", video), ("", {}), ("<video><image>", video | picture)][number % 3]
+        row = {"id": str(number), "tag": "odd", "prompt": marks + clip.question, **seen}
+        rows.append(row | {"ground_truth": clip.answer, "response": clip.answer})
+    for path, part in ((world.train, rows), (world.validation, rows[18:]), (world.demonstrations, rows)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in part))
+    return world
+
+
+def test_trainers_compute_what_engines_sampled_from_videos(run: Run, clips: TinyWorld, tmp_path: Path) -> None:
+    """Engines, trainers with packing and shared prompts, a reference; the last step again from a checkpoint."""
+    whole = run(changes(clips, tmp_path / "rollouts"), output=tmp_path)
+    assert max(whole.values("actor/train_infer_log_diff_abs_max")) < 1e-4
+    assert whole.values("actor/ratio_max") == pytest.approx([1.0] * 3, abs=1e-5)
+    assert whole.values("actor/kl_loss")[0] == pytest.approx(0, abs=1e-9) and whole.values("actor/kl_loss")[2] > 1e-7
+    assert "24 rows read, 23 kept, 0 too long, 1 bad" in (whole.logs / "run.log").read_text()
+    rows = [json.loads(line) for line in (tmp_path / "rollouts" / "train-000000.jsonl").open()]
+    assert any(row.get("images") for row in rows)
+    for row in rows:
+        number = int(row["prompt_id"])
+        frames = [(clips.folder / f"{number}-{frame}.png").read_bytes() for frame in range(4)]
+        wanted = [frames, [], [*frames, frames[0]]][number % 3]
+        assert [(tmp_path / "rollouts" / "images" / name).read_bytes() for name in row.get("images", ())] == wanted
+    checkpoint = str(tmp_path / "checkpoints" / "checkpoint-2")
+    resumed = run(
+        changes(clips, tmp_path / "again") | {"resume_from_checkpoint": checkpoint}, output=tmp_path / "resumed"
+    )
+    assert untimed(resumed.steps[-1]) == untimed(whole.steps[-1])
+
+
 @pytest.mark.parametrize("form", ["advantage", "topk"])
 def test_opd_03_a_teacher_sees_the_students_images(run: Run, pictures: TinyWorld, tmp_path: Path, form: str) -> None:
     """The student itself has nothing to teach about its own samples, with its images; another model has."""
@@ -201,10 +246,14 @@ def test_vllm_plays_what_an_environment_shows(run: Run, tmp_path: Path) -> None:
         assert all(turn["prompt"].count("<|image_pad|>") == 9 and len(turn["images"]) == 1 for turn in row["turns"])
 
 
-def test_demonstrations(shared_ray: str, pictures: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["pictures", "clips"])
+def test_demonstrations(
+    kind: str, shared_ray: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", shared_ray)
-    data = {"file_name": str(pictures.demonstrations), "prompt": "prompt", "response": "response", "on_bad_row": "skip"}
-    settings = sft_settings(pictures, tmp_path)
+    world: TinyWorld = request.getfixturevalue(kind)
+    data = {"file_name": str(world.demonstrations), "prompt": "prompt", "response": "response", "on_bad_row": "skip"}
+    settings = sft_settings(world, tmp_path)
     settings["sft_train"]["data_args"] = data
     loaded = load_changed(
         settings, {"sft_train.device_mapping": [0, 1], "sft_train.training_args": training_args(4, 1)}
