@@ -300,8 +300,10 @@ class BatchWatch:
         truncation_limit: float = 0.5,
         truncated: str = "were cut off at the length limit",
         remedy: str = "raise response_length, or check the stop tokens",
+        learns_from_scores: bool = True,
     ) -> None:
         self.patience = patience
+        self._learns_from_scores = learns_from_scores
         self._truncated, self._remedy = truncated, remedy
         self.truncation_limit = truncation_limit
         self._same_score_steps = 0
@@ -318,7 +320,7 @@ class BatchWatch:
         if scores.numel() == 0:
             return []
         messages = []
-        same = scores.numel() > 1 and bool((scores == scores[0]).all())
+        same = self._learns_from_scores and scores.numel() > 1 and bool((scores == scores[0]).all())
         self._same_score_steps = self._same_score_steps + 1 if same else 0
         if self._same_score_steps == self.patience:
             messages.append(

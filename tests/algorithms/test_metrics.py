@@ -111,6 +111,11 @@ def test_equal_scores_are_reported_once_after_several_steps_in_a_row() -> None:
     assert "score 0" in said[5][0]
 
 
+def test_equal_scores_are_no_news_where_nothing_is_learnt_from_them() -> None:
+    watch = BatchWatch(patience=1, learns_from_scores=False)
+    assert watch.observe(SAME, WHOLE) == [] and len(watch.observe(SAME, CUT)) == 1
+
+
 def test_truncation_is_reported_with_its_share() -> None:
     watch = BatchWatch(patience=2)
     said = [watch.observe(VARIED, truncated) for truncated in (CUT, WHOLE, CUT, CUT, CUT)]

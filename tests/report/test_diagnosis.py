@@ -84,3 +84,11 @@ def test_scores_that_become_equal_are_no_constant_reward(tmp_path: Path) -> None
     low, high = "critic__score__min", "critic__score__max"
     assert "reward_constant" in found(tmp_path / "always", blocks, **{low: [0.0] * 6, high: [0.0] * 6})
     assert found(tmp_path / "later", blocks, **{low: [0.0] * 6, high: [1.0, *[0.0] * 5]}) == {}
+
+
+def test_scores_say_nothing_where_only_a_teacher_is_learnt_from(tmp_path: Path) -> None:
+    blocks = [made_block(step, 4, 4, 6, random.Random(step)) for step in range(6)]
+    low, high = "critic__score__min", "critic__score__max"
+    assert "reward_constant" in found(tmp_path, blocks, **{low: [0.0] * 6, high: [0.0] * 6})
+    (tmp_path / "config.yaml").write_text("is_pure_opd: true\n")
+    assert diagnose(read_run(tmp_path)) == []

@@ -60,7 +60,9 @@ class EpisodeAdvantageComputer(AdvantageComputer):
         self._traits = traits_of(self._advantages.adv_estimator)
         ended = "were ended by a limit, not by their task"
         remedy = "raise custom_envs.<tag>.max_steps or sequence_length"
-        self._watch = BatchWatch(config.warn_after_steps, config.warn_truncated_share, ended, remedy)
+        self._watch = BatchWatch(
+            config.warn_after_steps, config.warn_truncated_share, ended, remedy, not self._ignores_rewards
+        )
 
     def __call__(self, batch: DataProto) -> Metrics:
         """As of :class:`AdvantageComputer`, and ``sequence_tokens`` int64 (B,): tokens of the loss in all rows of a

@@ -262,7 +262,9 @@ class AdvantageComputer:
         self._ignores_rewards = is_taught(config) and config.is_pure_opd
         if self._ignores_rewards:
             self._advantages = replace(self._advantages, adv_estimator="reinforce", gamma=config.opd_gamma)
-        self._watch = BatchWatch(config.warn_after_steps, config.warn_truncated_share)
+        self._watch = BatchWatch(
+            config.warn_after_steps, config.warn_truncated_share, learns_from_scores=not self._ignores_rewards
+        )
         self._response_filters = {
             name: build_filter(section.response_filter_config.type, section.response_filter_config.filter_args)
             for name, section in (config.rewards if isinstance(config, RLVRConfig) else {}).items()
