@@ -5,8 +5,9 @@
 writes ``clips/train.parquet`` and ``clips/sft.parquet`` (frames as bytes) and ``clips/val.jsonl`` (frames as files in
 ``clips/frames``). The model is the one of :mod:`make_shapes`. What is there, made by the same recipe, is kept.
 
-A clip has four frames of 48 x 48 pixels in a second. Two squares of different colours move, and the answer is the
-direction of one of them: ``left``, ``right``, ``up`` or ``down``.
+A clip has four frames of 48 x 48 pixels in a second, which are two grids of image tokens. Two squares of different
+colours move from one cell of the 3 x 3 grid to the next, and what leaves at an edge comes in at the other. An answer
+names the two cells of the square that is asked for, then its direction: ``b c #### right``.
 """
 
 from __future__ import annotations
@@ -24,33 +25,45 @@ from typing import Any
 
 from make_shapes import DEFAULT_OUTPUT, RECIPE_FILE, is_current, write_parquet
 from PIL import Image, ImageDraw
-from shapes import BACKGROUND, COLOURS
+from shapes import BACKGROUND, CELL, COLOURS, GRID
 
 logger = logging.getLogger("make_clips")
 
 TAG = "tiny_clips"
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-SIDE, FRAMES, FPS = 48, 4, 4.0
-SIZE, SPEED = 10, 8
-"""Of a shape, in pixels and pixels a frame."""
+SIDE, FRAMES, FPS = GRID * CELL, 4, 4.0
+SIZE = SPEED = CELL // 2
+"""Of a square, in pixels and pixels a frame."""
 TRAIN_CLIPS, TRAIN_SEED = 4000, 11
 VALIDATION_CLIPS, VALIDATION_SEED = 200, 1999
-SLIP_PROBABILITY, DEMONSTRATION_SEED = 0.5, 12
+DEMONSTRATIONS_PER_CLIP, DEMONSTRATION_SEED = 8, 12
+SLIP_PROBABILITY = 0.4
 """Of a demonstration's direction."""
 
 
 @dataclass(frozen=True)
 class Mover:
-    """A square that moves evenly."""
+    """A square that moves evenly: two frames in a cell, two in the next."""
 
     colour: str
     direction: str
-    start: tuple[int, int]
-    """Left and top of the first frame, in pixels; later frames may lie beyond the edge, where it comes in again."""
+    column: int
+    row: int
+    jitter: int
+    """In pixels, across its way."""
 
     def place(self, frame: int) -> tuple[int, int]:
-        across, down = DIRECTIONS[self.direction]
-        return (self.start[0] + frame * SPEED * across) % SIDE, (self.start[1] + frame * SPEED * down) % SIDE
+        """Left and top."""
+        step = DIRECTIONS[self.direction]
+        start = [
+            CELL * cell + (self.jitter if way == 0 else 0 if way > 0 else SPEED)
+            for cell, way in zip((self.column, self.row), step, strict=True)
+        ]
+        return (start[0] + frame * SPEED * step[0]) % SIDE, (start[1] + frame * SPEED * step[1]) % SIDE
+
+    def cell(self, frame: int) -> str:
+        left, top = self.place(frame)
+        return "abcdefghi"[(top + SIZE // 2) // CELL % GRID * GRID + (left + SIZE // 2) // CELL % GRID]
 
 
 @dataclass(frozen=True)
@@ -68,9 +81,15 @@ class Clip:
     def answer(self) -> str:
         return self.movers[self.asked].direction
 
+    def solution(self, direction: str | None = None) -> str:
+        """The cells in the first and the last frame, and the direction or another one."""
+        mover = self.movers[self.asked]
+        return f"{mover.cell(0)} {mover.cell(FRAMES - 1)} #### {direction or self.answer}"
+
     def demonstration(self, rng: random.Random, slip: float) -> str:
-        """The answer, with probability ``slip`` another one."""
-        return rng.choice([way for way in DIRECTIONS if way != self.answer]) if rng.random() < slip else self.answer
+        """A solution, with probability ``slip`` to another direction."""
+        wrong = [way for way in DIRECTIONS if way != self.answer]
+        return self.solution(rng.choice(wrong) if rng.random() < slip else None)
 
     def frames(self) -> list[bytes]:
         """The frames as encoded images."""
@@ -90,9 +109,9 @@ class Clip:
 
 
 def draw_clip(rng: random.Random) -> Clip:
-    """Two shapes anywhere: no single frame says which way they move."""
+    """Two squares anywhere: no single frame says which way they move."""
     first, second = (
-        Mover(colour, rng.choice(list(DIRECTIONS)), (rng.randrange(SIDE), rng.randrange(SIDE)))
+        Mover(colour, rng.choice(list(DIRECTIONS)), rng.randrange(GRID), rng.randrange(GRID), rng.randrange(SIZE + 1))
         for colour in rng.sample(list(COLOURS), 2)
     )
     return Clip((first, second), rng.randrange(2))
@@ -121,7 +140,9 @@ def write_data(folder: Path) -> None:
     rows = [prompt_row(f"train-{number}", clip, clip.frames()) for number, clip in enumerate(clips)]
     write_parquet(folder / "train.parquet", rows)
     demonstrations = [
-        row | {"response": clip.demonstration(rng, SLIP_PROBABILITY)} for row, clip in zip(rows, clips, strict=True)
+        row | {"response": clip.demonstration(rng, SLIP_PROBABILITY)}
+        for _ in range(DEMONSTRATIONS_PER_CLIP)
+        for row, clip in zip(rows, clips, strict=True)
     ]
     write_parquet(folder / "sft.parquet", demonstrations)
     with (folder / "val.jsonl").open("w", encoding="utf-8") as file:
