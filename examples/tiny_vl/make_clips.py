@@ -140,9 +140,9 @@ def write_data(folder: Path) -> None:
     rows = [prompt_row(f"train-{number}", clip, clip.frames()) for number, clip in enumerate(clips)]
     write_parquet(folder / "train.parquet", rows)
     demonstrations = [
-        row | {"response": clip.demonstration(rng, SLIP_PROBABILITY)}
-        for _ in range(DEMONSTRATIONS_PER_CLIP)
-        for row, clip in zip(rows, clips, strict=True)
+        row | {"id": f"demo-{turn}-{number}", "response": clip.demonstration(rng, SLIP_PROBABILITY)}
+        for turn in range(DEMONSTRATIONS_PER_CLIP)
+        for number, (row, clip) in enumerate(zip(rows, clips, strict=True))
     ]
     write_parquet(folder / "sft.parquet", demonstrations)
     with (folder / "val.jsonl").open("w", encoding="utf-8") as file:
