@@ -169,6 +169,15 @@ def test_routes_come_from_an_engine_that_returns_them(translated: Translate) -> 
         (f"{VERL} actor_rollout_ref.actor.qat.mode=w4a16 actor_rollout_ref.actor.checkpoint.strict=true", {}),
         (f"{VERL} actor_rollout_ref.rollout.disaggregation.enabled=true trainer.v1.trainer_mode=sync", {}),
         (f"{VERL} critic.model.mtp.enable=false skip.rollout.enable=false skip.rollout.action=cache", {}),
+        (
+            f"{SKYRL} trainer.eval.interval=7 trainer.eval.before_train=false trainer.eval.batch_size=64",
+            {"eval_steps": 7, "validation.before_train": False, "val_batch_size": 64},
+        ),
+        (f"{SKYRL} generator.inference_engine.speculative_config={{method:mtp}}", {}),
+        (
+            f"{SKYRL} trainer.policy.model.fake_int4_qat.enabled=false trainer.policy.megatron_config.mtp_num_layers=0",
+            {},
+        ),
         (f"{SKYRL} generator.inference_engine.enable_pd=true generator.inference_engine.num_prefill=2", {}),
         (
             f"{SKYRL} generator.chat_template_kwargs={{enable_thinking:false}}",
