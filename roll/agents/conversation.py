@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll.agents.chat_ids import Bridge, ChatTemplate, Message, TemplateError, Thinking
-from roll.agents.images import digests, refuse_images
+from roll.agents.images import digests, refuse_images, refuse_unseen
 
 if TYPE_CHECKING:
     from roll.protocol.vision import EncodedImage, VisionInputs
@@ -179,6 +179,8 @@ class Conversations:
 
     def _seen(self, messages: Sequence[Message]) -> list[Message]:
         """Copies of ``messages``; their images are held, and named by their digests."""
+        with _as_template_error():
+            refuse_unseen(messages)
         if self._template.images is None:
             refuse_images(messages)
             return [dict(message) for message in messages]

@@ -130,6 +130,24 @@ def content_text(content: Any, image: str = IMAGE_NAMED) -> str:
     return "".join(parts)
 
 
+def refuse_unseen(messages: Iterable[Mapping[str, Any]]) -> None:
+    """For parts that no policy is shown, which would be left out without a word.
+
+    Raises:
+        ImageError: a part that is neither a text nor an image, such as a video.
+    """
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list | tuple) else ():
+            if isinstance(part, Mapping) and not is_image(part) and not isinstance(part.get("text"), str):
+                from roll.protocol.vision import ImageError
+
+                raise ImageError(
+                    f"a message has a part of type {part.get('type')!r}; agents show texts and images (a video: its "
+                    "frames as images)"
+                )
+
+
 def refuse_images(messages: Iterable[Mapping[str, Any]]) -> None:
     """For a policy that is a model of text.
 

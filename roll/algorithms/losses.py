@@ -33,7 +33,7 @@ from roll.algorithms.registry import Registry
 from roll.config.algorithm import POLICY_LOSSES, PPOConfig
 from roll.config.corrections import CorrectionOptions, CorrectionRule, correction_options
 from roll.config.reading.schema import rules_of
-from roll.protocol.metrics import Metrics
+from roll.protocol.metrics import Mean, Metrics
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ CorrectionFunction = Callable[[LossInputs, MetricBuilder], Correction]
 """A correction of one's own: ``rollout_log_probs`` of its inputs are there, its weights should carry no gradient."""
 
 correction_functions: Registry[CorrectionFunction] = Registry("train_infer_correction")
+MEAN_OF_NOTHING = 1e-8
+"""Means of weights up to this one are not divided by."""
 
 
 def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: MetricBuilder) -> Correction:
@@ -119,6 +121,32 @@ def rejection_mask(
     metrics = MetricBuilder()
     metrics.mean("actor/rejected_token_ratio", (mask & ~keep).sum(), mask.sum())
     return keep, metrics.build()
+
+
+@torch.no_grad()
+def weight_scale(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, options: CorrectionOptions, turn_ids: Tensor | None
+) -> tuple[Tensor, Metrics]:
+    """The factor that gives the weights of rules with ``normalize`` a mean of 1 over the batch, and that mean.
+
+    It multiplies the samples' weights (verl's ``rollout_is_batch_normalize``). Arguments as :func:`rejection_mask`.
+
+    Returns:
+        A scalar in the type of the log-probs; 1 where the mean is 0.
+    """
+    log_ratio, scale = torch.where(mask, old_log_probs - rollout_log_probs, 0.0), old_log_probs.new_ones(())
+    for rule in options.normalized:
+        ratio = level_log_ratio(log_ratio, mask, rule.level, turn_ids).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        if rule.action == "both":
+            ratio = torch.where(_outside(ratio, rule), 0.0, ratio)
+        elif (rule.low, rule.high) != (None, None):
+            ratio = ratio.clamp(rule.low, rule.high)
+        if rule.level in ("sequence", "geometric"):  # the same for all tokens of a response
+            mean = ratio.gather(-1, mask.long().argmax(-1, keepdim=True))[mask.any(-1)].mean()
+        else:
+            mean = ratio[mask].mean()
+        scale = scale / mean if mean > MEAN_OF_NOTHING else scale
+    return scale, {"actor/is_weight_batch_mean": Mean(float(1 / scale))}
 
 
 def _outside(values: Tensor, rule: CorrectionRule) -> Tensor:

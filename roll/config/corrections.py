@@ -86,6 +86,9 @@ class CorrectionRule:
     """Only where the advantage is negative."""
     policy: Literal["old", "current"] = "old"
     """Which policy of the trainer is compared with the engine: the one before the update or the current one."""
+    normalize: bool = False
+    """Divide the weights by their mean over the whole batch, before the update: over its tokens, or with
+    ``level: sequence`` and ``geometric`` over its responses."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,11 @@ class CorrectionOptions:
     def rejections(self) -> tuple[CorrectionRule, ...]:
         """Rules that are applied to the whole batch before the update."""
         return tuple(rule for rule in self.rules if rule.action == "reject")
+
+    @property
+    def normalized(self) -> tuple[CorrectionRule, ...]:
+        """Rules whose weights have a mean of 1 over the whole batch."""
+        return tuple(rule for rule in self.rules if rule.normalize)
 
 
 CORRECTION_PRESETS: dict[str, CorrectionOptions] = {
@@ -143,8 +151,22 @@ def check_rule(rule: CorrectionRule, path: str, problems: Problems) -> None:
         problems.add(f"{path}.policy", rule.policy, "needs action: mask; reject comes before the update", "old")
     if rule.action == "reject" and rule.only_negative:
         problems.add(f"{path}.only_negative", True, "needs action: mask; reject comes before the advantages", False)
+    if rule.normalize:
+        check_normalized(rule, path, problems)
     if rule.low is not None and rule.high is not None and rule.low > rule.high:
         problems.add(f"{path}.low", rule.low, f"must not be greater than high {rule.high:g}", rule.high)
+
+
+def check_normalized(rule: CorrectionRule, path: str, problems: Problems) -> None:
+    """Weights of which a mean is taken before the update."""
+    if rule.action not in ("truncate", "both"):
+        problems.add(f"{path}.normalize", True, f"needs action: truncate or both; {rule.action} has no weights", False)
+    elif rule.policy != "old":
+        text = "is not known before the update, when normalize takes the mean"
+        problems.add(f"{path}.policy", rule.policy, text, "old")
+    elif rule.only_negative:
+        text = "is not known when normalize takes the mean, which is before the advantages"
+        problems.add(f"{path}.only_negative", True, text, False)
 
 
 def parse_correction(value: Any) -> Any:

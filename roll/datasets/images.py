@@ -29,6 +29,8 @@ FRAMES_KEYS = ("video", "frames")
 RATE_KEYS = ("fps", "sample_fps")
 """Of a video's mapping: how many of its frames are a second."""
 _MARKS = re.compile(f"({IMAGE_MARK}|{VIDEO_MARK})")
+PLACED_ALIKE = "take fewer seconds, larger frames (video_min_pixels), Qwen3-VL, or strategy_name: hf_infer"
+"""Videos that an engine and a trainer place alike."""
 URL_SECONDS = 20.0
 URL_BYTES = 32 * 2**20
 """Most that a URL may give."""
@@ -386,10 +388,15 @@ def read_video(reader: ImageReader, source: SourceRow, value: Any, number: int) 
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or rate <= 0):
         raise DataError(f"{where}: fps {rate!r}; expected frames per second above 0")
     frames = [reader.encoded(source, frame, place, number) for place, frame in enumerate(value)]
+    model = reader.model
     try:
-        return reader.model.video.encoded(frames, rate, reader.model.processing)
+        video = model.video.encoded(frames, rate, model.processing)
     except VideoError as error:
         raise DataError(f"{where}: {error}") from error
+    difference = None if model.engine_time is None else model.engine_time.difference(video, model.processing)
+    if difference is not None:
+        raise DataError(f"{where}: {difference}; {PLACED_ALIKE}")
+    return video
 
 
 def _is_url(value: Any) -> bool:

@@ -13,7 +13,7 @@ from roll.datasets.types import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from roll.protocol.video import VideoProcessing
+    from roll.protocol.video import EngineTime, VideoProcessing
     from roll.protocol.vision import EncodedVideo, ImageProcessing  # which import torch
 
 
@@ -29,8 +29,12 @@ class VisionModel:
     video_token_id: int
     video_tokens: tuple[str, str, str]
     """Texts of the tokens that open a video or a grid of it, stand for it, and close it."""
+    tokens_per_second: float = 0.0
+    """Positions that a second of a video takes; of no meaning where the prompt says times."""
     without_videos: str | None = None
     """Why rows with videos are bad ones; None: they are read."""
+    engine_time: EngineTime | None = None
+    """Of the engine that generates: a video that it places differently is a bad one. None: it places all alike."""
 
     def video_placeholder(self, video: EncodedVideo) -> str:
         """Text of a video in a prompt, as the model's processor writes it."""
@@ -73,6 +77,7 @@ class VisionModel:
             load_video_processing(model_path, processing, timed),
             config.video_token_id,
             (start, video, end),
+            tokens_per_second=0.0 if timed else float(vision.tokens_per_second),
         )
 
 

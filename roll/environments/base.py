@@ -163,9 +163,15 @@ def _with_images(name: str, method: str, message: Message) -> Message:
     """The message with its images as :class:`~roll.protocol.vision.EncodedImage`.
 
     Raises:
-        BrokenContract: an image that is none.
+        BrokenContract: an image that is none, or a part that would not be shown, such as a video.
     """
     content = message["content"]
+    for part in content if isinstance(content, list | tuple) else ():
+        if isinstance(part, Mapping) and "text" not in part and part.get("type") not in ("image", "image_url"):
+            raise BrokenContract(
+                f"{name}: the observation of {method} has a part of type {part.get('type')!r}; texts and images are "
+                "shown (a video: its frames as images)"
+            )
     if not isinstance(content, list | tuple) or not any(map(_is_image_part, content)):
         return message
     from roll.protocol.vision import ImageError, encoded_image

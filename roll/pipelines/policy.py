@@ -184,7 +184,7 @@ def needs_old_log_probs(config: PolicyRunConfig) -> bool:
     the two force keys have the last word."""
     if config.force_disable_old_logprobs_recompute or engine_log_probs_as_old(config):
         return False
-    compared = uses_old_log_probs(config) or taught_by_advantage(config) or rejects(config)
+    compared = uses_old_log_probs(config) or taught_by_advantage(config) or corrects_batches(config)
     return compared or needs_old_distribution(config) or config.enable_old_logprobs_recompute
 
 
@@ -194,9 +194,10 @@ def corrects_old_log_probs(config: PolicyRunConfig) -> bool:
     return options.function is not None or any(rule.policy == "old" for rule in options.rules)
 
 
-def rejects(config: PolicyRunConfig) -> bool:
-    """A correction takes tokens out of the batch before the update."""
-    return bool(correction_options(config.train_infer_correction).rejections)
+def corrects_batches(config: PolicyRunConfig) -> bool:
+    """A correction looks at the whole batch before the update: it takes tokens out, or the mean of weights."""
+    options = correction_options(config.train_infer_correction)
+    return bool(options.rejections or options.normalized)
 
 
 def needs_old_entropy(config: PolicyRunConfig) -> bool:

@@ -15,6 +15,7 @@ from roll.config.policy import PolicyRunConfig, update_mode
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import BACKENDS, backend_of
 from roll.pipelines.policy import (
+    corrects_batches,
     corrects_old_log_probs,
     engine_log_probs_as_old,
     is_async,
@@ -26,7 +27,6 @@ from roll.pipelines.policy import (
     needs_sum_of_squares,
     policy_training_plans,
     reference_is_actor,
-    rejects,
     rollout_file,
     trainer_is_old,
     uses_old_log_probs,
@@ -171,10 +171,9 @@ def check_passes(config: PolicyRunConfig, checks: Checks) -> None:
     if needs_sum_of_squares(config):
         rule = f"leaves no sums of squared probabilities for adv_estimator: {config.adv_estimator}"
         checks.add(key, True, rule, False)
-    if rejects(config):
-        rule = (
-            "leaves no log-probs of the trainer before the update, which action: reject of train_infer_correction asks"
-        )
+    if corrects_batches(config):
+        asked = "action: reject and normalize of train_infer_correction ask"
+        rule = f"leaves no log-probs of the trainer before the update, for which {asked}"
         checks.add(key, True, rule, False)
     elif corrects_old_log_probs(config) and uses_old_log_probs(config):
         checks.note("train_infer_correction", f"has no effect with {key}: old and engine log-probs are the same")

@@ -116,3 +116,34 @@ class VideoProcessing:
             grow = math.sqrt(low / (count * height * width))
             high_side, wide_side = (math.ceil(side * grow / factor) * factor for side in (height, width))
         return high_side, wide_side
+
+
+@dataclass(frozen=True)
+class EngineTime:
+    """Positions of Qwen2.5-VL's videos in vLLM, where they count the seconds, next to those of transformers."""
+
+    tokens_per_second: float
+    dtype: str
+    """Of the engine, by torch's name: vLLM rounds the seconds of a grid to it."""
+
+    def difference(self, video: EncodedVideo, processing: ImageProcessing) -> str | None:
+        """Text of what differs from the positions that a trainer computes with; None: nothing."""
+        times, high, wide = video.grid(processing)
+        seconds = video.seconds_per_grid(processing)
+        rounded = torch.tensor(seconds, dtype=getattr(torch, self.dtype)).item()
+        # In float32 here and in float64 there.
+        ours = (torch.arange(times) * (self.tokens_per_second * seconds)).long().tolist()
+        theirs = [int(time * (rounded * self.tokens_per_second)) for time in range(times)]
+        if ours != theirs:
+            return (
+                f"vllm rounds its {seconds} seconds from one grid to the next to {self.dtype} ({rounded}), and places "
+                f"its last grid at position {theirs[-1]}; the trainer's is {ours[-1]}"
+            )
+        sides = max(high, wide) // processing.merge_size
+        if ours[-1] < sides:
+            return None
+        rows, columns = high // processing.merge_size, wide // processing.merge_size
+        return (
+            f"its seconds reach to position {ours[-1]}, its {rows} rows and {columns} columns to {sides - 1}: the text "
+            f"behind it is {ours[-1] + 1 - sides} positions further in vllm than in the trainer"
+        )

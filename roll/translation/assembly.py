@@ -17,6 +17,7 @@ from roll.translation.placement import (
     put_engine,
     put_forward_batches,
     put_host_memory,
+    put_master_types,
     put_optimizers,
     put_run_ahead,
     put_strategies,
@@ -248,6 +249,7 @@ def put_reward_model(draft: Draft) -> bool:
 STEPS: tuple[Callable[[Draft], None], ...] = (
     put_strategies,
     put_host_memory,
+    put_master_types,
     put_switches,
     put_engine,
     put_devices,

@@ -108,7 +108,7 @@ def translate(
         draft.facts |= facts_of(recipe)
     draft.roles = {"actor_train", "actor_infer"} | (set() if whole else roles_of(recipe.config))
     keys = source.keys if dialect.files is None else dialect.files(source.keys, source.config_path)
-    given = {**keys, **variables_of(source, dialect)}
+    given = _flat({**keys, **variables_of(source, dialect)}, dialect)
     left = [*_without_unset_sizes(given, dialect), *_unset_switches(given, dialect)]
     left += [*_filled_blanks(given, dialect), *_without_nulls(given, dialect)]
     _check_program(source, dialect, draft)
@@ -205,6 +205,21 @@ def roles_of(config: RLVRConfig) -> set[str]:
 def variables_of(source: Source, dialect: Dialect) -> dict[str, str]:
     """Variables of the environment that the dialect's table has."""
     return {name: value for name, value in source.environment.items() if name in dialect.rules}
+
+
+def _flat(given: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """Sections written as one value (``a={b: 1}``) as the keys within them, where the dialect knows those alone."""
+    flat: dict[str, Any] = {}
+    for key, value in given.items():
+        if (
+            isinstance(value, Mapping)
+            and dialect.find(key) is None
+            and any(name.startswith(f"{key}.") for name in dialect.rules)
+        ):
+            flat |= _flat({f"{key}.{name}": entry for name, entry in value.items()}, dialect)
+        else:
+            flat[key] = value
+    return flat
 
 
 def _unusable_variables(source: Source, dialect: Dialect) -> list[tuple[str, str]]:

@@ -76,7 +76,11 @@ def lacks(config: Mapping[str, Any] | None, strategy: str) -> list[str]:
 
 
 def find_family(draft: Draft) -> None:
-    """Learn the family of the policy, before strategies and batches are decided."""
+    """Learn the family of the policy, before strategies and batches are decided; choose the engine for it."""
+    if draft.get("engine") == "sglang" and draft.get("replay") == "R3":
+        draft.facts["engine"] = OTHER_ENGINE
+        text = f"sglang returns no routes here: {OTHER_ENGINE} samples from the same model and does"
+        draft.remark(["engine", "engine_replay"], text)
     family = family_of(str(draft.facts.get("model", ""))) if draft.states("model") else None
     draft.facts["family"] = family
     if draft.get("engine") == "sglang" and lacks(family, "sglang") and not lacks(family, OTHER_ENGINE):

@@ -60,6 +60,21 @@ def put_host_memory(draft: Draft) -> None:
             draft.put(f"{section}.{OPTIONS}.offload_policy", asked, fact)
 
 
+def put_master_types(draft: Draft) -> None:
+    """Type of the weights that the optimizer updates, an option of FSDP alone."""
+    for role, section in draft.sections():
+        fact = f"master.{role}"
+        if not draft.states(fact):
+            continue
+        strategy = strategy_of(draft, role)
+        if role == "reference":
+            draft.remark([fact], "left out: a model that does not learn is held in the type that it computes in")
+        elif not strategy.startswith("fsdp"):
+            draft.remark([fact], f"left out: has no effect under {strategy}")
+        elif draft.facts[fact] == "bf16" or not draft.whole:
+            draft.put(f"{section}.{OPTIONS}.master_dtype", draft.facts[fact], fact)
+
+
 def put_switches(draft: Draft) -> None:
     """verl's environment variables, for the roles that train under DeepSpeed."""
     for name in ("offload_param", "fp32_grad_accumulation", "step_each_micro_batch"):

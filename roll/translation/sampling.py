@@ -13,6 +13,7 @@ WITH_PENALTY = ("score", "seq_reward", "seq_final_reward")
 """Metrics of ``filter_groups`` that contain the over-long punishment."""
 
 
+WEIGHTS = ("is_level", "is_bound", "is_normalized")
 ALONE = "without tis_ratio_type or sequence_mask_metric it does not count there"
 
 
@@ -37,6 +38,7 @@ def put_correction(draft: Draft) -> None:
         because = (
             "is_level",
             "is_bound",
+            "is_normalized",
             "rejection",
             "rejection_bound",
             "bypass_loss",
@@ -65,14 +67,18 @@ def verl_rules(draft: Draft) -> list[dict[str, Any]]:
         refuse_weighted_baseline(draft, level, bypass)
     rejections = rejection_rules(draft, level, bypass)
     if level is None:
-        draft.without_effect("without rollout_is there are no weights", "is_bound")
+        draft.without_effect("without rollout_is there are no weights", "is_bound", "is_normalized")
         return rejections
     if bypass and draft.value_of("bypass_loss") != "reinforce":
-        draft.without_effect("ppo_clip in bypass_mode has its ratio and no weights", "is_level", "is_bound")
+        draft.without_effect("ppo_clip in bypass_mode has its ratio and no weights", *WEIGHTS)
         return rejections
     low, high = bounds(draft.value_of("is_bound"))
     band = {"action": "truncate", "high": high} if low is None else {"action": "both", "low": low, "high": high}
-    return [{"level": level, **band, **({"policy": "current"} if bypass else {})}, *rejections]
+    if bypass and draft.get("is_normalized"):
+        rule = "divides by the mean of each micro-batch in bypass_mode there; here by the batch's, without bypass_mode"
+        draft.refuse("is_normalized", rule, False)
+    more = {"policy": "current"} if bypass else {"normalize": True} if draft.get("is_normalized") else {}
+    return [{"level": level, **band, **more}, *rejections]
 
 
 def rejection_rules(draft: Draft, weight_level: Any, bypass: bool) -> list[dict[str, Any]]:

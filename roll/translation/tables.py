@@ -219,11 +219,15 @@ LOGGERS = {
     "swanlab": "swanlab",
     "trackio": "trackio",
     "file": "jsonl",
+    "mlflow": "jsonl",
+    "clearml": "jsonl",
+    "vemlp_wandb": "wandb",
 }
+"""Trackers of theirs by ours. What there is no client of here is written to a file."""
 
 
 def loggers(value: Any) -> list[Any]:
-    return [one_of(LOGGERS)(name) for name in listed(value)]
+    return list(dict.fromkeys(one_of(LOGGERS)(name) for name in listed(value)))
 
 
 CONVERSIONS: dict[str, Convert] = {

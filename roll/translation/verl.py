@@ -210,7 +210,30 @@ CONVERSIONS = {
 }
 
 
+def find_pool(draft: Draft) -> None:
+    """Engines on nodes of their own, under the names that the section of the engines has for them."""
+    if not draft.get("pool_nodes"):
+        draft.without_effect("0 nodes are for the engines alone", "pool_nodes", "pool_gpus")
+        return
+    if draft.get("colocate", default=True):
+        draft.refuse("pool_nodes", "goes with actor_rollout_ref.hybrid_engine=false", 0)
+        return
+    for name in ("nodes", "gpus"):
+        draft.state(f"engine_{name}", draft.value_of(f"pool_{name}"))
+        draft.remark([f"pool_{name}"], "devices of the engines alone")
+
+
+def check_decay(draft: Draft) -> None:
+    """TorchTitan's learning rate, which falls to 0 unless a key says otherwise."""
+    if draft.raw.get("config_name") == "torchtitan" and not draft.states("titan_floor.actor"):
+        key = "actor_rollout_ref.actor.optim.min_lr_factor"
+        rule = f"decays the learning rate to 0 by a formula of its own there: {key}=1.0 keeps it constant"
+        draft.refuse("config_name", rule, "fsdp")
+
+
 def prepare(draft: Draft) -> None:
+    find_pool(draft)
+    check_decay(draft)
     find_tool_episodes(draft)
     find_teacher(draft)
 

@@ -232,6 +232,8 @@ def test_images_of_agents_come_in_many_forms(template: ChatTemplate, form: str) 
     [
         ([{"type": "image", "image": "/etc/passwd"}], "found str"),
         ([{"type": "image", "image": b"no picture"}], "UnidentifiedImageError"),
+        ([{"type": "video", "video": ["0.png", "1.png"]}], "part of type 'video'; agents show texts and images"),
+        ([{"type": "text", "text": "a"}, {"type": "video_url", "video_url": {"url": "data:"}}], "of type 'video_url'"),
         ("a text with <|image_pad|> in it", "1 placeholders of images and 0 images"),
     ],
 )
@@ -243,6 +245,12 @@ def test_what_is_no_image_is_refused(template: ChatTemplate, content: Any, said:
 def test_an_environment_with_a_broken_picture_is_named() -> None:
     with pytest.raises(BrokenContract, match=r"mine: an image in the observation of reset: .*float64 \(4, 4\)"):
         read_reset("mine", (np.zeros((4, 4)), {}))
+
+
+def test_an_environment_that_shows_a_video_is_named() -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "video", "video": []}]}
+    with pytest.raises(BrokenContract, match="mine: the observation of reset has a part of type 'video'; texts and"):
+        read_reset("mine", ([message], {}))
 
 
 def test_programs_show_images_in_the_form_of_openai(template: ChatTemplate) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from roll.algorithms.loss_types import LossInputs
-from roll.algorithms.losses import correct_mismatch, mismatch_metrics, rejection_mask
+from roll.algorithms.losses import correct_mismatch, mismatch_metrics, rejection_mask, weight_scale
 from roll.algorithms.metrics import MetricBuilder
 from roll.config.corrections import CORRECTION_PRESETS, CorrectionOptions, CorrectionRule, RuleLevel, correction_options
 from roll.protocol.metrics import merge_metrics, to_floats
@@ -125,6 +125,46 @@ def test_rejections_equal_the_loop_and_leave_the_loss_to_the_other_rules(
     both = correct_mismatch(inputs, options, MetricBuilder())
     alone = correct_mismatch(inputs, CorrectionOptions((other,)), MetricBuilder())
     assert torch.equal(both.weights, alone.weights) and torch.equal(both.keep, alone.keep)
+
+
+@given(
+    batch=batches,
+    rule=st.builds(
+        CorrectionRule,
+        level=st.sampled_from(["token", "geometric", "sequence"]),
+        action=st.sampled_from(["truncate", "both"]),
+        high=st.sampled_from([None, 1.0, 1.1]),
+        normalize=st.just(True),
+    ),
+)
+def test_the_scale_gives_weights_a_mean_of_one(batch: Batch, rule: CorrectionRule) -> None:
+    """Over tokens, or over the responses that have any; the loss's own weights stay as they are."""
+    options = CorrectionOptions((rule,))
+    scale, metrics = weight_scale(batch.old_log_probs, batch.rollout_log_probs, batch.mask, options, None)
+    weights, keep = by_loop(batch, rule)
+    counted = []
+    for row, mask, kept in zip(weights.tolist(), batch.mask.tolist(), keep.tolist(), strict=True):
+        entries = [w if k else 0.0 for w, m, k in zip(row, mask, kept, strict=True) if m]
+        counted += entries if rule.level == "token" else entries[:1]
+    mean = sum(counted) / len(counted) if counted else 0.0
+    assert float(scale) == pytest.approx(1 / mean if mean > 0 else 1.0)
+    assert to_floats(metrics)["actor/is_weight_batch_mean"] == pytest.approx(mean or 1.0)
+    plain = correct_mismatch(inputs_of(batch), CorrectionOptions((replace(rule, normalize=False),)), MetricBuilder())
+    assert torch.equal(correct_mismatch(inputs_of(batch), options, MetricBuilder()).weights, plain.weights)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"action": "mask"}, "mask has no weights"),
+        ({"policy": "current"}, "is not known before the update"),
+        ({"only_negative": True}, "which is before the advantages"),
+    ],
+)
+def test_weights_without_a_mean_before_the_update_are_refused(change: dict[str, Any], message: str) -> None:
+    assert correction_options([{"normalize": True, "high": 2.0}]).normalized
+    with pytest.raises(ValueError, match=message):
+        correction_options([{"normalize": True, "high": 2.0, **change}])
 
 
 @given(batch=batches, first=rules, second=rules)

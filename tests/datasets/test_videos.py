@@ -20,11 +20,12 @@ import pytest
 import torch
 from PIL import Image
 
-from roll.config.roles import DataArguments
+from roll.config.roles import DataArguments, ModelArguments, StrategyArguments, WorkerConfig
 from roll.datasets import DataError, PromptDataset, SftDataset
 from roll.datasets.images import ImageReader
 from roll.datasets.vision_model import VisionModel, load_video_processing
-from roll.protocol.video import VideoProcessing
+from roll.pipelines.rlvr.data import seen_by_engine
+from roll.protocol.video import EngineTime, VideoProcessing
 from roll.protocol.vision import EncodedImage, VisionInputs, num_processed, vision_inputs
 from tests import vision_models
 
@@ -130,6 +131,60 @@ def test_an_engine_that_does_not_see_videos(
         build(words, write_jsonl([{"prompt": "<video>x", "videos": [names(4)]}]), blind)
     (text,) = build(words, write_jsonl([{"prompt": "x"}]), blind)
     assert text.vision is None
+
+
+def test_an_engine_that_places_videos_differently(
+    words: Any, write_jsonl: Write, folder: Path, models: dict[str, VisionModel]
+) -> None:
+    """Rows are bad ones by what their video needs; the others stay."""
+    model = models["qwen2_5_vl"]
+    assert model.tokens_per_second == 4.0
+    placed = replace(model, engine_time=EngineTime(model.tokens_per_second, "float32"))
+    short = {"prompt": "<video>x", "videos": [{"video": names(4), "fps": 8}]}
+    long = {"prompt": "<video>x", "videos": [names(4)]}
+    message = (
+        "row 1: video 1 of column 'videos': its seconds reach to position 4, its 3 rows and 3 columns to 2: the text "
+        "behind it is 2 positions further in vllm than in the trainer; take fewer seconds, larger frames "
+        r"\(video_min_pixels\), Qwen3-VL, or strategy_name: hf_infer"
+    )
+    with pytest.raises(DataError, match=message):
+        build(words, write_jsonl([long]), placed)
+    (kept,) = build(words, write_jsonl([long, short]), placed, on_bad_row="skip")
+    assert kept.vision.videos[0].fps == 8
+    assert len(build(words, write_jsonl([long]), placed, video_min_pixels=5 * 16 * 5 * 16)) == 1, "larger frames"
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "options", "reason", "time"),
+    [
+        ("qwen2_5_vl", "hf_infer", {}, None, None),
+        ("qwen2_5_vl", "vllm", {}, None, EngineTime(4.0, "bfloat16")),
+        ("qwen3_vl", "vllm", {}, None, None),
+        ("qwen3_vl", "vllm", {"limit_mm_per_prompt": {"image": 2, "video": 1}}, None, None),
+        ("qwen3_vl", "vllm", {"limit_mm_per_prompt": {"video": 0}}, "{video: 0} keeps no room for videos", None),
+        ("qwen3_vl", "sglang", {}, "sglang does not generate from videos", None),
+    ],
+)
+def test_what_engines_generate_from(
+    models: dict[str, VisionModel], kind: str, engine: str, options: Any, reason: str | None, time: EngineTime | None
+) -> None:
+    role = WorkerConfig(
+        name="actor_infer", model_args=ModelArguments(dtype="bf16"), strategy_args=StrategyArguments(engine, options)
+    )
+    seen = seen_by_engine(models[kind], role)
+    assert seen.engine_time == time
+    assert (seen.without_videos is None) if reason is None else (reason in str(seen.without_videos))
+
+
+def test_seconds_that_an_engine_rounds(models: dict[str, VisionModel]) -> None:
+    model = models["qwen2_5_vl"]
+    whole = replace(model.video, fps=7.0)
+    video = whole.encoded(vision_models.frames(0, 16, (160, 16)), 7.0, model.processing)
+    assert EngineTime(4.0, "float32").difference(video, model.processing) is None
+    assert EngineTime(4.0, "bfloat16").difference(video, model.processing) == (
+        "vllm rounds its 0.2857142984867096 seconds from one grid to the next to bfloat16 (0.28515625), and places its "
+        "last grid at position 7; the trainer's is 8"
+    )
 
 
 def test_demonstrations_and_the_cache(

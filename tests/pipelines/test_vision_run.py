@@ -38,6 +38,7 @@ from tests.pipelines.tiny_runs import (
     untimed,
 )
 from tests.strategies import vision_cases
+from tests.vision_models import tiny_vl_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -233,6 +234,39 @@ def test_vllm_samples_what_trainers_compute(run: Run, tmp_path: Path) -> None:
     world = make_pictures(tmp_path / "wide", hidden=128)  # vLLM has no kernel for smaller heads on a CPU
     finished = run(in_vllm(changes(world, tmp_path / "rollouts")) | {"eval_steps": 0}, output=tmp_path)
     assert max(finished.values("actor/train_infer_log_diff_abs_max")) < 1e-4
+
+
+def make_clips(folder: Path, kind: tiny_vl_model.Kind) -> TinyWorld:
+    """Prompts of a video, a video and an image, and none; one row's video is too long for vLLM with Qwen2.5-VL."""
+    world = TinyWorld(folder)
+    vision_models.save(world.model, kind, hidden=128)  # vLLM has no kernel for smaller heads on a CPU
+    rows: list[dict[str, Any]] = []
+    for number, one in enumerate(vision_models.shapes.draw_pictures(24, 3)):
+        (world.folder / f"{number}.png").write_bytes(one.png())
+        clip = {"video": [f"{max(number - back, 0)}.png" for back in range(4)], "fps": 2 if number == 3 else 8}
+        marks = ["<video>", "", "<image><video>"][number % 3]
+        row: dict[str, Any] = {"id": str(number), "tag": "odd", "prompt": marks + one.question}
+        row |= {"videos": [clip] if marks else [], "images": [f"{number}.png"] if "image" in marks else []}
+        rows.append(row | {"ground_truth": str(one.answer), "response": one.solution()})
+    world.train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    world.validation.write_text(json.dumps(rows[0]) + "\n")
+    return world
+
+
+@NEEDS_TORCHVISION
+@pytest.mark.parametrize(("kind", "bad"), [("qwen3_vl", 0), ("qwen2_5_vl", 1)])
+def test_vllm_samples_from_videos_what_trainers_compute(
+    run: Run, tmp_path: Path, kind: tiny_vl_model.Kind, bad: int
+) -> None:
+    world = make_clips(tmp_path / "clips", kind)
+    settings = in_vllm(changes(world, tmp_path / "rollouts")) | {"eval_steps": 0}
+    settings["max_steps"] = 2
+    finished = run(settings, output=tmp_path)
+    assert max(finished.values("actor/train_infer_log_diff_abs_max")) < 1e-4
+    log = (finished.logs / "run.log").read_text()
+    assert f"24 rows read, {24 - bad} kept, 0 too long{', 1 bad' * bad}" in log
+    rows = [json.loads(line) for line in (finished.output / "rollouts" / "train-000000.jsonl").open()]
+    assert any("<|video_pad|>" in row["prompt"] and len(row["images"]) in (4, 5) for row in rows)
 
 
 @NEEDS_TORCHVISION

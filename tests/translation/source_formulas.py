@@ -413,8 +413,13 @@ def verl_weights(batch: Responses, settings: Settings) -> Tensor:
     weights = log_ratio.clamp(-20, 20).exp()
     if "_" in str(threshold):
         low, high = map(float, str(threshold).split("_"))
-        return torch.where((weights >= low) & (weights <= high), weights, 0.0)
-    return weights.clamp(max=float(threshold))
+        weights = torch.where((weights >= low) & (weights <= high), weights, 0.0)
+    else:
+        weights = weights.clamp(max=float(threshold))
+    if get("algorithm.rollout_correction.rollout_is_batch_normalize", False):
+        counted = batch.mask if level == "token" else batch.mask * (batch.mask.cumsum(-1) == 1)  # one for each response
+        weights = weights / ((weights * counted).sum() / counted.sum())
+    return weights
 
 
 def verl_critic(batch: Responses, settings: Settings) -> Tensor:

@@ -302,6 +302,8 @@ IN_THE_LOSS: list[Settings] = [
     *(GRPO | IN_LOSS | {"actor.kl_loss_type": kind, "actor.kl_loss_coef": 0.3} for kind in KL_KINDS),
 ]
 IS, BOUND = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"
+NORMALIZE = "algorithm.rollout_correction.rollout_is_batch_normalize"
+RS, RS_BOUND = "algorithm.rollout_correction.rollout_rs", "algorithm.rollout_correction.rollout_rs_threshold"
 BYPASS: Settings = {"algorithm.rollout_correction.bypass_mode": True}
 LOSS_TYPE = "algorithm.rollout_correction.loss_type"
 CORRECTIONS: list[Settings] = [
@@ -311,11 +313,13 @@ CORRECTIONS: list[Settings] = [
     GRPO | {IS: "sequence", BOUND: "0.5_1.5", "actor.policy_loss.loss_mode": "cispo"},
     GRPO | {"actor.tis_imp_ratio_cap": 1.1},
     GRPO | {IS: None, BOUND: 3.0},
+    *(GRPO | {IS: name, BOUND: 1.1, NORMALIZE: True} for name in ("token", "sequence")),
+    *(GRPO | {IS: name, BOUND: "0.8_1.2", NORMALIZE: True} for name in ("token", "sequence")),
+    GRPO | IN_LOSS | {IS: "token", BOUND: 1.1, NORMALIZE: True, RS: "token_k1", RS_BOUND: "0.7_1.3"},
     GRPO | BYPASS,
     GRPO | BYPASS | {IS: "token", BOUND: 1.2},
     *(GRPO | BYPASS | {LOSS_TYPE: "reinforce", IS: level, BOUND: 1.2} for level in (None, "token", "sequence")),
 ]
-RS, RS_BOUND = "algorithm.rollout_correction.rollout_rs", "algorithm.rollout_correction.rollout_rs_threshold"
 MULTIPLE: Settings = {RS: "\"'token_k1,seq_max_k2'\"", RS_BOUND: "\"'0.6_1.6,0.2'\""}
 WITH_TERMS: Settings = GRPO | IN_LOSS | {"actor.entropy_coeff": 0.1}
 REJECTIONS: list[Settings] = [
@@ -595,7 +599,7 @@ REFUSED: list[tuple[str, Settings, str]] = [
     (VERL, {RS: "token_k2", RS_BOUND: 1}, "out of the advantages of this estimator"),
     (VERL, GRPO | {RS: "token_k2", RS_BOUND: 1, IS: "sequence"}, "leaves the weights of sequences"),
     (VERL, GRPO | IN_LOSS | {RS: "seq_sum_k2", RS_BOUND: 1, "actor.loss_agg_mode": MODES[2]}, "number of responses"),
-    (VERL, GRPO | {IS: "token", "algorithm.rollout_correction.rollout_is_batch_normalize": True}, "mean of 1"),
+    (VERL, GRPO | BYPASS | {LOSS_TYPE: "reinforce", IS: "token", NORMALIZE: True}, "mean of each micro-batch"),
     (VERL, {"actor.loss_agg_mode": MODES[3], "actor.loss_scale_factor": 30}, "counts for the actor alone"),
     (VERL, {"critic.ppo_epochs": 2}, "one number of passes"),
     (VERL, {"critic.shuffle": True}, "one key for both"),

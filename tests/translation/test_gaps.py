@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from roll.config.reading.errors import ConfigError
@@ -21,6 +23,7 @@ SKYRL = (
     "trainer.placement.ref_num_gpus_per_node=4 trainer.policy_mini_batch_size=64 environment.env_class=gsm8k "
 )
 REMOTE = f"{SKYRL} generator.inference_engine.run_engines_locally=false "
+KL = "actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"
 OPTIONS = "actor_infer.strategy_args.strategy_config"
 
 
@@ -101,6 +104,110 @@ def test_fsdp2_takes_the_place_of_another_backend(translated: Translate) -> None
     assert experts.keys[name] == "fsdp2_train" and translated(VERL).keys[name] == "fsdp_train"
     assert any("fsdp2 computes the same" in note.text for note in experts.notes)
     load(experts, QUICKSTART)
+
+
+TITAN = f"{VERL} model_engine=torchtitan actor_rollout_ref.actor.torchtitan.data_parallel_shard_size=8 "
+
+
+def test_fsdp2_takes_the_place_of_torchtitan(translated: Translate) -> None:
+    """Its learning rate falls to 0 by a formula of its own, unless it is kept constant."""
+    constant = translated(f"{TITAN} actor_rollout_ref.actor.optim.min_lr_factor=1.0")
+    assert constant.keys["actor_train.strategy_args.strategy_name"] == "fsdp2_train"
+    assert constant.keys["actor_train.training_args.lr_scheduler_type"] == "constant"
+    load(constant, QUICKSTART)
+    with pytest.raises(ConfigError, match=r"min_lr_factor=1\.0 keeps it constant"):
+        translated(TITAN)
+    with pytest.raises(ConfigError, match="has no translation; known: 1"):
+        translated(f"{TITAN} actor_rollout_ref.actor.optim.min_lr_factor=0.1")
+
+
+def test_the_type_of_the_weights_that_are_updated(translated: Translate) -> None:
+    key = "actor_train.strategy_args.strategy_config.master_dtype"
+    text = f"{VERL} actor_rollout_ref.actor.fsdp_config.model_dtype="
+    for strategy in ("fsdp", "fsdp2"):
+        bf16 = translated(f"{text}bfloat16 actor_rollout_ref.actor.strategy={strategy}")
+        assert bf16.keys[key] == "bf16"
+        load(bf16, QUICKSTART)
+    assert key not in translated(f"{text}fp32").keys
+    frozen = translated(f"{VERL} {KL} actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16")
+    assert not any(name.endswith("master_dtype") for name in frozen.keys)
+    assert any("does not learn" in note.text for note in frozen.notes)
+    megatron = translated(f"{text}bfloat16 --config-name=ppo_megatron_trainer")
+    assert key not in megatron.keys and any("no effect under megatron" in note.text for note in megatron.notes)
+
+
+def test_nodes_of_the_engines_alone_in_their_own_section(translated: Translate) -> None:
+    pool = "actor_rollout_ref.rollout.nnodes=1 actor_rollout_ref.rollout.n_gpus_per_node=4"
+    apart = f"{VERL} actor_rollout_ref.hybrid_engine=false"
+    translation = translated(f"{apart} {pool}")
+    assert translation.keys == translated(f"{apart} rollout.nnodes=1 rollout.n_gpus_per_node=4").keys
+    assert translation.keys["actor_infer.device_mapping"] == "list(range(8,12))"
+    load(translation, QUICKSTART)
+    assert translated(f"{VERL} actor_rollout_ref.rollout.nnodes=0").keys == translated(VERL).keys
+    with pytest.raises(ConfigError, match=r"goes with .*hybrid_engine=false"):
+        translated(f"{VERL} {pool}")
+
+
+def test_routes_come_from_an_engine_that_returns_them(translated: Translate) -> None:
+    text = VERL.replace("rollout.name=vllm", "rollout.name=sglang").replace("model.path=m", "model.path=Qwen3-30B-A3B")
+    routes = "actor_rollout_ref.actor.megatron.router_replay.mode=R3 --config-name=ppo_megatron_trainer"
+    translation = translated(f"{text} {routes} actor_rollout_ref.rollout.enable_rollout_routing_replay=True")
+    assert translation.keys["actor_infer.strategy_args.strategy_name"] == "vllm"
+    assert any("sglang returns no routes here" in note.text for note in translation.notes)
+    load(translation, QUICKSTART)
+    assert translated(text).keys["actor_infer.strategy_args.strategy_name"] == "sglang"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{VERL} trainer.logger=['console','mlflow','file']", {"track_with": ["stdout", "jsonl"]}),
+        (f"{VERL} trainer.logger=[vemlp_wandb]", {"track_with": ["wandb"]}),
+        (f"{VERL} reward.reward_manager.name=gdpo", {}),
+        (f"{VERL} actor_rollout_ref.model.enable_activation_offloading=true", {}),
+        (f"{VERL} actor_rollout_ref.actor.megatron.use_megatron_fsdp=true", {}),
+        (f"{VERL} actor_rollout_ref.actor.qat.mode=w4a16 actor_rollout_ref.actor.checkpoint.strict=true", {}),
+        (f"{VERL} actor_rollout_ref.rollout.disaggregation.enabled=true trainer.v1.trainer_mode=sync", {}),
+        (f"{VERL} critic.model.mtp.enable=false skip.rollout.enable=false skip.rollout.action=cache", {}),
+        (
+            f"{SKYRL} trainer.eval.interval=7 trainer.eval.before_train=false trainer.eval.batch_size=64",
+            {"eval_steps": 7, "validation.before_train": False, "val_batch_size": 64},
+        ),
+        (f"{SKYRL} generator.inference_engine.speculative_config={{method:mtp}}", {}),
+        (
+            f"{SKYRL} trainer.policy.model.fake_int4_qat.enabled=false trainer.policy.megatron_config.mtp_num_layers=0",
+            {},
+        ),
+        (f"{SKYRL} generator.inference_engine.enable_pd=true generator.inference_engine.num_prefill=2", {}),
+        (
+            f"{SKYRL} generator.chat_template_kwargs={{enable_thinking:false}}",
+            {
+                "actor_train.data_args.chat_template_kwargs.enable_thinking": False,
+                "validation.data_args.chat_template_kwargs.enable_thinking": False,
+            },
+        ),
+        (f"{VERL} actor_rollout_ref.model.override_config={{}}", {}),
+    ],
+)
+def test_ways_to_compute_and_to_log_the_same(text: str, expected: dict[str, Any], translated: Translate) -> None:
+    plain = translated(VERL if text.startswith(VERL) else SKYRL).keys
+    assert translated(text).keys == {**plain, **expected}
+    load(translated(text), QUICKSTART)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("actor_rollout_ref.actor.fsdp_config.qat.enable=true", "training for quantisation"),
+        ("critic.model.mtp.enable=true", "has no translation"),
+        ("skip.rollout.enable=true", "has no translation"),
+        ("trainer.v1.trainer_mode=separate_async", "one_step_off_policy"),
+        ("data.function_tool_path=/x.py", "has no translation"),
+    ],
+)
+def test_what_would_train_something_else_is_refused(key: str, message: str, translated: Translate) -> None:
+    with pytest.raises(ConfigError, match=message):
+        translated(f"{VERL} {key}")
 
 
 def test_an_option_of_fsdp2_under_fsdp1(translated: Translate) -> None:

@@ -125,6 +125,24 @@ def test_of_several_runs_one_is_asked_for(tmp_path: Path, sandbox: Sandbox) -> N
 
 
 @pytest.mark.parametrize(
+    "question",
+    [
+        "from verl.utils.device import get_device_name; print(get_device_name() == 'cuda')",
+        "import torch; print(torch.cuda.is_available() and torch.cuda.device_count() == 8)",
+        "from __future__ import annotations; import sys; print(sys.argv[-1] in ('-', '-c'))",
+    ],
+)
+def test_a_script_that_asks_for_the_device_finds_a_node_with_accelerators(
+    question: str, tmp_path: Path, sandbox: Sandbox
+) -> None:
+    for asked in (f'python3 -c "{question}"', f"python3 - <<'EOF'\n{question}\nEOF\n"):
+        text = f'set -e\nfound=$({asked})\nif [ "$found" == "True" ]; then {RUN} {BATCH}=8; else exit 1; fi'
+        assert run(tmp_path, text, sandbox).keys[BATCH] == 8
+    with pytest.raises(ConfigError, match="No module named 'numpy'"):
+        run(tmp_path, "set -e\nn=$(python3 -c 'import numpy')\nexit 1", sandbox)
+
+
+@pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("echo nothing", "starts no training program"),

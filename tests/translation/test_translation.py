@@ -54,7 +54,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(translated: Translate) -> No
             "512 samples an optimizer step do not divide into micro-batches of 7",
         ),
         ("VERL_ENABLE_PARAM_OFFLOAD=yes actor_rollout_ref.actor.deepspeed.zero_stage=3", "must be 0 or 1"),
-        ("trainer.logger=[mlflow]", "known: console"),
+        ("trainer.logger=[mlfow]", "the nearest is mlflow"),
         ("generator.max_turns=5", "several turns, tools and agents have no translation"),
         (
             f"CUDA_VISIBLE_DEVICES=3 {VERL} trainer.n_gpus_per_node=2 "

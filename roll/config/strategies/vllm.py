@@ -76,8 +76,9 @@ class VllmStrategyConfig(StrategyConfig):
     sleep_level: int = setting(1, ge=1, le=2)
     """While other roles use the GPU: 1 moves the weights to host memory, 2 drops them (the next weight update brings
     them back). The KV cache is dropped either way. No effect on a CPU."""
-    limit_mm_per_prompt: dict[Literal["image"], int] = field(default_factory=dict)
-    """``{image: n}``: most images of a prompt, for which a vision-language model keeps room; empty: vLLM's choice."""
+    limit_mm_per_prompt: dict[Literal["image", "video"], int] = field(default_factory=dict)
+    """``{image: n, video: m}``: most images and videos of a prompt, for which a vision-language model keeps room; what
+    is left out: vLLM's choice."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Any further argument of vLLM's ``EngineArgs``, passed through."""
     allow_untested_version: bool = False

@@ -13,7 +13,9 @@ from roll.config.plan.plan import Plan
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import count
 from roll.config.rewards import RewardConfig
-from roll.config.roles import DataArguments
+from roll.config.roles import DataArguments, WorkerConfig
+from roll.config.strategies.registry import typed_strategy_config
+from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.datasets import DataError, DomainSampler, LoadCounts, PromptDataset
 from roll.datasets.vision_model import VisionModel
 from roll.pipelines.batches import load_batch, stored_images
@@ -72,10 +74,8 @@ def read_prompts(
     policy = plan.roles.get("actor_train") or plan.roles["actor_infer"]
     model_args = policy.section.model_args
     vision = VisionModel.load(str(policy.model_path), tokenizer, model_args.trust_remote_code)
-    engine = config.actor_infer.strategy_args.strategy_name
-    if vision is not None and engine != "hf_infer":
-        reason = f"{engine} does not generate from videos; actor_infer.strategy_args.strategy_name: hf_infer does"
-        vision = replace(vision, without_videos=reason)
+    if vision is not None:
+        vision = seen_by_engine(vision, config.actor_infer)
     dataset = PromptDataset.build(
         data_args,
         tokenizer,
@@ -88,6 +88,28 @@ def read_prompts(
     for remark in remarks(config, dataset.counts):
         logger.warning("%s: %s", data_args.file_name, remark)
     return dataset
+
+
+def seen_by_engine(vision: VisionModel, infer: WorkerConfig) -> VisionModel:
+    """The model with the limits of the engine that generates from its rows."""
+    from roll.models.build import DTYPES
+    from roll.protocol.video import EngineTime
+
+    engine = infer.strategy_args.strategy_name
+    if engine == "hf_infer":
+        return vision
+    where = f"{infer.name}.strategy_args"
+    if engine != "vllm":
+        reason = f"{engine} does not generate from videos; {where}.strategy_name: hf_infer and vllm do"
+        return replace(vision, without_videos=reason)
+    options = typed_strategy_config(infer.strategy_args)
+    if isinstance(options, VllmStrategyConfig) and options.limit_mm_per_prompt.get("video") == 0:
+        reason = f"{where}.strategy_config.limit_mm_per_prompt: {{video: 0}} keeps no room for videos; leave it out"
+        return replace(vision, without_videos=reason)
+    if vision.video.timed:
+        return vision
+    dtype = str(DTYPES[infer.model_args.dtype]).removeprefix("torch.")
+    return replace(vision, engine_time=EngineTime(vision.tokens_per_second, dtype))
 
 
 def remarks(config: RLVRConfig, counts: LoadCounts) -> list[str]:

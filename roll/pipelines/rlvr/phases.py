@@ -19,7 +19,7 @@ from roll.algorithms.advantages import (
 )
 from roll.algorithms.aggregation import masked_mean, row_mean
 from roll.algorithms.kl import EntropyController, KLOptions, kl_estimate, make_kl_controller
-from roll.algorithms.losses import options_from, rejection_mask
+from roll.algorithms.losses import options_from, rejection_mask, weight_scale
 from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics
 from roll.algorithms.samples import (
     RewardOptions,
@@ -322,6 +322,11 @@ class AdvantageComputer:
             kept, rejected = rejection_mask(old, sampled, mask, self._correction, turns)
             tensors["loss_mask"], metrics = tensors["loss_mask"] & kept, metrics | rejected
         weights = sample_weights(self._config, scores, lengths, group_ids)
+        if self._correction.normalized:
+            old, sampled, turns = tensors["old_log_probs"], tensors["rollout_log_probs"], tensors.get("turn_ids")
+            scale, scaled = weight_scale(old, sampled, mask, self._correction, turns)
+            weights = scale.expand(len(batch)).clone() if weights is None else weights * scale
+            metrics = metrics | scaled
         if weights is not None:
             tensors["sample_weights"] = weights
         if self._config.top_entropy_quantile < 1.0:

@@ -70,8 +70,7 @@ def engine_arguments(
         "hf_overrides": dict(role.model_args.model_config_kwargs),
     }
     if getattr(model_config, "vision_config", None) is not None:
-        # Else the engine keeps room for a video.
-        arguments["limit_mm_per_prompt"] = {"video": 0, **options.limit_mm_per_prompt}
+        arguments["limit_mm_per_prompt"] = dict(options.limit_mm_per_prompt)
     if role.router_replay.mode == "R3":
         if on_cpu:
             raise ValueError(

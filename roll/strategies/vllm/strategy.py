@@ -113,12 +113,12 @@ class VllmStrategy(GenerationStrategy):
             args.model_name_or_path, trust_remote_code=args.trust_remote_code
         )
         self._end_token_ids = model_end_token_ids(args, model_config, tokenizer)
-        self._images = ImagePrompts(model_config, tokenizer)
         if getattr(model_config, "vision_config", None) is not None:
             check_torchvision()
         if self._records_routes:
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that can
         arguments = engine_arguments(self.role, self._config, model_config, self._max_model_len, self.seed, platform)
+        self._images = ImagePrompts(model_config, tokenizer, arguments["dtype"])
         if platform.device_type == "cpu" and arguments["enforce_eager"]:
             # The sampler compiles one helper of its own even so, which needs a C++ compiler and takes seconds.
             torch.compiler.set_stance("force_eager")
@@ -155,10 +155,11 @@ class VllmStrategy(GenerationStrategy):
         """Every sample is a request of its own to vLLM; what a sample has already is a part of its prompt there."""
         self._unfinished[request.request_id] = set()
         try:
-            fresh = self._rendered(request.prompt_token_ids, request.vision)
+            fresh = None  # rendered once, and only to be added: vLLM sends an image along with its first prompt
             for index in request.unfinished_samples:
                 begun = request.partial.get(index)
                 if begun is None:
+                    fresh = fresh or self._rendered(request.prompt_token_ids, request.vision)
                     self._add_sample(request, index, fresh, None)
                 else:
                     prompt = self._rendered([*request.prompt_token_ids, *begun.token_ids], request.vision)
@@ -180,7 +181,9 @@ class VllmStrategy(GenerationStrategy):
         (rendered,) = self._running_engine().renderer.render_cmpl([prompt])
         if vision is not None and list(rendered["prompt_token_ids"]) != list(token_ids):
             found, expected = len(rendered["prompt_token_ids"]), len(token_ids)
-            raise ValueError(f"vllm makes {found} tokens of a prompt with images that has {expected} in training")
+            raise ValueError(
+                f"vllm makes {found} tokens of a prompt with images that has {expected} in training, or other ones"
+            )
         return rendered
 
     def _add_sample(self, request: GenerationRequest, index: int, prompt: Any, begun: PartialSample | None) -> None:

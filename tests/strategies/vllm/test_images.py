@@ -1,19 +1,26 @@
-"""vLLM with images: the patches, ids and log-probs of the trainer, placeholders never sampled, fresh features after
-updates (``make install-vllm-vision``)."""
+"""vLLM with images and videos: the patches, ids, positions and log-probs of the trainer, placeholders never sampled,
+fresh features after updates (``make install-vllm-vision``)."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests import vision_models
 from tests.strategies.engine_process import engine_process
 from tests.strategies.vllm import image_cases
 
 FOLDER = os.environ.get("ROLL_TORCHVISION") or str(Path(sys.prefix) / "roll-torchvision")
+
+LONG = (
+    "its seconds reach to position 8, its 3 rows and 3 columns to 2: the text behind it is 6 positions further in vllm "
+    "than in the trainer"
+)
 
 pytestmark = [
     pytest.mark.e2e,
@@ -25,15 +32,30 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
-def test_images_before_and_after_an_update(tmp_path: Path, kind: str) -> None:
+def test_images_and_videos_before_and_after_an_update(tmp_path: Path, kind: str) -> None:
     image_cases.make_models(tmp_path, kind)
     with engine_process() as in_process:  # a new one, in which transformers is not imported yet
-        found = in_process(image_cases.generated, tmp_path, FOLDER)
+        found = in_process(image_cases.generated, tmp_path, kind, FOLDER)
     assert found["wrong"] == []
     assert found["refused"] == (
         "request 'r': the prompt has 8 placeholders of images, and its 1 images have 9; it has 0 of videos, and its 0 "
         "videos have 0; they must be as many, and in the same order"
     )
-    gaps, same = image_cases.compared(tmp_path, found)
-    assert max(gaps) < 2e-5
-    assert same == 16
+    gaps, same = image_cases.compared(tmp_path, kind, found)
+    assert len(gaps) == 66 and max(gaps) < 2e-5
+    assert same == 32
+    if kind == "qwen2_5_vl":
+        assert LONG in found["placed"]
+    else:
+        assert found["placed"] == "", "its times are words"
+
+
+def test_videos_are_placed_differently_where_it_is_said(tmp_path: Path) -> None:
+    """Qwen2.5-VL's positions by vLLM's own code and processor, in engines of three dtypes, next to transformers'."""
+    vision_models.save(tmp_path, "qwen2_5_vl")
+    with engine_process() as in_process:
+        found = in_process(image_cases.placed, tmp_path, FOLDER)
+    assert [case for case, same, said in found if same != said] == []
+    counts = Counter((case[0], same) for case, same, _ in found)
+    assert counts["float32", True] > 10 and counts["float32", False] > 10
+    assert counts["bfloat16", False] > counts["float32", False], "seconds are rounded"
