@@ -38,6 +38,7 @@ REASONABLE: dict[str, Any] = {
     "max_packed_sequence_length_forward": 256,
     "device_map": "balanced",
     "eval_steps": 10,
+    "video_max_frames": 16,
     "cuda_graph_sizes": [1, 8],
     "cudagraph_capture_sizes": [1, 8],
 }
