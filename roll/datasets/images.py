@@ -134,6 +134,7 @@ class ImageReader:
                     seen.append(self.encoded(source, value, number))
                     text += self.model.placeholder
             rendered.append({**message, "content": text if one else message["content"]})
+        check_room(source, self.model, seen)
         if any(map(_is_url, columns[IMAGE_MARK][1])):
             fetched = [image.data.tobytes() for image in seen if isinstance(image, EncodedImage)]
             self._fetched[source.place] = {**row, self.column: fetched}
@@ -360,6 +361,23 @@ class _Place:
     mark: str
     own: Any = None
     """Value that the message brings along; None: the next one of the column."""
+
+
+def check_room(source: SourceRow, model: VisionModel, seen: Sequence[Seen]) -> None:
+    """
+    Raises:
+        DataError: more images or videos than the engine that generates keeps room for.
+    """
+    from roll.protocol.vision import EncodedVideo
+
+    num_videos = sum(isinstance(one, EncodedVideo) for one in seen)
+    counts = (("image", len(seen) - num_videos, model.most_images), ("video", num_videos, model.most_videos))
+    for what, number, most in counts:
+        if most is not None and number > most:
+            raise DataError(
+                f"{source.place}: {number} {what}s, and the engine keeps room for {most}; limit_mm_per_prompt: "
+                f"{{{what}: {number}}} is enough"
+            )
 
 
 def read_video(reader: ImageReader, source: SourceRow, value: Any, number: int) -> EncodedVideo:

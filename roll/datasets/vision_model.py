@@ -33,6 +33,9 @@ class VisionModel:
     """Positions that a second of a video takes; of no meaning where the prompt says times."""
     without_videos: str | None = None
     """Why rows with videos are bad ones; None: they are read."""
+    most_images: int | None = None
+    """Of a prompt, that the engine keeps room for; None: any number."""
+    most_videos: int | None = None
     engine_time: EngineTime | None = None
     """Of the engine that generates: a video that it places differently is a bad one. None: it places all alike."""
 

@@ -155,25 +155,45 @@ def test_an_engine_that_places_videos_differently(
 
 
 @pytest.mark.parametrize(
-    ("kind", "engine", "options", "reason", "time"),
+    ("kind", "engine", "most", "time"),
     [
-        ("qwen2_5_vl", "hf_infer", {}, None, None),
-        ("qwen2_5_vl", "vllm", {}, None, EngineTime(4.0, "bfloat16")),
-        ("qwen3_vl", "vllm", {}, None, None),
-        ("qwen3_vl", "vllm", {"limit_mm_per_prompt": {"image": 2, "video": 1}}, None, None),
-        ("qwen3_vl", "vllm", {"limit_mm_per_prompt": {"video": 0}}, "{video: 0} keeps no room for videos", None),
-        ("qwen3_vl", "sglang", {}, "sglang does not generate from videos", None),
+        ("qwen2_5_vl", "hf_infer", {}, None),
+        ("qwen2_5_vl", "vllm", {}, EngineTime(4.0, "bfloat16")),
+        ("qwen3_vl", "vllm", {}, None),
+        ("qwen3_vl", "vllm", {"image": 2, "video": 1}, None),
+        ("qwen3_vl", "sglang", {}, None),
     ],
 )
 def test_what_engines_generate_from(
-    models: dict[str, VisionModel], kind: str, engine: str, options: Any, reason: str | None, time: EngineTime | None
+    models: dict[str, VisionModel], kind: str, engine: str, most: dict[str, int], time: EngineTime | None
 ) -> None:
+    options: dict[str, Any] = {"limit_mm_per_prompt": most} if most else {}
     role = WorkerConfig(
-        name="actor_infer", model_args=ModelArguments(dtype="bf16"), strategy_args=StrategyArguments(engine, options)
+        name="actor_infer",
+        model_args=ModelArguments(dtype="bf16"),
+        strategy_args=StrategyArguments(engine, options),
     )
     seen = seen_by_engine(models[kind], role)
     assert seen.engine_time == time
-    assert (seen.without_videos is None) if reason is None else (reason in str(seen.without_videos))
+    assert (seen.most_images, seen.most_videos) == (most.get("image"), most.get("video"))
+    assert ("sglang does not generate from videos" in str(seen.without_videos)) == (engine == "sglang")
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"most_videos": 0}, r"row 1: 1 videos, and the engine keeps room for 0; limit_mm_per_prompt: \{video: 1\} is"),
+        ({"most_images": 1}, r"row 1: 2 images, and the engine keeps room for 1; limit_mm_per_prompt: \{image: 2\} is"),
+    ],
+)
+def test_more_than_an_engine_keeps_room_for(
+    words: Any, write_jsonl: Write, folder: Path, models: dict[str, VisionModel], limits: dict[str, int], said: str
+) -> None:
+    row = {"prompt": "<image><image><video>x", "images": names(2), "videos": [names(4)]}
+    with pytest.raises(DataError, match=said):
+        build(words, write_jsonl([row]), replace(models["qwen3_vl"], **limits))  # type: ignore[arg-type]
+    enough = replace(models["qwen3_vl"], most_images=2, most_videos=1)
+    assert len(build(words, write_jsonl([row]), enough)) == 1
 
 
 def test_seconds_that_an_engine_rounds(models: dict[str, VisionModel]) -> None:

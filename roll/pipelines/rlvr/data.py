@@ -103,9 +103,9 @@ def seen_by_engine(vision: VisionModel, infer: WorkerConfig) -> VisionModel:
         reason = f"{engine} does not generate from videos; {where}.strategy_name: hf_infer and vllm do"
         return replace(vision, without_videos=reason)
     options = typed_strategy_config(infer.strategy_args)
-    if isinstance(options, VllmStrategyConfig) and options.limit_mm_per_prompt.get("video") == 0:
-        reason = f"{where}.strategy_config.limit_mm_per_prompt: {{video: 0}} keeps no room for videos; leave it out"
-        return replace(vision, without_videos=reason)
+    assert isinstance(options, VllmStrategyConfig)
+    most = options.limit_mm_per_prompt
+    vision = replace(vision, most_images=most.get("image"), most_videos=most.get("video"))
     if vision.video.timed:
         return vision
     dtype = str(DTYPES[infer.model_args.dtype]).removeprefix("torch.")
