@@ -30,11 +30,14 @@ from roll.config.loader import LoadedConfig
 from roll.config.lora import uses_lora
 from roll.config.model_files import CONFIG, looks_like_folder, model_folder, read_model_config
 from roll.config.pipelines import find_own_modules
+from roll.config.plan.plan import RolePlan
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
+from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig, requested_stage
 from roll.config.strategies.registry import BACKENDS, typed_strategy_config
+from roll.platforms import current_platform
 
 TRACKERS = {"wandb": "wandb", "swanlab": "swanlab", "trackio": "trackio", "prometheus": "prometheus_client"}
 """By tracker: its package, of the same name at the index."""
@@ -72,6 +75,39 @@ def require_trackers(loaded: LoadedConfig[Any]) -> None:
     if missing:
         rule = f"needs a package that is not installed: pip install {TRACKERS[missing[0]]}"
         raise ConfigError([Problem("track_with", missing[0], rule, "tensorboard", shown(loaded.source))])
+
+
+def check_types(loaded: LoadedConfig[Any]) -> None:
+    """Check that DeepSpeed computes in fp16 on this host, where a role asks for it.
+
+    Raises:
+        ConfigError: a CPU without AVX512-FP16 or AMX-FP16, on which DeepSpeed starts no engine in fp16.
+    """
+    asked = [
+        name
+        for name, role in loaded.plan.roles.items()
+        if role.section.model_args.dtype == "fp16"
+        and (role.strategy_name == "deepspeed_train" or (role.strategy_name == "deepspeed_infer" and _is_stage_3(role)))
+    ]
+    if not asked or computes_in_fp16():
+        return
+    rule = "DeepSpeed computes in it on accelerators, and on CPUs with AVX512-FP16 or AMX-FP16; this host has neither"
+    raise ConfigError(
+        [Problem(f"{name}.model_args.dtype", "fp16", rule, "bf16", shown(loaded.source)) for name in asked]
+    )
+
+
+def _is_stage_3(role: RolePlan) -> bool:
+    options = typed_strategy_config(role.section.strategy_args)
+    assert isinstance(options, DeepSpeedStrategyConfig)
+    return requested_stage(options) == 3
+
+
+def computes_in_fp16() -> bool:
+    """True where DeepSpeed computes in fp16."""
+    import torch
+
+    return current_platform().name != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def is_installed(module: str) -> bool:
@@ -187,6 +223,7 @@ def check_parts(loaded: LoadedConfig[Any]) -> None:
             not have.
     """
     require_trackers(loaded)
+    check_types(loaded)
     loaded.pipeline.check_parts(loaded)
     check_own_functions(loaded)
     loaded.pipeline.check_host(loaded)

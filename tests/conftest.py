@@ -50,6 +50,23 @@ _LONG = [ROOT / "tests" / folder for folder in ("strategies", "distributed", "pi
 come after all that is quicker."""
 
 
+_UNTIL = float(os.environ.get("TESTS_UNTIL", "inf"))
+"""Seconds since the epoch after which no test begins: a host that is too slow for a tier runs what it can of it."""
+_LATE = "the time of its tier was up"
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures are made
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > _UNTIL:
+        pytest.skip(_LATE)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    late = [report for report in terminalreporter.stats.get("skipped", ()) if _LATE in str(report.longrepr)]
+    if late:
+        terminalreporter.write_line(f"{len(late)} tests were not run: {_LATE} (TESTS_UNTIL)")
+
+
 @pytest.hookimpl(tryfirst=True)  # before ``-m "not long"`` is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_long_rows(items, is_whole=not any("::" in argument for argument in config.args))

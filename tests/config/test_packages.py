@@ -8,7 +8,7 @@ import pytest
 
 from roll import preflight
 from roll.config.reading.errors import ConfigError
-from roll.preflight import is_installed, require_packages
+from roll.preflight import check_types, is_installed, require_packages
 from tests.config.good import changed, load
 
 ENGINE = {"actor_infer.strategy_args.strategy_name": "vllm"}
@@ -26,6 +26,42 @@ def test_a_missing_package_is_named_with_its_install_command(tmp_path: Path, mon
 def test_the_base_install_needs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "is_installed", lambda module: False)
     require_packages(load(tmp_path, changed({})))
+
+
+@pytest.mark.parametrize(
+    ("role", "strategy", "config", "is_refused"),
+    [
+        ("actor_train", "deepspeed_train", {"zero_stage": 1}, True),
+        ("reference", "deepspeed_infer", {"zero_stage": 3}, True),
+        ("reference", "deepspeed_infer", {"zero_stage": 2}, False),
+        ("actor_train", "fsdp2_train", {}, False),
+    ],
+)
+def test_fp16_where_deepspeed_does_not_compute_in_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    role: str,
+    strategy: str,
+    config: dict[str, int],
+    is_refused: bool,
+) -> None:
+    changes = {
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "reference": {"device_mapping": [0], "infer_batch_size": 8},
+        **{f"{name}.model_args.dtype": "fp16" for name in ("actor_infer", role)},
+        **({} if role == "actor_train" else {"actor_train.model_args.dtype": "fp16"}),
+        f"{role}.strategy_args": {"strategy_name": strategy, "strategy_config": config},
+    }
+    loaded = load(tmp_path, changed(changes))
+    monkeypatch.setattr(preflight, "computes_in_fp16", lambda: False)
+    if is_refused:
+        with pytest.raises(ConfigError, match=rf"{role}\.model_args\.dtype = 'fp16': .*AVX512.*dtype: bf16"):
+            check_types(loaded)
+    else:
+        check_types(loaded)
+    monkeypatch.setattr(preflight, "computes_in_fp16", lambda: True)
+    check_types(loaded)
 
 
 def test_looking_for_a_package() -> None:

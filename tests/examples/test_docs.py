@@ -136,7 +136,11 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 SHOWN_MISTAKE = ["max_step=40", "rollout_batch_size=20"]
 
 
-DEFAULTS = {"sft": ("tiny", "sft_config"), "agentic": ("tiny_agentic", "lake_config")}
+DEFAULTS = {
+    "sft": ("tiny", "sft_config"),
+    "agentic": ("tiny_agentic", "lake_config"),
+    "rlvr_vl": ("tiny_vl", "rlvr_config"),
+}
 """Folder and name that launchers take without flags."""
 
 
