@@ -49,7 +49,7 @@ def _start_driver(how: str, result_file: Path) -> subprocess.Popen:
     )
 
 
-def _wait_for_file(path: Path, seconds: float = 60) -> dict:
+def _wait_for_file(path: Path, seconds: float = 180) -> dict:
     give_up = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < give_up, f"{path} was not written"

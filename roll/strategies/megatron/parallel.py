@@ -65,6 +65,11 @@ class ParallelSizes:
         return self.expert > 1 or self.expert_tensor != self.tensor
 
     @property
+    def exchanges_tokens(self) -> bool:
+        """Replicas compute an expert together, and so must make as many passes as each other."""
+        return self.expert > 1 or self.expert_tensor > self.tensor
+
+    @property
     def model(self) -> int:
         """Ranks of one replica of the model."""
         return self.tensor * self.pipeline * self.context

@@ -230,7 +230,7 @@ class MegatronStrategy(ModelStrategy):
             count_divisor=self.sizes.pipeline,
             device=self.device,
             shares_prompts=self.role.use_prefix_sharing,
-            peers=parallel_state.get_data_parallel_group() if self._experts and self.sizes.expert > 1 else None,
+            peers=parallel_state.get_data_parallel_group() if self._experts and self.sizes.exchanges_tokens else None,
             peers_share_shapes=self.config.moe_token_dispatcher_type == "allgather",
             routes=self._experts > 0,
             balances=bool(self.transformer_config.moe_aux_loss_coeff),

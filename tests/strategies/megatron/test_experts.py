@@ -37,6 +37,7 @@ LAYOUTS = [
     pytest.param(2, {"tp": 2, "sp": True}, "olmoe", {}, id="olmoe-tp2"),
     pytest.param(2, {"tp": 2, "sp": True, "etp": 1}, "qwen3_moe", {}, id="tp2-etp1"),
     pytest.param(2, {"tp": 2, "sp": True, "etp": 1, "ep": 2}, "mixtral", {}, id="tp2-ep2-etp1"),
+    pytest.param(2, {"etp": 2}, "qwen3_moe", {}, id="etp2-of-replicas"),
     pytest.param(2, {"pp": 2}, "qwen3_moe", {}, id="pp2"),
     pytest.param(2, {"pp": 2, "vpp": 2}, "qwen3_moe", {}, id="vpp2"),
     pytest.param(2, {"cp": 2, "ep": 2}, "qwen3_moe", {}, id="cp2-ep2"),
