@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
@@ -31,53 +32,47 @@ python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\
 LOSS = "distillation.distillation_loss"
 
 
+@pytest.fixture
 def translated_run(
-    form: str, world: TinyWorld, folder: Path, capsys: pytest.CaptureFixture[str], patch: pytest.MonkeyPatch, ray: str
-) -> FinishedRun:
-    """A launch with verl's columns and keys, and a teacher on the trainer's devices."""
-    rows = [json.loads(line) for line in world.train.open()]
-    published = [
-        {
-            "data_source": "openai/gsm8k",
-            "prompt": row["messages"],
-            "reward_model": {"style": "rule", "ground_truth": row["ground_truth"]},
-        }
-        for row in rows
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(published), folder / "train.parquet")
-    script = folder / "launch.sh"
-    script.write_text(LAUNCH.format(folder=folder, student=world.model, teacher=world.teacher, form=form, steps=STEPS))
-    assert main(["translate", "--quiet", "--yaml", str(script)]) == 0
-    recipe = folder / "translated.yaml"
-    recipe.write_text(capsys.readouterr().out)
-    patch.setenv("RAY_ADDRESS", ray)
-    assert main(["run", str(recipe), f"output_dir={folder}", f"logging_dir={folder}/logs"]) == 0
-    return FinishedRun(folder)
-
-
-def test_distillation_as_an_advantage(
     world: TinyWorld,
     shared_ray: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On policy, the loss is the estimated KL from the teacher; nobody is told to look after rewards."""
-    form = f"{LOSS}.loss_mode=k1 {LOSS}.use_policy_gradient=True"
-    done = translated_run(form, world, tmp_path, capsys, monkeypatch, shared_ray)
+) -> Callable[[str], FinishedRun]:
+    """A run of verl's columns and keys, with a teacher on the trainer's devices and ``form``: keys of the loss."""
+
+    def run(form: str) -> FinishedRun:
+        published = [
+            {
+                "data_source": "openai/gsm8k",
+                "prompt": row["messages"],
+                "reward_model": {"style": "rule", "ground_truth": row["ground_truth"]},
+            }
+            for row in map(json.loads, world.train.open())
+        ]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(published), tmp_path / "train.parquet")
+        script, recipe = tmp_path / "launch.sh", tmp_path / "translated.yaml"
+        places = {"folder": tmp_path, "student": world.model, "teacher": world.teacher}
+        script.write_text(LAUNCH.format(**places, form=form, steps=STEPS))
+        assert main(["translate", "--quiet", "--yaml", str(script)]) == 0
+        recipe.write_text(capsys.readouterr().out)
+        monkeypatch.setenv("RAY_ADDRESS", shared_ray)
+        assert main(["run", str(recipe), f"output_dir={tmp_path}", f"logging_dir={tmp_path}/logs"]) == 0
+        return FinishedRun(tmp_path)
+
+    return run
+
+
+def test_distillation_as_an_advantage(translated_run: Callable[[str], FinishedRun]) -> None:
+    """On policy, the loss is the estimated KL from the teacher, and equal rewards give no warning."""
+    done = translated_run(f"{LOSS}.loss_mode=k1 {LOSS}.use_policy_gradient=True")
     assert done.values("actor/pg_loss") == pytest.approx(done.values("opd/teacher/kl"), rel=1e-5)
     assert done.values("opd/teacher/kl")[0] > 0.1 and len(done.steps) == STEPS
     assert "got the score 0" not in (done.logs / "run.log").read_text()
 
 
-def test_distillation_of_the_most_probable_tokens(
-    world: TinyWorld,
-    shared_ray: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_distillation_of_the_most_probable_tokens(translated_run: Callable[[str], FinishedRun]) -> None:
     """The divergence falls from step to step."""
-    form = f"{LOSS}.loss_mode=forward_kl_topk {LOSS}.topk=8"
-    found = translated_run(form, world, tmp_path, capsys, monkeypatch, shared_ray).values("actor/opd_loss")
+    found = translated_run(f"{LOSS}.loss_mode=forward_kl_topk {LOSS}.topk=8").values("actor/opd_loss")
     assert len(found) == STEPS and found[2] < found[1] < found[0]
