@@ -390,7 +390,15 @@ def aggregate(
     An empty mask gives 0 with zero gradient.  Raises ``ValueError`` for an unknown mode, or one that asks for groups
     where there are none.
     """
-    weights = row_weights(mask, mode, denominators, group_ids, sequence_tokens).to(loss.dtype)
+    weights = row_weights(mask, mode, denominators, group_ids, sequence_tokens)
+    return weighted_sum(loss, mask, weights, sample_weights, keep)
+
+
+def weighted_sum(
+    loss: Tensor, mask: Tensor, weights: Tensor, sample_weights: Tensor | None = None, keep: Keep | None = None
+) -> Tensor:
+    """:func:`aggregate` with the weights of its mode, as :func:`row_weights` gives them."""
+    weights = weights.to(loss.dtype)
     if sample_weights is not None:
         weights = weights * sample_weights
     row_sums: Tensor = _MaskedRowSums.apply(loss, keep or Keep(mask, loss.dtype))

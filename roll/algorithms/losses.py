@@ -18,7 +18,15 @@ from torch import Tensor
 
 from roll.algorithms import aggregation
 from roll.algorithms import policy_losses as _policy_losses  # noqa: F401  registers the variants
-from roll.algorithms.aggregation import LossDenominators, aggregate, clear_, level_log_ratio, row_blocks, row_weights
+from roll.algorithms.aggregation import (
+    LossDenominators,
+    aggregate,
+    clear_,
+    level_log_ratio,
+    row_blocks,
+    row_weights,
+    weighted_sum,
+)
 from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.algorithms.loss_types import (
     LOG_RATIO_BOUND,
@@ -296,14 +304,15 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     Raises ``ValueError`` where a term needs ``ref_log_probs``, ``entropy`` or ``rollout_log_probs`` and has none.
     """
     of_rows = inputs.group_ids, inputs.sequence_tokens
-    inputs = replace(inputs, row_weights=row_weights(inputs.mask, options.loss_agg_mode, denominators, *of_rows))
+    weights = row_weights(inputs.mask, options.loss_agg_mode, denominators, *of_rows)
+    inputs = replace(inputs, row_weights=weights)
     metrics = MetricBuilder()
     share = inputs.num_tokens.double() / max(denominators.tokens, 1.0)
 
     def reduced(loss: Tensor, sample_weights: Tensor | None = None, mode: str | None = None) -> Tensor:
         keep = inputs.keep if loss.dtype == inputs.log_probs.dtype else None
-        aggregation = mode or options.loss_agg_mode
-        return aggregate(loss, inputs.mask, aggregation, denominators, sample_weights, keep, *of_rows)
+        by_mode = weights if mode is None else row_weights(inputs.mask, mode, denominators, *of_rows)
+        return weighted_sum(loss, inputs.mask, by_mode, sample_weights, keep)
 
     per_token = policy_losses.resolve(options.pg_variant)(inputs, options.pg, metrics)
     if inputs.policy_mask is not None:

@@ -60,7 +60,7 @@ case $name in
     unknown) name=$1; shift; write_down "$@" ;;
     python*)
         case ${1-} in
-            -c|-|'') exec "@PYTHON@" -I -S "$ROLL_BASE/.bin/interpreter.py" "$@" ;;
+            -c|-|'') PYTHONHOME='' PYTHONPATH="$ROLL_BASE/.bin/modules" exec "@PYTHON@" -B -P -s -S "$@" ;;
             *) write_down "$@" ;;
         esac ;;
     bash|sh)
@@ -100,29 +100,16 @@ esac
 exit 0
 """
 
-_INTERPRETER = f"""\
-import sys
-import types
-
-def stand_in(name, **members):
-    module = sys.modules[name] = types.ModuleType(name)
-    vars(module).update(members)
-    above, _, last = name.rpartition(".")
-    if above:
-        setattr(sys.modules[above], last, module)
-
-for name in ("torch", "verl", "verl.utils"):
-    stand_in(name)
-stand_in("torch.cuda", device_count=lambda: {DEVICES}, is_available=lambda: True)
-stand_in("verl.utils.device", get_device_name=lambda: "cuda", is_cuda_available=True, is_npu_available=False)
-sys.argv = sys.argv[1:] or ["-"]
-if sys.argv[0] == "-c":
-    text, name = sys.argv.pop(1), "<string>"
-else:
-    text, name = sys.stdin.read(), "<stdin>"
-exec(compile(text, name, "exec"), {{"__name__": "__main__"}})
-"""
-"""Runs what ``python3 -c`` and ``python3 -`` are given, as on a machine with CUDA devices."""
+_MODULES = {
+    "torch/__init__.py": "from . import cuda\n",
+    "torch/cuda.py": f"def is_available():\n    return True\ndef device_count():\n    return {DEVICES}\n",
+    "verl/__init__.py": "",
+    "verl/utils/__init__.py": "",
+    "verl/utils/device.py": (
+        "is_cuda_available, is_npu_available = True, False\ndef get_device_name():\n    return 'cuda'\n"
+    ),
+}
+"""Of the Python that runs what ``python3 -c`` and ``python3 -`` are given: a machine with CUDA devices."""
 
 _EVERY_SHELL = r"""
 cd() { builtin cd "$@" 2>/dev/null; return 0; }
@@ -164,7 +151,7 @@ def driver(
     base = 'ROLL_BASE=$PWD\nmkdir -p "$ROLL_BASE/.bin" "$ROLL_BASE/.tools" "$ROLL_BASE/root"\n'
     lines = ["umask 022", "exec @DESCRIPTOR@>&4 4>&- 3<&-".replace("@DESCRIPTOR@", str(DESCRIPTOR)), base]
     lines += [f"[ \"$(echo runs)\" = runs ] && printf '{READY}\\0' >&{DESCRIPTOR}"]
-    lines += [_put(".bin/interpreter.py", _INTERPRETER)]
+    lines += [_put(f".bin/modules/{path}", text) for path, text in _MODULES.items()]
     lines += [_put(".bin/every-shell", _every_shell(absolute, go_on)), f"stand_in={shlex.quote(_stand_in())}"]
     names = shlex.join([*LAUNCHERS, "bash", "sh", "unknown", *FILE_TOOLS.split(), *WRAPPERS.split(), *SILENT.split()])
     lines += [
