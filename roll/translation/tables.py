@@ -21,7 +21,7 @@ A line of a ``.table`` file is a rule::
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,14 +184,20 @@ def listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+def weights(value: Any) -> list[float | int]:
+    """One number, or a list of them."""
+    return [number(entry) for entry in listed(value)]
+
+
 def one_of(names: Mapping[Any, Any], refusals: Mapping[Any, str] | None = None) -> Convert:
     """A conversion by a table of their names; those in ``refusals`` say why they have no translation."""
 
     def look_up(value: Any) -> Any:
-        if value in names:
-            return names[value]
-        if refusals and value in refusals:
-            raise ValueError(f"has no translation: {refusals[value]}")
+        name = value if isinstance(value, Hashable) else str(value)
+        if name in names:
+            return names[name]
+        if refusals and name in refusals:
+            raise ValueError(f"has no translation: {refusals[name]}")
         known = [str(name) for name in names]
         nearest = closest(str(value), known)
         hint = f"; the nearest is {nearest}" if nearest else ""
@@ -233,7 +239,20 @@ def loggers(value: Any) -> list[Any]:
 CONVERSIONS: dict[str, Convert] = {
     **{
         f.__name__: f
-        for f in (whole, count, number, pair, truth, flipped, switched, never_below_zero, listed, numbers, loggers)
+        for f in (
+            whole,
+            count,
+            number,
+            pair,
+            truth,
+            flipped,
+            switched,
+            never_below_zero,
+            listed,
+            weights,
+            numbers,
+            loggers,
+        )
     },
     "text": str,
     "yes": lambda value: True,

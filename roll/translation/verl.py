@@ -13,6 +13,7 @@ from roll.translation.episodes import find_tool_episodes
 from roll.translation.families import LANGUAGE_PART
 from roll.translation.reading import CONFIG_NAME, read_yaml
 from roll.translation.rules import Dialect, Draft
+from roll.translation.sampling import bounds
 from roll.translation.tables import one_of, read_table
 
 ESTIMATORS = {
@@ -167,6 +168,20 @@ def level(value: Any) -> Any:
     return None if value in (*NULLS, False) else one_of({"token": "token", "sequence": "sequence"})(value)
 
 
+def bands(value: object) -> str:
+    """Bounds as ``2.0`` or ``0.5_5.0``, several with commas between them.
+
+    Raises:
+        ValueError: text that is none.
+    """
+    try:
+        for band in str(value).split(","):
+            bounds(band)
+    except ValueError:
+        raise ValueError("must be a number, or two as 0.5_5.0") from None
+    return str(value)
+
+
 _LAYERS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
@@ -206,7 +221,7 @@ CONVERSIONS = {
     "kl_type": one_of(KL_TYPES, OTHER_KL_TYPES),
     "distill_mode": one_of(DISTILLATION),
     "loss": one_of(LOSSES),
-    **{f.__name__: f for f in (config_name, nullable, level, hugging_face_layers, exclude_modules)},
+    **{f.__name__: f for f in (config_name, nullable, level, bands, hugging_face_layers, exclude_modules)},
 }
 
 
