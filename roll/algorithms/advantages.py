@@ -38,6 +38,11 @@ class AdvantageOptions(PPOConfig):
     step_reward_gamma: float = 0.95
     """``gigpo`` and ``step_reinforce``: discount of later rewards, a turn."""
 
+    @cached_property
+    def estimator(self) -> EstimatorFunction:
+        """The function of ``adv_estimator``; raises ``ValueError`` for an unknown one."""
+        return advantage_estimators.resolve(self.adv_estimator)
+
 
 @dataclass(frozen=True)
 class AdvantageInputs:
@@ -173,11 +178,6 @@ def resolve_norm_types(
     mean = own_mean if norm_mean_type == "auto" else norm_mean_type
     std = own_std if norm_std_type == "auto" else norm_std_type
     return mean, std  # type: ignore[return-value]
-
-
-def needs_values(adv_estimator: str) -> bool:
-    """True where the estimator needs a critic."""
-    return traits_of(adv_estimator).needs_values
 
 
 @register_advantage("gae")
@@ -419,18 +419,17 @@ ADVANTAGE_NAMES = advantage_estimators.names
 
 
 def estimate_advantages(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantageOutputs:
-    """Advantages and returns by the estimator in ``options``, whitened and clipped as asked.
+    """Advantages and returns by the estimator in ``options``, whitened and clipped as configured.
 
     Raises ``ValueError`` for an unknown estimator or a missing input.
     """
-    estimator = advantage_estimators.resolve(options.adv_estimator)
     if options.whiten_rewards:
         inputs = replace(inputs, rewards=masked_whiten(inputs.token_level_rewards, inputs.mask))
-    raw, returns = estimator(inputs, options)
+    raw, returns = options.estimator(inputs, options)
     if inputs.penalties is not None:
         raw = raw - torch.where(inputs.mask, inputs.penalties, 0.0)
     advantages = raw
-    if options.whiten_advantages or traits_of(options.adv_estimator).whitens:
+    if options.whiten_advantages or estimator(options.adv_estimator).whitens:
         advantages = masked_whiten(advantages, inputs.mask)
     metrics = MetricBuilder()
     if options.advantage_clip is not None:

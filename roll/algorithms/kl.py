@@ -25,12 +25,13 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.loss_types import linearised
+from roll.algorithms.aggregation import linearised
 from roll.algorithms.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -51,16 +52,18 @@ class KLOptions:
     importance_weighted: bool = False
     """Multiply by pi / pi_old (needs ``log_ratio_to_old``)."""
 
+    @cached_property
+    def function(self) -> Estimator:
+        """The estimator; raises ``ValueError`` for an unknown one."""
+        return kl_estimators.resolve(self.estimator)
+
 
 Estimator = Callable[[Tensor, Tensor, KLOptions], Tensor]
 """``(log_probs, ref_log_probs, options) -> estimate``, all float (B, L)."""
 
 kl_estimators: Registry[Estimator] = Registry("KL estimator")
-
-
-def register_kl(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[Estimator], Estimator]:
-    """Decorator: make an estimator selectable as ``kl_loss_type: name`` and ``kl_penalty: name``."""
-    return kl_estimators.decorator(name, aliases)
+register_kl = kl_estimators.decorator
+"""Decorator ``(name, aliases=())``: make an estimator selectable as ``kl_loss_type: name`` and ``kl_penalty: name``."""
 
 
 def kl_estimate(
@@ -80,7 +83,7 @@ def kl_estimate(
     Raises:
         ValueError: for an unknown estimator, or ``full`` without the vocabulary dimension.
     """
-    estimate = kl_estimators.resolve(options.estimator)(log_probs, ref_log_probs, options)
+    estimate = options.function(log_probs, ref_log_probs, options)
     if options.importance_weighted:
         if log_ratio_to_old is None:
             raise ValueError("an importance-weighted KL estimate needs log_ratio_to_old")

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from roll.algorithms import aggregation
-from roll.algorithms import policy_losses as _policy_losses  # noqa: F401  registers the variants
 from roll.algorithms.aggregation import (
     LossDenominators,
     aggregate,
@@ -28,15 +27,15 @@ from roll.algorithms.aggregation import (
     weighted_sum,
 )
 from roll.algorithms.kl import KLOptions, kl_estimate
-from roll.algorithms.loss_types import (
+from roll.algorithms.metrics import MetricBuilder, correlation_moments
+from roll.algorithms.policy_losses import (
     LOG_RATIO_BOUND,
     LossInputs,
-    LossOutputs,
+    PolicyLossFunction,
     options_class_of,
     policy_losses,
     register_policy_loss,
 )
-from roll.algorithms.metrics import MetricBuilder, correlation_moments
 from roll.algorithms.registry import Registry
 from roll.config.algorithm import POLICY_LOSSES, PPOConfig
 from roll.config.corrections import CorrectionOptions, CorrectionRule, correction_options
@@ -55,7 +54,7 @@ class Correction:
 
 
 CorrectionFunction = Callable[[LossInputs, MetricBuilder], Correction]
-"""A correction of one's own: ``rollout_log_probs`` of its inputs are there, its weights should carry no gradient."""
+"""A user's own correction: its inputs have ``rollout_log_probs``, and its weights should carry no gradient."""
 
 correction_functions: Registry[CorrectionFunction] = Registry("train_infer_correction")
 MEAN_OF_NOTHING = 1e-8
@@ -230,11 +229,17 @@ def mismatch_metrics(inputs: LossInputs, metrics: MetricBuilder, with_segments: 
         metrics.mean("actor/train_infer_ratio_segment_mean", segment.sum(), tokens)
 
 
-POLICY_LOSS_NAMES = policy_losses.names
-
 Options = TypeVar("Options")
 
-__all__ = ["POLICY_LOSS_NAMES", "actor_loss", "actor_loss_options", "register_policy_loss"]
+__all__ = ["actor_loss", "actor_loss_options", "register_policy_loss"]
+
+
+@dataclass(frozen=True)
+class LossOutputs:
+    """A micro-batch's share of the global loss (scalar, with gradient) and its metrics."""
+
+    loss: Tensor
+    metrics: Metrics
 
 
 @dataclass(frozen=True)
@@ -245,6 +250,20 @@ class ActorLossOptions(PPOConfig):
     """Options of the variant: the algorithm's keys, or its own dataclass."""
     correction: CorrectionOptions = field(default_factory=CorrectionOptions)
     """The meaning of ``train_infer_correction``."""
+
+    @cached_property
+    def policy_loss(self) -> PolicyLossFunction:
+        """The function of ``pg_variant``; raises ``ValueError`` for an unknown one."""
+        return policy_losses.resolve(self.pg_variant)
+
+    @cached_property
+    def kl(self) -> KLOptions:
+        """Of the divergence in the loss."""
+        return KLOptions(
+            self.kl_loss_type,
+            value_clamp=self.kl_loss_clamp,
+            importance_weighted=self.kl_loss_importance_weighted,
+        )
 
     @property
     def needs_reference(self) -> bool:
@@ -314,7 +333,7 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
         by_mode = weights if mode is None else row_weights(inputs.mask, mode, denominators, *of_rows)
         return weighted_sum(loss, inputs.mask, by_mode, sample_weights, keep)
 
-    per_token = policy_losses.resolve(options.pg_variant)(inputs, options.pg, metrics)
+    per_token = options.policy_loss(inputs, options.pg, metrics)
     if inputs.policy_mask is not None:
         per_token = torch.where(inputs.policy_mask, per_token, 0.0)
     if options.correction.is_active:
@@ -323,7 +342,8 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
         per_token = torch.where(correction.keep, per_token * correction.weights, 0.0)
     total = options.rl_loss_coef * reduced(per_token, inputs.sample_weights)
     metrics.mean("actor/weighted_pg_loss", total, share)
-    metrics.mean("actor/pg_loss", total if _is_plain(inputs, options) else reduced(per_token.detach()), share)
+    is_plain = inputs.sample_weights is None and options.rl_loss_coef == 1.0
+    metrics.mean("actor/pg_loss", total if is_plain else reduced(per_token.detach()), share)
     if options.needs_reference:
         kl = reduced(_kl_per_token(inputs, options), mode=options.kl_loss_agg_mode)
         metrics.mean("actor/kl_loss", kl, share)
@@ -345,19 +365,10 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     return LossOutputs(total, metrics.build())
 
 
-def _is_plain(inputs: LossInputs, options: ActorLossOptions) -> bool:
-    return inputs.sample_weights is None and options.rl_loss_coef == 1.0
-
-
 def _kl_per_token(inputs: LossInputs, options: ActorLossOptions) -> Tensor:
     if inputs.ref_log_probs is None:
         raise ValueError("use_kl_loss needs ref_log_probs: the log-probs of the reference policy")
-    kl_options = KLOptions(
-        options.kl_loss_type,
-        value_clamp=options.kl_loss_clamp,
-        importance_weighted=options.kl_loss_importance_weighted,
-    )
-    return kl_estimate(inputs.log_probs, inputs.ref_log_probs, kl_options, inputs.log_ratio)
+    return kl_estimate(inputs.log_probs, inputs.ref_log_probs, options.kl, inputs.log_ratio)
 
 
 @torch.no_grad()
@@ -384,11 +395,8 @@ ErrorFunction = Callable[[Tensor, Tensor], Tensor]
 """``(values, returns) -> loss`` of each token, all float (B, L)."""
 
 value_losses: Registry[ErrorFunction] = Registry("value_loss_type")
-
-
-def register_value_loss(name: str) -> Callable[[ErrorFunction], ErrorFunction]:
-    """Decorator: make an error function selectable as ``value_loss_type: name``."""
-    return value_losses.decorator(name)
+register_value_loss = value_losses.decorator
+"""Decorator ``(name)``: make an error function selectable as ``value_loss_type: name``."""
 
 
 @register_value_loss("mse")

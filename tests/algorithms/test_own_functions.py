@@ -188,7 +188,7 @@ def toy(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tenso
 PROGRAM = """
 import sys, torch
 from roll.algorithms.aggregation import LossDenominators
-from roll.algorithms.loss_types import LossInputs
+from roll.algorithms.policy_losses import LossInputs
 from roll.algorithms.losses import actor_loss, actor_loss_options
 from roll.config.loader import load_config
 from roll.pipelines.policy import actor_keys
