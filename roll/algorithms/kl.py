@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,20 +149,8 @@ def full(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor
 KL_ESTIMATORS = kl_estimators.names_and_aliases
 
 
-class KLController(Protocol):
-    """A coefficient that may follow the measured divergence."""
-
-    value: float
-
-    def update(self, current_kl: float, num_samples: int) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 class FixedKLController:
-    """A constant coefficient."""
+    """A constant coefficient of the divergence; base of those that follow the measured divergence."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -230,7 +218,7 @@ class EntropyController:
         self.value = float(state["value"])
 
 
-def make_kl_controller(init_kl_coef: float, target_kl: float | None, kl_horizon: float) -> KLController:
+def make_kl_controller(init_kl_coef: float, target_kl: float | None, kl_horizon: float) -> FixedKLController:
     """Adaptive where ``target_kl`` is given, else fixed."""
     if target_kl is None:
         return FixedKLController(init_kl_coef)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.translation.placement import devices
+from roll.translation.placement import device_count, devices
 from roll.translation.rules import Draft
 
 DUAL_CLIP = 3.0
@@ -50,9 +50,8 @@ def find_teacher(draft: Draft) -> None:
     form = "topk" if draft.value_of("distill_mode") == "topk" else "advantage" if draft.get("distill_pg") else "loss"
     draft.facts["distill_form"] = form
     if form == "topk" and draft.get("distill_pg"):
-        draft.refuse(
-            "distill_pg", "as an advantage of the sampled token, a divergence of top-k tokens has no equal", False
-        )
+        rule = "as an advantage of the sampled token, a divergence of top-k tokens has no equal"
+        draft.refuse("distill_pg", rule, False)
     if draft.get("distill_rewards", default=True):
         _check_with_rewards(draft, form)
     else:
@@ -78,9 +77,8 @@ def _check_with_rewards(draft: Draft, form: str) -> None:
         draft.refuse("kl_in_reward", "has an estimator of its own, next to the teacher's; here a run has one", False)
     if form == "advantage":
         if draft.get("loss", default="ppo") != "ppo":
-            draft.refuse(
-                "loss", "next to distillation's own, vanilla: here both advantages go into one loss", "vanilla"
-            )
+            rule = "next to distillation's own, vanilla: here both advantages go into one loss"
+            draft.refuse("loss", rule, "vanilla")
         if str(draft.get("estimator", default="gae")).rpartition(".")[2] in WHITENING:
             draft.refuse("estimator", "whitens its advantages there without the teacher's part, here with it", "grpo")
 
@@ -106,9 +104,8 @@ def _check_single_update(draft: Draft) -> None:
     if draft.value_of("passes") not in (None, 1):
         draft.refuse("passes", f"must be 1 {rule}", 1)
     if draft.get("bypass"):
-        draft.refuse(
-            "bypass", "would compare the engine's log-probs with the teacher's here, there the policy's", False
-        )
+        rule = "would compare the engine's log-probs with the teacher's here, there the policy's"
+        draft.refuse("bypass", rule, False)
 
 
 def _state_loss(draft: Draft) -> None:
@@ -161,7 +158,7 @@ def put_section(draft: Draft, section: str) -> None:
     if section == "teacher":
         draft.put("teacher.strategy_args.strategy_name", "fsdp2_infer", "teacher")
     draft.remark(["teacher"], "its log-probs are computed without an engine: the same, at temperature 1")
-    trainers = int(draft.get("gpus.actor", "gpus", default=1)) * int(draft.get("nodes.actor", "nodes", default=1))
+    trainers = device_count(draft, "actor")
     nodes = int(options.get("nnodes", draft.get("distill_nodes", default=0)))
     own = options.get("enable_resource_pool", draft.get("distill_pool"))
     count, start = trainers, 0

@@ -45,9 +45,10 @@ class Rule:
     @property
     def is_switch(self) -> bool:
         """True and false are values, and nothing like them is."""
-        return self._takes(True) and self._takes(False) and not self._takes(1.5) and not self._takes("auto")
+        return self.takes(True) and self.takes(False) and not self.takes(1.5) and not self.takes("auto")
 
-    def _takes(self, value: Any) -> bool:
+    def takes(self, value: Any) -> bool:
+        """Return true for a value that has a translation."""
         try:
             self.value(value)
         except (ValueError, TypeError):

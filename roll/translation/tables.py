@@ -236,26 +236,7 @@ def loggers(value: Any) -> list[Any]:
     return list(dict.fromkeys(one_of(LOGGERS)(name) for name in listed(value)))
 
 
-CONVERSIONS: dict[str, Convert] = {
-    **{
-        f.__name__: f
-        for f in (
-            whole,
-            count,
-            number,
-            pair,
-            truth,
-            flipped,
-            switched,
-            never_below_zero,
-            listed,
-            weights,
-            numbers,
-            loggers,
-        )
-    },
-    "text": str,
-    "yes": lambda value: True,
-    "no": lambda value: False,
-}
+CONVERSIONS: dict[str, Convert] = {"text": str, "yes": lambda value: True, "no": lambda value: False}
+CONVERSIONS |= {f.__name__: f for f in (whole, count, number, pair, truth, flipped, switched, never_below_zero)}
+CONVERSIONS |= {f.__name__: f for f in (listed, weights, numbers, loggers)}
 """Conversions that every table knows."""

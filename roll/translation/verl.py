@@ -75,37 +75,7 @@ def _turns(length: int, batch: int = 256, **turns: Any) -> dict[str, Any]:
 
 
 GSM8K = _turns(1024, max_assistant_turns=5)
-TOOL_TEMPLATE = """\
-{%- set SEEN = "<|vision_start|><|image_pad|><|vision_end|>" %}
-{%- macro say(content) %}
-{%- if content is string %}{{ content }}
-{%- else %}{% for part in content %}{{ SEEN if part.type != "text" else part.text }}{% endfor %}
-{%- endif %}{% endmacro %}
-{%- set own = messages[0].content if messages[0].role == "system" else "You are a helpful assistant." %}
-{{- "<|im_start|>system\\n" ~ own }}
-{%- if tools %}
-{{- "\\n\\n# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n" }}
-{{- "You are provided with function signatures within <tools></tools> XML tags:\\n<tools>" }}
-{%- for tool in tools %}{{ "\\n" ~ (tool | tojson) }}{% endfor %}
-{{- "\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within " }}
-{{- '<tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, "arguments": ' }}
-{{- "<args-json-object>}\\n</tool_call>" }}
-{%- endif %}{{ "<|im_end|>\\n" }}
-{%- for message in messages %}
-{%- if message.role == "tool" %}
-{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != "tool" %}{{ "<|im_start|>user" }}{% endif %}
-{{- "\\n<tool_response>\\n" ~ say(message.content) ~ "\\n</tool_response>" }}
-{%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{ "<|im_end|>\\n" }}{% endif %}
-{%- elif message.tool_calls %}
-{{- "<|im_start|>assistant" ~ ("\\n" ~ message.content if message.content else "") }}
-{%- for call in message.tool_calls %}
-{{- '\\n<tool_call>\\n{"name": "' ~ call.function.name ~ '", "arguments": ' }}
-{{- (call.function.arguments | tojson) ~ "}\\n</tool_call>" }}
-{%- endfor %}{{ "<|im_end|>\\n" }}
-{%- elif not (loop.first and message.role == "system") %}
-{{- "<|im_start|>" ~ message.role ~ "\\n" ~ say(message.content) ~ "<|im_end|>\\n" }}
-{%- endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}"""
+TOOL_TEMPLATE = (Path(__file__).parent / "tools.jinja").read_text(encoding="utf-8")
 """Qwen2.5's format of tools, with images: verl's Geometry3K files set it, as Qwen2.5-VL's own template has no tools."""
 GEO3K = {
     **_turns(2048, max_assistant_turns=5),
