@@ -371,8 +371,17 @@ def row_weights(
     group_ids: Tensor | None = None,
     sequence_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Weight of each row's masked sum in the loss of a mode, float64 (B,); arguments and errors as in
-    :func:`aggregate`."""
+    """Weight of each row's masked sum in the loss of a mode, float64 (B,).
+
+    Args:
+        mask: bool (B, L).
+        mode: one of :data:`AGGREGATION_MODES`, or the dotted path of a user's own function.
+        denominators: of the whole optimizer step.
+        group_ids: int64 (B,), indices into ``denominators.group_tokens``, for modes that ask for groups.
+        sequence_tokens: int64 (B,), masked tokens of all rows of a row's trajectory; None: rows are samples.
+
+    Raises ``ValueError`` for an unknown mode, or one that asks for groups where there are none.
+    """
     function, parameters = _mode(mode)
     by_name = {"sequence_tokens": sequence_tokens} if "sequence_tokens" in parameters else {}
     if not needs_groups(mode):
@@ -382,39 +391,16 @@ def row_weights(
     return function(mask, denominators, group_ids, **by_name)
 
 
-def aggregate(
-    loss: Tensor,
-    mask: Tensor,
-    mode: str,
-    denominators: LossDenominators,
-    sample_weights: Tensor | None = None,
-    group_ids: Tensor | None = None,
-    sequence_tokens: Tensor | None = None,
+def weighted_sum(
+    loss: Tensor, mask: Tensor, weights: Tensor, sample_weights: Tensor | None = None, keep: Keep | None = None
 ) -> Tensor:
-    """The micro-batch's share of the global loss, a scalar.
+    """The micro-batch's share of the global loss, a scalar; an empty mask gives 0 with zero gradient.
 
     Args:
         loss: float (B, L), per token; what stands outside the mask is ignored.
         mask: bool (B, L).
-        mode: one of :data:`AGGREGATION_MODES`, or the dotted path of a function of one's own.
-        denominators: of the whole optimizer step.
-        sample_weights: optional float (B,), multiplied onto each row's loss; the denominators stay as they are.
-        group_ids: int64 (B,), indices into ``denominators.group_tokens``, for modes that ask for groups.
-        sequence_tokens: int64 (B,), masked tokens of all rows of a row's trajectory; None: rows are samples.
-
-    An empty mask gives 0 with zero gradient.  Raises ``ValueError`` for an unknown mode, or one that asks for groups
-    where there are none.
-    """
-    weights = row_weights(mask, mode, denominators, group_ids, sequence_tokens)
-    return weighted_sum(loss, mask, weights, sample_weights)
-
-
-def weighted_sum(
-    loss: Tensor, mask: Tensor, weights: Tensor, sample_weights: Tensor | None = None, keep: Keep | None = None
-) -> Tensor:
-    """:func:`aggregate` with the weights of its mode, as :func:`row_weights` gives them.
-
-    Args:
+        weights: (B,), those of :func:`row_weights`.
+        sample_weights: float (B,), multiplied onto each row's loss; the denominators stay as they are.
         keep: of the mask and the type of ``loss``, where the caller has one.
     """
     weights = weights.to(loss.dtype)

@@ -19,7 +19,6 @@ from torch import Tensor
 from roll.algorithms import aggregation
 from roll.algorithms.aggregation import (
     LossDenominators,
-    aggregate,
     clear_,
     level_log_ratio,
     row_blocks,
@@ -448,7 +447,7 @@ def value_loss(
         clipped_error = error_of(near, returns)
         loss = torch.maximum(error, clipped_error)
         clipped_count = ((clipped_error > error) & mask).sum()
-    total = aggregate(loss, mask, loss_agg_mode, denominators, group_ids=group_ids, sequence_tokens=sequence_tokens)
+    total = weighted_sum(loss, mask, row_weights(mask, loss_agg_mode, denominators, group_ids, sequence_tokens))
     tokens = mask.sum()
     metrics.mean("critic/loss", total, tokens.double() / max(denominators.tokens, 1.0))
     metrics.mean("critic/clipfrac", clipped_count, tokens)
