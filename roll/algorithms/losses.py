@@ -83,8 +83,7 @@ def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: Me
         policy = inputs.log_probs.detach() if rule.policy == "current" else old
         log_ratio = torch.where(inputs.mask, policy - inputs.rollout_log_probs, 0.0)
         applies = inputs.mask & (inputs.advantages < 0) if rule.only_negative else inputs.mask
-        leveled = level_log_ratio(log_ratio, inputs.mask, rule.level, inputs.turn_ids)
-        ratio = leveled.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        ratio = _ratio(log_ratio, inputs.mask, rule, inputs.turn_ids)
         if rule.action == "truncate":
             bounded = ratio.clamp(rule.low, rule.high) if (rule.low, rule.high) != (None, None) else ratio
             clipped |= applies & (bounded != ratio)
@@ -121,8 +120,7 @@ def rejection_mask(
     )
     log_ratio, keep = torch.where(mask, old_log_probs - rollout_log_probs, 0.0), mask
     for rule in options.rejections:
-        leveled = level_log_ratio(log_ratio, mask, rule.level, turn_ids)
-        ratio = leveled.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        ratio = _ratio(log_ratio, mask, rule, turn_ids)
         keep = keep & ~_outside(_rule_metric(inputs, rule, log_ratio, ratio, old_log_probs), rule)
     metrics = MetricBuilder()
     metrics.mean("actor/rejected_token_ratio", (mask & ~keep).sum(), mask.sum())
@@ -142,7 +140,7 @@ def weight_scale(
     """
     log_ratio, scale = torch.where(mask, old_log_probs - rollout_log_probs, 0.0), old_log_probs.new_ones(())
     for rule in options.normalized:
-        ratio = level_log_ratio(log_ratio, mask, rule.level, turn_ids).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        ratio = _ratio(log_ratio, mask, rule, turn_ids)
         if rule.action == "both":
             ratio = torch.where(_outside(ratio, rule), 0.0, ratio)
         elif (rule.low, rule.high) != (None, None):
@@ -153,6 +151,11 @@ def weight_scale(
             mean = ratio[mask].mean()
         scale = scale / mean if mean > MEAN_OF_NOTHING else scale
     return scale, {"actor/is_weight_batch_mean": Mean(float(1 / scale))}
+
+
+def _ratio(log_ratio: Tensor, mask: Tensor, rule: CorrectionRule, turn_ids: Tensor | None) -> Tensor:
+    """The ratio at the rule's level: float (B, L)."""
+    return level_log_ratio(log_ratio, mask, rule.level, turn_ids).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
 def _outside(values: Tensor, rule: CorrectionRule) -> Tensor:
@@ -344,7 +347,10 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     is_plain = inputs.sample_weights is None and options.rl_loss_coef == 1.0
     metrics.mean("actor/pg_loss", total if is_plain else reduced(per_token.detach()), share)
     if options.needs_reference:
-        kl = reduced(_kl_per_token(inputs, options), mode=options.kl_loss_agg_mode)
+        if inputs.ref_log_probs is None:
+            raise ValueError("use_kl_loss needs ref_log_probs: the log-probs of the reference policy")
+        kl_per_token = kl_estimate(inputs.log_probs, inputs.ref_log_probs, options.kl, inputs.log_ratio)
+        kl = reduced(kl_per_token, mode=options.kl_loss_agg_mode)
         metrics.mean("actor/kl_loss", kl, share)
         total = total + options.kl_loss_coef * kl
     if inputs.teacher_divergence is not None:
@@ -362,12 +368,6 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     _policy_metrics(inputs, metrics)
     mismatch_metrics(inputs, metrics, any(rule.level == "segment" for rule in options.correction.rules))
     return LossOutputs(total, metrics.build())
-
-
-def _kl_per_token(inputs: LossInputs, options: ActorLossOptions) -> Tensor:
-    if inputs.ref_log_probs is None:
-        raise ValueError("use_kl_loss needs ref_log_probs: the log-probs of the reference policy")
-    return kl_estimate(inputs.log_probs, inputs.ref_log_probs, options.kl, inputs.log_ratio)
 
 
 @torch.no_grad()

@@ -154,9 +154,13 @@ class TensorColumns(dict[str, torch.Tensor]):
     get = MutableMapping.get  # type: ignore[assignment]
     values = MutableMapping.values  # type: ignore[assignment]
     items = MutableMapping.items  # type: ignore[assignment]
-    pop = MutableMapping.pop  # type: ignore[assignment]
     setdefault = MutableMapping.setdefault  # type: ignore[assignment]
     update = MutableMapping.update  # type: ignore[assignment]
+
+    def pop(self, key: str, *default: Any) -> Any:
+        if key in self:
+            self[key]  # a packed column becomes its tensor
+        return dict.pop(self, key, *default)
 
     def popitem(self) -> tuple[str, torch.Tensor]:
         key = next(reversed(self))

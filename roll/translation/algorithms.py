@@ -29,12 +29,7 @@ OPTIONS_OF_LOSS: dict[str, dict[str, str]] = {
 """Our keys of a loss, and the facts that they come from."""
 SHARED_CLIP = {"cispo_low": "clip_low", "cispo_high": "clip_high"}
 """Facts that a project without keys of their own takes from others."""
-LOSS_FACTS = (
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    *(f for options in OPTIONS_OF_LOSS.values() for f in options.values()),
-)
+LOSS_FACTS = ("clip_low", "clip_high", "dual_clip", *(f for facts in OPTIONS_OF_LOSS.values() for f in facts.values()))
 
 
 def put_algorithm(draft: Draft) -> None:
@@ -211,21 +206,15 @@ def put_aggregation(draft: Draft) -> None:
     if draft.states("aggregation") or forced:
         draft.put("loss_agg_mode", policy, "aggregation", *(("loss",) if forced else ()))
     if forced and policy != written:
-        name = draft.raw.get("loss", variant)
-        draft.remark(
-            ["aggregation"], f"{name} always takes the mean over responses there; it counts for the other terms"
-        )
-    modes = {policy}
-    terms = (
-        ("kl", bool(draft.get("kl_loss"))),
-        ("entropy", bool(draft.get("entropy_coef")) and draft.facts.get("entropy_on") is not False),
-    )
-    for term, used in terms:
+        text = f"{draft.raw.get('loss', variant)} always takes the mean over responses there"
+        draft.remark(["aggregation"], f"{text}; it counts for the other terms")
+    modes, has_entropy = {policy}, draft.get("entropy_coef") and draft.facts.get("entropy_on") is not False
+    for term, fact, used in (("kl", "kl_loss", draft.get("kl_loss")), ("entropy", "entropy_coef", has_entropy)):
         mode = str(draft.facts.get(f"{term}_aggregation", written))
         if used:
             modes.add(mode)
             if mode != policy:
-                draft.put(f"{term}_loss_agg_mode", mode, "aggregation", "kl_loss" if term == "kl" else "entropy_coef")
+                draft.put(f"{term}_loss_agg_mode", mode, "aggregation", fact)
     put_norm_length(draft, NORM in modes)
 
 

@@ -119,17 +119,14 @@ def render_notes(translation: Translation, console: Console) -> None:
         )
     console.print(table)
     lines = [
-        f"stays in the environment: {name}={shown(name, value)}" for name, value in translation.environment.items()
+        f"stays in the environment: {name}={MASK if is_secret(name) else value}"
+        for name, value in translation.environment.items()
     ]
     lines += list(translation.remarks)
     lines += [f"must be in the environment: {name}" for name in translation.unset]
     lines += [f"passed over: {words}" + (DATA_HINT if "dataset" in words else "") for words in translation.passed_over]
     for line in lines:
         console.print(Text(line), soft_wrap=True)
-
-
-def shown(name: str, value: str) -> str:
-    return MASK if is_secret(name) else value
 
 
 RECIPE = "gsm8k/rlvr_config"

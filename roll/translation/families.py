@@ -29,10 +29,7 @@ NAMES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"qwen2-57b-a14b|qwen1\.5-moe", {"model_type": "qwen2_moe", **_EXPERTS}),
     (r"mixtral", {"model_type": "mixtral", **_EXPERTS}),
     (r"olmoe", {"model_type": "olmoe", **_EXPERTS}),
-    (
-        r"moonlight|671b|deepseek-v3|deepseek-r1$|deepseek-r1-0528$|(?<![a-z])dsv3",
-        {"model_type": "deepseek_v3", **_EXPERTS},
-    ),
+    (r"moonlight|671b|deepseek-(?:v3|r1$|r1-0528$)|(?<![a-z])dsv3", {"model_type": "deepseek_v3", **_EXPERTS}),
     (r"deepseek-(?:v2|moe)", {"model_type": "deepseek_v2", **_EXPERTS}),
     (r"glm-4\.7-flash", {"model_type": "glm4_moe_lite", **_EXPERTS}),
     (r"glm-4\.[5-9]v", {"model_type": "glm4v_moe", **_SEES, **_EXPERTS}),
@@ -43,10 +40,7 @@ NAMES: tuple[tuple[str, dict[str, Any]], ...] = (
         r"|glm-?4\.?\d?v|kimi-vl|paligemma|idefics|smolvlm",
         {"model_type": "", **_SEES},
     ),
-    (
-        r"(?<![a-z])moe(?![a-z])|-a\d+(?:\.\d+)?b\b|kimi-k|minimax-m|llama-4|dbrx",
-        {"model_type": "", **_EXPERTS},
-    ),
+    (r"(?<![a-z])moe(?![a-z])|-a\d+(?:\.\d+)?b\b|kimi-k|minimax-m|llama-4|dbrx", {"model_type": "", **_EXPERTS}),
 )
 """Patterns of names, the first that fits, and as much of a ``config.json`` as says what the family needs."""
 OTHER_FAMILY = ("deepseek_v2", "glm4_moe_lite")
@@ -85,9 +79,8 @@ def find_family(draft: Draft) -> None:
     draft.facts["family"] = family
     if draft.get("engine") == "sglang" and lacks(family, "sglang") and not lacks(family, OTHER_ENGINE):
         draft.facts["engine"] = OTHER_ENGINE
-        draft.remark(
-            ["engine"], f"sglang is not tested with this family here: {OTHER_ENGINE} samples from the same model"
-        )
+        text = f"sglang is not tested with this family here: {OTHER_ENGINE} samples from the same model"
+        draft.remark(["engine"], text)
 
 
 def backend_for(draft: Draft, strategy: str) -> str:
@@ -146,11 +139,9 @@ def put_adapters_of_family(draft: Draft, sees: bool, has_experts: bool) -> None:
         draft.refuse("lora_rank", f"{rule}exclude_modules='.*visual.*' is the same")
     targets = draft.get("lora_target", default="all-linear")
     if has_experts and not (isinstance(targets, list) and ATTENTION.issuperset(targets)):
-        rule = (
-            "puts adapters on the experts too, there, others than lora_target experts does here, which adapts their "
-            "fused tensors (docs/moe.md): "
-        )
-        draft.refuse("lora_rank", f"{rule}target_modules=[q_proj,k_proj,v_proj,o_proj] is the same")
+        rule = "puts adapters on the experts too, there, others than lora_target experts does here, which adapts their "
+        rule += "fused tensors (docs/moe.md): target_modules=[q_proj,k_proj,v_proj,o_proj] is the same"
+        draft.refuse("lora_rank", rule)
 
 
 def put_routes(draft: Draft) -> None:

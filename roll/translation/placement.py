@@ -6,6 +6,7 @@ steps of samples.
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 from roll.translation.families import backend_for
@@ -50,14 +51,13 @@ def put_host_memory(draft: Draft) -> None:
         fact = f"cpu_offload.{role}"
         if not draft.states(fact):
             continue
-        asked, strategy = bool(draft.facts[fact]), strategy_of(draft, role)
+        strategy = strategy_of(draft, role)
         if strategy == "fsdp" and draft.names.get(fact, "").endswith(".offload_policy"):
             draft.remark([fact], "left out: fsdp2 alone reads it, there")
-            continue
-        if not strategy.startswith("fsdp"):
+        elif not strategy.startswith("fsdp"):
             draft.remark([fact], f"left out: has no effect under {strategy}")
         else:
-            draft.put(f"{section}.{OPTIONS}.offload_policy", asked, fact)
+            draft.put(f"{section}.{OPTIONS}.offload_policy", bool(draft.facts[fact]), fact)
 
 
 def put_master_types(draft: Draft) -> None:
@@ -142,9 +142,8 @@ def put_engine_devices(draft: Draft, trainers: int, together: bool, next_free: i
         draft.problems.add("actor_rollout_ref.rollout.tensor_model_parallel_size", size, rule, 1)
     else:
         mapping = devices(0 if together else next_free, wanted)
-        draft.put(
-            "actor_infer.device_mapping", mapping, "gpus", "nodes", "engines", "colocate", "engine_gpus", "engine_nodes"
-        )
+        because = ("gpus", "nodes", "engines", "colocate", "engine_gpus", "engine_nodes")
+        draft.put("actor_infer.device_mapping", mapping, *because)
         draft.facts["devices"] = next_free if together else next_free + wanted
 
 
@@ -221,13 +220,9 @@ def put_engine(draft: Draft) -> None:
 
 def data_parallel_size(draft: Draft, role: str) -> int:
     """Ranks that learn from different samples."""
-    cut = 1
     strategy = strategy_of(draft, role)
-    if strategy == "megatron":
-        for name in CUTTING:
-            cut *= int(draft.get(f"{name}.{role}", default=1))
-    elif strategy != "deepspeed":
-        cut = int(draft.get(f"ulysses.{role}", default=1))
+    names = CUTTING if strategy == "megatron" else () if strategy == "deepspeed" else ("ulysses",)
+    cut = math.prod(int(draft.get(f"{name}.{role}", default=1)) for name in names)
     return max(1, device_count(draft, role) // cut)
 
 
@@ -239,16 +234,15 @@ def put_batches(draft: Draft) -> None:
         if role == "reference" or not draft.states(*sizes, *layout, f"pipeline.{role}", f"context.{role}"):
             continue
         mini = draft.get(f"mini.{role}", "mini.actor")
-        micro = draft.get(
-            f"micro.{role}", "micro", default=1 if draft.get(f"dynamic.{role}", "dynamic.actor") else None
-        )
+        is_dynamic = draft.get(f"dynamic.{role}", "dynamic.actor")
+        micro = draft.get(f"micro.{role}", "micro", default=1 if is_dynamic else None)
         of_all = draft.get(f"micro_of_all.{role}")
         if of_all is not None and draft.states(f"micro_of_all.{role}"):
             micro = max(1, of_all // device_count(draft, role))
         if mini is None or micro is None:
             draft.problems.missing(f"micro-batch of {section}", "is needed: samples of a micro-batch on one device", 1)
             continue
-        if draft.get(f"dynamic.{role}", "dynamic.actor"):
+        if is_dynamic:
             micro = fitting(draft, role, Fraction(mini), int(micro))
         put_accumulation(draft, role, section, Fraction(mini), int(micro))
 

@@ -113,7 +113,7 @@ def read_recording(recording: Recording, name: str, call: int | None = None) -> 
     if not runs:
         keys = [command for command in recording.commands if KEY_VALUE.match(command.words[0])]
         if keys:
-            return _checked(*_of_words([word for command in keys for word in command.words], keys[0].environment))
+            return _of_words([word for command in keys for word in command.words], keys[0].environment)
         raise ConfigError([Problem("(script)", name, _no_run(recording, launches))])
     if call is None and len(runs) > 1:
         shown = "; ".join(f"{number}: {_short(command)}" for number, (command, _) in enumerate(runs, start=1))
@@ -121,35 +121,32 @@ def read_recording(recording: Recording, name: str, call: int | None = None) -> 
     if call is not None and not 1 <= call <= len(runs):
         raise ConfigError([Problem("--call", call, f"must be from 1 to {len(runs)}: {name} starts so many runs", 1)])
     command, launch = runs[(call or 1) - 1]
-    source, mistakes = _of_words(launch.arguments, command.environment, launch.takes_flags)
+    source = _of_words(launch.arguments, command.environment, launch.takes_flags)
     source.launcher, source.from_module = launch.module, launch.is_module or launch.takes_flags
     source.options = dict(launch.options)
-    source.left_out = [*dict.fromkeys(_short(other) for other in recording.commands if other is not command)]
-    source.left_out = source.left_out[:MAX_LEFT_OUT]
+    left_out = dict.fromkeys(_short(other) for other in recording.commands if other is not command)
+    source.left_out = list(left_out)[:MAX_LEFT_OUT]
     if recording.went_on:
-        source.remarks.append(
-            "the script ended before its launch, for files that are not here: its checks were passed over"
-        )
-    return _checked(source, mistakes)
+        text = "the script ended before its launch, for files that are not here: its checks were passed over"
+        source.remarks.append(text)
+    return source
 
 
 MAX_LEFT_OUT = 20
 """Commands around a launch that the notes list."""
 
 
-def _of_words(
-    words: Sequence[str], environment: Mapping[str, str], flags: bool = False
-) -> tuple[Source, list[Problem]]:
+def _of_words(words: Sequence[str], environment: Mapping[str, str], flags: bool = False) -> Source:
+    """Keys of split words.
+
+    Raises:
+        ConfigError: words that are no keys.
+    """
     source = Source(environment=dict(environment))
-    mistakes = _read_flags(list(words), source) if flags else _read_arguments(list(words), source)
+    if mistakes := (_read_flags if flags else _read_arguments)(list(words), source):
+        raise ConfigError(mistakes)
     used = (str(value) for value in source.keys.values())
     source.unset = tuple(dict.fromkeys(name for text in used for name in UNSET.findall(text)))
-    return source, mistakes
-
-
-def _checked(source: Source, mistakes: Sequence[Problem]) -> Source:
-    if mistakes:
-        raise ConfigError(list(mistakes))
     return source
 
 

@@ -11,8 +11,6 @@ DAPO_SCORES = 0.5
 """DAPO's mathematics is scored with -1 and 1 in verl, with 0 and 1 here: half the distance between right and wrong."""
 WITH_PENALTY = ("score", "seq_reward", "seq_final_reward")
 """Metrics of ``filter_groups`` that contain the over-long punishment."""
-
-
 WEIGHTS = ("is_level", "is_bound", "is_normalized")
 ALONE = "without tis_ratio_type or sequence_mask_metric it does not count there"
 
@@ -25,8 +23,7 @@ def put_bypass(draft: Draft) -> None:
     if draft.raw.get("loss", "vanilla") != "vanilla":
         draft.refuse("loss", "is replaced by rollout_correction.loss_type with bypass_mode: leave it out", "vanilla")
     if draft.value_of("bypass_loss") == "reinforce":
-        draft.facts["loss"] = "vanilla"
-        draft.written.add("loss")
+        draft.state("loss", "vanilla")
     else:
         draft.put("force_disable_old_logprobs_recompute", True, "bypass", "bypass_loss")
 
@@ -36,9 +33,7 @@ def put_correction(draft: Draft) -> None:
     rules = [*verl_rules(draft), *skyrl_rules(draft)]
     if rules:
         because = (
-            "is_level",
-            "is_bound",
-            "is_normalized",
+            *WEIGHTS,
             "rejection",
             "rejection_bound",
             "bypass_loss",
@@ -102,8 +97,8 @@ def rejection_rules(draft: Draft, weight_level: Any, bypass: bool) -> list[dict[
     if any(rule is None for rule in rules):
         return []
     of_tokens = any(rule["level"] == "token" for rule in rules if rule)
-    mode = "seq-mean-token-mean" if draft.get("loss") in draft.facts.get("sequence_mean_losses", ()) else None
-    mode = mode or str(draft.value_of("aggregation"))
+    by_response = draft.get("loss") in draft.facts.get("sequence_mean_losses", ())
+    mode = "seq-mean-token-mean" if by_response else str(draft.value_of("aggregation"))
     if of_tokens and mode == "seq-mean-token-mean":
         rule = "divides by the tokens of a response that are left, and by all responses, there; no rule here does"
         draft.refuse("rejection", f"{rule}: loss_agg_mode token-mean is the same")
@@ -144,9 +139,8 @@ def rejection_rule(draft: Draft, name: str, bound: str) -> dict[str, Any] | None
 def refuse_weighted_baseline(draft: Draft, level: Any, bypass: bool) -> None:
     """Refuse weights that verl also applies to the optimal token baseline, and runs without old log-probs."""
     if bypass:
-        draft.refuse(
-            "bypass", "leaves the optimal token baseline no sums of squared probabilities, in verl either", False
-        )
+        rule = "leaves the optimal token baseline no sums of squared probabilities, in verl either"
+        draft.refuse("bypass", rule, False)
     elif level is not None:
         rule = "also weighs the optimal token baseline there, by the square of the weights; here the loss alone"
         draft.refuse("is_level", rule, None)
@@ -176,10 +170,8 @@ def skyrl_rules(draft: Draft) -> list[dict[str, Any]]:
     masks = outlier_rules(draft, level, metric) + sequence_rules(draft, metric) + token_rules(draft, level, metric)
     if masks and draft.facts.get("masks_drop_tokens") and draft.value_of("aggregation") == "token-mean":
         rule = "takes what it masks out of the number of tokens in this version; here the denominators stay as they are"
-        draft.refuse(
-            "mask_metric" if metric else "tis_type",
-            f"{rule}: loss_reduction sequence_mean counts responses and is the same",
-        )
+        rule += ": loss_reduction sequence_mean counts responses and is the same"
+        draft.refuse("mask_metric" if metric else "tis_type", rule)
     return rules + masks
 
 
@@ -230,12 +222,11 @@ def put_group_filter(draft: Draft) -> None:
         draft.without_effect("groups are not filtered", "filter_metric", "filter_limit")
         return
     metric = draft.get("filter_metric", default="acc")
-    if metric in WITH_PENALTY and draft.get("overlong_on"):
-        draft.refuse(
-            "filter_metric", "contains the over-long punishment there; groups are judged by their scores here", "acc"
-        )
-    if metric == "seq_final_reward" and draft.get("kl_in_reward"):
-        draft.refuse("filter_metric", "contains the KL there; groups are judged by their scores here", "acc")
+    contained = {"the over-long punishment": metric in WITH_PENALTY and draft.get("overlong_on")}
+    contained["the KL"] = metric == "seq_final_reward" and draft.get("kl_in_reward")
+    for part, holds in contained.items():
+        if holds:
+            draft.refuse("filter_metric", f"contains {part} there; groups are judged by their scores here", "acc")
     own = [key.split(".")[1] for key in draft.keys if key.startswith("rewards.") and key.endswith(".worker_cls")]
     for name in own or draft.get("reward_names", default=[]):
         draft.put(f"rewards.{name}.query_filter_config.type", "std_filter", "filter_on")
@@ -251,9 +242,8 @@ def put_overlong(draft: Draft) -> None:
         draft.refuse("overlong_on", "counts with reward_manager dapo only")
     limit, response = draft.get("max_response"), draft.get("response_length")
     if limit is not None and limit != response:
-        draft.refuse(
-            "max_response", f"must be the longest response, {response} tokens: the punishment ends there", response
-        )
+        rule = f"must be the longest response, {response} tokens: the punishment ends there"
+        draft.refuse("max_response", rule, response)
     if draft.value_of("overlong_len") is None:
         draft.problems.missing("overlong_buffer_cfg.len", "is needed with overlong_buffer_cfg.enable", 4096)
         return
@@ -261,8 +251,7 @@ def put_overlong(draft: Draft) -> None:
     files = [str(name).lower() for name in draft.get("train_files", default=[])]
     if files and all("dapo" in name for name in files) and draft.get("reward_file") is None:
         factor *= DAPO_SCORES
-        text = "halved: this data is scored with -1 and 1 there, with 0 and 1 by math_rule"
-        draft.remark(["overlong_factor"], text)
+        draft.remark(["overlong_factor"], "halved: this data is scored with -1 and 1 there, with 0 and 1 by math_rule")
     draft.put("overlong_buffer_length", int(draft.value_of("overlong_len")), "overlong_on", "overlong_len")
     draft.put("overlong_penalty_factor", factor, "overlong_factor")
 
@@ -273,11 +262,8 @@ def put_truncated(draft: Draft) -> None:
         return
     asked = bool(draft.facts["mask_truncated"])
     if asked and (draft.value_of("aggregation") != "token-mean" or draft.get("kl_loss")):
-        rule = (
-            "counts such responses in every mean over responses there, also in that of the KL loss; here max_len_mask "
-        )
-        draft.refuse(
-            "mask_truncated", f"{rule}leaves them out of it: token_mean without use_kl_loss is the same", False
-        )
+        rule = "counts such responses in every mean over responses there, also in that of the KL loss; here "
+        rule += "max_len_mask leaves them out of it: token_mean without use_kl_loss is the same"
+        draft.refuse("mask_truncated", rule, False)
     if asked or not draft.whole:
         draft.put("max_len_mask", asked, "mask_truncated")

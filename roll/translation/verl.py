@@ -17,15 +17,9 @@ from roll.translation.sampling import bounds
 from roll.translation.tables import one_of, read_table
 
 ESTIMATORS = {
-    "gae": "gae",
-    "grpo": "grpo",
-    "rloo": "rloo",
-    "remax": "remax",
-    "opo": "opo",
-    "optimal_token_baseline": "optimal_token_baseline",
+    **{name: name for name in ("gae", "grpo", "rloo", "remax", "opo", "optimal_token_baseline")},
     "tir_optimal_token_baseline": "optimal_token_baseline",
-    "reinforce_plus_plus": "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    **{name: name for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")},
     **{name: f"roll.algorithms.verl_estimators.{name}" for name in ("gpg", "grpo_passk", "gdpo")},
 }
 """The last three differ from the papers' of the same name."""
@@ -37,26 +31,14 @@ LOSSES = {
     "vanilla": "ppo",
     "gspo": "gspo_token",
     "geo_mean": "gmpo",
-    "clip_cov": "clip_cov",
-    "clip-cov": "clip_cov",
-    "kl_cov": "kl_cov",
-    "kl-cov": "kl_cov",
-    "cispo": "cispo",
-    "sapo": "sapo",
+    **{name: name.replace("-", "_") for name in ("clip_cov", "clip-cov", "kl_cov", "kl-cov", "cispo", "sapo")},
     "gpg": "vanilla",
     "dppo_tv": "dppo",
     "dppo_kl": "dppo",
 }
-FACTS: dict[str, Any] = {
-    "dual_names": ("vanilla",),
-    "sequence_mean_losses": ("gspo_token", "gmpo", "sapo"),
-}
+FACTS: dict[str, Any] = {"dual_names": ("vanilla",), "sequence_mean_losses": ("gspo_token", "gmpo", "sapo")}
 """Behaviour of its losses whatever the keys say: negative advantages are bounded, the mean is over responses."""
-
-
 NULLS = (None, "null", "none", "None", "")
-
-
 BASES = ("ppo_trainer", "ppo_megatron_trainer")
 """verl's files of defaults, under FSDP and under Megatron."""
 TURNS = "actor_rollout_ref.rollout.multi_turn"
@@ -77,10 +59,7 @@ def _turns(length: int, batch: int = 256, **turns: Any) -> dict[str, Any]:
 GSM8K = _turns(1024, max_assistant_turns=5)
 TOOL_TEMPLATE = (Path(__file__).parent / "tools.jinja").read_text(encoding="utf-8")
 """Qwen2.5's format of tools, with images: verl's Geometry3K files set it, as Qwen2.5-VL's own template has no tools."""
-GEO3K = {
-    **_turns(2048, max_assistant_turns=5),
-    "actor_rollout_ref.model.custom_chat_template": TOOL_TEMPLATE,
-}
+GEO3K = _turns(2048, max_assistant_turns=5) | {"actor_rollout_ref.model.custom_chat_template": TOOL_TEMPLATE}
 CONFIG_FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo_trainer": ("fsdp", {}),
     "ppo_megatron_trainer": ("megatron", {}),
@@ -180,7 +159,7 @@ def exclude_modules(value: object) -> object:
 PROGRAMS: tuple[tuple[str, dict[str, bool]], ...] = (
     (r"verl\.trainer\.main_ppo\w*|verl\.experimental\.(?:transfer_queue|separation)\.main_\w+", {}),
     (
-        r"verl\.experimental\.one_step_off_policy\.(?:\w+\.)*main_\w+|recipe\.one_step_off_policy\.main_\w+",
+        r"(?:verl\.experimental\.one_step_off_policy\.(?:\w+\.)*|recipe\.one_step_off_policy\.)main_\w+",
         {"one_step_off": True},
     ),
     (r"recipe\.(?:dapo|entropy|char_count)\.(?:src\.)?main_\w+", {}),
