@@ -2,7 +2,7 @@
 
 An estimator is a function ``(inputs: AdvantageInputs, options: AdvantageOptions) -> (advantages, returns)``, both
 float (B, L) and 0 outside the mask.  It works on token-level rewards (the normalised response reward on the last token,
-minus the divergence where it is part of the reward).  Normalisation stands before it
+minus the divergence where it is part of the reward).  Normalisation comes before it
 (:class:`~roll.algorithms.samples.RewardPostprocessor`); :func:`resolve_norm_types` gives the pair that an estimator's
 paper asks for.  Groups are found by id, not by position; a group of one has nobody to be compared with and keeps its
 reward.
@@ -29,7 +29,7 @@ from roll.protocol.metrics import Metrics
 
 @dataclass(frozen=True)
 class AdvantageOptions(PPOConfig):
-    """The algorithm's keys, of which each estimator reads its own, and those of work in turns."""
+    """The algorithm's keys, of which each estimator reads some, and the keys of multi-turn rollouts."""
 
     episode_reward_weight: float = 1.0
     """``gigpo``: weight of the advantage of the whole episode within its group."""
@@ -227,7 +227,7 @@ def centred_in_group(rewards: Tensor, groups: Groups) -> Tensor:
 
 
 def divided_by_spread(centred: Tensor, std: Tensor) -> Tensor:
-    """centred / (std + 1e-6), and no division where there is no spread."""
+    """centred / (std + 1e-6); undivided where the spread is 0."""
     return centred / torch.where(std > EPS, std + EPS, 1.0)
 
 

@@ -40,11 +40,11 @@ from roll.algorithms.registry import Registry
 _BLOCK = 2**18
 """Elements of a block: a handful of float32 tensors of this size, 1 MB each, stay in the processor's last cache."""
 SUMMED_BLOCK = 2**17
-"""Elements of a block whose sum is taken apart: not by the number of threads, on which no metric may depend."""
+"""Elements of a block that is summed by itself; fixed, since no metric may depend on the number of threads."""
 
 
 def row_blocks(*tensors: Tensor, size: int | None = None) -> Iterable[tuple[Tensor, ...]]:
-    """The same rows of each of several (B, L), block by block; several rows each, where there are several.
+    """Blocks of the same rows of several (B, L), two rows or more each.
 
     On a CPU a chain of elementwise operations takes the time of moving its operands between memory and core: done block
     by block they stay in the cache.  Elsewhere there is one block.
@@ -59,7 +59,7 @@ def row_blocks(*tensors: Tensor, size: int | None = None) -> Iterable[tuple[Tens
 
 
 class Keep:
-    """Clears what stands outside a mask, NaN included, bit by bit.
+    """Sets values outside a mask to 0, NaN included, by bitwise operations.
 
     On a CPU this takes a quarter of the time of ``torch.where``.  No gradient passes through it.
 
@@ -161,7 +161,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, eps: fl
 
 @dataclass(frozen=True)
 class Groups:
-    """Which rows belong together. Rows of a group need not stand next to each other."""
+    """Groups of rows; the rows of a group need not be adjacent."""
 
     index: Tensor
     """int64 (B,): the group of each row, 0..G-1."""
@@ -218,7 +218,7 @@ def has_holes(mask: Tensor) -> Tensor:
 
 def segment_mean(values: Tensor, mask: Tensor, turn_ids: Tensor | None = None) -> Tensor:
     """Mean over each segment of :func:`segment_starts`, on each of its tokens: (B, L) -> (B, L), 0 outside the mask."""
-    # 1.. on masked tokens; what stands between is masked out below.
+    # 1.. on masked tokens; tokens in between are masked out below.
     ids = segment_starts(mask, turn_ids).flatten().cumsum(0)
     kept = torch.where(mask, values, 0.0).flatten()
     size = mask.numel() + 1

@@ -150,19 +150,19 @@ KL_ESTIMATORS = kl_estimators.names_and_aliases
 
 
 class FixedKLController:
-    """A constant coefficient of the divergence; base of those that follow the measured divergence."""
+    """A constant coefficient; subclasses follow the measured divergence."""
 
     def __init__(self, value: float) -> None:
         self.value = value
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Nothing to follow."""
+        """Do nothing: the coefficient is constant."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A constant is the configuration's, as a learning rate is; another one in a checkpoint is not gone back to."""
+        """Keep the configured constant, as with a learning rate; log where the checkpoint has another one."""
         if float(state["value"]) != self.value:
             logger.warning("the KL coefficient is %g from here on; before it was %g", self.value, state["value"])
 

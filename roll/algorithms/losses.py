@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms import aggregation
-from roll.algorithms.aggregation import (
-    LossDenominators,
-    clear_,
-    level_log_ratio,
-    row_blocks,
-    row_weights,
-    weighted_sum,
-)
+from roll.algorithms.aggregation import LossDenominators, clear_, level_log_ratio, row_blocks, row_weights, weighted_sum
 from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.algorithms.metrics import MetricBuilder, correlation_moments
 from roll.algorithms.policy_losses import (
@@ -260,11 +253,9 @@ class ActorLossOptions(PPOConfig):
 
     @cached_property
     def kl(self) -> KLOptions:
-        """Of the divergence in the loss."""
+        """Options of the divergence in the loss."""
         return KLOptions(
-            self.kl_loss_type,
-            value_clamp=self.kl_loss_clamp,
-            importance_weighted=self.kl_loss_importance_weighted,
+            self.kl_loss_type, value_clamp=self.kl_loss_clamp, importance_weighted=self.kl_loss_importance_weighted
         )
 
     @property
@@ -283,7 +274,7 @@ def options_from(options_class: type[Options], settings: Mapping[str, Any]) -> O
 
 
 def option_names(pg_variant: str) -> tuple[str, ...]:
-    """The options of a variant: the keys that say that they are read with it, or the fields of its own dataclass.
+    """The options of a variant: the keys whose ``read_if`` names it, or the fields of its own dataclass.
 
     Raises ``ValueError`` for an unknown variant.
     """
@@ -296,7 +287,7 @@ def option_names(pg_variant: str) -> tuple[str, ...]:
 
 
 def actor_loss_options(settings: Mapping[str, Any]) -> ActorLossOptions:
-    """From a flat mapping of YAML keys (``pg_variant``, ``pg_clip``, ``train_infer_correction`` ...).
+    """Options from a flat mapping of YAML keys (``pg_variant``, ``pg_clip``, ``train_infer_correction`` ...).
 
     Keys that belong to no option are ignored, except in ``pg_variant_args``, which hold options of the variant that are
     no keys of the configuration; ``pg_variant: null`` is ``ppo``.

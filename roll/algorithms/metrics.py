@@ -14,7 +14,7 @@ from roll.protocol.metrics import Max, Mean, Metric, Metrics, Min, Sum
 
 @dataclass(frozen=True, slots=True)
 class Correlation:
-    """Pearson's correlation in the making: the moments add up over micro-batches and ranks."""
+    """Pearson's correlation as moments, which add up over micro-batches and ranks."""
 
     count: float
     sum_x: float
@@ -45,7 +45,7 @@ class Correlation:
 
 
 def correlation_moments(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    """Sums of x, y, x^2, y^2 and x y in float64, of which those of several parts add up."""
+    """Sums of x, y, x^2, y^2 and x y in float64; the sums of several parts add up."""
     x, y = (values.detach().double().flatten() for values in (x, y))
     return x.sum(), y.sum(), x @ x, y @ y, x @ y
 
@@ -113,7 +113,7 @@ class MetricBuilder:
 
     @torch.no_grad()
     def _moved(self) -> list[float]:
-        """All scalars on the host; those of a type travel in one stack, and all stacks together."""
+        """All scalars on the host: one stack a dtype, and one transfer of all stacks."""
         by_type: dict[torch.dtype, list[int]] = {}
         numbers = [0.0 if isinstance(scalar, Tensor) else float(scalar) for scalar in self._scalars]
         for index, scalar in enumerate(self._scalars):
@@ -337,7 +337,7 @@ class BatchWatch:
         return messages
 
     def observe_advantages(self, advantages: Tensor, used: Tensor, adv_estimator: str) -> list[str]:
-        """The same for what the scores of :meth:`observe` became; silent where equal scores are why.
+        """Messages about advantages that are all 0; none where equal scores, which :meth:`observe` reports, are why.
 
         Args:
             advantages: float (B, L), 0 outside the responses.

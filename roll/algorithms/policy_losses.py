@@ -87,7 +87,7 @@ class LossInputs:
     turn_ids: Tensor | None = None
     """int (B, L): which turn a token was sampled in, for ratios of segments; None: each run of masked tokens is one."""
     sequence_tokens: Tensor | None = None
-    """int64 (B,): tokens of the loss in all rows of a row's trajectory; None: every row is one of its own."""
+    """int64 (B,): tokens of the loss in all rows of a row's trajectory; None: every row is a trajectory."""
     teacher_divergence: Tensor | None = None
     """float (B, L), with gradient: the weighted divergence from a teacher's distributions; None: there is no
     teacher."""
@@ -121,7 +121,7 @@ class LossInputs:
 
     @cached_property
     def keep(self) -> Keep:
-        """Clears what stands outside the mask."""
+        """Sets values outside the mask to 0."""
         return Keep(self.mask, self.log_probs.dtype)
 
     @cached_property
@@ -264,7 +264,7 @@ def m2po(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tens
     """-M r A: M drops the largest squared log-ratios until the mean of the others is in bounds; arXiv 2510.01161.
 
     Only tokens whose update leads further away (A > 0 and r > 1, or A < 0 and r < 1) are bounded and dropped.  Which
-    tokens are, depends on the micro-batch that they stand in.
+    tokens are dropped depends on the rest of their micro-batch.
     """
     log_ratio = inputs.log_ratio.detach()
     bounded = inputs.mask

@@ -1,4 +1,4 @@
-"""From raw scores to rewards: normalised, placed on tokens; which responses the loss uses, and their weights."""
+"""Rewards from raw scores: normalisation, placement on tokens; the responses that the loss uses, and their weights."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ def token_level_rewards(
     if mask.shape[1]:
         columns = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
         last = (mask * columns).amax(-1, keepdim=True).long() - 1
-        placed = torch.where(last >= 0, response_rewards.float().unsqueeze(-1), 0.0)
-        rewards.scatter_(1, last.clamp(min=0), placed)
+        at_last = torch.where(last >= 0, response_rewards.float().unsqueeze(-1), 0.0)
+        rewards.scatter_(1, last.clamp(min=0), at_last)
     if kl is not None and kl_coef != 0.0:
         rewards -= kl_coef * torch.where(mask, kl, 0.0)
     return rewards

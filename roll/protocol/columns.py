@@ -1,5 +1,5 @@
 """The tensor columns of a :class:`~roll.protocol.DataProto`: a dict that checks batch sizes and unpacks on demand; and
-tensors seen over memory that is not theirs."""
+tensors over memory that numpy owns."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ OPTIONS_OF_LOSS: dict[str, dict[str, str]] = {
 }
 """Our keys of a loss, and the facts that they come from."""
 SHARED_CLIP = {"cispo_low": "clip_low", "cispo_high": "clip_high"}
-"""Facts that a project without keys of their own takes from others."""
+"""Facts for which a project without separate keys takes others."""
 LOSS_FACTS = ("clip_low", "clip_high", "dual_clip", *(f for facts in OPTIONS_OF_LOSS.values() for f in facts.values()))
 
 
@@ -185,9 +185,9 @@ def put_options(draft: Draft, variant: str) -> set[str]:
 
 def refuse_symmetric_clip(draft: Draft, variant: str) -> None:
     """verl's ``clip_ratio``: its losses read the two sides, which its files set to 0.2."""
-    if "clip" not in draft.given:
+    if "clip" not in draft.explicit:
         return
-    both = {"clip_low", "clip_high"} <= draft.given
+    both = {"clip_low", "clip_high"} <= draft.explicit
     if both or variant not in (*CLIPPING, "cispo", "gmpo", "dppo"):
         draft.without_effect("clip_ratio_low and clip_ratio_high are what counts" if both else "not read", "clip")
     elif draft.facts["clip"] != 0.2:
@@ -250,11 +250,11 @@ def put_passes(draft: Draft) -> None:
         draft.put("shuffle_mini_batches", draft.facts["shuffle.actor"], "shuffle.actor", "shuffle.critic")
     has_critic = "critic" in draft.roles
     of_actor = draft.get("shuffle.actor", default=False)
-    if has_critic and "shuffle.critic" in draft.given and draft.facts["shuffle.critic"] != of_actor:
+    if has_critic and "shuffle.critic" in draft.explicit and draft.facts["shuffle.critic"] != of_actor:
         draft.refuse("shuffle.critic", "must equal the actor's: there is one key for both")
     if draft.states("passes"):
         draft.put("ppo_epochs", draft.facts["passes"], "passes")
-    if "passes.critic" in draft.given and has_critic:
+    if "passes.critic" in draft.explicit and has_critic:
         passes = draft.facts["passes.critic"]
         if passes != draft.first_of("passes"):
             draft.refuse("passes.critic", "must equal the actor's: there is one number of passes here")

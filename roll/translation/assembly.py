@@ -195,7 +195,7 @@ def put_rewards_by_source(draft: Draft) -> None:
 
 
 def put_function(draft: Draft) -> bool:
-    """A function in a file of theirs; False: there is none."""
+    """A function in one of their files; returns False where none is named."""
     path = draft.get("reward_file")
     if path is None:
         return False
@@ -211,7 +211,7 @@ def put_function(draft: Draft) -> bool:
 
 
 def put_reward_model(draft: Draft) -> bool:
-    """A classifier on the trainer's devices, or on its own; False: there is none."""
+    """A classifier on the trainer's devices, or on separate ones; returns False where the run has none."""
     if not draft.get("rm"):
         draft.remark(["rm_path"], "left out: no reward model in this run")
         return False

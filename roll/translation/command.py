@@ -65,7 +65,7 @@ def tree(translation: Translation) -> dict[str, Any]:
 
 
 def yaml_text(translation: Translation) -> str:
-    """The keys as YAML: a file of its own for a whole run, else what changes in a recipe."""
+    """The keys as YAML: a complete file for a whole run, else the changes to a recipe."""
     return yaml.safe_dump(tree(translation), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -87,7 +87,7 @@ def load(translation: Translation, recipe: Path) -> LoadedConfig[Any]:
 
 
 def _without_unset(translation: Translation) -> Translation:
-    """Variables that are not set here by their names: they are read where the run is started."""
+    """The translation with the names of variables that are not set here in their place: the run's start reads them."""
 
     def named(value: Any, is_file: bool) -> Any:
         if isinstance(value, list):
@@ -199,7 +199,7 @@ def read(words: Sequence[str], call: int | None = None) -> Source:
 
 
 def with_config(source: Source) -> Source:
-    """TRL's ``--config FILE``: its keys, below those of the command line.
+    """TRL's ``--config FILE``: its keys, which those of the command line override.
 
     Raises:
         ConfigError: no such file, or not a YAML section.
@@ -210,12 +210,12 @@ def with_config(source: Source) -> Source:
     file = Path(name)
     if not file.is_file():
         raise ConfigError([Problem("--config", name, "no such file")])
-    given = read_yaml(file.read_text(encoding="utf-8"), file.name)
-    return replace(source, keys={**given.keys, **source.keys})
+    below = read_yaml(file.read_text(encoding="utf-8"), file.name)
+    return replace(source, keys={**below.keys, **source.keys})
 
 
 def read_pasted(text: str, call: int | None = None) -> Source:
-    """A command as it stands in a document; text that is more than a command with its variables is run as a script."""
+    """A command copied from a document; text that is more than a command with its variables is run as a script."""
     if not is_program(text):
         return read_text(text)
     with tempfile.TemporaryDirectory() as folder:

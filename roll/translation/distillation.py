@@ -3,7 +3,7 @@
 verl's loss is c D, alone or in addition to that of the rewards, where D is of each sampled token
 
 - an estimate of the KL, differentiated (k2, k3, abs): our KL loss, whose reference is the teacher;
-- the same as an advantage of its own (``use_policy_gradient``), from the policy of each update: our ``advantage``, from
+- the same as a separate advantage (``use_policy_gradient``), from the policy of each update: our ``advantage``, from
   the policy before the update, which is the same where a batch has one update;
 - sum p log(p/q) over the teacher's ``topk`` tokens, without the rest: our ``topk`` with ``opd_topk_tail: ignored``.
 """
@@ -22,7 +22,7 @@ K3_CLAMP = 10.0
 WHITENING = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
 """Estimators whose advantages are whitened: there without the teacher's part."""
 OPTIONS = ("model_path", "key", "num_replicas", "enable_resource_pool", "n_gpus_per_node", "nnodes")
-"""Of a teacher's section, next to ``inference``, which says how its engine computes the same log-probs."""
+"""Keys of a teacher's section, next to ``inference``, which configures the engine that computes its log-probs."""
 COUNTING = (
     *("distill_mode", "distill_topk", "distill_rewards", "distill_coef", "distill_clamp", "distill_floor"),
     *("distill_pg", "distill_low", "distill_high", "distill_gpus", "distill_nodes", "distill_pool", "teacher"),
@@ -63,12 +63,12 @@ def find_teacher(draft: Draft) -> None:
 
 
 def _weight(draft: Draft) -> float:
-    """Its weight counts next to rewards only."""
+    """Weight of the divergence; verl reads its key next to rewards only."""
     return float(draft.value_of("distill_coef")) if draft.get("distill_rewards", default=True) else 1.0
 
 
 def _check_with_rewards(draft: Draft, form: str) -> None:
-    """Two terms there are one policy loss here: the same where their parts add up."""
+    """Refuse settings under which verl's two terms are not the one policy loss here, whose parts add up."""
     if form == "loss" and draft.get("kl_loss"):
         draft.refuse("kl_loss", "has a reference of its own, next to the teacher; here a run has one", False)
     if form == "topk" and draft.get("loss") in draft.facts.get("sequence_mean_losses", ()):
@@ -84,7 +84,7 @@ def _check_with_rewards(draft: Draft, form: str) -> None:
 
 
 def _state_alone(draft: Draft, form: str) -> None:
-    """Without rewards the policy loss with its KL and entropy is not computed there."""
+    """State what holds without rewards, where verl computes no policy loss and so no KL or entropy of it."""
     draft.without_effect(UNUSED, "kl_loss", "kl_in_reward", "entropy_coef", "distill_coef", "loss")
     for fact, value in (("kl_loss", False), ("kl_in_reward", False), ("entropy_coef", 0.0), ("loss", "ppo")):
         draft.state(fact, value)
@@ -96,7 +96,7 @@ def _state_alone(draft: Draft, form: str) -> None:
 
 
 def _check_single_update(draft: Draft) -> None:
-    """Its advantage is taken anew from the policy of each update."""
+    """Refuse several updates of a batch: verl recomputes this advantage from the policy of each update."""
     rule = "with distillation as an advantage, which is taken anew from the policy of each update there"
     if draft.get("mini.actor") != draft.get("prompts"):
         prompts = draft.get("prompts")

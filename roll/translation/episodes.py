@@ -134,7 +134,7 @@ def put_tools(draft: Draft, tag: str, files: Any, fact: str, keys: Mapping[str, 
     """An entry of ``custom_envs`` that verl's tool agent plays."""
     entry, response = f"custom_envs.{tag}", int(draft.get("response_length", default=0))
     draft.put(f"{entry}.agent", "verl", "turns_on", "tool_file")
-    draft.remark(["turns_on" if "turns_on" in draft.given else "tool_file"], BY_ROW)
+    draft.remark(["turns_on" if "turns_on" in draft.explicit else "tool_file"], BY_ROW)
     for name, option in OF_TOOLS.items():
         if draft.get(name) is not None:
             draft.put(f"{entry}.agent_config.{option}", draft.facts[name], name)

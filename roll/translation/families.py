@@ -1,7 +1,7 @@
 """Families of models by their names: which backends and engines compute them, and what takes a backend's place.
 
-No file of the model is there when a command is translated, so the name stands for its ``config.json``. What is tested
-is asked of :mod:`roll.config.model_files`, as ``roll check`` asks it of the file.
+A command is translated without the model's files, so the name stands for its ``config.json``. Which families are tested
+is read from :mod:`roll.config.model_files`, as ``roll check`` does with the file.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def put_family(draft: Draft, strategies: Mapping[str, str]) -> None:
     """Refuse families that nothing here computes; set what a family needs.
 
     Args:
-        strategies: backend of each role with a model of its own, as :func:`backend_for` gives it.
+        strategies: backend of each role that has a model, as :func:`backend_for` gives it.
     """
     if draft.states("rm_path") and (scorer := family_of(str(draft.facts["rm_path"]))) is not None:
         draft.refuse("rm_path", f"is {_kinds(needed(scorer))} by its name, and no reward model of that kind is tested")
@@ -129,7 +129,7 @@ def _kinds(capabilities: list[str]) -> str:
 
 
 def put_adapters_of_family(draft: Draft, sees: bool, has_experts: bool) -> None:
-    """Adapters go on the language part here; those of experts are of another form."""
+    """Refuse adapters on the vision tower, and on experts, whose adapters have another form here."""
     rank = draft.get("lora_rank", default=0)
     if not draft.states("lora_rank") or not rank:
         return

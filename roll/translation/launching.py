@@ -29,7 +29,7 @@ TRAINING = re.compile(
 )
 """Modules that train; paths of scripts are read as modules."""
 FLAGGED = re.compile(r"^(?:.*\.)?trl\.|^(?:.*\.)?openrlhf\.cli\.|(?:^|\.)scripts\.(?:grpo|sft)$")
-"""TRL's and OpenRLHF's."""
+"""Modules of TRL and OpenRLHF, which read ``--name value``."""
 OF_DATA = re.compile(r"data(?:set)?|preprocess|prepare|download|merge|convert", re.IGNORECASE)
 
 
@@ -42,7 +42,7 @@ class Launch:
     is_module: bool
     arguments: tuple[str, ...]
     options: tuple[tuple[str, str], ...] = ()
-    """Of ``torchrun``, ``accelerate launch`` or ``deepspeed``, which share out devices."""
+    """Options of ``torchrun``, ``accelerate launch`` or ``deepspeed``, which start a process on each device."""
 
     @property
     def module(self) -> str:
@@ -136,7 +136,7 @@ def _launcher(words: list[str]) -> Launch | None:
             return Launch(word, False, tuple(words), tuple(options))
         flag, equals, value = word.partition("=")
         if not equals and flag not in LAUNCHER_SWITCHES.split() and words and not words[0].startswith("-"):
-            # A switch that is not known here stands before the script.
+            # An unknown switch right before the script.
             if words[0].endswith(".py"):
                 continue
             value = words.pop(0)
@@ -148,7 +148,7 @@ VARIABLE = re.compile(
     r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?P<operator>:?[-=](?P<default>[^}]*))?\}|(?P<plain>[A-Za-z_]\w*))"
 )
 ARGUMENTS = re.compile(r"\$(?:\{[@*]\}|[@*])")
-"""``$@``: what the script hands on."""
+"""``$@``: the arguments that the script passes on."""
 PROGRAM = re.compile(
     r"\$\(|`|\(\(|\[\[|<<|=\(|\(\)|\$\{[#!]|\$\{\w+(?:\[|[#%/^,]|:?[+?]|:\s*-?\d)|\$\{\w+:?[-=][^}]*\$\{"
     r"|^\s*(?:if|for|while|until|case|function|source|\.|read|local|declare|eval|\[)\s",

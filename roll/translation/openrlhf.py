@@ -73,8 +73,8 @@ def put_advantages(draft: Draft) -> None:
     if estimator in GROUPED:
         draft.without_effect(f"{name} does not discount there", "gamma", "lam")
         if draft.get("kl_in_reward"):
-            rule = f"with {name} takes the KL off each token behind the comparison of the group there; use_kl_loss puts it "
-            draft.refuse("kl_coef", f"{rule}into the loss, and 0 is none", 0)
+            rule = "takes the KL off each token behind the comparison of the group there; use_kl_loss puts it into the "
+            draft.refuse("kl_coef", f"with {name} {rule}loss, and 0 is none", 0)
     else:
         draft.put("gamma", float(draft.get("gamma", default=1.0)), "gamma")
     if estimator == "gae":
@@ -86,7 +86,7 @@ def put_advantages(draft: Draft) -> None:
         draft.refuse("reward_range", "must be as far below 0 as above: there is one bound here", [-10, 10])
     else:
         draft.put("reward_clip", float(high), "reward_range")
-    if estimator == "rloo" and "reward_range" in draft.given:
+    if estimator == "rloo" and "reward_range" in draft.explicit:
         rule = "holds differences of scores within it, behind the comparison, there; here the scores themselves"
         draft.refuse("reward_range", f"with rloo {rule}; left out, it is -10 and 10", [-10, 10])
 

@@ -22,7 +22,7 @@ def strategy_of(draft: Draft, role: str) -> str:
 
 
 def written_strategy(draft: Draft, role: str) -> str:
-    """The backend that their keys name. A reference without one of its own follows the actor."""
+    """The backend that their keys name. A reference without its own key follows the actor."""
     if draft.get("config_name") == "fsdp2":
         return "fsdp2"
     if draft.get("config_name") == "megatron":
@@ -161,7 +161,7 @@ def find_engines(draft: Draft) -> None:
     """Take SkyRL's servers for engines of the run itself, on devices behind the trainer's: one for each address."""
     facts = ("engines_local", "engine_urls", "engine_proxy")
     if draft.get("engines_local", default=True):
-        if draft.get("engine_proxy") or (draft.get("engine_urls") and "engine_urls" in draft.given):
+        if draft.get("engine_proxy") or (draft.get("engine_urls") and "engine_urls" in draft.explicit):
             draft.without_effect("run_engines_locally is true", *facts[1:])
         return
     if draft.get("colocate", default=True):
@@ -170,7 +170,7 @@ def find_engines(draft: Draft) -> None:
         return
     if urls := draft.get("engine_urls"):
         draft.state("engines", len(urls))
-    elif "engines" not in draft.given:
+    elif "engines" not in draft.explicit:
         draft.state("engines", 1)
     draft.remark(facts, "no server is asked: the run starts these engines itself, and its cluster needs their devices")
 
@@ -180,7 +180,7 @@ def devices(start: int, count: int) -> str:
 
 
 def put_run_ahead(draft: Draft) -> None:
-    """Generation one step ahead of training, on devices of its own."""
+    """Generation one step ahead of training, on separate devices."""
     if draft.facts.get("one_step_off"):
         draft.put("async_generation_ratio", 1, "colocate")
         draft.put("partial_rollout", False, "colocate")
@@ -296,15 +296,15 @@ def put_token_budgets(draft: Draft) -> None:
         for phase, (switches, budgets) in phases.items():
             if (role == "reference" and phase == "train") or not draft.states(*switches):
                 continue
-            asked = bool(draft.get(*switches, default=False))
-            if asked or draft.get(*dynamic):
-                draft.put(f"{section}.use_dynamic_batching_in_{phase}", asked, *switches)
+            enabled = bool(draft.get(*switches, default=False))
+            if enabled or draft.get(*dynamic):
+                draft.put(f"{section}.use_dynamic_batching_in_{phase}", enabled, *switches)
             budget = draft.get(*budgets)
-            if asked and budget is not None:
+            if enabled and budget is not None:
                 draft.put(f"{section}.max_tokens_per_microbatch_in_{phase}", int(budget) * ranks, *budgets)
         counted: dict[str, tuple[str, ...]] = {own: dynamic, f"forward_budget.{role}": forward}
         for fact, switches in counted.items():
-            if fact in draft.given and not (draft.states(*switches) and draft.get(*switches)):
+            if fact in draft.explicit and not (draft.states(*switches) and draft.get(*switches)):
                 draft.remark([fact], "left out: without use_dynamic_bsz it has no effect")
 
 

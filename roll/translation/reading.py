@@ -1,4 +1,4 @@
-"""From a pasted command, a script or a YAML file to their keys with values, and what else the text says."""
+"""Reading of a pasted command, a script or a YAML file: their keys with values, environment and launcher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOREIGN = "is a program of its own: what it trains is in its code, not in its ar
 CONFIG_NAME = "--config-name"
 ASSIGNMENT = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
 SCRIPT_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-"""In a script a name without dots is a variable; among bare keys it may be one of theirs, if it is in small letters."""
+"""In a script a name without dots is a variable; among bare keys one in small letters may be their key."""
 LAUNCH = re.compile(r"\s-m\s+[\w.]+|\.(?:sh|py)\s")
 UNSET = re.compile(r"\$\{oc\.env:(\w+)\}")
 KEY_VALUE = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=", re.DOTALL)
@@ -49,9 +49,9 @@ class Source:
     left_out: list[str] = field(default_factory=list)
     """Words and commands that were passed over."""
     options: dict[str, str] = field(default_factory=dict)
-    """Of the program that starts one process a device (``torchrun``, ``accelerate launch``, ``deepspeed``)."""
+    """Options of the program that starts one process a device (``torchrun``, ``accelerate launch``, ``deepspeed``)."""
     remarks: list[str] = field(default_factory=list)
-    """Remarks on the way it was read."""
+    """Remarks on how the text was read."""
     config_path: str = ""
     """Folder of the file that ``--config-name`` names."""
 
@@ -158,8 +158,8 @@ def _no_run(recording: Recording, launches: Sequence[tuple[Command, Launch]]) ->
             f"starts {started}, and none of it is a training program that is known: what others train is in their code"
         )
     last = [line for line in recording.output.splitlines() if not line.startswith("+")][-3:]
-    said = f"; it printed: {' / '.join(last)}" if last else ""
-    rule = f"starts no training program (exit status {recording.status}){said}"
+    printed = f"; it printed: {' / '.join(last)}" if last else ""
+    rule = f"starts no training program (exit status {recording.status}){printed}"
     return f"{rule}. Variables are given in front, arguments behind: roll translate NAME=value {SCRIPT} argument"
 
 
@@ -233,16 +233,16 @@ def _resolve(value: Any, flat: Mapping[str, Any], depth: int = 8) -> Any:
 
 
 def _take_assignments(words: list[str], assignment: re.Pattern[str], variables: Variables, source: Source) -> list[str]:
-    """Put leading ``NAME=value`` words (also after ``export``) away, and return what is left of the command."""
+    """Read leading ``NAME=value`` words (also after ``export``) into variables; return the rest of the command."""
     exported = words[0] == "export"
     rest = words[1:] if exported else words
-    taken: dict[str, str] = {}
+    assigned: dict[str, str] = {}
     while rest and (match := assignment.fullmatch(rest[0])):
-        taken[match[1]] = match[2]
+        assigned[match[1]] = match[2]
         rest = rest[1:]
-    variables.values |= taken
+    variables.values |= assigned
     if exported or rest:
-        source.environment |= taken
+        source.environment |= assigned
     return [] if exported or rest[:1] == [":"] else rest
 
 

@@ -71,7 +71,7 @@ _MODULES = {
         "is_cuda_available, is_npu_available = True, False\ndef get_device_name():\n    return 'cuda'\n"
     ),
 }
-"""Of the Python that runs what ``python3 -c`` and ``python3 -`` are given: a machine with CUDA devices."""
+"""Modules for ``python3 -c`` and ``python3 -``, which run for real: those of a machine with CUDA devices."""
 
 _EVERY_SHELL = r"""
 cd() { builtin cd "$@" 2>/dev/null; return 0; }
@@ -83,7 +83,7 @@ command_not_found_handle() { "$ROLL_BASE/.bin/unknown" "$@"; return 0; }
 _GO_ON = r"""
 exit() { if ((${1:-0} == 0)); then builtin exit 0; fi; return 0; }
 """
-"""For a second try: what a script checks before the launch is not here."""
+"""For a second try, since the files that a script checks before its launch are missing here."""
 
 _NAME = r"[A-Za-z_]\w*"
 _USED = re.compile(rf"\$(?:\{{({_NAME})\}}|({_NAME}))")
@@ -145,15 +145,15 @@ def record(
     text = read_script(script)
     root = root_of(script)
     files = {str(script.resolve().relative_to(root)): text} | companions(script, text, root)
-    given = dict(environment or {})
+    variables = dict(environment or {})
     own = sandbox or Sandbox(Settings(require=REQUIRED))
     try:
         own.start()
-        first = _run(own, script, root, files, arguments, given, [], go_on=False)
+        first = _run(own, script, root, files, arguments, variables, [], go_on=False)
         if any(is_launch(command) for command in first[0]):
             return Recording(*first)
         calmed = {path: calm(content) for path, content in files.items()}
-        second = _run(own, script, root, calmed, arguments, given, _MISSING.findall(first[2]), go_on=True)
+        second = _run(own, script, root, calmed, arguments, variables, _MISSING.findall(first[2]), go_on=True)
         if any(is_launch(command) for command in second[0]):
             return Recording(*second, went_on=True)
         return Recording(*first)
@@ -371,7 +371,7 @@ def _every_shell(absolute: list[str], go_on: bool) -> str:
 
 
 def _links(into: str, tools: Iterable[str]) -> str:
-    """Links to those of the tools that the host has, by one command."""
+    """Links to the tools that the host has, by one command."""
     folders = "/usr/local/bin /usr/bin /bin"
     search = f'for folder in {folders}; do [ -x "$folder/$tool" ] && paths+=("$folder/$tool") && break; done'
     return f'paths=(); for tool in {shlex.join(tools)}; do {search}; done; ln -s -t "$ROLL_BASE/{into}" "${{paths[@]}}"'

@@ -1,4 +1,4 @@
-"""Between sampling and loss: corrections of the engine's mismatch, dynamic sampling, over-long responses."""
+"""Keys between sampling and loss: corrections of the engine's mismatch, dynamic sampling, over-long responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALONE = "without tis_ratio_type or sequence_mask_metric it does not count there"
 
 
 def put_bypass(draft: Draft) -> None:
-    """verl's ``bypass_mode``: the engine's log-probs stand in for the old ones, with a loss of its own."""
+    """verl's ``bypass_mode``: the engine's log-probs replace the old ones, and a separate key names the loss."""
     if not draft.get("bypass"):
         draft.without_effect("without bypass_mode it does not count", "bypass_loss")
         return
@@ -47,7 +47,7 @@ def put_correction(draft: Draft) -> None:
 
 LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
 OLDER_LEVELS = {"token": "token", "sequence": "sequence", "geometric": "geometric"}
-"""Beginnings of verl's criteria of rejection, and its older names of three of them, by our levels."""
+"""Our levels by the prefixes of verl's rejection criteria, and by its older names for three of them."""
 OUTCOMES = ("grpo", "rloo", "roll.algorithms.verl_estimators.gpg", "roll.algorithms.verl_estimators.grpo_passk")
 """Estimators whose advantages are the same with and without the tokens that are rejected."""
 
@@ -83,16 +83,16 @@ def rejection_rules(draft: Draft, weight_level: Any, bypass: bool) -> list[dict[
     training) out of the numerators alone; numbers of responses stay as they are in both.
     """
     names = [name.strip() for name in str(draft.get("rejection", default="")).split(",") if name.strip()]
-    given = str(draft.get("rejection_bound", default="")).split(",")
+    thresholds = str(draft.get("rejection_bound", default="")).split(",")
     if not names:
         draft.without_effect("without rollout_rs nothing is rejected", "rejection_bound", "rejection_low")
         return []
-    if len(given) not in (1, len(names)) or not given[0]:
+    if len(thresholds) not in (1, len(names)) or not thresholds[0]:
         draft.refuse("rejection", "needs rollout_rs_threshold: one for all criteria, or one for each")
         return []
     rules = [
         rejection_rule(draft, name, bound.strip())
-        for name, bound in zip(names, given * len(names) if len(given) == 1 else given, strict=True)
+        for name, bound in zip(names, thresholds * len(names) if len(thresholds) == 1 else thresholds, strict=True)
     ]
     if any(rule is None for rule in rules):
         return []
@@ -147,7 +147,7 @@ def refuse_weighted_baseline(draft: Draft, level: Any, bypass: bool) -> None:
 
 
 def bounds(threshold: Any) -> tuple[float | None, float]:
-    """Of ``2.0`` and ``"0.5_5.0"``: (None, 2.0) and (0.5, 5.0)."""
+    """Lower and upper bound: (None, 2.0) of ``2.0``, (0.5, 5.0) of ``"0.5_5.0"``."""
     low, _, high = str(threshold).rpartition("_")
     return (float(low) if low else None), float(high)
 
@@ -197,16 +197,16 @@ def outlier_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]
 
 def token_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
     """Tokens by their own ratio; there only together with another correction."""
-    given = {side: bound for side in ("low", "high") if (bound := draft.get(f"token_mask_{side}")) is not None}
-    facts = tuple(f"token_mask_{side}" for side in given)
-    if not given:
+    band = {side: bound for side in ("low", "high") if (bound := draft.get(f"token_mask_{side}")) is not None}
+    facts = tuple(f"token_mask_{side}" for side in band)
+    if not band:
         return []
     if level is None and metric is None:
         draft.without_effect(ALONE, *facts)
         return []
     if level == "sequence" or metric is not None:
         draft.refuse(facts[0], "leaves masked tokens out of the ratio of the sequence there; here it does not")
-    return [{"level": "token", "action": "mask", **given}]
+    return [{"level": "token", "action": "mask", **band}]
 
 
 def put_sampling(draft: Draft) -> None:
@@ -260,10 +260,10 @@ def put_truncated(draft: Draft) -> None:
     """SkyRL's over-long filtering: responses that were cut off stay out of the loss."""
     if not draft.states("mask_truncated"):
         return
-    asked = bool(draft.facts["mask_truncated"])
-    if asked and (draft.value_of("aggregation") != "token-mean" or draft.get("kl_loss")):
+    masks = bool(draft.facts["mask_truncated"])
+    if masks and (draft.value_of("aggregation") != "token-mean" or draft.get("kl_loss")):
         rule = "counts such responses in every mean over responses there, also in that of the KL loss; here "
         rule += "max_len_mask leaves them out of it: token_mean without use_kl_loss is the same"
         draft.refuse("mask_truncated", rule, False)
-    if asked or not draft.whole:
-        draft.put("max_len_mask", asked, "mask_truncated")
+    if masks or not draft.whole:
+        draft.put("max_len_mask", masks, "mask_truncated")

@@ -5,7 +5,7 @@ A line of a ``.table`` file is a rule::
     their keys | our keys | conversion > fact | their default | note
 
 - Several keys in a cell are separated by spaces; ``a.{b,c}`` is ``a.b a.c``. ``*`` at the end of one of their keys is
-  any key below it, and in ours what stands there. ``none: note`` in the place of our keys: nothing here needs it.
+  any key below it, and in ours the rest of that key. ``none: note`` instead of our keys: nothing here needs it.
 - A conversion is a name (``whole``), a list of names that stay (``[cpu, nvme]``), a mapping of names
   (``{bfloat16: bf16}``), several in turn (``truth {true: fa2}``), or ``only [1, null]: reason``, which refuses every
   other value. ``whole?`` leaves null as it is, ``whole?0`` takes it for 0.
@@ -50,7 +50,7 @@ def read_table(
     """Sections of the file ``name.table``.
 
     Args:
-        conversions: of its own, by name; those of :data:`CONVERSIONS` are known everywhere.
+        conversions: of this table alone, by name; those of :data:`CONVERSIONS` are known everywhere.
         texts: for ``$NAME``, besides :data:`TEXTS` and those that the table defines.
     """
     known, written = {**CONVERSIONS, **conversions}, {**TEXTS, **(texts or {})}
@@ -176,7 +176,7 @@ def optional(conversion: Convert, null: Any = None) -> Convert:
 
 
 def chained(first: Convert, then: Convert) -> Convert:
-    """One conversion behind another."""
+    """Two conversions in turn."""
     return lambda value: then(first(value))
 
 
@@ -229,7 +229,7 @@ LOGGERS = {
     "clearml": "jsonl",
     "vemlp_wandb": "wandb",
 }
-"""Trackers of theirs by ours. What there is no client of here is written to a file."""
+"""Our trackers by their names. Trackers without a client here write to a file."""
 
 
 def loggers(value: Any) -> list[Any]:

@@ -41,11 +41,11 @@ LOSS_OPTIONS: dict[str, tuple[tuple[str, str, float], ...]] = {
         *(("vespo_k_neg", "vespo_k_neg", 3.0), ("vespo_lambda_neg", "vespo_lambda_neg", 2.0)),
     ),
 }
-"""Of each loss our keys, the facts that they come from, and TRL's defaults."""
+"""For each loss: our keys, the facts that they come from, and TRL's defaults."""
 
 
 def prepare(draft: Draft) -> None:
-    """Facts that the common arithmetic reads; those that have a name of theirs take its place."""
+    """State the facts that the common arithmetic reads."""
     draft.facts["accumulation"] = int(draft.get("mini.actor", default=1))
     draft.facts["per_device"] = int(draft.get("micro.actor", default=8))
     world = processes(draft)
@@ -323,7 +323,7 @@ CONVERSIONS: dict[str, Convert] = {
 
 
 def _dialect(name: str, roles: str, rate: str, **rest: Any) -> Dialect:
-    """The common section of the table and the one of its own."""
+    """The table's common section and that of the program."""
     texts = {"ROLES": f"{{{roles}}}", "ROLE": roles.partition(",")[0], "RATE": rate}
     common, *others = read_table("trl", CONVERSIONS, texts)
     sections = (common, others[name == "trl_sft"])

@@ -76,7 +76,7 @@ CONFIG_FILES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def with_file(keys: Mapping[str, Any], folder: str) -> Mapping[str, Any]:
-    """The keys above those of the file that ``--config-name`` names: the file where it is here, else a known one.
+    """The keys, which override those of the file that ``--config-name`` names: an existing file, else a known one.
 
     Raises:
         ConfigError: a file that is no YAML section.
@@ -121,7 +121,7 @@ def bands(value: object) -> str:
     """Bounds as ``2.0`` or ``0.5_5.0``, several with commas between them.
 
     Raises:
-        ValueError: text that is none.
+        ValueError: text that holds no such bounds.
     """
     try:
         for band in str(value).split(","):
@@ -164,7 +164,7 @@ PROGRAMS: tuple[tuple[str, dict[str, bool]], ...] = (
     ),
     (r"recipe\.(?:dapo|entropy|char_count)\.(?:src\.)?main_\w+", {}),
 )
-"""Of the recipes those whose keys say all that they do."""
+"""Patterns of modules and their facts; of the recipes only those whose keys describe them completely."""
 CONVERSIONS = {
     "estimator": one_of(ESTIMATORS),
     "kl_type": one_of(KL_TYPES, OTHER_KL_TYPES),
@@ -175,7 +175,7 @@ CONVERSIONS = {
 
 
 def find_pool(draft: Draft) -> None:
-    """Engines on nodes of their own, under the names that the section of the engines has for them."""
+    """Engines on separate nodes, under the names that the section of the engines has for them."""
     if not draft.get("pool_nodes"):
         draft.without_effect("0 nodes are for the engines alone", "pool_nodes", "pool_gpus")
         return
