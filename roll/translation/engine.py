@@ -219,10 +219,10 @@ def _refuse_doubles(explicit: Mapping[str, Any], dialect: Dialect, draft: Draft)
     """Refuse two spellings of one key with different values."""
     first: dict[Rule, str] = {}
     for key in explicit:
-        rule = dialect.rules.get(key)
-        if rule is None or not rule.ours:
+        match = dialect.rules.get(key)
+        if match is None or not match.ours:
             continue
-        other = first.setdefault(rule, key)
+        other = first.setdefault(match, key)
         if other != key and explicit[other] != explicit[key]:
             draft.problems.add(
                 key, explicit[key], f"is another spelling of {other}, which is {explicit[other]}: keep one"
