@@ -30,6 +30,10 @@ HOUSEKEEPING = {
     *("exit", "true", "wait", "rm", "tee"),
 }
 """Commands around a launch that say nothing about the run."""
+MAX_LEFT_OUT = 20
+"""Commands around a launch that the notes list."""
+SHORT = 120
+"""Characters of such a command."""
 
 
 @dataclass
@@ -132,10 +136,6 @@ def read_recording(recording: Recording, name: str, call: int | None = None) -> 
     return source
 
 
-MAX_LEFT_OUT = 20
-"""Commands around a launch that the notes list."""
-
-
 def _of_words(words: Sequence[str], environment: Mapping[str, str], flags: bool = False) -> Source:
     """Keys of split words.
 
@@ -160,15 +160,12 @@ def _no_run(recording: Recording, launches: Sequence[tuple[Command, Launch]]) ->
     last = [line for line in recording.output.splitlines() if not line.startswith("+")][-3:]
     printed = f"; it printed: {' / '.join(last)}" if last else ""
     rule = f"starts no training program (exit status {recording.status}){printed}"
-    return f"{rule}. Variables are given in front, arguments behind: roll translate NAME=value {SCRIPT} argument"
+    return f"{rule}. Variables are given in front, arguments behind: roll translate NAME=value script.sh argument"
 
 
 def _short(command: Command) -> str:
     text = " ".join(command.words)
     return text if len(text) <= SHORT else f"{text[:SHORT]}..."
-
-
-SCRIPT, SHORT = "script.sh", 120
 
 
 def read_words(words: Sequence[str]) -> Source:
@@ -296,6 +293,7 @@ def _scalar(text: str) -> Any:
 
 
 def _read_arguments(words: list[str], source: Source) -> list[Problem]:
+    """``key=value``, ``+key=value`` and ``group@package=choice`` with values as hydra reads them, and its options."""
     mistakes = []
     while words:
         word = words.pop(0)
@@ -310,15 +308,8 @@ def _read_arguments(words: list[str], source: Source) -> list[Problem]:
         elif word in ("...", "\\", "--"):
             source.left_out.append(word)
         elif KEY_VALUE.match(word):
-            key, read = read_override(word)
-            source.keys[key] = read
+            override = parse_override(word)
+            source.keys[flag.lstrip("+~")] = value if override is None else override.value()
         else:
             mistakes.append(Problem(COMMAND, word, "must be key=value", "trainer.strategy=fsdp2"))
     return mistakes
-
-
-def read_override(word: str) -> tuple[str, Any]:
-    """Key and value of ``key=value``, ``+key=value`` or ``group@package=choice``, the value as hydra reads it."""
-    override = parse_override(word)
-    key = word.partition("=")[0].lstrip("+~")
-    return key, override.value() if override is not None else word.partition("=")[2]
