@@ -12,7 +12,6 @@ DAPO_SCORES = 0.5
 WITH_PENALTY = ("score", "seq_reward", "seq_final_reward")
 """Metrics of ``filter_groups`` that contain the over-long punishment."""
 WEIGHTS = ("is_level", "is_bound", "is_normalized")
-ALONE = "without tis_ratio_type or sequence_mask_metric it does not count there"
 
 
 def put_bypass(draft: Draft) -> None:
@@ -167,7 +166,7 @@ def skyrl_rules(draft: Draft) -> list[dict[str, Any]]:
     rules: list[dict[str, Any]] = []
     if level is not None:
         rules.append({"level": level, "action": "truncate", "high": draft.value_of(f"tis_{level}_cap")})
-    masks = outlier_rules(draft, level, metric) + sequence_rules(draft, metric) + token_rules(draft, level, metric)
+    masks = mask_rules(draft, level, metric)
     if masks and draft.facts.get("masks_drop_tokens") and draft.value_of("aggregation") == "token-mean":
         rule = "takes what it masks out of the number of tokens in this version; here the denominators stay as they are"
         rule += ": loss_reduction sequence_mean counts responses and is the same"
@@ -175,38 +174,28 @@ def skyrl_rules(draft: Draft) -> list[dict[str, Any]]:
     return rules + masks
 
 
-def sequence_rules(draft: Draft, metric: Any) -> list[dict[str, Any]]:
-    """Sequences by the product or the geometric mean of their ratios."""
-    if metric is None:
-        return []
-    name = "geo" if metric == "geometric" else "product"
-    low, high = draft.value_of(f"{name}_low"), draft.value_of(f"{name}_high")
-    return [{"level": "geometric" if name == "geo" else "sequence", "action": "mask", "low": low, "high": high}]
-
-
-def outlier_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
-    """Responses with a token whose ratio is far off; there only together with another correction."""
+def mask_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
+    """Masks of responses with an outlier among their tokens, of responses by their own ratio, and of tokens; the first
+    and the last count only together with another correction."""
     low, high = draft.get("outlier_low"), draft.get("outlier_high")
-    if level is None and metric is None:
-        draft.without_effect(ALONE, "outlier_low", "outlier_high")
-        return []
-    rules = [] if high is None else [{"level": "max", "action": "mask", "high": high}]
-    # The largest k1 is minus the logarithm of the smallest ratio.
-    return rules + ([] if low is None else [{"level": "max", "action": "mask", "metric": "k1", "high": -math.log(low)}])
-
-
-def token_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
-    """Tokens by their own ratio; there only together with another correction."""
     band = {side: bound for side in ("low", "high") if (bound := draft.get(f"token_mask_{side}")) is not None}
     facts = tuple(f"token_mask_{side}" for side in band)
-    if not band:
-        return []
     if level is None and metric is None:
-        draft.without_effect(ALONE, *facts)
+        alone = "without tis_ratio_type or sequence_mask_metric it does not count there"
+        draft.without_effect(alone, "outlier_low", "outlier_high", *facts)
         return []
-    if level == "sequence" or metric is not None:
-        draft.refuse(facts[0], "leaves masked tokens out of the ratio of the sequence there; here it does not")
-    return [{"level": "token", "action": "mask", **band}]
+    rules: list[dict[str, Any]] = [] if high is None else [{"level": "max", "action": "mask", "high": high}]
+    if low is not None:  # the largest k1 is minus the logarithm of the smallest ratio
+        rules.append({"level": "max", "action": "mask", "metric": "k1", "high": -math.log(low)})
+    if metric is not None:
+        name, ours = ("geo", "geometric") if metric == "geometric" else ("product", "sequence")
+        sides = {side: draft.value_of(f"{name}_{side}") for side in ("low", "high")}
+        rules.append({"level": ours, "action": "mask", **sides})
+    if band:
+        if level == "sequence" or metric is not None:
+            draft.refuse(facts[0], "leaves masked tokens out of the ratio of the sequence there; here it does not")
+        rules.append({"level": "token", "action": "mask", **band})
+    return rules
 
 
 def put_sampling(draft: Draft) -> None:
