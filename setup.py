@@ -133,7 +133,9 @@ setup(
     license_files=["LICENSE"],
     cmdclass={"build_py": BuildWithRecipes},
     packages=find_packages(include=["roll", "roll.*"]),
-    package_data={"roll": ["py.typed", "**/*.yaml", "**/*.json", "**/*.jinja", "**/*.table", "report/static/*"]},
+    package_data={
+        "roll": ["py.typed", "**/*.yaml", "**/*.json", "**/*.jinja", "**/*.sh", "**/*.table", "report/static/*"]
+    },
     python_requires=">=3.11",
     install_requires=BASE,
     extras_require=EXTRAS,

@@ -20,8 +20,8 @@ from rich.table import Table
 from torch import Tensor
 
 from roll.algorithms.aggregation import denominators_from, denominators_of
-from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.losses import actor_loss, actor_loss_options
+from roll.algorithms.policy_losses import LossInputs
 from roll.algorithms.returns import generalized_advantages
 from roll.models.partitions import balance_partitions, pack_sequences
 from roll.pipelines.rlvr.config import RLVRConfig

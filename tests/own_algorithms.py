@@ -12,9 +12,9 @@ from torch import Tensor
 from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions
 from roll.algorithms.aggregation import LossDenominators
 from roll.algorithms.kl import KLOptions
-from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.losses import Correction, register_policy_loss
 from roll.algorithms.metrics import MetricBuilder
+from roll.algorithms.policy_losses import LossInputs
 
 
 @dataclass(frozen=True)

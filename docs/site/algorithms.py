@@ -47,7 +47,7 @@ def families() -> list[Family]:
     from roll.algorithms.aggregation import aggregation_modes
     from roll.algorithms.distillation import DIVERGENCES
     from roll.algorithms.kl import kl_estimators
-    from roll.algorithms.loss_types import policy_losses
+    from roll.algorithms.policy_losses import policy_losses
     from roll.algorithms.preferences import pair_losses
 
     def of(registry: Any) -> dict[str, Callable[..., Any]]:

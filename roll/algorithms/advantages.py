@@ -2,7 +2,7 @@
 
 An estimator is a function ``(inputs: AdvantageInputs, options: AdvantageOptions) -> (advantages, returns)``, both
 float (B, L) and 0 outside the mask.  It works on token-level rewards (the normalised response reward on the last token,
-minus the divergence where it is part of the reward).  Normalisation stands before it
+minus the divergence where it is part of the reward).  Normalisation comes before it
 (:class:`~roll.algorithms.samples.RewardPostprocessor`); :func:`resolve_norm_types` gives the pair that an estimator's
 paper asks for.  Groups are found by id, not by position; a group of one has nobody to be compared with and keeps its
 reward.
@@ -29,7 +29,7 @@ from roll.protocol.metrics import Metrics
 
 @dataclass(frozen=True)
 class AdvantageOptions(PPOConfig):
-    """The algorithm's keys, of which each estimator reads its own, and those of work in turns."""
+    """The algorithm's keys, of which each estimator reads some, and the keys of multi-turn rollouts."""
 
     episode_reward_weight: float = 1.0
     """``gigpo``: weight of the advantage of the whole episode within its group."""
@@ -37,6 +37,11 @@ class AdvantageOptions(PPOConfig):
     """``gigpo``: weight of the advantage of a turn among those taken from the same state."""
     step_reward_gamma: float = 0.95
     """``gigpo`` and ``step_reinforce``: discount of later rewards, a turn."""
+
+    @cached_property
+    def estimator(self) -> EstimatorFunction:
+        """The function of ``adv_estimator``; raises ``ValueError`` for an unknown one."""
+        return advantage_estimators.resolve(self.adv_estimator)
 
 
 @dataclass(frozen=True)
@@ -175,11 +180,6 @@ def resolve_norm_types(
     return mean, std  # type: ignore[return-value]
 
 
-def needs_values(adv_estimator: str) -> bool:
-    """True where the estimator needs a critic."""
-    return traits_of(adv_estimator).needs_values
-
-
 @register_advantage("gae")
 def gae(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation; arXiv 1506.02438."""
@@ -227,7 +227,7 @@ def centred_in_group(rewards: Tensor, groups: Groups) -> Tensor:
 
 
 def divided_by_spread(centred: Tensor, std: Tensor) -> Tensor:
-    """centred / (std + 1e-6), and no division where there is no spread."""
+    """centred / (std + 1e-6); undivided where the spread is 0."""
     return centred / torch.where(std > EPS, std + EPS, 1.0)
 
 
@@ -419,18 +419,17 @@ ADVANTAGE_NAMES = advantage_estimators.names
 
 
 def estimate_advantages(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantageOutputs:
-    """Advantages and returns by the estimator in ``options``, whitened and clipped as asked.
+    """Advantages and returns by the estimator in ``options``, whitened and clipped as configured.
 
     Raises ``ValueError`` for an unknown estimator or a missing input.
     """
-    estimator = advantage_estimators.resolve(options.adv_estimator)
     if options.whiten_rewards:
         inputs = replace(inputs, rewards=masked_whiten(inputs.token_level_rewards, inputs.mask))
-    raw, returns = estimator(inputs, options)
+    raw, returns = options.estimator(inputs, options)
     if inputs.penalties is not None:
         raw = raw - torch.where(inputs.mask, inputs.penalties, 0.0)
     advantages = raw
-    if options.whiten_advantages or traits_of(options.adv_estimator).whitens:
+    if options.whiten_advantages or estimator(options.adv_estimator).whitens:
         advantages = masked_whiten(advantages, inputs.mask)
     metrics = MetricBuilder()
     if options.advantage_clip is not None:

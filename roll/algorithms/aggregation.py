@@ -1,5 +1,5 @@
-"""Statistics over the masked part of a tensor; from per-token losses to a micro-batch's share of the loss of the whole
-optimizer step.
+"""Statistics over the masked part of a tensor, and the aggregation of per-token losses: a micro-batch's share of the
+loss of the whole optimizer step.
 
 With :math:`l_{it}` the loss of token t of sample i, :math:`m_{it}` the mask, :math:`n_i` the masked tokens of sample i,
 and T (tokens), N (samples with a masked token), T_g (tokens of prompt g) and P (prompts with a masked token) counted
@@ -21,8 +21,8 @@ A sample is a row, or all rows of a trajectory where one has several (``sequence
 Every mode is a weight per row times the masked row sum, so the mask multiplies the numerator in each of them, and the
 sum of the shares over micro-batches and ranks is the global loss.  A mode is a function ``(mask, denominators) ->
 weights``, bool (B, L) to float64 (B,), or ``(mask, denominators, group_ids) -> weights`` with int64 (B,) that index
-:attr:`LossDenominators.group_tokens`; one with a parameter ``sequence_tokens`` is given n_i by that name, int64 (B,);
-:data:`aggregation_modes` knows them by name, and any other by dotted path."""
+:attr:`LossDenominators.group_tokens`; a parameter ``sequence_tokens`` receives n_i, int64 (B,).
+:data:`aggregation_modes` has them by name, and loads any other by its dotted path."""
 
 from __future__ import annotations
 
@@ -39,14 +39,12 @@ from roll.algorithms.registry import Registry
 
 _BLOCK = 2**18
 """Elements of a block: a handful of float32 tensors of this size, 1 MB each, stay in the processor's last cache."""
-
-
 SUMMED_BLOCK = 2**17
-"""Elements of a block whose sum is taken apart: not by the number of threads, on which no metric may depend."""
+"""Elements of a block that is summed by itself; fixed, since no metric may depend on the number of threads."""
 
 
 def row_blocks(*tensors: Tensor, size: int | None = None) -> Iterable[tuple[Tensor, ...]]:
-    """The same rows of each of several (B, L), block by block; several rows each, where there are several.
+    """Blocks of the same rows of several (B, L), two rows or more each.
 
     On a CPU a chain of elementwise operations takes the time of moving its operands between memory and core: done block
     by block they stay in the cache.  Elsewhere there is one block.
@@ -61,7 +59,7 @@ def row_blocks(*tensors: Tensor, size: int | None = None) -> Iterable[tuple[Tens
 
 
 class Keep:
-    """Clears what stands outside a mask, NaN included, bit by bit.
+    """Sets values outside a mask to 0, NaN included, by bitwise operations.
 
     On a CPU this takes a quarter of the time of ``torch.where``.  No gradient passes through it.
 
@@ -105,6 +103,28 @@ def clear_(fresh: Tensor, bits: Tensor) -> Tensor:
     return fresh
 
 
+class _Linearised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, variable: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return gradients[0] * slope, None, None
+
+
+def linearised(variable: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+    """``value`` with the derivative ``slope`` with respect to ``variable``, element by element.
+
+    For losses whose derivative is at hand: the backward pass is then a single product.  All three have one shape;
+    ``value`` and ``slope`` carry no gradient of their own.
+    """
+    result: Tensor = _Linearised.apply(variable, value, slope)
+    return result
+
+
 def within(values: Tensor, bound: float) -> bool:
     """True if all lie strictly within +- ``bound``; False, too, where the answer would wait for an accelerator."""
     if values.device.type != "cpu" or not values.numel():
@@ -141,7 +161,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, eps: fl
 
 @dataclass(frozen=True)
 class Groups:
-    """Which rows belong together. Rows of a group need not stand next to each other."""
+    """Groups of rows; the rows of a group need not be adjacent."""
 
     index: Tensor
     """int64 (B,): the group of each row, 0..G-1."""
@@ -198,7 +218,7 @@ def has_holes(mask: Tensor) -> Tensor:
 
 def segment_mean(values: Tensor, mask: Tensor, turn_ids: Tensor | None = None) -> Tensor:
     """Mean over each segment of :func:`segment_starts`, on each of its tokens: (B, L) -> (B, L), 0 outside the mask."""
-    # 1.. on masked tokens; what stands between is masked out below.
+    # 1.. on masked tokens; tokens in between are masked out below.
     ids = segment_starts(mask, turn_ids).flatten().cumsum(0)
     kept = torch.where(mask, values, 0.0).flatten()
     size = mask.numel() + 1
@@ -275,11 +295,8 @@ def group_tokens_of(mask: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
 
 RowWeights = Callable[..., Tensor]
 aggregation_modes: Registry[RowWeights] = Registry("loss_agg_mode")
-
-
-def register_aggregation(name: str) -> Callable[[RowWeights], RowWeights]:
-    """Decorator: make a mode selectable as ``loss_agg_mode: name``."""
-    return aggregation_modes.decorator(name)
+register_aggregation = aggregation_modes.decorator
+"""Decorator ``(name)``: make a mode selectable as ``loss_agg_mode: name``."""
 
 
 @register_aggregation("token-mean")
@@ -329,14 +346,15 @@ def token_sum(mask: Tensor, denominators: LossDenominators) -> Tensor:
 
 
 @cache
+def _mode(name: str) -> tuple[RowWeights, frozenset[str]]:
+    """The function of a mode and the names of its parameters."""
+    function = aggregation_modes.resolve(name)
+    return function, frozenset(inspect.signature(function).parameters)
+
+
 def needs_groups(mode: str) -> bool:
     """True where the mode's function takes the ids of groups."""
-    return len(_parameters(mode) - {"sequence_tokens"}) > 2
-
-
-@cache
-def _parameters(mode: str) -> frozenset[str]:
-    return frozenset(inspect.signature(aggregation_modes.resolve(mode)).parameters)
+    return len(_mode(mode)[1] - {"sequence_tokens"}) > 2
 
 
 def _ones(mask: Tensor) -> Tensor:
@@ -353,51 +371,38 @@ def row_weights(
     group_ids: Tensor | None = None,
     sequence_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Weight of each row's masked sum in the loss of a mode, float64 (B,); arguments and errors as in
-    :func:`aggregate`."""
-    arguments = (mask, denominators)
-    if needs_groups(mode):
-        if group_ids is None or denominators.group_tokens is None:
-            raise ValueError(f"loss_agg_mode {mode!r} needs group_ids: which rows answer the same prompt")
-        arguments = (*arguments, group_ids)  # type: ignore[assignment]
-    by_name = {"sequence_tokens": sequence_tokens} if "sequence_tokens" in _parameters(mode) else {}
-    weights: Tensor = aggregation_modes.resolve(mode)(*arguments, **by_name)
-    return weights
-
-
-def aggregate(
-    loss: Tensor,
-    mask: Tensor,
-    mode: str,
-    denominators: LossDenominators,
-    sample_weights: Tensor | None = None,
-    keep: Keep | None = None,
-    group_ids: Tensor | None = None,
-    sequence_tokens: Tensor | None = None,
-) -> Tensor:
-    """The micro-batch's share of the global loss, a scalar.
+    """Weight of each row's masked sum in the loss of a mode, float64 (B,).
 
     Args:
-        loss: float (B, L), per token; what stands outside the mask is ignored.
         mask: bool (B, L).
-        mode: one of :data:`AGGREGATION_MODES`, or the dotted path of a function of one's own.
+        mode: one of :data:`AGGREGATION_MODES`, or the dotted path of a user's own function.
         denominators: of the whole optimizer step.
-        sample_weights: optional float (B,), multiplied onto each row's loss; the denominators stay as they are.
-        keep: of the mask and the type of ``loss``, where the caller has one.
         group_ids: int64 (B,), indices into ``denominators.group_tokens``, for modes that ask for groups.
         sequence_tokens: int64 (B,), masked tokens of all rows of a row's trajectory; None: rows are samples.
 
-    An empty mask gives 0 with zero gradient.  Raises ``ValueError`` for an unknown mode, or one that asks for groups
-    where there are none.
+    Raises ``ValueError`` for an unknown mode, or one that asks for groups where there are none.
     """
-    weights = row_weights(mask, mode, denominators, group_ids, sequence_tokens)
-    return weighted_sum(loss, mask, weights, sample_weights, keep)
+    function, parameters = _mode(mode)
+    by_name = {"sequence_tokens": sequence_tokens} if "sequence_tokens" in parameters else {}
+    if not needs_groups(mode):
+        return function(mask, denominators, **by_name)
+    if group_ids is None or denominators.group_tokens is None:
+        raise ValueError(f"loss_agg_mode {mode!r} needs group_ids: which rows answer the same prompt")
+    return function(mask, denominators, group_ids, **by_name)
 
 
 def weighted_sum(
     loss: Tensor, mask: Tensor, weights: Tensor, sample_weights: Tensor | None = None, keep: Keep | None = None
 ) -> Tensor:
-    """:func:`aggregate` with the weights of its mode, as :func:`row_weights` gives them."""
+    """The micro-batch's share of the global loss, a scalar; an empty mask gives 0 with zero gradient.
+
+    Args:
+        loss: float (B, L), per token; what stands outside the mask is ignored.
+        mask: bool (B, L).
+        weights: (B,), those of :func:`row_weights`.
+        sample_weights: float (B,), multiplied onto each row's loss; the denominators stay as they are.
+        keep: of the mask and the type of ``loss``, where the caller has one.
+    """
     weights = weights.to(loss.dtype)
     if sample_weights is not None:
         weights = weights * sample_weights

@@ -25,12 +25,13 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.loss_types import linearised
+from roll.algorithms.aggregation import linearised
 from roll.algorithms.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -51,16 +52,18 @@ class KLOptions:
     importance_weighted: bool = False
     """Multiply by pi / pi_old (needs ``log_ratio_to_old``)."""
 
+    @cached_property
+    def function(self) -> Estimator:
+        """The estimator; raises ``ValueError`` for an unknown one."""
+        return kl_estimators.resolve(self.estimator)
+
 
 Estimator = Callable[[Tensor, Tensor, KLOptions], Tensor]
 """``(log_probs, ref_log_probs, options) -> estimate``, all float (B, L)."""
 
 kl_estimators: Registry[Estimator] = Registry("KL estimator")
-
-
-def register_kl(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[Estimator], Estimator]:
-    """Decorator: make an estimator selectable as ``kl_loss_type: name`` and ``kl_penalty: name``."""
-    return kl_estimators.decorator(name, aliases)
+register_kl = kl_estimators.decorator
+"""Decorator ``(name, aliases=())``: make an estimator selectable as ``kl_loss_type: name`` and ``kl_penalty: name``."""
 
 
 def kl_estimate(
@@ -80,7 +83,7 @@ def kl_estimate(
     Raises:
         ValueError: for an unknown estimator, or ``full`` without the vocabulary dimension.
     """
-    estimate = kl_estimators.resolve(options.estimator)(log_probs, ref_log_probs, options)
+    estimate = options.function(log_probs, ref_log_probs, options)
     if options.importance_weighted:
         if log_ratio_to_old is None:
             raise ValueError("an importance-weighted KL estimate needs log_ratio_to_old")
@@ -146,32 +149,20 @@ def full(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor
 KL_ESTIMATORS = kl_estimators.names_and_aliases
 
 
-class KLController(Protocol):
-    """A coefficient that may follow the measured divergence."""
-
-    value: float
-
-    def update(self, current_kl: float, num_samples: int) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 class FixedKLController:
-    """A constant coefficient."""
+    """A constant coefficient; subclasses follow the measured divergence."""
 
     def __init__(self, value: float) -> None:
         self.value = value
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Nothing to follow."""
+        """Do nothing: the coefficient is constant."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A constant is the configuration's, as a learning rate is; another one in a checkpoint is not gone back to."""
+        """Keep the configured constant, as with a learning rate; log where the checkpoint has another one."""
         if float(state["value"]) != self.value:
             logger.warning("the KL coefficient is %g from here on; before it was %g", self.value, state["value"])
 
@@ -227,7 +218,7 @@ class EntropyController:
         self.value = float(state["value"])
 
 
-def make_kl_controller(init_kl_coef: float, target_kl: float | None, kl_horizon: float) -> KLController:
+def make_kl_controller(init_kl_coef: float, target_kl: float | None, kl_horizon: float) -> FixedKLController:
     """Adaptive where ``target_kl`` is given, else fixed."""
     if target_kl is None:
         return FixedKLController(init_kl_coef)

@@ -10,33 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from roll.algorithms import aggregation
-from roll.algorithms import policy_losses as _policy_losses  # noqa: F401  registers the variants
-from roll.algorithms.aggregation import (
-    LossDenominators,
-    aggregate,
-    clear_,
-    level_log_ratio,
-    row_blocks,
-    row_weights,
-    weighted_sum,
-)
+from roll.algorithms.aggregation import LossDenominators, clear_, level_log_ratio, row_blocks, row_weights, weighted_sum
 from roll.algorithms.kl import KLOptions, kl_estimate
-from roll.algorithms.loss_types import (
+from roll.algorithms.metrics import MetricBuilder, correlation_moments
+from roll.algorithms.policy_losses import (
     LOG_RATIO_BOUND,
     LossInputs,
-    LossOutputs,
+    PolicyLossFunction,
     options_class_of,
     policy_losses,
     register_policy_loss,
 )
-from roll.algorithms.metrics import MetricBuilder, correlation_moments
 from roll.algorithms.registry import Registry
 from roll.config.algorithm import POLICY_LOSSES, PPOConfig
 from roll.config.corrections import CorrectionOptions, CorrectionRule, correction_options
@@ -55,7 +46,7 @@ class Correction:
 
 
 CorrectionFunction = Callable[[LossInputs, MetricBuilder], Correction]
-"""A correction of one's own: ``rollout_log_probs`` of its inputs are there, its weights should carry no gradient."""
+"""A user's own correction: its inputs have ``rollout_log_probs``, and its weights should carry no gradient."""
 
 correction_functions: Registry[CorrectionFunction] = Registry("train_infer_correction")
 MEAN_OF_NOTHING = 1e-8
@@ -85,8 +76,7 @@ def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: Me
         policy = inputs.log_probs.detach() if rule.policy == "current" else old
         log_ratio = torch.where(inputs.mask, policy - inputs.rollout_log_probs, 0.0)
         applies = inputs.mask & (inputs.advantages < 0) if rule.only_negative else inputs.mask
-        leveled = level_log_ratio(log_ratio, inputs.mask, rule.level, inputs.turn_ids)
-        ratio = leveled.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        ratio = _ratio(log_ratio, inputs.mask, rule, inputs.turn_ids)
         if rule.action == "truncate":
             bounded = ratio.clamp(rule.low, rule.high) if (rule.low, rule.high) != (None, None) else ratio
             clipped |= applies & (bounded != ratio)
@@ -123,8 +113,7 @@ def rejection_mask(
     )
     log_ratio, keep = torch.where(mask, old_log_probs - rollout_log_probs, 0.0), mask
     for rule in options.rejections:
-        leveled = level_log_ratio(log_ratio, mask, rule.level, turn_ids)
-        ratio = leveled.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        ratio = _ratio(log_ratio, mask, rule, turn_ids)
         keep = keep & ~_outside(_rule_metric(inputs, rule, log_ratio, ratio, old_log_probs), rule)
     metrics = MetricBuilder()
     metrics.mean("actor/rejected_token_ratio", (mask & ~keep).sum(), mask.sum())
@@ -144,7 +133,7 @@ def weight_scale(
     """
     log_ratio, scale = torch.where(mask, old_log_probs - rollout_log_probs, 0.0), old_log_probs.new_ones(())
     for rule in options.normalized:
-        ratio = level_log_ratio(log_ratio, mask, rule.level, turn_ids).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        ratio = _ratio(log_ratio, mask, rule, turn_ids)
         if rule.action == "both":
             ratio = torch.where(_outside(ratio, rule), 0.0, ratio)
         elif (rule.low, rule.high) != (None, None):
@@ -155,6 +144,11 @@ def weight_scale(
             mean = ratio[mask].mean()
         scale = scale / mean if mean > MEAN_OF_NOTHING else scale
     return scale, {"actor/is_weight_batch_mean": Mean(float(1 / scale))}
+
+
+def _ratio(log_ratio: Tensor, mask: Tensor, rule: CorrectionRule, turn_ids: Tensor | None) -> Tensor:
+    """The ratio at the rule's level: float (B, L)."""
+    return level_log_ratio(log_ratio, mask, rule.level, turn_ids).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
 def _outside(values: Tensor, rule: CorrectionRule) -> Tensor:
@@ -230,11 +224,17 @@ def mismatch_metrics(inputs: LossInputs, metrics: MetricBuilder, with_segments: 
         metrics.mean("actor/train_infer_ratio_segment_mean", segment.sum(), tokens)
 
 
-POLICY_LOSS_NAMES = policy_losses.names
-
 Options = TypeVar("Options")
 
-__all__ = ["POLICY_LOSS_NAMES", "actor_loss", "actor_loss_options", "register_policy_loss"]
+__all__ = ["actor_loss", "actor_loss_options", "register_policy_loss"]
+
+
+@dataclass(frozen=True)
+class LossOutputs:
+    """A micro-batch's share of the global loss (scalar, with gradient) and its metrics."""
+
+    loss: Tensor
+    metrics: Metrics
 
 
 @dataclass(frozen=True)
@@ -245,6 +245,18 @@ class ActorLossOptions(PPOConfig):
     """Options of the variant: the algorithm's keys, or its own dataclass."""
     correction: CorrectionOptions = field(default_factory=CorrectionOptions)
     """The meaning of ``train_infer_correction``."""
+
+    @cached_property
+    def policy_loss(self) -> PolicyLossFunction:
+        """The function of ``pg_variant``; raises ``ValueError`` for an unknown one."""
+        return policy_losses.resolve(self.pg_variant)
+
+    @cached_property
+    def kl(self) -> KLOptions:
+        """Options of the divergence in the loss."""
+        return KLOptions(
+            self.kl_loss_type, value_clamp=self.kl_loss_clamp, importance_weighted=self.kl_loss_importance_weighted
+        )
 
     @property
     def needs_reference(self) -> bool:
@@ -262,7 +274,7 @@ def options_from(options_class: type[Options], settings: Mapping[str, Any]) -> O
 
 
 def option_names(pg_variant: str) -> tuple[str, ...]:
-    """The options of a variant: the keys that say that they are read with it, or the fields of its own dataclass.
+    """The options of a variant: the keys whose ``read_if`` names it, or the fields of its own dataclass.
 
     Raises ``ValueError`` for an unknown variant.
     """
@@ -275,7 +287,7 @@ def option_names(pg_variant: str) -> tuple[str, ...]:
 
 
 def actor_loss_options(settings: Mapping[str, Any]) -> ActorLossOptions:
-    """From a flat mapping of YAML keys (``pg_variant``, ``pg_clip``, ``train_infer_correction`` ...).
+    """Options from a flat mapping of YAML keys (``pg_variant``, ``pg_clip``, ``train_infer_correction`` ...).
 
     Keys that belong to no option are ignored, except in ``pg_variant_args``, which hold options of the variant that are
     no keys of the configuration; ``pg_variant: null`` is ``ppo``.
@@ -314,7 +326,7 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
         by_mode = weights if mode is None else row_weights(inputs.mask, mode, denominators, *of_rows)
         return weighted_sum(loss, inputs.mask, by_mode, sample_weights, keep)
 
-    per_token = policy_losses.resolve(options.pg_variant)(inputs, options.pg, metrics)
+    per_token = options.policy_loss(inputs, options.pg, metrics)
     if inputs.policy_mask is not None:
         per_token = torch.where(inputs.policy_mask, per_token, 0.0)
     if options.correction.is_active:
@@ -323,9 +335,13 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
         per_token = torch.where(correction.keep, per_token * correction.weights, 0.0)
     total = options.rl_loss_coef * reduced(per_token, inputs.sample_weights)
     metrics.mean("actor/weighted_pg_loss", total, share)
-    metrics.mean("actor/pg_loss", total if _is_plain(inputs, options) else reduced(per_token.detach()), share)
+    is_plain = inputs.sample_weights is None and options.rl_loss_coef == 1.0
+    metrics.mean("actor/pg_loss", total if is_plain else reduced(per_token.detach()), share)
     if options.needs_reference:
-        kl = reduced(_kl_per_token(inputs, options), mode=options.kl_loss_agg_mode)
+        if inputs.ref_log_probs is None:
+            raise ValueError("use_kl_loss needs ref_log_probs: the log-probs of the reference policy")
+        kl_per_token = kl_estimate(inputs.log_probs, inputs.ref_log_probs, options.kl, inputs.log_ratio)
+        kl = reduced(kl_per_token, mode=options.kl_loss_agg_mode)
         metrics.mean("actor/kl_loss", kl, share)
         total = total + options.kl_loss_coef * kl
     if inputs.teacher_divergence is not None:
@@ -343,21 +359,6 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     _policy_metrics(inputs, metrics)
     mismatch_metrics(inputs, metrics, any(rule.level == "segment" for rule in options.correction.rules))
     return LossOutputs(total, metrics.build())
-
-
-def _is_plain(inputs: LossInputs, options: ActorLossOptions) -> bool:
-    return inputs.sample_weights is None and options.rl_loss_coef == 1.0
-
-
-def _kl_per_token(inputs: LossInputs, options: ActorLossOptions) -> Tensor:
-    if inputs.ref_log_probs is None:
-        raise ValueError("use_kl_loss needs ref_log_probs: the log-probs of the reference policy")
-    kl_options = KLOptions(
-        options.kl_loss_type,
-        value_clamp=options.kl_loss_clamp,
-        importance_weighted=options.kl_loss_importance_weighted,
-    )
-    return kl_estimate(inputs.log_probs, inputs.ref_log_probs, kl_options, inputs.log_ratio)
 
 
 @torch.no_grad()
@@ -384,11 +385,8 @@ ErrorFunction = Callable[[Tensor, Tensor], Tensor]
 """``(values, returns) -> loss`` of each token, all float (B, L)."""
 
 value_losses: Registry[ErrorFunction] = Registry("value_loss_type")
-
-
-def register_value_loss(name: str) -> Callable[[ErrorFunction], ErrorFunction]:
-    """Decorator: make an error function selectable as ``value_loss_type: name``."""
-    return value_losses.decorator(name)
+register_value_loss = value_losses.decorator
+"""Decorator ``(name)``: make an error function selectable as ``value_loss_type: name``."""
 
 
 @register_value_loss("mse")
@@ -440,7 +438,7 @@ def value_loss(
         clipped_error = error_of(near, returns)
         loss = torch.maximum(error, clipped_error)
         clipped_count = ((clipped_error > error) & mask).sum()
-    total = aggregate(loss, mask, loss_agg_mode, denominators, group_ids=group_ids, sequence_tokens=sequence_tokens)
+    total = weighted_sum(loss, mask, row_weights(mask, loss_agg_mode, denominators, group_ids, sequence_tokens))
     tokens = mask.sum()
     metrics.mean("critic/loss", total, tokens.double() / max(denominators.tokens, 1.0))
     metrics.mean("critic/clipfrac", clipped_count, tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from roll.protocol.metrics import Max, Mean, Metric, Metrics, Min, Sum
 
 @dataclass(frozen=True, slots=True)
 class Correlation:
-    """Pearson's correlation in the making: the moments add up over micro-batches and ranks."""
+    """Pearson's correlation as moments, which add up over micro-batches and ranks."""
 
     count: float
     sum_x: float
@@ -45,7 +46,7 @@ class Correlation:
 
 
 def correlation_moments(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    """Sums of x, y, x^2, y^2 and x y in float64, of which those of several parts add up."""
+    """Sums of x, y, x^2, y^2 and x y in float64; the sums of several parts add up."""
     x, y = (values.detach().double().flatten() for values in (x, y))
     return x.sum(), y.sum(), x @ x, y @ y, x @ y
 
@@ -113,7 +114,7 @@ class MetricBuilder:
 
     @torch.no_grad()
     def _moved(self) -> list[float]:
-        """All scalars on the host; those of a type travel in one stack, and all stacks together."""
+        """All scalars on the host: one stack a dtype, and one transfer of all stacks."""
         by_type: dict[torch.dtype, list[int]] = {}
         numbers = [0.0 if isinstance(scalar, Tensor) else float(scalar) for scalar in self._scalars]
         for index, scalar in enumerate(self._scalars):
@@ -306,9 +307,13 @@ class BatchWatch:
         self._learns_from_scores = learns_from_scores
         self._truncated, self._remedy = truncated, remedy
         self.truncation_limit = truncation_limit
-        self._same_score_steps = 0
-        self._truncated_steps = 0
-        self._zero_advantage_steps = 0
+        self._steps = Counter[str]()
+        """Steps in a row with each problem."""
+
+    def _persists(self, problem: str, is_there: bool) -> bool:
+        """Count a step; true where ``problem`` has been there for exactly ``patience`` steps in a row."""
+        self._steps[problem] = self._steps[problem] + 1 if is_there else 0
+        return self._steps[problem] == self.patience > 0
 
     def observe(self, scores: Tensor, truncated: Tensor) -> list[str]:
         """Messages to log as warnings, usually none.
@@ -321,15 +326,13 @@ class BatchWatch:
             return []
         messages = []
         same = self._learns_from_scores and scores.numel() > 1 and bool((scores == scores[0]).all())
-        self._same_score_steps = self._same_score_steps + 1 if same else 0
-        if self._same_score_steps == self.patience:
+        if self._persists("equal scores", same):
             messages.append(
                 f"every response of the last {self.patience} steps got the score {float(scores[0]):g}: nothing can be "
                 "learned from that; check the reward rule, the ground truth and the answer format"
             )
         share = float(truncated.float().mean())
-        self._truncated_steps = self._truncated_steps + 1 if share > self.truncation_limit else 0
-        if self._truncated_steps == self.patience:
+        if self._persists("truncation", share > self.truncation_limit):
             messages.append(
                 f"more than {self.truncation_limit:.0%} of the responses of the last {self.patience} steps "
                 f"{self._truncated} ({share:.0%} in this one); {self._remedy}"
@@ -337,7 +340,7 @@ class BatchWatch:
         return messages
 
     def observe_advantages(self, advantages: Tensor, used: Tensor, adv_estimator: str) -> list[str]:
-        """The same for what the scores of :meth:`observe` became; silent where equal scores are why.
+        """Messages about advantages that are all 0; none where equal scores, which :meth:`observe` reports, are why.
 
         Args:
             advantages: float (B, L), 0 outside the responses.
@@ -347,8 +350,7 @@ class BatchWatch:
         if advantages.numel() == 0:
             return []
         nothing = _all_zero(advantages) or (not bool(used.all()) and _all_zero(advantages[used]))
-        self._zero_advantage_steps = self._zero_advantage_steps + 1 if nothing else 0
-        if self._zero_advantage_steps != self.patience or self._same_score_steps >= self.patience:
+        if not self._persists("zero advantages", nothing) or self._steps["equal scores"] >= self.patience:
             return []
         return [
             f"every advantage of the last {self.patience} steps was 0, so the policy has learned nothing: "

@@ -1,4 +1,4 @@
-"""Names to functions: how a key of the YAML selects an algorithm, and how a user's own function enters."""
+"""Registries: the functions that a key of the YAML selects by name, or by the dotted path of a user's own function."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Registry(Generic[F]):
         """Register ``function``; raises ``ValueError`` when a name is taken by another function.
 
         Args:
-            row: what the table learns of a name that it does not have.
+            row: added to the table for a name that it does not have.
         """
         known = self._table.get(name) if self._table is not None else None
         for key in (name, *aliases) if known is None else known.names:
@@ -47,7 +47,7 @@ class Registry(Generic[F]):
             self._table.add(row)
 
     def decorator(self, name: str, aliases: tuple[str, ...] = ()) -> Callable[[F], F]:
-        """A decorator that registers what it stands on."""
+        """A decorator that registers the function below it."""
 
         def decorate(function: F) -> F:
             self.add(function, name, aliases)

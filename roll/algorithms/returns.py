@@ -19,7 +19,7 @@ from roll.algorithms.aggregation import Keep, has_holes, kept_, row_blocks
 
 _BLOCK = 32
 _LEAST_SCALING = 1e-18
-"""Of a block's last token: what it scales must stay within the range of float32."""
+"""Smallest scaling of a block's last token, so that products stay within the range of float32."""
 _LEAST_OF_BLOCKS = 1e-250
 """The same between blocks, in float64."""
 
@@ -97,8 +97,8 @@ def _scalings(mask: Tensor, discount: float, dtype: torch.dtype) -> Tensor:
 def masked_discounted_sum(values: Tensor, mask: Tensor, discount: float, out: Tensor | None = None) -> Tensor:
     """y_t = sum over s >= t of discount^n x_s, n the masked tokens in (t, s]: float (B, L) -> (B, L).
 
-    Only masked tokens discount.  What stands on an unmasked token counts for the tokens left of it as if it stood on
-    the last masked one before it.  ``values`` may be overwritten; ``out`` as for :func:`reverse_discounted_sum`.
+    Only masked tokens discount.  The value of an unmasked token counts for the tokens left of it as if it were on the
+    last masked one before it.  ``values`` may be overwritten; ``out`` as for :func:`reverse_discounted_sum`.
     """
     rows, length = values.shape
     if discount == 1.0 or length == 0:
@@ -185,7 +185,7 @@ def _has_gaps(mask: Tensor, discount: float) -> bool:
 
 
 def _recursion(values: Tensor, mask: Tensor, discount: float, has_gaps: bool, out: Tensor) -> None:
-    """Write each masked token's discounted sum to ``out``; what stands left of a row's first one is meaningless."""
+    """Write each masked token's discounted sum to ``out``; values left of a row's first one are meaningless."""
     if has_gaps:
         sums = masked_discounted_sum(values, mask, discount, out)
     else:

@@ -53,12 +53,7 @@ def scoring_batch(
             row[torch.tensor(after, dtype=torch.long)] = True
     attention_mask = positions <= lengths[:, None]
     first = ends if shared is None else attention_mask & (positions >= torch.tensor(shared)[:, None])
-    return {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "response_mask": first | ends,
-        "score_mask": ends,
-    }
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "response_mask": first | ends, "score_mask": ends}
 
 
 def end_scores(values: Tensor, score_mask: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From raw scores to rewards: normalised, placed on tokens; which responses the loss uses, and their weights."""
+"""Rewards from raw scores: normalisation, placement on tokens; the responses that the loss uses, and their weights."""
 
 from __future__ import annotations
 
@@ -102,44 +102,33 @@ class RewardPostprocessor:
 
     def moments(self, raw: Tensor, group_ids: Tensor, domain: str = "") -> tuple[Tensor, Tensor]:
         """Offset and divisor, each float64 (B,) or a scalar; running moments take in the rewards."""
-        options = self.options
+        mean_type, std_type = self.options.norm_mean_type, self.options.norm_std_type
         running = self._running.setdefault(domain, RunningMoments())
-        if "running" in (options.norm_mean_type, options.norm_std_type):
+        mean = std = raw.new_zeros(())
+        if "running" in (mean_type, std_type):
             running.update(raw)
-        groups = Groups.of(group_ids) if "group" in (options.norm_mean_type, options.norm_std_type) else None
-        means = groups.mean(raw) if groups is not None else None
-        std = self._std(raw, groups, means, running)
-        return self._mean(raw, groups, means, running), torch.where(std > EPS, std + EPS, 1.0)
+            mean = raw.new_full((), running.mean) if mean_type == "running" else mean
+            std = raw.new_full((), running.std) if std_type == "running" else std
+        if "group" in (mean_type, std_type):
+            groups = Groups.of(group_ids)
+            means = groups.mean(raw)
+            mean = groups.of_rows(torch.where(groups.counts > 1, means, 0.0)) if mean_type == "group" else mean
+            std = groups.of_rows(groups.std(raw, means)) if std_type == "group" else std
+        if mean_type == "batch":
+            mean = raw.mean()
+        if std_type == "batch" and raw.numel() > 1:
+            std = raw.std()
+        return mean, torch.where(std > EPS, std + EPS, 1.0)
 
     def applied(self, raw: Tensor, mean: Tensor, divisor: Tensor) -> tuple[Tensor, Metrics]:
         """(raw - mean) / divisor within the clip: float32 (B,), and ``critic/reward_clip_frac``."""
-        options = self.options
-        normalised = raw - mean
-        normalised = normalised / divisor
-        metrics = MetricBuilder()
-        if options.reward_clip is not None:
-            clipped = normalised.clamp(-options.reward_clip, options.reward_clip)
+        normalised = (raw - mean) / divisor
+        metrics, bound = MetricBuilder(), self.options.reward_clip
+        if bound is not None:
+            clipped = normalised.clamp(-bound, bound)
             metrics.mean("critic/reward_clip_frac", (clipped != normalised).sum(), float(raw.numel()))
             normalised = clipped
         return normalised.float(), metrics.build()
-
-    def _mean(self, raw: Tensor, groups: Groups | None, means: Tensor | None, running: RunningMoments) -> Tensor:
-        if self.options.norm_mean_type == "batch":
-            return raw.mean()
-        if self.options.norm_mean_type == "running":
-            return torch.full((), running.mean, dtype=raw.dtype, device=raw.device)
-        if groups is not None and means is not None and self.options.norm_mean_type == "group":
-            return groups.of_rows(torch.where(groups.counts > 1, means, 0.0))
-        return torch.zeros((), dtype=raw.dtype, device=raw.device)
-
-    def _std(self, raw: Tensor, groups: Groups | None, means: Tensor | None, running: RunningMoments) -> Tensor:
-        if self.options.norm_std_type == "batch" and raw.numel() > 1:
-            return raw.std()
-        if self.options.norm_std_type == "running":
-            return torch.full((), running.std, dtype=raw.dtype, device=raw.device)
-        if groups is not None and self.options.norm_std_type == "group":
-            return groups.of_rows(groups.std(raw, means))
-        return torch.zeros((), dtype=raw.dtype, device=raw.device)
 
     def state_dict(self) -> dict[str, Any]:
         return {domain: moments.state_dict() for domain, moments in self._running.items()}
@@ -169,8 +158,8 @@ def token_level_rewards(
     if mask.shape[1]:
         columns = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
         last = (mask * columns).amax(-1, keepdim=True).long() - 1
-        placed = torch.where(last >= 0, response_rewards.float().unsqueeze(-1), 0.0)
-        rewards.scatter_(1, last.clamp(min=0), placed)
+        at_last = torch.where(last >= 0, response_rewards.float().unsqueeze(-1), 0.0)
+        rewards.scatter_(1, last.clamp(min=0), at_last)
     if kl is not None and kl_coef != 0.0:
         rewards -= kl_coef * torch.where(mask, kl, 0.0)
     return rewards
@@ -214,7 +203,7 @@ def sample_mask(
         lengths: int64 (B,), response tokens.
         truncated: bool (B,), cut off at the length limit.
         group_ids: int64 (B,).
-        response_filter: bool (B,), False for responses that a filter of the user's rejects; None: there is none.
+        response_filter: bool (B,), False for responses that the user's own filter rejects; None: there is none.
 
     Returns:
         bool (B,), True where the loss uses the response, and ``actor/*_mask_ratio`` (shares kept by each reason).
@@ -222,23 +211,18 @@ def sample_mask(
     metrics = MetricBuilder()
     total = float(scores.numel())
     keep = torch.ones_like(truncated)
-    reasons = (
-        ("max_len", options.max_len_mask, lambda: ~truncated),
-        ("difficulty", options.difficulty_mask, lambda: _mixed(options, scores, group_ids)),
-        (
-            "error_len",
-            options.error_max_len_clip,
-            lambda: (scores >= 1.0) | (lengths <= options.error_max_len_threshold),
-        ),
-    )
-    for name, enabled, kept_by in reasons:
-        if enabled:
-            kept = kept_by()
-            metrics.mean(f"actor/{name}_mask_ratio", kept.sum(), total)
-            keep = keep & kept
+    kept: dict[str, Tensor] = {}
+    if options.max_len_mask:
+        kept["max_len"] = ~truncated
+    if options.difficulty_mask:
+        kept["difficulty"] = _mixed(options, scores, group_ids)
+    if options.error_max_len_clip:
+        kept["error_len"] = (scores >= 1.0) | (lengths <= options.error_max_len_threshold)
     if response_filter is not None:
-        metrics.mean("actor/response_filter_mask_ratio", response_filter.sum(), total)
-        keep = keep & response_filter
+        kept["response_filter"] = response_filter
+    for name, passed in kept.items():
+        metrics.mean(f"actor/{name}_mask_ratio", passed.sum(), total)
+        keep = keep & passed
     used = keep.sum()
     metrics.mean("actor/final_mask_ratio", used, total)
     metrics.sum("actor/samples_used", used)
@@ -277,8 +261,8 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
     """The ``fraction`` of masked tokens with the highest entropy ("forking tokens"); arXiv 2506.01939 eq. 5.
 
     Apply it to a whole batch before it is split, with the entropy of the policy before the update, and use the result
-    as :attr:`~roll.algorithms.loss_types.LossInputs.policy_mask`: so it does not depend on micro-batches, and the loss
-    is divided by all tokens, as in the paper.
+    as :attr:`~roll.algorithms.policy_losses.LossInputs.policy_mask`: then it does not depend on micro-batches, and the
+    loss is divided by all tokens, as in the paper.
 
     Args:
         entropy: float (B, L), nats.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from roll.algorithms import policy_losses
-from roll.algorithms.loss_types import LOG_RATIO_BOUND, LossInputs, PolicyLossFunction
 from roll.algorithms.metrics import MetricBuilder
+from roll.algorithms.policy_losses import LOG_RATIO_BOUND, LossInputs, PolicyLossFunction
 from roll.config.algorithm import PPOConfig
 
 

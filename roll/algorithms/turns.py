@@ -1,9 +1,9 @@
-"""Work in several turns: the turns of a row, and the tokens of a trajectory that stand in several rows.
+"""Multi-turn rollouts: the turns of a row, and trajectories whose tokens are spread over several rows.
 
-A trajectory's tokens may be spread over rows: the branches of a tree, one row a call, a conversation that began anew.
-What comes later in time is then not always what stands further right.  :class:`TrajectoryLayout` puts all sampled
-tokens of a trajectory behind one another in the order in which they were sampled, one trajectory a row, where
-recursions over time and statistics over trajectories are those of single responses; and back.
+A trajectory has several rows where it is a tree of branches, has one row a call, or where its conversation was
+restarted.  A later token is then not always further right.  :class:`TrajectoryLayout` packs all sampled tokens of a
+trajectory into one row in the order of sampling, so that recursions over time and statistics over trajectories are
+those of single responses, and unpacks the results.
 """
 
 from __future__ import annotations

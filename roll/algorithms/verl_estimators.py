@@ -8,11 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions
-from roll.algorithms.aggregation import masked_whiten
-
-EPS = 1e-6
-"""Added to the spread of a group."""
+from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, centred_in_group
+from roll.algorithms.aggregation import Groups, masked_whiten
+from roll.algorithms.samples import EPS
 
 
 def gpg(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
@@ -22,7 +20,7 @@ def gpg(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Ten
     """
     rewards = inputs.response_rewards
     scale = len(rewards) / rewards.count_nonzero().clamp(min=1)
-    return inputs.spread(_centred(rewards, inputs) * scale), inputs.spread(rewards)
+    return inputs.spread(centred_in_group(rewards, inputs.groups) * scale), inputs.spread(rewards)
 
 
 def grpo_passk(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
@@ -37,11 +35,11 @@ def grpo_passk(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tens
     if bool((groups.counts < 2).any()):
         raise ValueError("grpo_passk compares the two best responses to a prompt: num_return_sequences_in_group >= 2")
     rows = torch.arange(len(rewards), device=rewards.device)
-    first = _best(rewards, inputs)
+    first = _best(rewards, groups)
     winners = torch.where(rewards == first[groups.index], rows, len(rewards))
     winner = winners.new_full(first.shape, len(rewards)).scatter_reduce(0, groups.index, winners, "amin")
     best = rows == winner[groups.index]
-    lead = first - _best(torch.where(best, -torch.inf, rewards), inputs)
+    lead = first - _best(torch.where(best, -torch.inf, rewards), groups)
     if options.adv_estimator_args.get("by_std", True):
         lead = lead / (groups.std(rewards) + EPS)
     advantages = torch.where(best, lead[groups.index], 0.0)
@@ -61,19 +59,12 @@ def gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Te
     total = torch.zeros_like(components[:, 0])
     for weight, rewards in zip(weights, components.unbind(1), strict=True):
         std = torch.where(groups.sizes > 1, groups.std(rewards)[groups.index], 1.0)
-        total += weight * _centred(rewards, inputs) / (std + EPS)
+        total += weight * centred_in_group(rewards, groups) / (std + EPS)
     advantages = masked_whiten(inputs.spread(total), inputs.mask)
     return advantages, inputs.spread(inputs.response_rewards)
 
 
-def _centred(rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """R minus its group's mean: (B,) -> (B,); a group of one keeps its reward."""
-    groups = inputs.groups
-    return torch.where(groups.sizes > 1, rewards - groups.mean(rewards)[groups.index], rewards)
-
-
-def _best(rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
+def _best(rewards: Tensor, groups: Groups) -> Tensor:
     """The largest reward of each group: (B,) -> (G,)."""
-    groups = inputs.groups
     lowest = rewards.new_full((len(groups.counts),), -torch.inf)
     return lowest.scatter_reduce(0, groups.index, rewards, "amax")

@@ -1,10 +1,10 @@
 """The tensor columns of a :class:`~roll.protocol.DataProto`: a dict that checks batch sizes and unpacks on demand; and
-tensors seen over memory that is not theirs."""
+tensors over memory that numpy owns."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, cast
 
 import numpy as np
@@ -87,7 +87,8 @@ class TensorColumns(dict[str, torch.Tensor]):
     def __init__(self, columns: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
         super().__init__()
         if isinstance(columns, TensorColumns):
-            self._adopt(columns.stored())
+            for key, column in columns.stored():
+                self.put(key, column)
         else:
             self.update(columns)
 
@@ -135,10 +136,6 @@ class TensorColumns(dict[str, torch.Tensor]):
                 break
         dict.__setitem__(self, key, cast(torch.Tensor, column))
 
-    def _adopt(self, columns: Iterable[tuple[str, Column]]) -> None:
-        for key, column in columns:
-            self.put(key, column)
-
     def __getitem__(self, key: str) -> torch.Tensor:
         column: Column = dict.__getitem__(self, key)
         if isinstance(column, PackedColumn):
@@ -153,37 +150,21 @@ class TensorColumns(dict[str, torch.Tensor]):
     def __iter__(self) -> Iterator[str]:
         return dict.__iter__(self)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-    def values(self) -> ValuesView[torch.Tensor]:  # type: ignore[override]
-        return ValuesView(self)
-
-    def items(self) -> ItemsView[str, torch.Tensor]:  # type: ignore[override]
-        return ItemsView(self)
+    # The methods of the abstract class go through __getitem__ and __setitem__, those of dict do not.
+    get = MutableMapping.get  # type: ignore[assignment]
+    values = MutableMapping.values  # type: ignore[assignment]
+    items = MutableMapping.items  # type: ignore[assignment]
+    setdefault = MutableMapping.setdefault  # type: ignore[assignment]
+    update = MutableMapping.update  # type: ignore[assignment]
 
     def pop(self, key: str, *default: Any) -> Any:
         if key in self:
-            value = self[key]
-            del self[key]
-            return value
+            self[key]  # a packed column becomes its tensor
         return dict.pop(self, key, *default)
 
     def popitem(self) -> tuple[str, torch.Tensor]:
         key = next(reversed(self))
         return key, self.pop(key)
-
-    def setdefault(self, key: str, default: Any = None) -> torch.Tensor:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
 
     def copy(self) -> TensorColumns:
         """A new dict of the same columns; nothing is unpacked."""

@@ -240,8 +240,8 @@ class DataProto:
         rows = row_numbers(indices, len(self))
         if len(rows) != len(self) or np.bincount(rows, minlength=len(self)).max(initial=1) != 1:
             raise ValueError(f"reorder needs each of the {len(self)} rows once; to pick rows, index: data[indices]")
-        taken = self._take(rows)
-        self._batch, self.non_tensor_batch = taken._batch, taken.non_tensor_batch
+        reordered = self._take(rows)
+        self._batch, self.non_tensor_batch = reordered._batch, reordered.non_tensor_batch
         return self
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:

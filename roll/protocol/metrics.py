@@ -3,7 +3,7 @@
 A mean is carried as (total, weight), so that merging keeps the weights; a maximum stays a maximum.  Losses and
 strategies return ``Metrics``; only the tracker turns them into numbers (:func:`to_floats`).
 
-A rank's coordinates say whose metrics count, and once only."""
+A rank's coordinates (:class:`RankInfo`) select the ranks whose metrics count, so that each counts once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Metric(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean in the making: ``total`` is the weighted sum, ``weight`` the sum of weights."""
+    """A weighted mean as its parts: ``total`` is the weighted sum, ``weight`` the sum of weights."""
 
     total: float
     weight: float = 1.0
@@ -71,7 +71,7 @@ class Min:
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """A weighted standard deviation in the making."""
+    """A weighted standard deviation as its moments."""
 
     total: float
     squares: float
@@ -79,7 +79,7 @@ class Deviation:
 
     @classmethod
     def of(cls, values: Tensor, weights: Tensor) -> Deviation:
-        """Of numbers with their weights, both (N,)."""
+        """The deviation of ``values`` (N,) with ``weights`` (N,)."""
         exact = values.double()
         return cls(*(float((exact**power * weights).sum()) for power in (1, 2, 0)))
 

@@ -43,9 +43,9 @@ _NARROW = [
     for dtype in (np.uint8, np.uint16, np.uint32, np.int8, np.int16, np.int32)
 ]
 _MIN_NARROW = 64
-"""Below this many values narrowing saves less than it takes."""
+"""Fewest values for which narrowing saves more than it costs."""
 _DENSE_FRACTION = 0.85
-"""With more of a column inside its spans it is sent whole: less work at both ends for at most 18% more bytes."""
+"""A column with a larger fraction inside its spans is sent whole: less work at both ends for at most 18% more bytes."""
 
 
 class Spans:

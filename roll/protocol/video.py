@@ -22,19 +22,19 @@ LEAST_FRAMES = 2
 
 @dataclass(frozen=True)
 class VideoProcessing:
-    """Way of a video to the frames that the model sees: the settings of a video processor of the Qwen-VL kind."""
+    """Settings of a video processor of the Qwen-VL kind, which chooses and resizes the frames that the model sees."""
 
     timed: bool
     """Qwen3-VL's way; false: Qwen2.5-VL's."""
     min_pixels: int
-    """Of a frame; of all frames together where ``timed``."""
+    """Fewest pixels of a frame; of all frames together where ``timed``."""
     max_pixels: int
     fps: float = 2.0
     """Frames taken from a second."""
     min_frames: int = 4
     max_frames: int = 768
     frame_min_pixels: int | None = None
-    """Of a frame in either family, in place of ``min_pixels``."""
+    """Fewest pixels of a frame in either family, instead of ``min_pixels``."""
     frame_max_pixels: int | None = None
     total_pixels: int | None = None
     """Most of all frames together."""
@@ -124,7 +124,7 @@ class EngineTime:
 
     tokens_per_second: float
     dtype: str
-    """Of the engine, by torch's name: vLLM rounds the seconds of a grid to it."""
+    """The engine's dtype by torch's name: vLLM rounds the seconds of a grid to it."""
 
     def difference(self, video: EncodedVideo, processing: ImageProcessing) -> str | None:
         """Text of what differs from the positions that a trainer computes with; None: nothing."""

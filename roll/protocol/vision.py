@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 IMAGES = "images"
 """Object column of a batch: for each row its :class:`VisionInputs`, or None for a row of text."""
 PATCH_CACHE_BYTES = 512 * 2**20
-"""Of patches that a process keeps for images that it meets again."""
+"""Size of a process's cache of patches, for images that come again."""
 MAX_ASPECT_RATIO = 200
-"""Of the longer side to the shorter one, as the image processors of Qwen have it."""
+"""Largest ratio of the longer side to the shorter one, as in Qwen's image processors."""
 
 
 class ImageError(ValueError):
@@ -96,7 +96,7 @@ class EncodedImage:
     data: np.ndarray
     """uint8 (bytes,); an array, because arrays travel out of band."""
     digest: str
-    """Of ``data``: equal images are one."""
+    """Hash of ``data``: images are equal if it is."""
 
     @classmethod
     def of(cls, data: bytes) -> EncodedImage:
@@ -127,7 +127,7 @@ class EncodedImage:
 
     @property
     def file_name(self) -> str:
-        """By its content, for files of a run that speak of it."""
+        """``DIGEST.FORMAT``: the name of the image in files of a run."""
         return f"{self.digest}.{self.format}"
 
     def _header(self) -> tuple[tuple[int, int], str]:
@@ -180,9 +180,9 @@ class EncodedVideo:
 
     frames: tuple[EncodedImage, ...]
     indices: tuple[int, ...]
-    """Of each frame in the whole video, ascending."""
+    """Index of each frame in the whole video, ascending."""
     num_frames: int
-    """Of the whole video."""
+    """Frames of the whole video."""
     fps: float
     """Frames of the whole video in a second."""
     height: int
@@ -193,7 +193,7 @@ class EncodedVideo:
 
     @cached_property
     def digest(self) -> str:
-        """Of all fields: equal videos are one."""
+        """Hash of all fields: videos are equal if it is."""
         rest = (self.indices, self.num_frames, self.fps, self.height, self.width, self.timed)
         text = f"{[frame.digest for frame in self.frames]} {rest}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -298,7 +298,7 @@ class VisionInputs:
 
     @property
     def runs(self) -> list[tuple[bool, int]]:
-        """The runs of placeholders in a prompt, one behind another: true for those of a video, and how many there are.
+        """The runs of placeholders in a prompt, in order: (belongs to a video, number of placeholders).
 
         One for each image, and one for a video or, where the prompt says times, for each of its grids.
         """
@@ -327,11 +327,11 @@ class VisionInputs:
 
     @property
     def file_names(self) -> list[str]:
-        """Of each picture, by its content, for files of a run that speak of it."""
+        """Names of the pictures in files of a run."""
         return [picture.file_name for picture in self.pictures]
 
     def grids(self) -> torch.Tensor:
-        """``grid_thw`` as a tensor of its own, int64 (images, 3)."""
+        """A copy of ``grid_thw`` as a tensor, int64 (images, 3)."""
         return torch.from_numpy(np.array(self.grid_thw))
 
     def pixel_values(self) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""From the keys and commands of SkyRL and verl to this project's configuration (``roll translate``)."""
+"""``roll translate``: keys, commands and scripts of verl, SkyRL, TRL and OpenRLHF as this project's configuration."""

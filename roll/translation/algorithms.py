@@ -28,13 +28,8 @@ OPTIONS_OF_LOSS: dict[str, dict[str, str]] = {
 }
 """Our keys of a loss, and the facts that they come from."""
 SHARED_CLIP = {"cispo_low": "clip_low", "cispo_high": "clip_high"}
-"""Facts that a project without keys of their own takes from others."""
-LOSS_FACTS = (
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    *(f for options in OPTIONS_OF_LOSS.values() for f in options.values()),
-)
+"""Facts for which a project without separate keys takes others."""
+LOSS_FACTS = ("clip_low", "clip_high", "dual_clip", *(f for facts in OPTIONS_OF_LOSS.values() for f in facts.values()))
 
 
 def put_algorithm(draft: Draft) -> None:
@@ -190,9 +185,9 @@ def put_options(draft: Draft, variant: str) -> set[str]:
 
 def refuse_symmetric_clip(draft: Draft, variant: str) -> None:
     """verl's ``clip_ratio``: its losses read the two sides, which its files set to 0.2."""
-    if "clip" not in draft.given:
+    if "clip" not in draft.explicit:
         return
-    both = {"clip_low", "clip_high"} <= draft.given
+    both = {"clip_low", "clip_high"} <= draft.explicit
     if both or variant not in (*CLIPPING, "cispo", "gmpo", "dppo"):
         draft.without_effect("clip_ratio_low and clip_ratio_high are what counts" if both else "not read", "clip")
     elif draft.facts["clip"] != 0.2:
@@ -211,21 +206,15 @@ def put_aggregation(draft: Draft) -> None:
     if draft.states("aggregation") or forced:
         draft.put("loss_agg_mode", policy, "aggregation", *(("loss",) if forced else ()))
     if forced and policy != written:
-        name = draft.raw.get("loss", variant)
-        draft.remark(
-            ["aggregation"], f"{name} always takes the mean over responses there; it counts for the other terms"
-        )
-    modes = {policy}
-    terms = (
-        ("kl", bool(draft.get("kl_loss"))),
-        ("entropy", bool(draft.get("entropy_coef")) and draft.facts.get("entropy_on") is not False),
-    )
-    for term, used in terms:
+        text = f"{draft.raw.get('loss', variant)} always takes the mean over responses there"
+        draft.remark(["aggregation"], f"{text}; it counts for the other terms")
+    modes, has_entropy = {policy}, draft.get("entropy_coef") and draft.facts.get("entropy_on") is not False
+    for term, fact, used in (("kl", "kl_loss", draft.get("kl_loss")), ("entropy", "entropy_coef", has_entropy)):
         mode = str(draft.facts.get(f"{term}_aggregation", written))
         if used:
             modes.add(mode)
             if mode != policy:
-                draft.put(f"{term}_loss_agg_mode", mode, "aggregation", "kl_loss" if term == "kl" else "entropy_coef")
+                draft.put(f"{term}_loss_agg_mode", mode, "aggregation", fact)
     put_norm_length(draft, NORM in modes)
 
 
@@ -261,11 +250,11 @@ def put_passes(draft: Draft) -> None:
         draft.put("shuffle_mini_batches", draft.facts["shuffle.actor"], "shuffle.actor", "shuffle.critic")
     has_critic = "critic" in draft.roles
     of_actor = draft.get("shuffle.actor", default=False)
-    if has_critic and "shuffle.critic" in draft.given and draft.facts["shuffle.critic"] != of_actor:
+    if has_critic and "shuffle.critic" in draft.explicit and draft.facts["shuffle.critic"] != of_actor:
         draft.refuse("shuffle.critic", "must equal the actor's: there is one key for both")
     if draft.states("passes"):
         draft.put("ppo_epochs", draft.facts["passes"], "passes")
-    if "passes.critic" in draft.given and has_critic:
+    if "passes.critic" in draft.explicit and has_critic:
         passes = draft.facts["passes.critic"]
         if passes != draft.first_of("passes"):
             draft.refuse("passes.critic", "must equal the actor's: there is one number of passes here")

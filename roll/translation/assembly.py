@@ -11,6 +11,7 @@ from roll.translation.distillation import put_teacher
 from roll.translation.episodes import put_episodes
 from roll.translation.families import put_family, put_routes
 from roll.translation.placement import (
+    device_count,
     devices,
     put_batches,
     put_devices,
@@ -71,10 +72,7 @@ def put_steps(draft: Draft) -> None:
         return
     epochs, rows, prompts = draft.facts["epochs"], draft.get("rows"), draft.get("prompts")
     if rows is None or prompts is None:
-        draft.remark(
-            ["epochs"],
-            "give --train-rows, or max_steps yourself: its default holds otherwise",
-        )
+        draft.remark(["epochs"], "give --train-rows, or max_steps yourself: its default holds otherwise")
         return
     steps = max(1, rows // prompts * epochs)
     draft.put("max_steps", steps, "epochs")
@@ -177,8 +175,12 @@ def put_reward(draft: Draft) -> None:
         draft.put(f"rewards.{reward}.tag_included", None, "reward", "train_files")
         if reward == "code_sandbox":
             draft.put(f"rewards.{reward}.reward_kwargs.partial", False, "reward")
-        if draft.get("reward_workers") is not None:
-            draft.put(f"rewards.{reward}.world_size", max(1, draft.facts["reward_workers"]), "reward_workers")
+        put_workers(draft, reward)
+
+
+def put_workers(draft: Draft, reward: str) -> None:
+    if draft.get("reward_workers") is not None:
+        draft.put(f"rewards.{reward}.world_size", max(1, draft.facts["reward_workers"]), "reward_workers")
 
 
 def put_rewards_by_source(draft: Draft) -> None:
@@ -186,15 +188,14 @@ def put_rewards_by_source(draft: Draft) -> None:
     for name, sources in BY_SOURCE.items():
         draft.put(f"rewards.{name}.worker_cls", name, "sandbox_url")
         draft.put(f"rewards.{name}.tag_included", sources, "sandbox_url")
-        if draft.get("reward_workers") is not None:
-            draft.put(f"rewards.{name}.world_size", max(1, draft.facts["reward_workers"]), "reward_workers")
+        put_workers(draft, name)
     draft.put("rewards.code_sandbox.reward_kwargs.partial", True, "sandbox_url")
     text = "rows of another data_source are refused when the data are read: add it to tag_included of their rule"
     draft.remark(["sandbox_url"], text)
 
 
 def put_function(draft: Draft) -> bool:
-    """A function in a file of theirs; False: there is none."""
+    """A function in one of their files; returns False where none is named."""
     path = draft.get("reward_file")
     if path is None:
         return False
@@ -205,13 +206,12 @@ def put_function(draft: Draft) -> bool:
         draft.put("rewards.custom.reward_kwargs.name", str(draft.facts["reward_function"]), "reward_function")
     for name, value in draft.get("reward_options", default={}).items():
         draft.put(f"rewards.custom.reward_kwargs.options.{name}", value, "reward_options")
-    if draft.get("reward_workers") is not None:
-        draft.put("rewards.custom.world_size", max(1, draft.facts["reward_workers"]), "reward_workers")
+    put_workers(draft, "custom")
     return True
 
 
 def put_reward_model(draft: Draft) -> bool:
-    """A classifier on the trainer's devices, or on its own; False: there is none."""
+    """A classifier on the trainer's devices, or on separate ones; returns False where the run has none."""
     if not draft.get("rm"):
         draft.remark(["rm_path"], "left out: no reward model in this run")
         return False
@@ -226,7 +226,7 @@ def put_reward_model(draft: Draft) -> bool:
         draft.problems.missing("reward_model.model.path", "is needed with reward_model.enable", "owner/reward-model")
         return True
     own = bool(draft.get("rm_own"))
-    trainers = int(draft.get("gpus.actor", "gpus", default=1)) * int(draft.get("nodes.actor", "nodes", default=1))
+    trainers = device_count(draft, "actor")
     count = int(draft.get("rm_gpus", default=8)) * int(draft.get("rm_nodes", default=1)) if own else trainers
     draft.put(f"{REWARD}.worker_cls", ROLE, "rm")
     draft.put(f"{REWARD}.tag_included", None, "rm")

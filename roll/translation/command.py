@@ -65,7 +65,7 @@ def tree(translation: Translation) -> dict[str, Any]:
 
 
 def yaml_text(translation: Translation) -> str:
-    """The keys as YAML: a file of its own for a whole run, else what changes in a recipe."""
+    """The keys as YAML: a complete file for a whole run, else the changes to a recipe."""
     return yaml.safe_dump(tree(translation), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -87,7 +87,7 @@ def load(translation: Translation, recipe: Path) -> LoadedConfig[Any]:
 
 
 def _without_unset(translation: Translation) -> Translation:
-    """Variables that are not set here by their names: they are read where the run is started."""
+    """The translation with the names of variables that are not set here in their place: the run's start reads them."""
 
     def named(value: Any, is_file: bool) -> Any:
         if isinstance(value, list):
@@ -119,17 +119,14 @@ def render_notes(translation: Translation, console: Console) -> None:
         )
     console.print(table)
     lines = [
-        f"stays in the environment: {name}={shown(name, value)}" for name, value in translation.environment.items()
+        f"stays in the environment: {name}={MASK if is_secret(name) else value}"
+        for name, value in translation.environment.items()
     ]
     lines += list(translation.remarks)
     lines += [f"must be in the environment: {name}" for name in translation.unset]
     lines += [f"passed over: {words}" + (DATA_HINT if "dataset" in words else "") for words in translation.passed_over]
     for line in lines:
         console.print(Text(line), soft_wrap=True)
-
-
-def shown(name: str, value: str) -> str:
-    return MASK if is_secret(name) else value
 
 
 RECIPE = "gsm8k/rlvr_config"
@@ -202,7 +199,7 @@ def read(words: Sequence[str], call: int | None = None) -> Source:
 
 
 def with_config(source: Source) -> Source:
-    """TRL's ``--config FILE``: its keys, below those of the command line.
+    """TRL's ``--config FILE``: its keys, which those of the command line override.
 
     Raises:
         ConfigError: no such file, or not a YAML section.
@@ -213,12 +210,12 @@ def with_config(source: Source) -> Source:
     file = Path(name)
     if not file.is_file():
         raise ConfigError([Problem("--config", name, "no such file")])
-    given = read_yaml(file.read_text(encoding="utf-8"), file.name)
-    return replace(source, keys={**given.keys, **source.keys})
+    below = read_yaml(file.read_text(encoding="utf-8"), file.name)
+    return replace(source, keys={**below.keys, **source.keys})
 
 
 def read_pasted(text: str, call: int | None = None) -> Source:
-    """A command as it stands in a document; text that is more than a command with its variables is run as a script."""
+    """A command copied from a document; text that is more than a command with its variables is run as a script."""
     if not is_program(text):
         return read_text(text)
     with tempfile.TemporaryDirectory() as folder:

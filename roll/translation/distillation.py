@@ -3,7 +3,7 @@
 verl's loss is c D, alone or in addition to that of the rewards, where D is of each sampled token
 
 - an estimate of the KL, differentiated (k2, k3, abs): our KL loss, whose reference is the teacher;
-- the same as an advantage of its own (``use_policy_gradient``), from the policy of each update: our ``advantage``, from
+- the same as a separate advantage (``use_policy_gradient``), from the policy of each update: our ``advantage``, from
   the policy before the update, which is the same where a batch has one update;
 - sum p log(p/q) over the teacher's ``topk`` tokens, without the rest: our ``topk`` with ``opd_topk_tail: ignored``.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.translation.placement import devices
+from roll.translation.placement import device_count, devices
 from roll.translation.rules import Draft
 
 DUAL_CLIP = 3.0
@@ -22,7 +22,7 @@ K3_CLAMP = 10.0
 WHITENING = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
 """Estimators whose advantages are whitened: there without the teacher's part."""
 OPTIONS = ("model_path", "key", "num_replicas", "enable_resource_pool", "n_gpus_per_node", "nnodes")
-"""Of a teacher's section, next to ``inference``, which says how its engine computes the same log-probs."""
+"""Keys of a teacher's section, next to ``inference``, which configures the engine that computes its log-probs."""
 COUNTING = (
     *("distill_mode", "distill_topk", "distill_rewards", "distill_coef", "distill_clamp", "distill_floor"),
     *("distill_pg", "distill_low", "distill_high", "distill_gpus", "distill_nodes", "distill_pool", "teacher"),
@@ -50,9 +50,8 @@ def find_teacher(draft: Draft) -> None:
     form = "topk" if draft.value_of("distill_mode") == "topk" else "advantage" if draft.get("distill_pg") else "loss"
     draft.facts["distill_form"] = form
     if form == "topk" and draft.get("distill_pg"):
-        draft.refuse(
-            "distill_pg", "as an advantage of the sampled token, a divergence of top-k tokens has no equal", False
-        )
+        rule = "as an advantage of the sampled token, a divergence of top-k tokens has no equal"
+        draft.refuse("distill_pg", rule, False)
     if draft.get("distill_rewards", default=True):
         _check_with_rewards(draft, form)
     else:
@@ -64,12 +63,12 @@ def find_teacher(draft: Draft) -> None:
 
 
 def _weight(draft: Draft) -> float:
-    """Its weight counts next to rewards only."""
+    """Weight of the divergence; verl reads its key next to rewards only."""
     return float(draft.value_of("distill_coef")) if draft.get("distill_rewards", default=True) else 1.0
 
 
 def _check_with_rewards(draft: Draft, form: str) -> None:
-    """Two terms there are one policy loss here: the same where their parts add up."""
+    """Refuse settings under which verl's two terms are not the one policy loss here, whose parts add up."""
     if form == "loss" and draft.get("kl_loss"):
         draft.refuse("kl_loss", "has a reference of its own, next to the teacher; here a run has one", False)
     if form == "topk" and draft.get("loss") in draft.facts.get("sequence_mean_losses", ()):
@@ -78,15 +77,14 @@ def _check_with_rewards(draft: Draft, form: str) -> None:
         draft.refuse("kl_in_reward", "has an estimator of its own, next to the teacher's; here a run has one", False)
     if form == "advantage":
         if draft.get("loss", default="ppo") != "ppo":
-            draft.refuse(
-                "loss", "next to distillation's own, vanilla: here both advantages go into one loss", "vanilla"
-            )
+            rule = "next to distillation's own, vanilla: here both advantages go into one loss"
+            draft.refuse("loss", rule, "vanilla")
         if str(draft.get("estimator", default="gae")).rpartition(".")[2] in WHITENING:
             draft.refuse("estimator", "whitens its advantages there without the teacher's part, here with it", "grpo")
 
 
 def _state_alone(draft: Draft, form: str) -> None:
-    """Without rewards the policy loss with its KL and entropy is not computed there."""
+    """State what holds without rewards, where verl computes no policy loss and so no KL or entropy of it."""
     draft.without_effect(UNUSED, "kl_loss", "kl_in_reward", "entropy_coef", "distill_coef", "loss")
     for fact, value in (("kl_loss", False), ("kl_in_reward", False), ("entropy_coef", 0.0), ("loss", "ppo")):
         draft.state(fact, value)
@@ -98,7 +96,7 @@ def _state_alone(draft: Draft, form: str) -> None:
 
 
 def _check_single_update(draft: Draft) -> None:
-    """Its advantage is taken anew from the policy of each update."""
+    """Refuse several updates of a batch: verl recomputes this advantage from the policy of each update."""
     rule = "with distillation as an advantage, which is taken anew from the policy of each update there"
     if draft.get("mini.actor") != draft.get("prompts"):
         prompts = draft.get("prompts")
@@ -106,9 +104,8 @@ def _check_single_update(draft: Draft) -> None:
     if draft.value_of("passes") not in (None, 1):
         draft.refuse("passes", f"must be 1 {rule}", 1)
     if draft.get("bypass"):
-        draft.refuse(
-            "bypass", "would compare the engine's log-probs with the teacher's here, there the policy's", False
-        )
+        rule = "would compare the engine's log-probs with the teacher's here, there the policy's"
+        draft.refuse("bypass", rule, False)
 
 
 def _state_loss(draft: Draft) -> None:
@@ -161,7 +158,7 @@ def put_section(draft: Draft, section: str) -> None:
     if section == "teacher":
         draft.put("teacher.strategy_args.strategy_name", "fsdp2_infer", "teacher")
     draft.remark(["teacher"], "its log-probs are computed without an engine: the same, at temperature 1")
-    trainers = int(draft.get("gpus.actor", "gpus", default=1)) * int(draft.get("nodes.actor", "nodes", default=1))
+    trainers = device_count(draft, "actor")
     nodes = int(options.get("nnodes", draft.get("distill_nodes", default=0)))
     own = options.get("enable_resource_pool", draft.get("distill_pool"))
     count, start = trainers, 0

@@ -25,18 +25,9 @@ from roll.translation.verl import VERL
 DIALECTS = {dialect.name: dialect for dialect in (SKYRL_TRAIN, SKYRL, VERL, TRL_GRPO, TRL_SFT, OPENRLHF)}
 NAMES = "SkyRL, verl, TRL or OpenRLHF"
 KEPT_IN_ENVIRONMENT = (
-    "CUDA_",
-    "NCCL_",
-    "WANDB_",
-    "SWANLAB_",
-    "HF_",
-    "RAY_",
-    "VLLM_",
-    "TOKENIZERS_",
-    "PYTORCH_",
-    "TORCH_",
+    *("CUDA_", "NCCL_", "WANDB_", "SWANLAB_", "HF_", "RAY_", "VLLM_", "TOKENIZERS_", "PYTORCH_", "TORCH_"),
 )
-"""Beginnings of variables that mean the same to a run of ours."""
+"""Prefixes of variables that mean the same to our runs."""
 OF_A_TOOL = ("VERL_", "SKYRL_")
 NEWER_EXAMPLES = "examples/train/"
 """Folder in which the package ``skyrl`` keeps its scripts; the older one has them in ``examples/``."""
@@ -70,7 +61,7 @@ class Translation:
 
     dialect: Dialect
     whole: bool
-    """A run of its own; else changes to a recipe."""
+    """A complete run; else changes to a recipe."""
     keys: dict[str, Any]
     """Our dotted keys and their values."""
     environment: dict[str, str]
@@ -81,7 +72,7 @@ class Translation:
     unset: tuple[str, ...] = ()
     """Variables that the text uses and does not set: read where the configuration is loaded."""
     remarks: tuple[str, ...] = ()
-    """Remarks on the way that it was read."""
+    """Remarks on how the text was read."""
 
 
 def translate(
@@ -103,38 +94,39 @@ def translate(
     if train_rows is not None:
         draft.facts["rows"] = train_rows
     draft.facts |= {**dialect.facts, "launcher_options": source.options}
-    draft.defaults = _default_facts(dialect)
+    draft.defaults = {
+        rule.fact: rule.value(value) for key, value in dialect.defaults.items() if (rule := dialect.rules[key]).fact
+    }
     if not whole:
         draft.facts |= facts_of(recipe)
     draft.roles = {"actor_train", "actor_infer"} | (set() if whole else roles_of(recipe.config))
     keys = source.keys if dialect.files is None else dialect.files(source.keys, source.config_path)
-    given = _flat({**keys, **variables_of(source, dialect)}, dialect)
-    left = [*_without_unset_sizes(given, dialect), *_unset_switches(given, dialect)]
-    left += [*_filled_blanks(given, dialect), *_without_nulls(given, dialect)]
+    variables = {name: value for name, value in source.environment.items() if name in dialect.rules}
+    explicit = _flat({**keys, **variables}, dialect)
+    changes = _complete(explicit, dialect)
     _check_program(source, dialect, draft)
-    _refuse_doubles(given, dialect, draft)
-    known = _defaults(dialect, given) if whole else {}
-    matches = {key: _match(key, value, dialect, draft) for key, value in {**known, **given}.items()}
-    draft.given = {match.rule.fact for key, match in matches.items() if match and key in given} - {""}
-    for name, reason in _unusable_variables(source, dialect):
-        draft.problems.add(name, source.environment[name], reason)
+    _refuse_doubles(explicit, dialect, draft)
+    known = _defaults(dialect, explicit) if whole else {}
+    matches = {key: _match(key, value, dialect, draft) for key, value in {**known, **explicit}.items()}
+    draft.explicit = {match.rule.fact for key, match in matches.items() if match and key in explicit} - {""}
+    for name, value in source.environment.items():
+        if name.startswith(OF_A_TOOL) and name not in dialect.rules:
+            draft.problems.add(name, value, _unknown(name, dialect))
     if draft.problems.errors:
         raise ConfigError(draft.problems.errors)
     found = {key: match for key, match in matches.items() if match}
-    notes = _put_all(draft, dialect, found, {**known, **given}, set(given))
+    notes = _put_all(draft, dialect, found, {**known, **explicit}, set(explicit))
     if draft.problems.errors:
         raise ConfigError(draft.problems.errors)
-    kept = {name: value for name, value in source.environment.items() if name.startswith(KEPT_IN_ENVIRONMENT)}
-    notes = [*left, *notes]
-    still = str(draft.keys)
+    written = str(draft.keys)
     return Translation(
         dialect,
         whole,
         in_order(draft.keys),
-        kept,
-        tuple(notes),
+        {name: value for name, value in source.environment.items() if name.startswith(KEPT_IN_ENVIRONMENT)},
+        (*changes, *notes),
         tuple(source.left_out),
-        tuple(name for name in (*source.unset, *BLANKS.values()) if name in still),
+        tuple(name for name in (*source.unset, *BLANKS.values()) if name in written),
         tuple(source.remarks),
     )
 
@@ -202,15 +194,10 @@ def roles_of(config: RLVRConfig) -> set[str]:
     return {section for section in ROLES.values() if getattr(config, section) is not None}
 
 
-def variables_of(source: Source, dialect: Dialect) -> dict[str, str]:
-    """Variables of the environment that the dialect's table has."""
-    return {name: value for name, value in source.environment.items() if name in dialect.rules}
-
-
-def _flat(given: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
+def _flat(explicit: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     """Sections written as one value (``a={b: 1}``) as the keys within them, where the dialect knows those alone."""
     flat: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in explicit.items():
         if (
             isinstance(value, Mapping)
             and dialect.find(key) is None
@@ -222,106 +209,76 @@ def _flat(given: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     return flat
 
 
-def _unusable_variables(source: Source, dialect: Dialect) -> list[tuple[str, str]]:
-    unknown = [name for name in source.environment if name.startswith(OF_A_TOOL) and name not in dialect.rules]
-    return [(name, _unknown(name, dialect)) for name in unknown]
-
-
 def _unknown(key: str, dialect: Dialect) -> str:
     nearest = dialect.nearest(key)
     hint = f"; the nearest known one is {nearest}" if nearest else "; docs/translation.md lists those that are known"
     return f"no translation is known for this key of {dialect.title}{hint}"
 
 
-def _refuse_doubles(given: Mapping[str, Any], dialect: Dialect, draft: Draft) -> None:
-    """Two spellings of the same key with different values."""
+def _refuse_doubles(explicit: Mapping[str, Any], dialect: Dialect, draft: Draft) -> None:
+    """Refuse two spellings of one key with different values."""
     first: dict[Rule, str] = {}
-    for key in given:
-        rule = dialect.rules.get(key)
-        if rule is None or not rule.ours or key not in rule.spellings:
+    for key in explicit:
+        match = dialect.rules.get(key)
+        if match is None or not match.ours:
             continue
-        other = first.setdefault(rule, key)
-        if other != key and given[other] != given[key]:
-            draft.problems.add(key, given[key], f"is another spelling of {other}, which is {given[other]}: keep one")
+        other = first.setdefault(match, key)
+        if other != key and explicit[other] != explicit[key]:
+            draft.problems.add(
+                key, explicit[key], f"is another spelling of {other}, which is {explicit[other]}: keep one"
+            )
 
 
-def _defaults(dialect: Dialect, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Their defaults of what is not written, under any spelling."""
-    written = {spelling for key in given if key in dialect.rules for spelling in dialect.rules[key].spellings}
-    stated = {dialect.rules[key].fact for key in given if key in dialect.rules} - {""}
+def _defaults(dialect: Dialect, explicit: Mapping[str, Any]) -> dict[str, Any]:
+    """Their defaults of keys that are not written under any spelling."""
+    rules = [dialect.rules[key] for key in explicit if key in dialect.rules]
+    written = {spelling for rule in rules for spelling in rule.spellings}
+    stated = {rule.fact for rule in rules} - {""}
     return {
         key: value
         for key, value in dialect.defaults.items()
-        if key not in written and dialect.find(key) is not None and not _stated(dialect, key, stated)
+        if key not in written and dialect.rules[key].fact not in stated
     }
 
 
-def _default_facts(dialect: Dialect) -> dict[str, Any]:
-    """Facts that their defaults state."""
-    rules = ((dialect.rules.get(key), value) for key, value in dialect.defaults.items())
-    return {rule.fact: rule.value(value) for rule, value in rules if rule is not None and rule.fact}
+def _complete(explicit: dict[str, Any], dialect: Dialect) -> list[Note]:
+    """Take out or fill in values that are left open: unset variables, empty text and null. Changes ``explicit``.
 
+    - Numbers of devices and nodes that a variable of their cluster would give are taken out.
+    - Switches that a variable would give are false where their program takes an empty text, which bash leaves, so.
+    - A model or data left empty, for the reader to fill in, become a variable.
+    - Keys that are null where only a value means something are taken out.
 
-def _stated(dialect: Dialect, key: str, stated: set[str]) -> bool:
-    rule = dialect.rules.get(key)
-    return rule is not None and rule.fact in stated
-
-
-def _without_unset_sizes(given: dict[str, Any], dialect: Dialect) -> list[Note]:
-    """Take out numbers of devices and nodes that a variable of their cluster would give; the notes that say so."""
+    Returns:
+        The notes that say so.
+    """
     notes = []
-    for key, value in list(given.items()):
-        rule = dialect.rules.get(key)
-        if rule is not None and rule.fact.partition(".")[0] in SIZES and (name := UNSET.fullmatch(str(value))):
-            del given[key]
-            text = f"{name[1]} is not set, so their default holds; give it in front: roll translate {name[1]}=2 ..."
-            notes.append(Note(key, value, (), text))
-    return notes
-
-
-def _unset_switches(given: dict[str, Any], dialect: Dialect) -> list[Note]:
-    """Write out switches that a variable would give: unset, bash leaves an empty text; the notes that say so."""
-    notes = []
-    for key, value in list(given.items()):
-        found, name = dialect.find(key), UNSET.fullmatch(str(value))
-        if found is None or name is None or not dialect.empty_is_false or not found[0].is_switch:
+    for key, value in list(explicit.items()):
+        rule, unset = dialect.rules.get(key), UNSET.fullmatch(str(value))
+        found = dialect.find(key)
+        if unset and rule is not None and rule.fact.partition(".")[0] in SIZES:
+            del explicit[key]
+            text = f"{unset[1]} is not set, so their default holds; give it in front: roll translate {unset[1]}=2 ..."
+        elif unset and dialect.empty_is_false and found is not None and found[0].is_switch:
+            explicit[key] = False
+            text = f"{unset[1]} is not set, and an empty text is false there; give it in front: roll translate "
+            text += f"{unset[1]}=true ..."
+        elif rule is not None and value == "" and rule.fact in BLANKS:
+            explicit[key] = f"${{oc.env:{BLANKS[rule.fact]}}}"
+            text = f"is left empty there: {BLANKS[rule.fact]} says it, where the run starts"
+        elif (
+            rule is not None and value is None and (not rule.default or rule.fact == "epochs") and not rule.takes(None)
+        ):
+            del explicit[key]
+            text = "null: as if it were not written"
+        else:
             continue
-        given[key] = False
-        text = f"{name[1]} is not set, and an empty text is false there; give it in front: roll translate "
-        notes.append(Note(key, value, (), f"{text}{name[1]}=true ..."))
-    return notes
-
-
-def _filled_blanks(given: dict[str, Any], dialect: Dialect) -> list[Note]:
-    """Name a variable where the text leaves the model or the data empty, for its reader to fill in; the notes."""
-    notes = []
-    for key, value in list(given.items()):
-        rule = dialect.rules.get(key)
-        if rule is None or value != "" or rule.fact not in BLANKS:
-            continue
-        name = BLANKS[rule.fact]
-        given[key] = f"${{oc.env:{name}}}"
-        notes.append(Note(key, value, (), f"is left empty there: {name} says it, where the run starts"))
-    return notes
-
-
-def _without_nulls(given: dict[str, Any], dialect: Dialect) -> list[Note]:
-    """Take out keys that are null where only a value means something, as if they were not written; the notes."""
-    notes = []
-    for key, value in list(given.items()):
-        rule = dialect.rules.get(key)
-        if rule is None or value is not None or (rule.default and rule.fact != "epochs"):
-            continue
-        try:
-            rule.value(None)
-        except (ValueError, TypeError):
-            del given[key]
-            notes.append(Note(key, value, (), "null: as if it were not written"))
+        notes.append(Note(key, value, (), text))
     return notes
 
 
 def _check_program(source: Source, dialect: Dialect, draft: Draft) -> None:
-    """Refuse programs of theirs that are not their trainer: their code decides what is trained."""
+    """Refuse programs that are not their trainer: their code decides what is trained."""
     if not source.from_module:
         return
     meaning = next((facts for pattern, facts in dialect.programs if re.fullmatch(pattern, source.launcher)), None)
@@ -365,7 +322,7 @@ def _match(key: str, value: Any, dialect: Dialect, draft: Draft) -> _Match | Non
 
 
 def _put_all(
-    draft: Draft, dialect: Dialect, matches: Mapping[str, _Match], values: Mapping[str, Any], given: set[str]
+    draft: Draft, dialect: Dialect, matches: Mapping[str, _Match], values: Mapping[str, Any], explicit: set[str]
 ) -> list[Note]:
     if dialect.prepare is not None:
         dialect.prepare(draft)
@@ -386,15 +343,15 @@ def _put_all(
     for key, match in matches.items():
         decided = list(dict.fromkeys([*direct[key], *sorted(draft.reasons.get(match.rule.fact, ()))]))
         ours = tuple(f"{name}={show(draft.keys[name])}" for name in decided if name in draft.keys)
-        said = list(dict.fromkeys(dropped[name] for name in decided if name in dropped and key in given))
-        said += draft.remarks.get(match.rule.fact, ())
-        if key in given and not ours and match.rule.ours and not said:
+        texts = list(dict.fromkeys(dropped[name] for name in decided if name in dropped and key in explicit))
+        texts += draft.remarks.get(match.rule.fact, ())
+        if key in explicit and not ours and match.rule.ours and not texts:
             absent = {ours.partition(".")[0] for ours in match.rule.ours} - draft.roles
             missing = " and ".join(section for section in ROLES.values() if section in absent)
-            said.append(f"left out: no {missing} in this run" if missing else "left out: nothing in this run uses it")
-        if ours or said or key in given:
-            text = "; ".join(filter(None, [match.rule.note_for(values[key]), *said]))
-            notes.append(Note(key, values[key], ours, text, key not in given))
+            texts.append(f"left out: no {missing} in this run" if missing else "left out: nothing in this run uses it")
+        if ours or texts or key in explicit:
+            text = "; ".join(filter(None, [match.rule.note_for(values[key]), *texts]))
+            notes.append(Note(key, values[key], ours, text, key not in explicit))
     return notes
 
 

@@ -93,6 +93,11 @@ def put_episodes(draft: Draft) -> None:
     tag = str(draft.raw["reward"]) if "reward" in draft.raw else TOOLS_TAG
     put = put_entry if "reward" in draft.raw else put_tools
     keys = dict(draft.keys)
+    files = keys.get("actor_train.data_args.file_name")
+    if files is None:
+        name = "data.train_data" if put is put_entry else "data.train_files"
+        draft.problems.missing(name, "is needed: its rows are the tasks of the episodes", "[train.parquet]")
+        return
     group, prompts = int(draft.get("samples", default=1)), int(draft.get("prompts", default=1))
     for key in keys:
         if key.startswith(OF_ROWS) or key in OF_SINGLE_TURNS:
@@ -111,7 +116,7 @@ def put_episodes(draft: Draft) -> None:
         draft.put("bootstrap_truncated", False, "estimator")
     if NORM in (draft.keys.get(name) for name in AGGREGATIONS) and "loss_norm_length" not in draft.keys:
         draft.put("loss_norm_length", int(draft.get("response_length", default=0)), "response_length")
-    put(draft, tag, keys["actor_train.data_args.file_name"], "train_files", keys)
+    put(draft, tag, files, "train_files", keys)
     if "validation.data_args.file_name" in keys:
         put(draft, f"{tag}{VALIDATION}", keys["validation.data_args.file_name"], "val_files", keys)
         draft.put("val_env_manager.tags", [f"{tag}{VALIDATION}"], "val_files")
@@ -129,7 +134,7 @@ def put_tools(draft: Draft, tag: str, files: Any, fact: str, keys: Mapping[str, 
     """An entry of ``custom_envs`` that verl's tool agent plays."""
     entry, response = f"custom_envs.{tag}", int(draft.get("response_length", default=0))
     draft.put(f"{entry}.agent", "verl", "turns_on", "tool_file")
-    draft.remark(["turns_on" if "turns_on" in draft.given else "tool_file"], BY_ROW)
+    draft.remark(["turns_on" if "turns_on" in draft.explicit else "tool_file"], BY_ROW)
     for name, option in OF_TOOLS.items():
         if draft.get(name) is not None:
             draft.put(f"{entry}.agent_config.{option}", draft.facts[name], name)

@@ -1,7 +1,7 @@
 """Families of models by their names: which backends and engines compute them, and what takes a backend's place.
 
-No file of the model is there when a command is translated, so the name stands for its ``config.json``. What is tested
-is asked of :mod:`roll.config.model_files`, as ``roll check`` asks it of the file.
+A command is translated without the model's files, so the name stands for its ``config.json``. Which families are tested
+is read from :mod:`roll.config.model_files`, as ``roll check`` does with the file.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ NAMES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"qwen2-57b-a14b|qwen1\.5-moe", {"model_type": "qwen2_moe", **_EXPERTS}),
     (r"mixtral", {"model_type": "mixtral", **_EXPERTS}),
     (r"olmoe", {"model_type": "olmoe", **_EXPERTS}),
-    (
-        r"moonlight|671b|deepseek-v3|deepseek-r1$|deepseek-r1-0528$|(?<![a-z])dsv3",
-        {"model_type": "deepseek_v3", **_EXPERTS},
-    ),
+    (r"moonlight|671b|deepseek-(?:v3|r1$|r1-0528$)|(?<![a-z])dsv3", {"model_type": "deepseek_v3", **_EXPERTS}),
     (r"deepseek-(?:v2|moe)", {"model_type": "deepseek_v2", **_EXPERTS}),
     (r"glm-4\.7-flash", {"model_type": "glm4_moe_lite", **_EXPERTS}),
     (r"glm-4\.[5-9]v", {"model_type": "glm4v_moe", **_SEES, **_EXPERTS}),
@@ -43,10 +40,7 @@ NAMES: tuple[tuple[str, dict[str, Any]], ...] = (
         r"|glm-?4\.?\d?v|kimi-vl|paligemma|idefics|smolvlm",
         {"model_type": "", **_SEES},
     ),
-    (
-        r"(?<![a-z])moe(?![a-z])|-a\d+(?:\.\d+)?b\b|kimi-k|minimax-m|llama-4|dbrx",
-        {"model_type": "", **_EXPERTS},
-    ),
+    (r"(?<![a-z])moe(?![a-z])|-a\d+(?:\.\d+)?b\b|kimi-k|minimax-m|llama-4|dbrx", {"model_type": "", **_EXPERTS}),
 )
 """Patterns of names, the first that fits, and as much of a ``config.json`` as says what the family needs."""
 OTHER_FAMILY = ("deepseek_v2", "glm4_moe_lite")
@@ -85,9 +79,8 @@ def find_family(draft: Draft) -> None:
     draft.facts["family"] = family
     if draft.get("engine") == "sglang" and lacks(family, "sglang") and not lacks(family, OTHER_ENGINE):
         draft.facts["engine"] = OTHER_ENGINE
-        draft.remark(
-            ["engine"], f"sglang is not tested with this family here: {OTHER_ENGINE} samples from the same model"
-        )
+        text = f"sglang is not tested with this family here: {OTHER_ENGINE} samples from the same model"
+        draft.remark(["engine"], text)
 
 
 def backend_for(draft: Draft, strategy: str) -> str:
@@ -102,7 +95,7 @@ def put_family(draft: Draft, strategies: Mapping[str, str]) -> None:
     """Refuse families that nothing here computes; set what a family needs.
 
     Args:
-        strategies: backend of each role with a model of its own, as :func:`backend_for` gives it.
+        strategies: backend of each role that has a model, as :func:`backend_for` gives it.
     """
     if draft.states("rm_path") and (scorer := family_of(str(draft.facts["rm_path"]))) is not None:
         draft.refuse("rm_path", f"is {_kinds(needed(scorer))} by its name, and no reward model of that kind is tested")
@@ -136,7 +129,7 @@ def _kinds(capabilities: list[str]) -> str:
 
 
 def put_adapters_of_family(draft: Draft, sees: bool, has_experts: bool) -> None:
-    """Adapters go on the language part here; those of experts are of another form."""
+    """Refuse adapters on the vision tower, and on experts, whose adapters have another form here."""
     rank = draft.get("lora_rank", default=0)
     if not draft.states("lora_rank") or not rank:
         return
@@ -146,11 +139,9 @@ def put_adapters_of_family(draft: Draft, sees: bool, has_experts: bool) -> None:
         draft.refuse("lora_rank", f"{rule}exclude_modules='.*visual.*' is the same")
     targets = draft.get("lora_target", default="all-linear")
     if has_experts and not (isinstance(targets, list) and ATTENTION.issuperset(targets)):
-        rule = (
-            "puts adapters on the experts too, there, others than lora_target experts does here, which adapts their "
-            "fused tensors (docs/moe.md): "
-        )
-        draft.refuse("lora_rank", f"{rule}target_modules=[q_proj,k_proj,v_proj,o_proj] is the same")
+        rule = "puts adapters on the experts too, there, others than lora_target experts does here, which adapts their "
+        rule += "fused tensors (docs/moe.md): target_modules=[q_proj,k_proj,v_proj,o_proj] is the same"
+        draft.refuse("lora_rank", rule)
 
 
 def put_routes(draft: Draft) -> None:

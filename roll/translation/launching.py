@@ -8,64 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 PYTHON = re.compile(r"python[\d.]*|pypy\d?")
-UV_VALUES = {
-    *("--extra", "--with", "--with-editable", "--with-requirements", "--python", "-p", "--project", "--directory"),
-    *(
-        "--group",
-        "--only-group",
-        "--no-group",
-        "--no-extra",
-        "--env-file",
-        "--index",
-        "--index-url",
-        "--index-strategy",
-    ),
-    *(
-        "--extra-index-url",
-        "--find-links",
-        "-f",
-        "--cache-dir",
-        "--config-file",
-        "--prerelease",
-        "--resolution",
-        "--link-mode",
-    ),
-    *("--package", "-P", "--upgrade-package", "--refresh-package", "--reinstall-package", "--no-build-package"),
-}
+UV_VALUES = """
+    --extra --with --with-editable --with-requirements --python -p --project --directory --group --only-group --no-group
+    --no-extra --env-file --index --index-url --index-strategy --extra-index-url --find-links -f --cache-dir
+    --config-file --prerelease --resolution --link-mode --package -P --upgrade-package --refresh-package
+    --reinstall-package --no-build-package
+"""
 """Options of ``uv run`` that take the next word."""
 PYTHON_VALUES = {"-W", "-X", "--check-hash-based-pycs"}
-LAUNCHER_SWITCHES = {
-    *(
-        "--standalone",
-        "--no_python",
-        "--no-python",
-        "--run_path",
-        "--multi_gpu",
-        "--multi-gpu",
-        "--cpu",
-        "--use_deepspeed",
-    ),
-    *(
-        "--use_fsdp",
-        "--same_network",
-        "--quiet",
-        "-q",
-        "--debug",
-        "--tpu",
-        "--mps",
-        "--no_local_rank",
-        "--enable_each_rank_log",
-    ),
-    *(
-        "--use_megatron_lm",
-        "--use_xpu",
-        "--save_pid",
-        "--force_multi",
-        "--bind_cores_to_rank",
-        "--no_ssh",
-        "--fsdp_cpu_ram_efficient_loading",
-    ),
-}
+LAUNCHER_SWITCHES = """
+    --standalone --no_python --no-python --run_path --multi_gpu --multi-gpu --cpu --use_deepspeed --use_fsdp --quiet -q
+    --same_network --debug --tpu --mps --no_local_rank --enable_each_rank_log --use_megatron_lm --use_xpu --save_pid
+    --force_multi --bind_cores_to_rank --no_ssh --fsdp_cpu_ram_efficient_loading
+"""
 """Options of ``torchrun``, ``accelerate launch`` and ``deepspeed`` that take no value."""
 TRAINING = re.compile(
     r"(?:verl|recipe|skyrl|skyrl_train|openrlhf|trl)(?:\.[\w-]+)*"
@@ -74,7 +29,7 @@ TRAINING = re.compile(
 )
 """Modules that train; paths of scripts are read as modules."""
 FLAGGED = re.compile(r"^(?:.*\.)?trl\.|^(?:.*\.)?openrlhf\.cli\.|(?:^|\.)scripts\.(?:grpo|sft)$")
-"""TRL's and OpenRLHF's."""
+"""Modules of TRL and OpenRLHF, which read ``--name value``."""
 OF_DATA = re.compile(r"data(?:set)?|preprocess|prepare|download|merge|convert", re.IGNORECASE)
 
 
@@ -87,7 +42,7 @@ class Launch:
     is_module: bool
     arguments: tuple[str, ...]
     options: tuple[tuple[str, str], ...] = ()
-    """Of ``torchrun``, ``accelerate launch`` or ``deepspeed``, which share out devices."""
+    """Options of ``torchrun``, ``accelerate launch`` or ``deepspeed``, which start a process on each device."""
 
     @property
     def module(self) -> str:
@@ -127,12 +82,10 @@ def launch_of(words: Sequence[str]) -> Launch | None:
         return _python(rest)
     if name == "uv":
         return _uv(rest[1:]) if rest[:1] == ["run"] else None
-    if name == "torchrun":
+    if name in ("torchrun", "deepspeed"):
         return _launcher(rest)
     if name == "accelerate":
         return _launcher(rest[1:]) if rest[:1] == ["launch"] else None
-    if name == "deepspeed":
-        return _launcher(rest)
     if name in ("bash", "sh"):
         place = next((place for place, word in enumerate(rest) if word.endswith(".sh")), None)
         return None if place is None else Launch(rest[place], False, tuple(rest[place + 1 :]))
@@ -163,7 +116,7 @@ def _uv(words: list[str]) -> Launch | None:
         word = words.pop(0)
         if word in ("-m", "--module") and words:
             return Launch(words[0], True, tuple(words[1:]))
-        if word in UV_VALUES:
+        if word in UV_VALUES.split():
             words = words[1:]
         elif word == "--":
             continue
@@ -182,8 +135,8 @@ def _launcher(words: list[str]) -> Launch | None:
         if not word.startswith("-"):
             return Launch(word, False, tuple(words), tuple(options))
         flag, equals, value = word.partition("=")
-        if not equals and flag not in LAUNCHER_SWITCHES and words and not words[0].startswith("-"):
-            # A switch that is not known here stands before the script.
+        if not equals and flag not in LAUNCHER_SWITCHES.split() and words and not words[0].startswith("-"):
+            # An unknown switch right before the script.
             if words[0].endswith(".py"):
                 continue
             value = words.pop(0)
@@ -195,9 +148,7 @@ VARIABLE = re.compile(
     r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?P<operator>:?[-=](?P<default>[^}]*))?\}|(?P<plain>[A-Za-z_]\w*))"
 )
 ARGUMENTS = re.compile(r"\$(?:\{[@*]\}|[@*])")
-"""``$@``: what the script hands on."""
-
-
+"""``$@``: the arguments that the script passes on."""
 PROGRAM = re.compile(
     r"\$\(|`|\(\(|\[\[|<<|=\(|\(\)|\$\{[#!]|\$\{\w+(?:\[|[#%/^,]|:?[+?]|:\s*-?\d)|\$\{\w+:?[-=][^}]*\$\{"
     r"|^\s*(?:if|for|while|until|case|function|source|\.|read|local|declare|eval|\[)\s",
@@ -272,6 +223,17 @@ def expand_word(pieces: list[Piece], variables: Variables) -> list[str]:
     return [word for word in words if word or (opened and len(words) == 1)]
 
 
+TOKEN = re.compile(
+    r"(?P<comment>(?<![^ \t\r\n;&|])#[^\n]*)"
+    r"|'(?P<single>[^']*)'"
+    r'|"(?P<double>(?:\\.|[^"\\])*)"'
+    r"|(?P<separator>[ \t\r\n;&|])"
+    r"|(?P<plain>(?:\$\{[^}]*\}|[^ \t\r\n;&|'\"])+)",
+    re.DOTALL,
+)
+"""``#`` begins a comment only where a word would begin; ``${...}`` belongs to a word whatever it holds."""
+
+
 def split_commands(text: str) -> list[list[list[Piece]]]:
     """Commands as lists of words, each a list of pieces. Newlines, ``;``, ``&`` and ``|`` end a command.
 
@@ -283,53 +245,24 @@ def split_commands(text: str) -> list[list[list[Piece]]]:
     position = 0
     text = re.sub(r"\\\r?\n", " ", text)
     while position < len(text):
-        char = text[position]
-        if char in "'\"":
-            end = closing_quote(text, position)
-            inner = text[position + 1 : end]
-            word.append(Piece(inner if char == "'" else re.sub(r'\\(["$`\\])', r"\1", inner), char))
-            position = end + 1
-            continue
-        if char == "#" and not word:
-            position = end_of_line(text, position)
-            continue
-        if char in " \t\r\n;&|":
-            if word:
-                found[-1].append(word)
-                word = []
-            if char in "\n;&|":
-                found.append([])
-            position += 1
-            continue
-        end = plain_end(text, position)
-        word.append(Piece(text[position:end], ""))
-        position = end
+        token = TOKEN.match(text, position)
+        if token is None:
+            line = text.count("\n", 0, position) + 1
+            raise ValueError(f"the quote {text[position]} in line {line} is not closed")
+        position = token.end()
+        match token.lastgroup:
+            case "plain":
+                word.append(Piece(token[0], ""))
+            case "single":
+                word.append(Piece(token["single"], "'"))
+            case "double":
+                word.append(Piece(re.sub(r'\\(["$`\\])', r"\1", token["double"]), '"'))
+            case "separator":
+                if word:
+                    found[-1].append(word)
+                    word = []
+                if token[0] in "\n;&|":
+                    found.append([])
     if word:
         found[-1].append(word)
     return [command for command in found if command]
-
-
-def closing_quote(text: str, start: int) -> int:
-    quote = text[start]
-    position = start + 1
-    while position < len(text) and text[position] != quote:
-        position += 2 if quote == '"' and text[position] == "\\" else 1
-    if position >= len(text):
-        line = text.count("\n", 0, start) + 1
-        raise ValueError(f"the quote {quote} in line {line} is not closed")
-    return position
-
-
-def plain_end(text: str, start: int) -> int:
-    """Return where unquoted text ends; ``${...}`` belongs to it whatever it holds."""
-    position = start
-    while position < len(text) and text[position] not in " \t\r\n;&|'\"":
-        if text.startswith("${", position) and "}" in text[position:]:
-            position = text.index("}", position)
-        position += 1
-    return position
-
-
-def end_of_line(text: str, start: int) -> int:
-    end = text.find("\n", start)
-    return len(text) if end < 0 else end

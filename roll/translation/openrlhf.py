@@ -73,11 +73,8 @@ def put_advantages(draft: Draft) -> None:
     if estimator in GROUPED:
         draft.without_effect(f"{name} does not discount there", "gamma", "lam")
         if draft.get("kl_in_reward"):
-            rule = (
-                "takes the KL off each token behind the comparison of the group there; use_kl_loss puts it into "
-                "the loss"
-            )
-            draft.refuse("kl_coef", f"with {name} {rule}, and 0 is none", 0)
+            rule = "takes the KL off each token behind the comparison of the group there; use_kl_loss puts it into the "
+            draft.refuse("kl_coef", f"with {name} {rule}loss, and 0 is none", 0)
     else:
         draft.put("gamma", float(draft.get("gamma", default=1.0)), "gamma")
     if estimator == "gae":
@@ -89,7 +86,7 @@ def put_advantages(draft: Draft) -> None:
         draft.refuse("reward_range", "must be as far below 0 as above: there is one bound here", [-10, 10])
     else:
         draft.put("reward_clip", float(high), "reward_range")
-    if estimator == "rloo" and "reward_range" in draft.given:
+    if estimator == "rloo" and "reward_range" in draft.explicit:
         rule = "holds differences of scores within it, behind the comparison, there; here the scores themselves"
         draft.refuse("reward_range", f"with rloo {rule}; left out, it is -10 and 10", [-10, 10])
 
@@ -150,16 +147,14 @@ def put_correction(draft: Draft) -> None:
     bounds = draft.get("is_cap", default=[0.5, 5.0] if draft.states("is_kind", "icepop") else 2.0)
     if not draft.states("is_cap"):
         draft.remark(["corrects"], "bounded by 2 as in older versions, by 0.5 and 5 where the type is written")
-    band: dict[str, Any] = dict(
-        zip(("low", "high"), bounds if isinstance(bounds, list) else [None, bounds], strict=True)
-    )
+    low, high = bounds if isinstance(bounds, list) else (None, bounds)
+    band = {"high": high} if low is None else {"low": low, "high": high}
     rules: dict[str, list[dict[str, Any]]] = {
         "tis": [{"level": "token", "action": "truncate", **band}],
         "icepop": [{"level": "token", "action": "both", **band}],
         "seq-mask-tis": [{"level": "geometric", "action": "mask", **band}, {"level": "token", "action": "truncate"}],
     }
-    found = [{key: value for key, value in rule.items() if value is not None} for rule in rules[kind]]
-    draft.put("train_infer_correction", found, "corrects", "is_cap", "is_kind", "icepop")
+    draft.put("train_infer_correction", rules[kind], "corrects", "is_cap", "is_kind", "icepop")
 
 
 def put_rewards(draft: Draft) -> None:
@@ -194,11 +189,8 @@ def put_deepspeed(draft: Draft) -> None:
             continue
         if draft.get("adam_offload"):
             draft.put(f"{options}.offload", "cpu", "adam_offload")
-        arguments: dict[str, Any] = dict(
-            zip(("adam_beta1", "adam_beta2"), draft.get("adam_betas", default=[0.9, 0.95]), strict=True)
-        )
-        for name, value in arguments.items():
-            draft.put(f"{section}.training_args.{name}", float(value), "adam_betas")
+        for place, beta in enumerate(draft.get("adam_betas", default=[0.9, 0.95]), start=1):
+            draft.put(f"{section}.training_args.adam_beta{place}", float(beta), "adam_betas")
         if draft.raw.get("scheduler", "cosine_with_min_lr") == "cosine_with_min_lr":
             draft.put(f"{section}.training_args.min_lr_ratio", 0.1, "scheduler")
     if draft.get("lora_rank", default=0) > 0 and draft.get("lora_dropout"):

@@ -6,6 +6,7 @@ steps of samples.
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 from roll.translation.families import backend_for
@@ -21,7 +22,7 @@ def strategy_of(draft: Draft, role: str) -> str:
 
 
 def written_strategy(draft: Draft, role: str) -> str:
-    """The backend that their keys name. A reference without one of its own follows the actor."""
+    """The backend that their keys name. A reference without its own key follows the actor."""
     if draft.get("config_name") == "fsdp2":
         return "fsdp2"
     if draft.get("config_name") == "megatron":
@@ -50,14 +51,13 @@ def put_host_memory(draft: Draft) -> None:
         fact = f"cpu_offload.{role}"
         if not draft.states(fact):
             continue
-        asked, strategy = bool(draft.facts[fact]), strategy_of(draft, role)
+        strategy = strategy_of(draft, role)
         if strategy == "fsdp" and draft.names.get(fact, "").endswith(".offload_policy"):
             draft.remark([fact], "left out: fsdp2 alone reads it, there")
-            continue
-        if not strategy.startswith("fsdp"):
+        elif not strategy.startswith("fsdp"):
             draft.remark([fact], f"left out: has no effect under {strategy}")
         else:
-            draft.put(f"{section}.{OPTIONS}.offload_policy", asked, fact)
+            draft.put(f"{section}.{OPTIONS}.offload_policy", bool(draft.facts[fact]), fact)
 
 
 def put_master_types(draft: Draft) -> None:
@@ -142,9 +142,8 @@ def put_engine_devices(draft: Draft, trainers: int, together: bool, next_free: i
         draft.problems.add("actor_rollout_ref.rollout.tensor_model_parallel_size", size, rule, 1)
     else:
         mapping = devices(0 if together else next_free, wanted)
-        draft.put(
-            "actor_infer.device_mapping", mapping, "gpus", "nodes", "engines", "colocate", "engine_gpus", "engine_nodes"
-        )
+        because = ("gpus", "nodes", "engines", "colocate", "engine_gpus", "engine_nodes")
+        draft.put("actor_infer.device_mapping", mapping, *because)
         draft.facts["devices"] = next_free if together else next_free + wanted
 
 
@@ -162,7 +161,7 @@ def find_engines(draft: Draft) -> None:
     """Take SkyRL's servers for engines of the run itself, on devices behind the trainer's: one for each address."""
     facts = ("engines_local", "engine_urls", "engine_proxy")
     if draft.get("engines_local", default=True):
-        if draft.get("engine_proxy") or (draft.get("engine_urls") and "engine_urls" in draft.given):
+        if draft.get("engine_proxy") or (draft.get("engine_urls") and "engine_urls" in draft.explicit):
             draft.without_effect("run_engines_locally is true", *facts[1:])
         return
     if draft.get("colocate", default=True):
@@ -171,7 +170,7 @@ def find_engines(draft: Draft) -> None:
         return
     if urls := draft.get("engine_urls"):
         draft.state("engines", len(urls))
-    elif "engines" not in draft.given:
+    elif "engines" not in draft.explicit:
         draft.state("engines", 1)
     draft.remark(facts, "no server is asked: the run starts these engines itself, and its cluster needs their devices")
 
@@ -181,7 +180,7 @@ def devices(start: int, count: int) -> str:
 
 
 def put_run_ahead(draft: Draft) -> None:
-    """Generation one step ahead of training, on devices of its own."""
+    """Generation one step ahead of training, on separate devices."""
     if draft.facts.get("one_step_off"):
         draft.put("async_generation_ratio", 1, "colocate")
         draft.put("partial_rollout", False, "colocate")
@@ -221,13 +220,9 @@ def put_engine(draft: Draft) -> None:
 
 def data_parallel_size(draft: Draft, role: str) -> int:
     """Ranks that learn from different samples."""
-    cut = 1
     strategy = strategy_of(draft, role)
-    if strategy == "megatron":
-        for name in CUTTING:
-            cut *= int(draft.get(f"{name}.{role}", default=1))
-    elif strategy != "deepspeed":
-        cut = int(draft.get(f"ulysses.{role}", default=1))
+    names = CUTTING if strategy == "megatron" else () if strategy == "deepspeed" else ("ulysses",)
+    cut = math.prod(int(draft.get(f"{name}.{role}", default=1)) for name in names)
     return max(1, device_count(draft, role) // cut)
 
 
@@ -239,16 +234,15 @@ def put_batches(draft: Draft) -> None:
         if role == "reference" or not draft.states(*sizes, *layout, f"pipeline.{role}", f"context.{role}"):
             continue
         mini = draft.get(f"mini.{role}", "mini.actor")
-        micro = draft.get(
-            f"micro.{role}", "micro", default=1 if draft.get(f"dynamic.{role}", "dynamic.actor") else None
-        )
+        is_dynamic = draft.get(f"dynamic.{role}", "dynamic.actor")
+        micro = draft.get(f"micro.{role}", "micro", default=1 if is_dynamic else None)
         of_all = draft.get(f"micro_of_all.{role}")
         if of_all is not None and draft.states(f"micro_of_all.{role}"):
             micro = max(1, of_all // device_count(draft, role))
         if mini is None or micro is None:
             draft.problems.missing(f"micro-batch of {section}", "is needed: samples of a micro-batch on one device", 1)
             continue
-        if draft.get(f"dynamic.{role}", "dynamic.actor"):
+        if is_dynamic:
             micro = fitting(draft, role, Fraction(mini), int(micro))
         put_accumulation(draft, role, section, Fraction(mini), int(micro))
 
@@ -302,15 +296,15 @@ def put_token_budgets(draft: Draft) -> None:
         for phase, (switches, budgets) in phases.items():
             if (role == "reference" and phase == "train") or not draft.states(*switches):
                 continue
-            asked = bool(draft.get(*switches, default=False))
-            if asked or draft.get(*dynamic):
-                draft.put(f"{section}.use_dynamic_batching_in_{phase}", asked, *switches)
+            enabled = bool(draft.get(*switches, default=False))
+            if enabled or draft.get(*dynamic):
+                draft.put(f"{section}.use_dynamic_batching_in_{phase}", enabled, *switches)
             budget = draft.get(*budgets)
-            if asked and budget is not None:
+            if enabled and budget is not None:
                 draft.put(f"{section}.max_tokens_per_microbatch_in_{phase}", int(budget) * ranks, *budgets)
         counted: dict[str, tuple[str, ...]] = {own: dynamic, f"forward_budget.{role}": forward}
         for fact, switches in counted.items():
-            if fact in draft.given and not (draft.states(*switches) and draft.get(*switches)):
+            if fact in draft.explicit and not (draft.states(*switches) and draft.get(*switches)):
                 draft.remark([fact], "left out: without use_dynamic_bsz it has no effect")
 
 

@@ -1,4 +1,4 @@
-"""From a pasted command, a script or a YAML file to their keys with values, and what else the text says."""
+"""Reading of a pasted command, a script or a YAML file: their keys with values, environment and launcher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOREIGN = "is a program of its own: what it trains is in its code, not in its ar
 CONFIG_NAME = "--config-name"
 ASSIGNMENT = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
 SCRIPT_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-"""In a script a name without dots is a variable; among bare keys it may be one of theirs, if it is in small letters."""
+"""In a script a name without dots is a variable; among bare keys one in small letters may be their key."""
 LAUNCH = re.compile(r"\s-m\s+[\w.]+|\.(?:sh|py)\s")
 UNSET = re.compile(r"\$\{oc\.env:(\w+)\}")
 KEY_VALUE = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=", re.DOTALL)
@@ -30,6 +30,10 @@ HOUSEKEEPING = {
     *("exit", "true", "wait", "rm", "tee"),
 }
 """Commands around a launch that say nothing about the run."""
+MAX_LEFT_OUT = 20
+"""Commands around a launch that the notes list."""
+SHORT = 120
+"""Characters of such a command."""
 
 
 @dataclass
@@ -49,9 +53,9 @@ class Source:
     left_out: list[str] = field(default_factory=list)
     """Words and commands that were passed over."""
     options: dict[str, str] = field(default_factory=dict)
-    """Of the program that starts one process a device (``torchrun``, ``accelerate launch``, ``deepspeed``)."""
+    """Options of the program that starts one process a device (``torchrun``, ``accelerate launch``, ``deepspeed``)."""
     remarks: list[str] = field(default_factory=list)
-    """Remarks on the way it was read."""
+    """Remarks on how the text was read."""
     config_path: str = ""
     """Folder of the file that ``--config-name`` names."""
 
@@ -113,7 +117,7 @@ def read_recording(recording: Recording, name: str, call: int | None = None) -> 
     if not runs:
         keys = [command for command in recording.commands if KEY_VALUE.match(command.words[0])]
         if keys:
-            return _checked(*_of_words([word for command in keys for word in command.words], keys[0].environment))
+            return _of_words([word for command in keys for word in command.words], keys[0].environment)
         raise ConfigError([Problem("(script)", name, _no_run(recording, launches))])
     if call is None and len(runs) > 1:
         shown = "; ".join(f"{number}: {_short(command)}" for number, (command, _) in enumerate(runs, start=1))
@@ -121,35 +125,28 @@ def read_recording(recording: Recording, name: str, call: int | None = None) -> 
     if call is not None and not 1 <= call <= len(runs):
         raise ConfigError([Problem("--call", call, f"must be from 1 to {len(runs)}: {name} starts so many runs", 1)])
     command, launch = runs[(call or 1) - 1]
-    source, mistakes = _of_words(launch.arguments, command.environment, launch.takes_flags)
+    source = _of_words(launch.arguments, command.environment, launch.takes_flags)
     source.launcher, source.from_module = launch.module, launch.is_module or launch.takes_flags
     source.options = dict(launch.options)
-    source.left_out = [*dict.fromkeys(_short(other) for other in recording.commands if other is not command)]
-    source.left_out = source.left_out[:MAX_LEFT_OUT]
+    left_out = dict.fromkeys(_short(other) for other in recording.commands if other is not command)
+    source.left_out = list(left_out)[:MAX_LEFT_OUT]
     if recording.went_on:
-        source.remarks.append(
-            "the script ended before its launch, for files that are not here: its checks were passed over"
-        )
-    return _checked(source, mistakes)
+        text = "the script ended before its launch, for files that are not here: its checks were passed over"
+        source.remarks.append(text)
+    return source
 
 
-MAX_LEFT_OUT = 20
-"""Commands around a launch that the notes list."""
+def _of_words(words: Sequence[str], environment: Mapping[str, str], flags: bool = False) -> Source:
+    """Keys of split words.
 
-
-def _of_words(
-    words: Sequence[str], environment: Mapping[str, str], flags: bool = False
-) -> tuple[Source, list[Problem]]:
+    Raises:
+        ConfigError: words that are no keys.
+    """
     source = Source(environment=dict(environment))
-    mistakes = _read_flags(list(words), source) if flags else _read_arguments(list(words), source)
+    if mistakes := (_read_flags if flags else _read_arguments)(list(words), source):
+        raise ConfigError(mistakes)
     used = (str(value) for value in source.keys.values())
     source.unset = tuple(dict.fromkeys(name for text in used for name in UNSET.findall(text)))
-    return source, mistakes
-
-
-def _checked(source: Source, mistakes: Sequence[Problem]) -> Source:
-    if mistakes:
-        raise ConfigError(list(mistakes))
     return source
 
 
@@ -161,17 +158,14 @@ def _no_run(recording: Recording, launches: Sequence[tuple[Command, Launch]]) ->
             f"starts {started}, and none of it is a training program that is known: what others train is in their code"
         )
     last = [line for line in recording.output.splitlines() if not line.startswith("+")][-3:]
-    said = f"; it printed: {' / '.join(last)}" if last else ""
-    rule = f"starts no training program (exit status {recording.status}){said}"
-    return f"{rule}. Variables are given in front, arguments behind: roll translate NAME=value {SCRIPT} argument"
+    printed = f"; it printed: {' / '.join(last)}" if last else ""
+    rule = f"starts no training program (exit status {recording.status}){printed}"
+    return f"{rule}. Variables are given in front, arguments behind: roll translate NAME=value script.sh argument"
 
 
 def _short(command: Command) -> str:
     text = " ".join(command.words)
     return text if len(text) <= SHORT else f"{text[:SHORT]}..."
-
-
-SCRIPT, SHORT = "script.sh", 120
 
 
 def read_words(words: Sequence[str]) -> Source:
@@ -236,16 +230,16 @@ def _resolve(value: Any, flat: Mapping[str, Any], depth: int = 8) -> Any:
 
 
 def _take_assignments(words: list[str], assignment: re.Pattern[str], variables: Variables, source: Source) -> list[str]:
-    """Put leading ``NAME=value`` words (also after ``export``) away, and return what is left of the command."""
+    """Read leading ``NAME=value`` words (also after ``export``) into variables; return the rest of the command."""
     exported = words[0] == "export"
     rest = words[1:] if exported else words
-    taken: dict[str, str] = {}
+    assigned: dict[str, str] = {}
     while rest and (match := assignment.fullmatch(rest[0])):
-        taken[match[1]] = match[2]
+        assigned[match[1]] = match[2]
         rest = rest[1:]
-    variables.values |= taken
+    variables.values |= assigned
     if exported or rest:
-        source.environment |= taken
+        source.environment |= assigned
     return [] if exported or rest[:1] == [":"] else rest
 
 
@@ -299,6 +293,7 @@ def _scalar(text: str) -> Any:
 
 
 def _read_arguments(words: list[str], source: Source) -> list[Problem]:
+    """``key=value``, ``+key=value`` and ``group@package=choice`` with values as hydra reads them, and its options."""
     mistakes = []
     while words:
         word = words.pop(0)
@@ -313,15 +308,8 @@ def _read_arguments(words: list[str], source: Source) -> list[Problem]:
         elif word in ("...", "\\", "--"):
             source.left_out.append(word)
         elif KEY_VALUE.match(word):
-            key, read = read_override(word)
-            source.keys[key] = read
+            override = parse_override(word)
+            source.keys[flag.lstrip("+~")] = value if override is None else override.value()
         else:
             mistakes.append(Problem(COMMAND, word, "must be key=value", "trainer.strategy=fsdp2"))
     return mistakes
-
-
-def read_override(word: str) -> tuple[str, Any]:
-    """Key and value of ``key=value``, ``+key=value`` or ``group@package=choice``, the value as hydra reads it."""
-    override = parse_override(word)
-    key = word.partition("=")[0].lstrip("+~")
-    return key, override.value() if override is not None else word.partition("=")[2]

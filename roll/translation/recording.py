@@ -3,14 +3,19 @@
 The script is text from anywhere. It runs where model-written code runs (:mod:`roll.rewards.sandbox`): without network,
 without the user's files and processes, in a scratch folder that is thrown away, with little time and memory. Where the
 host cannot give that, nothing runs.
+
+Programs that only work on text are the real ones. Every other command becomes a stand-in (``stand_in.sh``) that writes
+down what it was called with and succeeds: nothing is installed, downloaded, started or slept.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -18,7 +23,6 @@ from typing import IO
 from roll.config.reading.errors import ConfigError, Problem
 from roll.rewards.sandbox import PROTECTIONS, Limits, MissingProtection, Sandbox, SandboxError, Settings
 from roll.translation.launching import launch_of
-from roll.translation.recorder import NOT_SET, READY, driver, marker
 
 REQUIRED = tuple(name for name in PROTECTIONS if name not in ("scratch", "user"))
 """Protections without which no script runs. A user id of its own and a private folder of limited size are other ways to
@@ -33,6 +37,53 @@ INSTEAD = (
     "give the command line itself instead: roll translate python3 -m verl.trainer.main_ppo key=value ... "
     "(echo before the command in the script prints it)"
 )
+
+LAUNCHERS = ("python", "python3", "uv", "torchrun", "accelerate", "deepspeed", "trl", "ray")
+"""Programs that start a run, or something around one."""
+DESCRIPTOR = 50
+"""Descriptor that stand-ins write to; high enough to be out of the way of a script's own redirections."""
+READY = "READY"
+"""The first word of every record: this shell can start processes."""
+DEVICES = 8
+"""Accelerators, of which a script that counts them finds a whole node."""
+TEXT_TOOLS = """
+    awk gawk mawk base64 basename bc cat cmp column comm cut date diff dirname egrep expand expr false fgrep find fmt
+    fold getopt grep head id jq join ls md5sum mktemp nl numfmt od paste printf readlink realpath rev sed seq sha256sum
+    shuf sort stat strings sum tac tail tr true uname uniq wc xargs
+"""
+FILE_TOOLS = "chmod cp ln mkdir mv rm rmdir touch"
+"""Real within the scratch folder, and successful elsewhere."""
+WRAPPERS = "env nice nohup numactl nsys setsid srun stdbuf sudo taskset time timeout unbuffer mpirun"
+"""Commands that start the command behind their own options."""
+SILENT = "sleep nvidia-smi rocm-smi npu-smi nproc hostname scontrol which tee uvx pip pip3 conda git curl wget"
+
+NOT_SET = "variable_not_set_"
+"""Computing with a marker ends in bash's complaint about this word with the name behind it."""
+_UNSET = "__UNSET_{}__"
+
+_STAND_IN = (Path(__file__).parent / "stand_in.sh").read_text(encoding="utf-8")
+_MODULES = {
+    "torch/__init__.py": "from . import cuda\n",
+    "torch/cuda.py": f"def is_available():\n    return True\ndef device_count():\n    return {DEVICES}\n",
+    "verl/__init__.py": "",
+    "verl/utils/__init__.py": "",
+    "verl/utils/device.py": (
+        "is_cuda_available, is_npu_available = True, False\ndef get_device_name():\n    return 'cuda'\n"
+    ),
+}
+"""Modules for ``python3 -c`` and ``python3 -``, which run for real: those of a machine with CUDA devices."""
+
+_EVERY_SHELL = r"""
+cd() { builtin cd "$@" 2>/dev/null; return 0; }
+pushd() { builtin pushd "$@" >/dev/null 2>&1; return 0; }
+popd() { builtin popd >/dev/null 2>&1; return 0; }
+ulimit() { return 0; }
+command_not_found_handle() { "$ROLL_BASE/.bin/unknown" "$@"; return 0; }
+"""
+_GO_ON = r"""
+exit() { if ((${1:-0} == 0)); then builtin exit 0; fi; return 0; }
+"""
+"""For a second try, since the files that a script checks before its launch are missing here."""
 
 _NAME = r"[A-Za-z_]\w*"
 _USED = re.compile(rf"\$(?:\{{({_NAME})\}}|({_NAME}))")
@@ -94,15 +145,15 @@ def record(
     text = read_script(script)
     root = root_of(script)
     files = {str(script.resolve().relative_to(root)): text} | companions(script, text, root)
-    given = dict(environment or {})
+    variables = dict(environment or {})
     own = sandbox or Sandbox(Settings(require=REQUIRED))
     try:
         own.start()
-        first = _run(own, script, root, files, arguments, given, [], go_on=False)
+        first = _run(own, script, root, files, arguments, variables, [], go_on=False)
         if any(is_launch(command) for command in first[0]):
             return Recording(*first)
         calmed = {path: calm(content) for path, content in files.items()}
-        second = _run(own, script, root, calmed, arguments, given, _MISSING.findall(first[2]), go_on=True)
+        second = _run(own, script, root, calmed, arguments, variables, _MISSING.findall(first[2]), go_on=True)
         if any(is_launch(command) for command in second[0]):
             return Recording(*second, went_on=True)
         return Recording(*first)
@@ -253,3 +304,79 @@ def _outside(text: str, base: str, root: Path) -> str:
         raise ConfigError([Problem("(script)", _CONTROL.sub("?", text)[:200], "holds control characters")])
     text = text.replace(f"{base}/root", str(root))
     return _UNSET_MARK.sub(lambda match: f"${{oc.env:{match[1]}}}", text)
+
+
+def marker(name: str) -> str:
+    """Marker for a variable that the script uses and does not set."""
+    return ("/" if name == "HOME" else "") + _UNSET.format(name)
+
+
+def driver(
+    script: str,
+    files: Mapping[str, str],
+    arguments: list[str],
+    environment: Mapping[str, str],
+    unset: list[str],
+    absolute: list[str],
+    go_on: bool,
+) -> str:
+    """A bash program that lays out the files below the working folder and runs one of them under stand-ins.
+
+    Args:
+        script: path of the script below the root folder; it is one of ``files``.
+        arguments: of the script.
+        environment: variables set in front of it.
+        unset: names of variables that get a marker for a value.
+        absolute: programs that the script names by their paths.
+        go_on: whether an ``exit`` with an error is passed over.
+    """
+    base = 'ROLL_BASE=$PWD\nmkdir -p "$ROLL_BASE/.bin" "$ROLL_BASE/.tools" "$ROLL_BASE/root"\n'
+    lines = ["umask 022", "exec @DESCRIPTOR@>&4 4>&- 3<&-".replace("@DESCRIPTOR@", str(DESCRIPTOR)), base]
+    lines += [f"[ \"$(echo runs)\" = runs ] && printf '{READY}\\0' >&{DESCRIPTOR}"]
+    lines += [_put(f".bin/modules/{path}", text) for path, text in _MODULES.items()]
+    lines += [_put(".bin/every-shell", _every_shell(absolute, go_on)), f"stand_in={shlex.quote(_stand_in())}"]
+    names = shlex.join([*LAUNCHERS, "bash", "sh", "unknown", *FILE_TOOLS.split(), *WRAPPERS.split(), *SILENT.split()])
+    lines += [
+        _links(".bin", TEXT_TOOLS.split()),
+        _links(".tools", (*FILE_TOOLS.split(), "sleep", "env", "cat", "bash")),
+        f'for name in {names}; do printf %s "$stand_in" > "$ROLL_BASE/.bin/$name"; done',
+    ]
+    for path, text in files.items():
+        lines.append(_put(f"root/{path}", text))
+    lines.append(f'chmod -R u+rwx "$ROLL_BASE/root"; (builtin cd "$ROLL_BASE/.bin" && chmod u+rx {names})')
+    lines.append('for name in $(compgen -e); do unset "$name" 2>/dev/null; done')
+    own = {"ROLL_BASE": "$ROLL_BASE", "ROLL_TOOLS": "$ROLL_BASE/.tools", "TMPDIR": "$ROLL_BASE"}
+    own |= {"PATH": "$ROLL_BASE/.bin", "BASH_ENV": "$ROLL_BASE/.bin/every-shell"}
+    lines += [f'export {name}="{value}"' for name, value in own.items()]
+    lines += [f"export {name}={shlex.quote(marker(name))}" for name in unset]
+    lines += [f"export {_UNSET.format(name)}={shlex.quote(f'1 {NOT_SET}{name}')}" for name in unset]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
+    lines += ['cd "$ROLL_BASE/root"', f'exec "$ROLL_TOOLS/bash" {shlex.join([script, *arguments])}']
+    return "\n".join(lines) + "\n"
+
+
+def _stand_in() -> str:
+    # The real interpreter works out what `python3 -c` prints; it is in the sandbox as well.
+    named = {"DESCRIPTOR": str(DESCRIPTOR), "DEVICES": str(DEVICES), "PYTHON": sys.executable}
+    named |= {"WRAPPERS": "|".join(WRAPPERS.split()), "FILE_TOOLS": "|".join(FILE_TOOLS.split())}
+    text = _STAND_IN
+    for name, value in named.items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+def _every_shell(absolute: list[str], go_on: bool) -> str:
+    own = [f'{path}() {{ {path.rpartition("/")[2]} "$@"; }}\n' for path in absolute]
+    return _EVERY_SHELL + "".join(own) + (_GO_ON if go_on else "")
+
+
+def _links(into: str, tools: Iterable[str]) -> str:
+    """Links to the tools that the host has, by one command."""
+    folders = "/usr/local/bin /usr/bin /bin"
+    search = f'for folder in {folders}; do [ -x "$folder/$tool" ] && paths+=("$folder/$tool") && break; done'
+    return f'paths=(); for tool in {shlex.join(tools)}; do {search}; done; ln -s -t "$ROLL_BASE/{into}" "${{paths[@]}}"'
+
+
+def _put(path: str, text: str) -> str:
+    folder = shlex.quote(path.rpartition("/")[0])
+    return f'mkdir -p "$ROLL_BASE/"{folder} && printf %s {shlex.quote(text)} > "$ROLL_BASE/"{shlex.quote(path)}'

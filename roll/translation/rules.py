@@ -45,9 +45,10 @@ class Rule:
     @property
     def is_switch(self) -> bool:
         """True and false are values, and nothing like them is."""
-        return self._takes(True) and self._takes(False) and not self._takes(1.5) and not self._takes("auto")
+        return self.takes(True) and self.takes(False) and not self.takes(1.5) and not self.takes("auto")
 
-    def _takes(self, value: Any) -> bool:
+    def takes(self, value: Any) -> bool:
+        """Return true for a value that has a translation."""
         try:
             self.value(value)
         except (ValueError, TypeError):
@@ -68,10 +69,10 @@ class Section:
 
 @dataclass
 class Draft:
-    """Facts and keys found so far."""
+    """A translation in progress: facts and keys found so far."""
 
     whole: bool
-    """A run of its own, whose unwritten keys have their tool's defaults; else changes to a recipe."""
+    """A complete run, whose unwritten keys have their tool's defaults; else changes to a recipe."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Numbers and names that several keys of ours depend on; those of the recipe or the defaults first."""
     written: set[str] = field(default_factory=set)
@@ -82,8 +83,8 @@ class Draft:
     """For each fact, the value as their key states it."""
     defaults: dict[str, Any] = field(default_factory=dict)
     """For each fact, their tool's default, written or not."""
-    given: set[str] = field(default_factory=set)
-    """Facts that the text itself states."""
+    explicit: set[str] = field(default_factory=set)
+    """Facts that the text itself states, defaults apart."""
     roles: set[str] = field(default_factory=set)
     """Sections that the run has."""
     keys: dict[str, Any] = field(default_factory=dict)
@@ -91,7 +92,7 @@ class Draft:
     reasons: dict[str, set[str]] = field(default_factory=dict)
     """For each fact, the keys that it decided."""
     remarks: dict[str, list[str]] = field(default_factory=dict)
-    """For each fact, what else is to say of it."""
+    """For each fact, further remarks for its note."""
     problems: Problems = field(default_factory=Problems)
 
     def states(self, *names: str) -> bool:
@@ -99,7 +100,7 @@ class Draft:
         return any(name in self.written for name in names)
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The first of these facts that there is; theirs go before the recipe's."""
+        """The first of these facts that has a value; theirs go before the recipe's."""
         known = [name for name in names if self.facts.get(name) is not None]
         return next(
             (self.facts[name] for name in known if name in self.written), self.facts[known[0]] if known else default
@@ -127,21 +128,19 @@ class Draft:
             self.reasons.setdefault(fact, set()).add(key)
 
     def state(self, fact: str, value: Any) -> None:
-        """Set a fact as if a key of theirs said it."""
+        """Set a fact as if one of their keys stated it."""
         self.facts[fact] = value
         self.written.add(fact)
 
     def remark(self, facts: Iterable[str], text: str) -> None:
-        """Say something of those of the facts that are written."""
+        """Add ``text`` to the notes of those facts that are written."""
         for fact in facts:
-            if fact in self.written:
-                said = self.remarks.setdefault(fact, [])
-                if text not in said:
-                    said.append(text)
+            if fact in self.written and text not in (texts := self.remarks.setdefault(fact, [])):
+                texts.append(text)
 
     def without_effect(self, because: str, *facts: str) -> None:
-        """Say of those of the facts that the text itself states that nothing comes of them."""
-        self.remark([fact for fact in facts if fact in self.given], f"left out: {because}")
+        """Remark on the facts that the text itself states that they are left out."""
+        self.remark([fact for fact in facts if fact in self.explicit], f"left out: {because}")
 
     def refuse(self, fact: str, rule: str, example: Any = None) -> None:
         """Note that what states a fact has no translation."""
@@ -167,15 +166,15 @@ class Dialect:
     """Patterns of the modules that start their trainer, and the facts that each adds."""
 
     files: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
-    """The keys of a command above those of the file of settings that it names, in a folder."""
+    """``(keys, folder) -> keys``: adds those of the settings file in ``folder`` that the keys name; a command's win."""
     prepare: Callable[[Draft], None] | None = None
-    """Arithmetic that comes before all other: facts of theirs in the terms of the common ones."""
+    """The first step: states the project's facts under the names that the common arithmetic reads."""
     algorithm: Callable[[Draft], None] | None = None
-    """Keys of the algorithm, for a project with a vocabulary of its own."""
+    """Sets the algorithm's keys for a project with its own vocabulary; None: :mod:`roll.translation.algorithms`."""
     steps: tuple[Callable[[Draft], None], ...] = ()
     """Steps from facts to keys; empty: what an RLVR run has (:mod:`roll.translation.assembly`)."""
     empty_is_false: bool = False
-    """Their program takes an empty text for a switch, as false."""
+    """Their program reads an empty text as false where it expects a switch."""
     pipeline: str = "rlvr"
     """Pipeline of a whole run."""
 
@@ -191,7 +190,7 @@ class Dialect:
         return {rule.spellings[0]: yaml.safe_load(rule.default) for rule in rules}
 
     def find(self, key: str) -> tuple[Rule, str] | None:
-        """The rule for a key, and what stands in the place of its ``*``; the longest that fits."""
+        """The rule for a key, and the part of the key that its ``*`` stands for; the longest rule that fits."""
         known = self.rules
         if key in known:
             return known[key], ""

@@ -1,4 +1,4 @@
-"""Between sampling and loss: corrections of the engine's mismatch, dynamic sampling, over-long responses."""
+"""Keys between sampling and loss: corrections of the engine's mismatch, dynamic sampling, over-long responses."""
 
 from __future__ import annotations
 
@@ -11,22 +11,18 @@ DAPO_SCORES = 0.5
 """DAPO's mathematics is scored with -1 and 1 in verl, with 0 and 1 here: half the distance between right and wrong."""
 WITH_PENALTY = ("score", "seq_reward", "seq_final_reward")
 """Metrics of ``filter_groups`` that contain the over-long punishment."""
-
-
 WEIGHTS = ("is_level", "is_bound", "is_normalized")
-ALONE = "without tis_ratio_type or sequence_mask_metric it does not count there"
 
 
 def put_bypass(draft: Draft) -> None:
-    """verl's ``bypass_mode``: the engine's log-probs stand in for the old ones, with a loss of its own."""
+    """verl's ``bypass_mode``: the engine's log-probs replace the old ones, and a separate key names the loss."""
     if not draft.get("bypass"):
         draft.without_effect("without bypass_mode it does not count", "bypass_loss")
         return
     if draft.raw.get("loss", "vanilla") != "vanilla":
         draft.refuse("loss", "is replaced by rollout_correction.loss_type with bypass_mode: leave it out", "vanilla")
     if draft.value_of("bypass_loss") == "reinforce":
-        draft.facts["loss"] = "vanilla"
-        draft.written.add("loss")
+        draft.state("loss", "vanilla")
     else:
         draft.put("force_disable_old_logprobs_recompute", True, "bypass", "bypass_loss")
 
@@ -36,9 +32,7 @@ def put_correction(draft: Draft) -> None:
     rules = [*verl_rules(draft), *skyrl_rules(draft)]
     if rules:
         because = (
-            "is_level",
-            "is_bound",
-            "is_normalized",
+            *WEIGHTS,
             "rejection",
             "rejection_bound",
             "bypass_loss",
@@ -52,7 +46,7 @@ def put_correction(draft: Draft) -> None:
 
 LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
 OLDER_LEVELS = {"token": "token", "sequence": "sequence", "geometric": "geometric"}
-"""Beginnings of verl's criteria of rejection, and its older names of three of them, by our levels."""
+"""Our levels by the prefixes of verl's rejection criteria, and by its older names for three of them."""
 OUTCOMES = ("grpo", "rloo", "roll.algorithms.verl_estimators.gpg", "roll.algorithms.verl_estimators.grpo_passk")
 """Estimators whose advantages are the same with and without the tokens that are rejected."""
 
@@ -88,22 +82,22 @@ def rejection_rules(draft: Draft, weight_level: Any, bypass: bool) -> list[dict[
     training) out of the numerators alone; numbers of responses stay as they are in both.
     """
     names = [name.strip() for name in str(draft.get("rejection", default="")).split(",") if name.strip()]
-    given = str(draft.get("rejection_bound", default="")).split(",")
+    thresholds = str(draft.get("rejection_bound", default="")).split(",")
     if not names:
         draft.without_effect("without rollout_rs nothing is rejected", "rejection_bound", "rejection_low")
         return []
-    if len(given) not in (1, len(names)) or not given[0]:
+    if len(thresholds) not in (1, len(names)) or not thresholds[0]:
         draft.refuse("rejection", "needs rollout_rs_threshold: one for all criteria, or one for each")
         return []
     rules = [
         rejection_rule(draft, name, bound.strip())
-        for name, bound in zip(names, given * len(names) if len(given) == 1 else given, strict=True)
+        for name, bound in zip(names, thresholds * len(names) if len(thresholds) == 1 else thresholds, strict=True)
     ]
     if any(rule is None for rule in rules):
         return []
     of_tokens = any(rule["level"] == "token" for rule in rules if rule)
-    mode = "seq-mean-token-mean" if draft.get("loss") in draft.facts.get("sequence_mean_losses", ()) else None
-    mode = mode or str(draft.value_of("aggregation"))
+    by_response = draft.get("loss") in draft.facts.get("sequence_mean_losses", ())
+    mode = "seq-mean-token-mean" if by_response else str(draft.value_of("aggregation"))
     if of_tokens and mode == "seq-mean-token-mean":
         rule = "divides by the tokens of a response that are left, and by all responses, there; no rule here does"
         draft.refuse("rejection", f"{rule}: loss_agg_mode token-mean is the same")
@@ -144,16 +138,15 @@ def rejection_rule(draft: Draft, name: str, bound: str) -> dict[str, Any] | None
 def refuse_weighted_baseline(draft: Draft, level: Any, bypass: bool) -> None:
     """Refuse weights that verl also applies to the optimal token baseline, and runs without old log-probs."""
     if bypass:
-        draft.refuse(
-            "bypass", "leaves the optimal token baseline no sums of squared probabilities, in verl either", False
-        )
+        rule = "leaves the optimal token baseline no sums of squared probabilities, in verl either"
+        draft.refuse("bypass", rule, False)
     elif level is not None:
         rule = "also weighs the optimal token baseline there, by the square of the weights; here the loss alone"
         draft.refuse("is_level", rule, None)
 
 
 def bounds(threshold: Any) -> tuple[float | None, float]:
-    """Of ``2.0`` and ``"0.5_5.0"``: (None, 2.0) and (0.5, 5.0)."""
+    """Lower and upper bound: (None, 2.0) of ``2.0``, (0.5, 5.0) of ``"0.5_5.0"``."""
     low, _, high = str(threshold).rpartition("_")
     return (float(low) if low else None), float(high)
 
@@ -173,48 +166,36 @@ def skyrl_rules(draft: Draft) -> list[dict[str, Any]]:
     rules: list[dict[str, Any]] = []
     if level is not None:
         rules.append({"level": level, "action": "truncate", "high": draft.value_of(f"tis_{level}_cap")})
-    masks = outlier_rules(draft, level, metric) + sequence_rules(draft, metric) + token_rules(draft, level, metric)
+    masks = mask_rules(draft, level, metric)
     if masks and draft.facts.get("masks_drop_tokens") and draft.value_of("aggregation") == "token-mean":
         rule = "takes what it masks out of the number of tokens in this version; here the denominators stay as they are"
-        draft.refuse(
-            "mask_metric" if metric else "tis_type",
-            f"{rule}: loss_reduction sequence_mean counts responses and is the same",
-        )
+        rule += ": loss_reduction sequence_mean counts responses and is the same"
+        draft.refuse("mask_metric" if metric else "tis_type", rule)
     return rules + masks
 
 
-def sequence_rules(draft: Draft, metric: Any) -> list[dict[str, Any]]:
-    """Sequences by the product or the geometric mean of their ratios."""
-    if metric is None:
-        return []
-    name = "geo" if metric == "geometric" else "product"
-    low, high = draft.value_of(f"{name}_low"), draft.value_of(f"{name}_high")
-    return [{"level": "geometric" if name == "geo" else "sequence", "action": "mask", "low": low, "high": high}]
-
-
-def outlier_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
-    """Responses with a token whose ratio is far off; there only together with another correction."""
+def mask_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
+    """Masks of responses with an outlier among their tokens, of responses by their own ratio, and of tokens; the first
+    and the last count only together with another correction."""
     low, high = draft.get("outlier_low"), draft.get("outlier_high")
+    band = {side: bound for side in ("low", "high") if (bound := draft.get(f"token_mask_{side}")) is not None}
+    facts = tuple(f"token_mask_{side}" for side in band)
     if level is None and metric is None:
-        draft.without_effect(ALONE, "outlier_low", "outlier_high")
+        alone = "without tis_ratio_type or sequence_mask_metric it does not count there"
+        draft.without_effect(alone, "outlier_low", "outlier_high", *facts)
         return []
-    rules = [] if high is None else [{"level": "max", "action": "mask", "high": high}]
-    # The largest k1 is minus the logarithm of the smallest ratio.
-    return rules + ([] if low is None else [{"level": "max", "action": "mask", "metric": "k1", "high": -math.log(low)}])
-
-
-def token_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
-    """Tokens by their own ratio; there only together with another correction."""
-    given = {side: bound for side in ("low", "high") if (bound := draft.get(f"token_mask_{side}")) is not None}
-    facts = tuple(f"token_mask_{side}" for side in given)
-    if not given:
-        return []
-    if level is None and metric is None:
-        draft.without_effect(ALONE, *facts)
-        return []
-    if level == "sequence" or metric is not None:
-        draft.refuse(facts[0], "leaves masked tokens out of the ratio of the sequence there; here it does not")
-    return [{"level": "token", "action": "mask", **given}]
+    rules: list[dict[str, Any]] = [] if high is None else [{"level": "max", "action": "mask", "high": high}]
+    if low is not None:  # the largest k1 is minus the logarithm of the smallest ratio
+        rules.append({"level": "max", "action": "mask", "metric": "k1", "high": -math.log(low)})
+    if metric is not None:
+        name, ours = ("geo", "geometric") if metric == "geometric" else ("product", "sequence")
+        sides = {side: draft.value_of(f"{name}_{side}") for side in ("low", "high")}
+        rules.append({"level": ours, "action": "mask", **sides})
+    if band:
+        if level == "sequence" or metric is not None:
+            draft.refuse(facts[0], "leaves masked tokens out of the ratio of the sequence there; here it does not")
+        rules.append({"level": "token", "action": "mask", **band})
+    return rules
 
 
 def put_sampling(draft: Draft) -> None:
@@ -230,12 +211,11 @@ def put_group_filter(draft: Draft) -> None:
         draft.without_effect("groups are not filtered", "filter_metric", "filter_limit")
         return
     metric = draft.get("filter_metric", default="acc")
-    if metric in WITH_PENALTY and draft.get("overlong_on"):
-        draft.refuse(
-            "filter_metric", "contains the over-long punishment there; groups are judged by their scores here", "acc"
-        )
-    if metric == "seq_final_reward" and draft.get("kl_in_reward"):
-        draft.refuse("filter_metric", "contains the KL there; groups are judged by their scores here", "acc")
+    contained = {"the over-long punishment": metric in WITH_PENALTY and draft.get("overlong_on")}
+    contained["the KL"] = metric == "seq_final_reward" and draft.get("kl_in_reward")
+    for part, holds in contained.items():
+        if holds:
+            draft.refuse("filter_metric", f"contains {part} there; groups are judged by their scores here", "acc")
     own = [key.split(".")[1] for key in draft.keys if key.startswith("rewards.") and key.endswith(".worker_cls")]
     for name in own or draft.get("reward_names", default=[]):
         draft.put(f"rewards.{name}.query_filter_config.type", "std_filter", "filter_on")
@@ -251,9 +231,8 @@ def put_overlong(draft: Draft) -> None:
         draft.refuse("overlong_on", "counts with reward_manager dapo only")
     limit, response = draft.get("max_response"), draft.get("response_length")
     if limit is not None and limit != response:
-        draft.refuse(
-            "max_response", f"must be the longest response, {response} tokens: the punishment ends there", response
-        )
+        rule = f"must be the longest response, {response} tokens: the punishment ends there"
+        draft.refuse("max_response", rule, response)
     if draft.value_of("overlong_len") is None:
         draft.problems.missing("overlong_buffer_cfg.len", "is needed with overlong_buffer_cfg.enable", 4096)
         return
@@ -261,8 +240,7 @@ def put_overlong(draft: Draft) -> None:
     files = [str(name).lower() for name in draft.get("train_files", default=[])]
     if files and all("dapo" in name for name in files) and draft.get("reward_file") is None:
         factor *= DAPO_SCORES
-        text = "halved: this data is scored with -1 and 1 there, with 0 and 1 by math_rule"
-        draft.remark(["overlong_factor"], text)
+        draft.remark(["overlong_factor"], "halved: this data is scored with -1 and 1 there, with 0 and 1 by math_rule")
     draft.put("overlong_buffer_length", int(draft.value_of("overlong_len")), "overlong_on", "overlong_len")
     draft.put("overlong_penalty_factor", factor, "overlong_factor")
 
@@ -271,13 +249,10 @@ def put_truncated(draft: Draft) -> None:
     """SkyRL's over-long filtering: responses that were cut off stay out of the loss."""
     if not draft.states("mask_truncated"):
         return
-    asked = bool(draft.facts["mask_truncated"])
-    if asked and (draft.value_of("aggregation") != "token-mean" or draft.get("kl_loss")):
-        rule = (
-            "counts such responses in every mean over responses there, also in that of the KL loss; here max_len_mask "
-        )
-        draft.refuse(
-            "mask_truncated", f"{rule}leaves them out of it: token_mean without use_kl_loss is the same", False
-        )
-    if asked or not draft.whole:
-        draft.put("max_len_mask", asked, "mask_truncated")
+    masks = bool(draft.facts["mask_truncated"])
+    if masks and (draft.value_of("aggregation") != "token-mean" or draft.get("kl_loss")):
+        rule = "counts such responses in every mean over responses there, also in that of the KL loss; here "
+        rule += "max_len_mask leaves them out of it: token_mean without use_kl_loss is the same"
+        draft.refuse("mask_truncated", rule, False)
+    if masks or not draft.whole:
+        draft.put("max_len_mask", masks, "mask_truncated")

@@ -15,13 +15,7 @@ from roll.translation.rules import Dialect, Draft
 from roll.translation.tables import one_of, read_table, whole
 
 ESTIMATORS = {name: name for name in ("grpo", "gae", "rloo", "reinforce++", "maxrl")}
-LOSSES = {
-    "regular": "ppo",
-    "dual_clip": "ppo",
-    "gspo": "gspo_token",
-    "cispo": "cispo",
-    "sapo": "sapo",
-}
+LOSSES = {"regular": "ppo", "dual_clip": "ppo", "gspo": "gspo_token", "cispo": "cispo", "sapo": "sapo"}
 COVARIANCE_LOSSES = {"clip_cov": "clip_cov", "kl_cov": "kl_cov"}
 SUMMED_LOSSES = {name: f"roll.algorithms.skyrl_losses.{name}" for name in COVARIANCE_LOSSES}
 """The same in the newer package, which aggregates by weights of the advantages."""
@@ -41,9 +35,7 @@ REDUCTIONS = {
     "seq_mean_token_sum_norm": "seq-mean-token-sum-norm",
     "prompt_mean": "prompt-mean",
 }
-OTHER_REDUCTIONS = {
-    "token_mean_legacy": "it depends on how a batch is split into micro-batches",
-}
+OTHER_REDUCTIONS = {"token_mean_legacy": "it depends on how a batch is split into micro-batches"}
 OTHER_FILTERS = {"replace": "groups without signal are replaced by new ones here, never by copies of others"}
 FACTS: dict[str, Any] = {
     "dual_names": ("dual_clip",),

@@ -5,7 +5,7 @@ A line of a ``.table`` file is a rule::
     their keys | our keys | conversion > fact | their default | note
 
 - Several keys in a cell are separated by spaces; ``a.{b,c}`` is ``a.b a.c``. ``*`` at the end of one of their keys is
-  any key below it, and in ours what stands there. ``none: note`` in the place of our keys: nothing here needs it.
+  any key below it, and in ours the rest of that key. ``none: note`` instead of our keys: nothing here needs it.
 - A conversion is a name (``whole``), a list of names that stay (``[cpu, nvme]``), a mapping of names
   (``{bfloat16: bf16}``), several in turn (``truth {true: fa2}``), or ``only [1, null]: reason``, which refuses every
   other value. ``whole?`` leaves null as it is, ``whole?0`` takes it for 0.
@@ -21,7 +21,7 @@ A line of a ``.table`` file is a rule::
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def read_table(
     """Sections of the file ``name.table``.
 
     Args:
-        conversions: of its own, by name; those of :data:`CONVERSIONS` are known everywhere.
+        conversions: of this table alone, by name; those of :data:`CONVERSIONS` are known everywhere.
         texts: for ``$NAME``, besides :data:`TEXTS` and those that the table defines.
     """
     known, written = {**CONVERSIONS, **conversions}, {**TEXTS, **(texts or {})}
@@ -176,7 +176,7 @@ def optional(conversion: Convert, null: Any = None) -> Convert:
 
 
 def chained(first: Convert, then: Convert) -> Convert:
-    """One conversion behind another."""
+    """Two conversions in turn."""
     return lambda value: then(first(value))
 
 
@@ -184,14 +184,20 @@ def listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+def weights(value: Any) -> list[float | int]:
+    """One number, or a list of them."""
+    return [number(entry) for entry in listed(value)]
+
+
 def one_of(names: Mapping[Any, Any], refusals: Mapping[Any, str] | None = None) -> Convert:
     """A conversion by a table of their names; those in ``refusals`` say why they have no translation."""
 
     def look_up(value: Any) -> Any:
-        if value in names:
-            return names[value]
-        if refusals and value in refusals:
-            raise ValueError(f"has no translation: {refusals[value]}")
+        name = value if isinstance(value, Hashable) else str(value)
+        if name in names:
+            return names[name]
+        if refusals and name in refusals:
+            raise ValueError(f"has no translation: {refusals[name]}")
         known = [str(name) for name in names]
         nearest = closest(str(value), known)
         hint = f"; the nearest is {nearest}" if nearest else ""
@@ -223,20 +229,14 @@ LOGGERS = {
     "clearml": "jsonl",
     "vemlp_wandb": "wandb",
 }
-"""Trackers of theirs by ours. What there is no client of here is written to a file."""
+"""Our trackers by their names. Trackers without a client here write to a file."""
 
 
 def loggers(value: Any) -> list[Any]:
     return list(dict.fromkeys(one_of(LOGGERS)(name) for name in listed(value)))
 
 
-CONVERSIONS: dict[str, Convert] = {
-    **{
-        f.__name__: f
-        for f in (whole, count, number, pair, truth, flipped, switched, never_below_zero, listed, numbers, loggers)
-    },
-    "text": str,
-    "yes": lambda value: True,
-    "no": lambda value: False,
-}
+CONVERSIONS: dict[str, Convert] = {"text": str, "yes": lambda value: True, "no": lambda value: False}
+CONVERSIONS |= {f.__name__: f for f in (whole, count, number, pair, truth, flipped, switched, never_below_zero)}
+CONVERSIONS |= {f.__name__: f for f in (listed, weights, numbers, loggers)}
 """Conversions that every table knows."""

@@ -10,18 +10,11 @@ from fractions import Fraction
 from typing import Any
 
 from roll.translation.assembly import data_name
-from roll.translation.placement import devices
+from roll.translation.placement import device_count, devices
 from roll.translation.rules import Convert, Dialect, Draft
 from roll.translation.tables import listed, number, one_of, read_table, whole
 
-TRACKERS = {
-    "wandb": "wandb",
-    "tensorboard": "tensorboard",
-    "swanlab": "swanlab",
-    "trackio": "trackio",
-    "none": "stdout",
-    "all": "stdout",
-}
+TRACKERS = {name: name for name in ("wandb", "tensorboard", "swanlab", "trackio")} | {"none": "stdout", "all": "stdout"}
 MODES = {
     "grpo": "seq-mean-token-mean",
     "dapo": "token-mean",
@@ -38,15 +31,21 @@ REWARDS: dict[str, dict[str, Any]] = {
     "get_soft_overlong_punishment": {"worker_cls": "length_penalty", "reward_kwargs": {"free": 1024, "limit": 1280}},
 }
 """Functions of its command line; the punishment has its own limits there, whatever ``max_completion_length``."""
-
-
 PROMPT_LENGTH = 1024
 """TRL cuts no prompt: the longest that is kept, where the command does not say."""
 PEFT_DEFAULTS = {"lora_r": 16, "peft_alpha": 32, "peft_dropout": 0.05}
+LOSS_OPTIONS: dict[str, tuple[tuple[str, str, float], ...]] = {
+    "sapo": (("sapo_tau_pos", "sapo_pos", 1.0), ("sapo_tau_neg", "sapo_neg", 1.05)),
+    "vespo": (
+        *(("vespo_k_pos", "vespo_k_pos", 2.0), ("vespo_lambda_pos", "vespo_lambda_pos", 3.0)),
+        *(("vespo_k_neg", "vespo_k_neg", 3.0), ("vespo_lambda_neg", "vespo_lambda_neg", 2.0)),
+    ),
+}
+"""For each loss: our keys, the facts that they come from, and TRL's defaults."""
 
 
 def prepare(draft: Draft) -> None:
-    """Facts that the common arithmetic reads; those that have a name of theirs take its place."""
+    """State the facts that the common arithmetic reads."""
     draft.facts["accumulation"] = int(draft.get("mini.actor", default=1))
     draft.facts["per_device"] = int(draft.get("micro.actor", default=8))
     world = processes(draft)
@@ -89,8 +88,7 @@ def put_strategy(draft: Draft) -> None:
 
 def put_rollouts(draft: Draft, world: int) -> Fraction:
     """Completions of a generation and of an optimizer step as prompts; returns optimizer steps of a generation."""
-    samples, micro = int(draft.facts["samples"]), int(draft.get("per_device", default=8))
-    accumulation = int(draft.get("accumulation", default=1))
+    samples, micro, accumulation = (int(draft.facts[name]) for name in ("samples", "per_device", "accumulation"))
     steps = draft.get("steps_per_generation", default=accumulation)
     if draft.get("generation_batch") is not None:
         steps = Fraction(int(draft.facts["generation_batch"]), micro * world)
@@ -116,13 +114,11 @@ def put_engine_facts(draft: Draft) -> None:
     vllm = bool(draft.get("use_vllm"))
     draft.state("engine", "vllm" if vllm else "hf_infer")
     draft.put("actor_infer.strategy_args.strategy_name", draft.facts["engine"], "use_vllm")
-    together = not vllm or bool(draft.get("trl_colocate", default=True))
-    draft.state("colocate", together)
-    if not together:
+    draft.state("colocate", not vllm or bool(draft.get("trl_colocate", default=True)))
+    if not draft.facts["colocate"]:
         draft.state("engines", 1)
-        draft.remark(
-            ["trl_colocate"], "one engine behind the trainer's devices: more of them in actor_infer.device_mapping"
-        )
+        text = "one engine behind the trainer's devices: more of them in actor_infer.device_mapping"
+        draft.remark(["trl_colocate"], text)
 
 
 def put_intervals(draft: Draft, updates: Fraction) -> None:
@@ -154,17 +150,14 @@ def put_data_names(draft: Draft) -> None:
 
 def put_sft(draft: Draft) -> None:
     """All of an SFT run that no key says alone."""
-    count, role = int(draft.facts["gpus"]) * int(draft.facts["nodes"]), "sft_train"
+    count, role = device_count(draft, "actor"), "sft_train"
     draft.put("num_gpus_per_node", int(draft.facts["gpus"]), "machines")
     draft.put(f"{role}.device_mapping", devices(0, count), "processes")
     draft.put(f"{role}.strategy_args.strategy_name", f"{draft.facts['strategy']}_train", "accelerate")
     if "zero_stage" in draft.facts:
         draft.put(f"{role}.strategy_args.strategy_config.zero_stage", draft.facts["zero_stage"], "accelerate")
-    draft.put(
-        f"{role}.training_args.per_device_train_batch_size", int(draft.get("per_device", default=8)), "micro.actor"
-    )
-    steps = int(draft.get("accumulation", default=1))
-    draft.put(f"{role}.training_args.gradient_accumulation_steps", steps, "mini.actor")
+    draft.put(f"{role}.training_args.per_device_train_batch_size", draft.facts["per_device"], "micro.actor")
+    draft.put(f"{role}.training_args.gradient_accumulation_steps", draft.facts["accumulation"], "mini.actor")
     if "steps" not in draft.facts:
         draft.put(f"{role}.training_args.num_train_epochs", float(draft.get("epochs", default=3)), "epochs")
     if not draft.get("assistant_only"):
@@ -252,25 +245,16 @@ def put_loss(draft: Draft) -> None:
         draft.put("cispo_epsilon_low", 1.0, "loss_type")
         draft.put("cispo_epsilon_high", high - 1.0, "epsilon_high", "epsilon")
         draft.remark(["epsilon_high"], "the bound of the weight itself there, of what it exceeds 1 by here")
-    elif variant == "vespo":
-        put_vespo(draft)
-    else:
-        draft.put("sapo_tau_pos", float(draft.get("sapo_pos", default=1.0)), "sapo_pos")
-        draft.put("sapo_tau_neg", float(draft.get("sapo_neg", default=1.05)), "sapo_neg")
-
-
-def put_vespo(draft: Draft) -> None:
-    """The exponents of both signs; vLLM's mismatch is a factor of the response's ratio there."""
-    for name, default in (("k_pos", 2.0), ("lambda_pos", 3.0), ("k_neg", 3.0), ("lambda_neg", 2.0)):
-        draft.put(f"vespo_{name}", float(draft.get(f"vespo_{name}", default=default)), f"vespo_{name}")
-    if draft.get("use_vllm") and draft.get("is_on", default=True):
+    for key, fact, default in LOSS_OPTIONS.get(variant, ()):
+        draft.put(key, float(draft.get(fact, default=default)), fact)
+    if variant == "vespo" and draft.get("use_vllm") and draft.get("is_on", default=True):
         rule = "multiplies the ratio of the response with loss_type vespo there, the loss here"
         draft.refuse("is_on", rule, False)
 
 
 def put_local_mean(draft: Draft) -> None:
     """``bnpo`` divides by the tokens of one micro-batch on one device."""
-    parts = int(draft.get("accumulation", default=1)) * int(draft.facts["gpus"]) * int(draft.facts["nodes"])
+    parts = int(draft.facts["accumulation"]) * device_count(draft, "actor")
     if parts > 1:
         rule = f"divides by the tokens of each of the {parts} micro-batches of a step; denominators are global here"
         draft.refuse("loss_type", f"{rule}: dapo divides by all tokens of the step", "dapo")
@@ -293,22 +277,17 @@ def put_correction(draft: Draft) -> None:
     if not draft.get("use_vllm") or not draft.get("is_on", default=True):
         draft.without_effect("without vLLM there is nothing to correct", *facts)
         return
-    level, _, action = str(draft.get("is_mode", default="sequence_mask")).partition("_")
-    cap = float(draft.get("is_cap", default=3.0))
-    rule: dict[str, Any] = {"level": level, "action": "truncate", "high": cap}
-    if action == "mask":
-        rule["action"] = "both"
-    draft.put("train_infer_correction", [rule], *facts)
+    level, _, mode = str(draft.get("is_mode", default="sequence_mask")).partition("_")
+    action, cap = "both" if mode == "mask" else "truncate", float(draft.get("is_cap", default=3.0))
+    draft.put("train_infer_correction", [{"level": level, "action": action, "high": cap}], *facts)
 
 
 def put_rewards(draft: Draft) -> None:
     """Functions of the command line, added with their weights."""
-    draft.facts["rewards_set"] = True
     names, weights = [str(name) for name in draft.get("reward_funcs", default=[])], draft.get("reward_weights")
-    model = draft.get("rm_path")
-    if model is not None:
+    draft.facts["rewards_set"] = draft.get("rm_path") is None
+    if not draft.facts["rewards_set"]:
         draft.facts["rm"] = True
-        draft.facts["rewards_set"] = False
         if names:
             draft.refuse("reward_funcs", "together with a reward model: write both under rewards.<name>.components")
         return
@@ -322,10 +301,9 @@ def put_rewards(draft: Draft) -> None:
     for place, name in enumerate(names):
         if name not in REWARDS:
             rule = (
-                f"function {name} takes whole batches as TRL calls them: write one of ours (docs/rewards.md) and "
-                f"name it in "
+                f"function {name} takes whole batches as TRL calls them: write one of ours (docs/rewards.md) and name "
             )
-            draft.refuse("reward_funcs", f"{rule}rewards.<name>.worker_cls; known: {', '.join(REWARDS)}")
+            draft.refuse("reward_funcs", f"{rule}it in rewards.<name>.worker_cls; known: {', '.join(REWARDS)}")
             continue
         prefix = "rewards.trl" if len(names) == 1 and weights is None else f"rewards.trl.components.{name}"
         for key, value in REWARDS[name].items():
@@ -345,7 +323,7 @@ CONVERSIONS: dict[str, Convert] = {
 
 
 def _dialect(name: str, roles: str, rate: str, **rest: Any) -> Dialect:
-    """The common section of the table and the one of its own."""
+    """The table's common section and that of the program."""
     texts = {"ROLES": f"{{{roles}}}", "ROLE": roles.partition(",")[0], "RATE": rate}
     common, *others = read_table("trl", CONVERSIONS, texts)
     sections = (common, others[name == "trl_sft"])

@@ -13,18 +13,13 @@ from roll.translation.episodes import find_tool_episodes
 from roll.translation.families import LANGUAGE_PART
 from roll.translation.reading import CONFIG_NAME, read_yaml
 from roll.translation.rules import Dialect, Draft
+from roll.translation.sampling import bounds
 from roll.translation.tables import one_of, read_table
 
 ESTIMATORS = {
-    "gae": "gae",
-    "grpo": "grpo",
-    "rloo": "rloo",
-    "remax": "remax",
-    "opo": "opo",
-    "optimal_token_baseline": "optimal_token_baseline",
+    **{name: name for name in ("gae", "grpo", "rloo", "remax", "opo", "optimal_token_baseline")},
     "tir_optimal_token_baseline": "optimal_token_baseline",
-    "reinforce_plus_plus": "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    **{name: name for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")},
     **{name: f"roll.algorithms.verl_estimators.{name}" for name in ("gpg", "grpo_passk", "gdpo")},
 }
 """The last three differ from the papers' of the same name."""
@@ -36,26 +31,14 @@ LOSSES = {
     "vanilla": "ppo",
     "gspo": "gspo_token",
     "geo_mean": "gmpo",
-    "clip_cov": "clip_cov",
-    "clip-cov": "clip_cov",
-    "kl_cov": "kl_cov",
-    "kl-cov": "kl_cov",
-    "cispo": "cispo",
-    "sapo": "sapo",
+    **{name: name.replace("-", "_") for name in ("clip_cov", "clip-cov", "kl_cov", "kl-cov", "cispo", "sapo")},
     "gpg": "vanilla",
     "dppo_tv": "dppo",
     "dppo_kl": "dppo",
 }
-FACTS: dict[str, Any] = {
-    "dual_names": ("vanilla",),
-    "sequence_mean_losses": ("gspo_token", "gmpo", "sapo"),
-}
+FACTS: dict[str, Any] = {"dual_names": ("vanilla",), "sequence_mean_losses": ("gspo_token", "gmpo", "sapo")}
 """Behaviour of its losses whatever the keys say: negative advantages are bounded, the mean is over responses."""
-
-
 NULLS = (None, "null", "none", "None", "")
-
-
 BASES = ("ppo_trainer", "ppo_megatron_trainer")
 """verl's files of defaults, under FSDP and under Megatron."""
 TURNS = "actor_rollout_ref.rollout.multi_turn"
@@ -74,42 +57,9 @@ def _turns(length: int, batch: int = 256, **turns: Any) -> dict[str, Any]:
 
 
 GSM8K = _turns(1024, max_assistant_turns=5)
-TOOL_TEMPLATE = """\
-{%- set SEEN = "<|vision_start|><|image_pad|><|vision_end|>" %}
-{%- macro say(content) %}
-{%- if content is string %}{{ content }}
-{%- else %}{% for part in content %}{{ SEEN if part.type != "text" else part.text }}{% endfor %}
-{%- endif %}{% endmacro %}
-{%- set own = messages[0].content if messages[0].role == "system" else "You are a helpful assistant." %}
-{{- "<|im_start|>system\\n" ~ own }}
-{%- if tools %}
-{{- "\\n\\n# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n" }}
-{{- "You are provided with function signatures within <tools></tools> XML tags:\\n<tools>" }}
-{%- for tool in tools %}{{ "\\n" ~ (tool | tojson) }}{% endfor %}
-{{- "\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within " }}
-{{- '<tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, "arguments": ' }}
-{{- "<args-json-object>}\\n</tool_call>" }}
-{%- endif %}{{ "<|im_end|>\\n" }}
-{%- for message in messages %}
-{%- if message.role == "tool" %}
-{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != "tool" %}{{ "<|im_start|>user" }}{% endif %}
-{{- "\\n<tool_response>\\n" ~ say(message.content) ~ "\\n</tool_response>" }}
-{%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{ "<|im_end|>\\n" }}{% endif %}
-{%- elif message.tool_calls %}
-{{- "<|im_start|>assistant" ~ ("\\n" ~ message.content if message.content else "") }}
-{%- for call in message.tool_calls %}
-{{- '\\n<tool_call>\\n{"name": "' ~ call.function.name ~ '", "arguments": ' }}
-{{- (call.function.arguments | tojson) ~ "}\\n</tool_call>" }}
-{%- endfor %}{{ "<|im_end|>\\n" }}
-{%- elif not (loop.first and message.role == "system") %}
-{{- "<|im_start|>" ~ message.role ~ "\\n" ~ say(message.content) ~ "<|im_end|>\\n" }}
-{%- endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}"""
+TOOL_TEMPLATE = (Path(__file__).parent / "tools.jinja").read_text(encoding="utf-8")
 """Qwen2.5's format of tools, with images: verl's Geometry3K files set it, as Qwen2.5-VL's own template has no tools."""
-GEO3K = {
-    **_turns(2048, max_assistant_turns=5),
-    "actor_rollout_ref.model.custom_chat_template": TOOL_TEMPLATE,
-}
+GEO3K = _turns(2048, max_assistant_turns=5) | {"actor_rollout_ref.model.custom_chat_template": TOOL_TEMPLATE}
 CONFIG_FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo_trainer": ("fsdp", {}),
     "ppo_megatron_trainer": ("megatron", {}),
@@ -126,7 +76,7 @@ CONFIG_FILES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def with_file(keys: Mapping[str, Any], folder: str) -> Mapping[str, Any]:
-    """The keys above those of the file that ``--config-name`` names: the file where it is here, else a known one.
+    """The keys, which override those of the file that ``--config-name`` names: an existing file, else a known one.
 
     Raises:
         ConfigError: a file that is no YAML section.
@@ -167,6 +117,20 @@ def level(value: Any) -> Any:
     return None if value in (*NULLS, False) else one_of({"token": "token", "sequence": "sequence"})(value)
 
 
+def bands(value: object) -> str:
+    """Bounds as ``2.0`` or ``0.5_5.0``, several with commas between them.
+
+    Raises:
+        ValueError: text that holds no such bounds.
+    """
+    try:
+        for band in str(value).split(","):
+            bounds(band)
+    except ValueError:
+        raise ValueError("must be a number, or two as 0.5_5.0") from None
+    return str(value)
+
+
 _LAYERS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
@@ -195,23 +159,23 @@ def exclude_modules(value: object) -> object:
 PROGRAMS: tuple[tuple[str, dict[str, bool]], ...] = (
     (r"verl\.trainer\.main_ppo\w*|verl\.experimental\.(?:transfer_queue|separation)\.main_\w+", {}),
     (
-        r"verl\.experimental\.one_step_off_policy\.(?:\w+\.)*main_\w+|recipe\.one_step_off_policy\.main_\w+",
+        r"(?:verl\.experimental\.one_step_off_policy\.(?:\w+\.)*|recipe\.one_step_off_policy\.)main_\w+",
         {"one_step_off": True},
     ),
     (r"recipe\.(?:dapo|entropy|char_count)\.(?:src\.)?main_\w+", {}),
 )
-"""Of the recipes those whose keys say all that they do."""
+"""Patterns of modules and their facts; of the recipes only those whose keys describe them completely."""
 CONVERSIONS = {
     "estimator": one_of(ESTIMATORS),
     "kl_type": one_of(KL_TYPES, OTHER_KL_TYPES),
     "distill_mode": one_of(DISTILLATION),
     "loss": one_of(LOSSES),
-    **{f.__name__: f for f in (config_name, nullable, level, hugging_face_layers, exclude_modules)},
+    **{f.__name__: f for f in (config_name, nullable, level, bands, hugging_face_layers, exclude_modules)},
 }
 
 
 def find_pool(draft: Draft) -> None:
-    """Engines on nodes of their own, under the names that the section of the engines has for them."""
+    """Engines on separate nodes, under the names that the section of the engines has for them."""
     if not draft.get("pool_nodes"):
         draft.without_effect("0 nodes are for the engines alone", "pool_nodes", "pool_gpus")
         return

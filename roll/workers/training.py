@@ -19,8 +19,8 @@ from roll.algorithms.aggregation import (
     needs_groups,
 )
 from roll.algorithms.distillation import comparison_metrics, divergence
-from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.losses import ActorLossOptions, actor_loss, value_loss
+from roll.algorithms.policy_losses import LossInputs
 from roll.config.losses import DivergenceConfig
 from roll.distributed import Dispatch, register
 from roll.platforms import current_platform

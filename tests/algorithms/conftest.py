@@ -2,7 +2,7 @@ import pytest
 from hypothesis import settings
 
 from roll.algorithms.advantages import advantage_estimators
-from roll.algorithms.loss_types import policy_losses
+from roll.algorithms.policy_losses import policy_losses
 from roll.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES
 
 # The first example of a test pays for lazy imports inside torch, and shared machines stall now and then.

@@ -27,8 +27,8 @@ from roll.algorithms.advantages import (
     traits_of,
 )
 from roll.algorithms.aggregation import AGGREGATION_MODES, LossDenominators, group_tokens_of
-from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.losses import actor_loss, actor_loss_options
+from roll.algorithms.policy_losses import LossInputs
 from roll.algorithms.samples import RewardOptions, RewardPostprocessor, token_level_rewards
 from roll.config.corrections import CORRECTION_PRESETS
 

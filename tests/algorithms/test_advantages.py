@@ -15,9 +15,9 @@ from roll.algorithms.advantages import (
     AdvantageInputs,
     AdvantageOptions,
     estimate_advantages,
-    needs_values,
     register_advantage,
     resolve_norm_types,
+    traits_of,
 )
 from roll.algorithms.samples import RewardOptions, RewardPostprocessor, token_level_rewards
 from roll.protocol.metrics import to_floats
@@ -305,8 +305,8 @@ def test_missing_inputs_and_unknown_names_are_named() -> None:
             estimate_advantages(bare, AdvantageOptions(adv_estimator=name))
     with pytest.raises(ValueError, match=r"'grop'.*nearest known: 'grpo'"):
         estimate_advantages(bare, AdvantageOptions(adv_estimator="grop"))
-    assert needs_values("gae")
-    assert not needs_values("grpo")
+    assert traits_of("gae").needs_values
+    assert not traits_of("grpo").needs_values
 
 
 def raw_score(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,10 +12,11 @@ from roll.algorithms.aggregation import (
     AGGREGATION_MODES,
     Groups,
     LossDenominators,
-    aggregate,
     denominators_from,
     denominators_of,
     group_tokens_of,
+    row_weights,
+    weighted_sum,
 )
 from tests.algorithms import reference
 from tests.algorithms.reference import Batch, batches, make_batch
@@ -28,6 +29,17 @@ def whole(mask: torch.Tensor, norm_length: float = 10.0, group_ids: torch.Tensor
     number = int(ids.max()) + 1 if len(ids) else 0
     denominators = denominators_from(denominators_of(mask), norm_length)
     return replace(denominators, group_tokens=group_tokens_of(mask, ids, number))
+
+
+def aggregate(
+    loss: torch.Tensor,
+    mask: torch.Tensor,
+    mode: str,
+    denominators: LossDenominators,
+    sample_weights: torch.Tensor | None = None,
+    group_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return weighted_sum(loss, mask, row_weights(mask, mode, denominators, group_ids), sample_weights)
 
 
 def dense(batch: Batch) -> torch.Tensor:

@@ -19,9 +19,8 @@ from roll.algorithms.aggregation import (
     denominators_of,
     group_tokens_of,
 )
-from roll.algorithms.loss_types import LossInputs, LossOutputs
 from roll.algorithms.losses import (
-    POLICY_LOSS_NAMES,
+    LossOutputs,
     actor_loss,
     actor_loss_options,
     mismatch_metrics,
@@ -30,6 +29,7 @@ from roll.algorithms.losses import (
     value_loss,
 )
 from roll.algorithms.metrics import MetricBuilder
+from roll.algorithms.policy_losses import POLICY_LOSS_NAMES, LossInputs
 from roll.config.algorithm import PPOConfig
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.algorithms import reference

@@ -138,7 +138,13 @@ def test_zero_advantages_are_reported_unless_equal_scores_say_why() -> None:
     said = [watch.observe(SAME, WHOLE) + watch.observe_advantages(rounding, used, "grpo") for _ in range(4)]
     assert [len(messages) for messages in said] == [0, 1, 0, 0]
     assert "score 0" in said[1][0]
-    assert BatchWatch(patience=0).observe_advantages(rounding, used, "grpo") == []
+
+
+def test_no_patience_means_no_warning() -> None:
+    watch, zero = BatchWatch(patience=0), torch.zeros(4, 3)
+    for scores, truncated in ((VARIED, WHOLE), (SAME, CUT)):
+        assert watch.observe(scores, truncated) == []
+        assert watch.observe_advantages(zero, ~WHOLE, "grpo") == []
 
 
 def test_too_little_to_judge() -> None:

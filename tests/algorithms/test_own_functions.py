@@ -19,7 +19,7 @@ from torch.testing import assert_close
 
 from roll.algorithms import aggregation
 from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
-from roll.algorithms.aggregation import LossDenominators, aggregate, group_tokens_of
+from roll.algorithms.aggregation import LossDenominators, group_tokens_of, row_weights, weighted_sum
 from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.algorithms.losses import actor_loss, actor_loss_options, value_loss
 from roll.algorithms.metrics import Correlation, MetricBuilder
@@ -95,7 +95,7 @@ def test_aggregation_that_asks_for_groups() -> None:
     mask = torch.tensor([[True, True], [True, False], [True, True]])
     groups, loss = torch.tensor([1, 0, 1]), torch.tensor([[1.0, 2.0], [3.0, 9.0], [4.0, 5.0]])
     denominators = LossDenominators(5.0, 3.0, group_tokens=group_tokens_of(mask, groups, 2))
-    result = aggregate(loss, mask, f"{OWN}.share_of_the_prompt", denominators, group_ids=groups)
+    result = weighted_sum(loss, mask, row_weights(mask, f"{OWN}.share_of_the_prompt", denominators, groups))
     assert_close(result, torch.tensor(3.0 * 2 / 4 + 3.0 * 1 / 1 + 9.0 * 2 / 4))
 
 
@@ -111,7 +111,8 @@ def test_kl_estimator_in_loss_and_reward() -> None:
 
 def test_aggregation() -> None:
     batch = make_batch(23, 6, 9)
-    total = aggregate(batch.rewards, batch.mask, f"{OWN}.row_sum", LossDenominators(1.0, 4.0))
+    weights = row_weights(batch.mask, f"{OWN}.row_sum", LossDenominators(1.0, 4.0))
+    total = weighted_sum(batch.rewards, batch.mask, weights)
     assert_close(total, batch.rewards.sum() / 4)
 
 
@@ -188,7 +189,7 @@ def toy(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tenso
 PROGRAM = """
 import sys, torch
 from roll.algorithms.aggregation import LossDenominators
-from roll.algorithms.loss_types import LossInputs
+from roll.algorithms.policy_losses import LossInputs
 from roll.algorithms.losses import actor_loss, actor_loss_options
 from roll.config.loader import load_config
 from roll.pipelines.policy import actor_keys

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from torch.testing import assert_close
 
 from roll.algorithms.aggregation import denominators_from, denominators_of
-from roll.algorithms.loss_types import LossInputs, policy_losses
-from roll.algorithms.losses import POLICY_LOSS_NAMES, actor_loss, actor_loss_options
+from roll.algorithms.losses import actor_loss, actor_loss_options
 from roll.algorithms.metrics import MetricBuilder
-from roll.algorithms.policy_losses import token_covariance
+from roll.algorithms.policy_losses import POLICY_LOSS_NAMES, LossInputs, policy_losses, token_covariance
 from tests.algorithms.reference import Batch, batches, make_batch, mean
 
 

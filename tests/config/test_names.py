@@ -23,7 +23,7 @@ def shipped(table: Table[Any]) -> set[str]:
 
 def test_policy_losses() -> None:
     from roll.algorithms import losses  # noqa: F401  (importing it registers every loss)
-    from roll.algorithms.loss_types import policy_losses
+    from roll.algorithms.policy_losses import policy_losses
 
     assert shipped(algorithm.POLICY_LOSSES) == ours(policy_losses)
 

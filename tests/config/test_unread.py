@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from roll.algorithms.advantages import ADVANTAGE_NAMES, AdvantageInputs, AdvantageOptions, advantage_estimators
-from roll.algorithms.loss_types import LossInputs, policy_losses
 from roll.algorithms.losses import actor_loss_options, option_names
 from roll.algorithms.metrics import MetricBuilder
+from roll.algorithms.policy_losses import LossInputs, policy_losses
 from roll.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES
 from roll.config.reading.schema import nested_section, rules_of, type_hints
 from roll.config.strategies.registry import BACKENDS

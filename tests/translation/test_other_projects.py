@@ -345,6 +345,8 @@ def test_every_name_of_an_algorithm_has_a_comparison() -> None:
         (f"{OPENRLHF} --advantage_estimator group_norm", "use_kl_loss puts it into the loss"),
         (f"{OPENRLHF} --normalize_reward", "scale and shift"),
         (f"{OPENRLHF} --remote_rm_url http://h/score", "a protocol of its own"),
+        (f"{OPENRLHF} --max_len long", "max_len = 'long': must be a whole number"),
+        (f"{TRL} --reward_weights much", "reward_weights = 'much': must be a number"),
         (f"{OPENRLHF} --agent_func_path a.py", "tools and agents have no translation"),
         ("trl sft --model_name_or_path m --dataset_name d/e", "the answers alone"),
         ("python3 train_grpo.py --model_name_or_path m", "what it trains is in its code"),

@@ -64,6 +64,12 @@ def test_an_unknown_key_is_refused_with_the_nearest(translated: Translate) -> No
         (f"{VERL} algorithm.adv_estimator=grpo", "micro-batch of actor_train"),
         (f"{VERL} critic.enable=false actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "gae needs values"),
         (f"{SKYRL} generator.num_inference_engines=3", "take 3 devices, but the trainer they share has 4"),
+        (f"{VERL} actor_rollout_ref.rollout.max_model_len=long", "max_model_len = 'long'"),
+        (f"{VERL} data.val_batch_size=all data.seed=any", "2 mistakes"),
+        (f"{VERL} algorithm.gdpo_reward_weights=[much]", "gdpo_reward_weights = ['much']"),
+        (f"{VERL} algorithm.rollout_correction.rollout_is_threshold=low", "must be a number, or two as 0.5_5.0"),
+        (f"{VERL} algorithm.rollout_correction.rollout_rs_threshold='2,low'", "must be a number, or two as 0.5_5.0"),
+        (f"{VERL} algorithm.adv_estimator=[grpo]", "known: gae, grpo"),
     ],
 )
 def test_values_without_a_translation(translated: Translate, text: str, message: str) -> None:
@@ -397,6 +403,7 @@ def test_turns_of_skyrl_become_episodes(translated: Translate) -> None:
     ("text", "message"),
     [
         (f"{EPISODES} generator.step_wise_trajectories=true", "mini-batches count turns there"),
+        (f"{SKYRL} environment.env_class=search", "data.train_data"),
         ("bash x.sh generator.max_turns=4", "have no translation"),
     ],
 )

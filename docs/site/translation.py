@@ -1,8 +1,7 @@
-"""Write the tables of translation rules into their page: ``python -m roll.translation.page docs/translation.md``."""
+"""The tables of translation rules on their page: ``python docs/site/translation.py`` writes docs/translation.md."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,5 +62,5 @@ def defaults(dialect: Dialect, title: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    file = Path(sys.argv[1])
+    file = Path(__file__).resolve().parents[1] / "translation.md"
     file.write_text(page(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,65 @@
+#!/bin/bash
+name=${0##*/}
+write_down() {
+    local tries=0
+    until "$ROLL_TOOLS/mkdir" "$ROLL_BASE/.lock" 2>/dev/null || ((++tries > 200)); do "$ROLL_TOOLS/sleep" 0.01; done
+    {
+        printf 'CALL\0%s\0%s\0%s\0' "$name" "$PWD" "$#"
+        (($#)) && printf '%s\0' "$@"
+        "$ROLL_TOOLS/env" -0
+        printf '\0'
+    } >&@DESCRIPTOR@
+    "$ROLL_TOOLS/rmdir" "$ROLL_BASE/.lock"
+}
+start_behind_options() {
+    while (($#)); do
+        case ${1##*/} in
+            python|python[0-9]*|uv|torchrun|accelerate|deepspeed|trl|ray|bash|sh) exec "${1##*/}" "${@:2}" ;;
+            *.sh) exec bash "$@" ;;
+            [A-Za-z_]*=*) export "$1" ;;
+        esac
+        shift
+    done
+}
+case $name in
+    unknown) name=$1; shift; write_down "$@" ;;
+    python*)
+        case ${1-} in
+            -c|-|'') PYTHONHOME='' PYTHONPATH="$ROLL_BASE/.bin/modules" exec "@PYTHON@" -B -P -s -S "$@" ;;
+            *) write_down "$@" ;;
+        esac ;;
+    bash|sh)
+        for word in "$@"; do
+            case $word in
+                -c) break ;;
+                -*) continue ;;
+                *) [[ -e $word ]] || { write_down "$@"; exit 0; }; break ;;
+            esac
+        done
+        exec "$ROLL_TOOLS/bash" "$@" ;;
+    ray)
+        write_down "$@"
+        if [[ "${1-} ${2-}" == "job submit" ]]; then
+            while (($#)) && [[ $1 != -- ]]; do shift; done
+            (($#)) && shift && start_behind_options "$@"
+        fi ;;
+    tee) exec "$ROLL_TOOLS/cat" ;;
+    sleep) ;;
+    nproc) echo @DEVICES@ ;;
+    hostname) case ${1-} in -i|-I|-y) echo 127.0.0.1 ;; *) echo localhost ;; esac ;;
+    scontrol) echo localhost ;;
+    which) [[ -n ${1-} ]] && echo "/usr/bin/$1" ;;
+    nvidia-smi)
+        for ((i = 0; i < @DEVICES@; i++)); do
+            case "$*" in
+                *--query-gpu=count*) echo @DEVICES@ ;;
+                *--query-gpu=memory*) echo 81559 ;;
+                *--query-gpu*) echo "NVIDIA H100 80GB HBM3" ;;
+                *) echo "GPU $i: NVIDIA H100 80GB HBM3" ;;
+            esac
+        done ;;
+    @WRAPPERS@) start_behind_options "$@"; write_down "$@" ;;
+    @FILE_TOOLS@) "$ROLL_TOOLS/$name" "$@" 2>/dev/null; exit 0 ;;
+    *) write_down "$@" ;;
+esac
+exit 0
