@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from roll.algorithms.kl import KLOptions, kl_estimate
-from roll.config.roles import ReferenceWorkerConfig
+from roll.config.roles import DataArguments, ReferenceWorkerConfig, WorkerConfig
+from roll.datasets.types import PromptRow
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.definition import OPDConfig
-from roll.pipelines.rlvr.given import PROMPT_LENGTHS, TEACHER_PROMPTS, as_teachers_see, is_given
+from roll.pipelines.rlvr.given import PROMPT_LENGTHS, TEACHER_PROMPTS, TeacherPrompts, as_teachers_see, is_given
 from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.pipelines.rlvr.teaching import add_teacher_divergence, routed
 from roll.protocol import DataProto
 from roll.protocol.metrics import to_floats
+from tests.agents.tiny import make_tokenizer
 from tests.pipelines.test_scoring import scored_batch
 
 TEACHERS = {"teacher": ReferenceWorkerConfig()}
@@ -153,6 +155,19 @@ def test_teachers_read_their_own_prompts_in_front_of_the_same_responses() -> Non
     torch.testing.assert_close(batch.batch["teacher_kl"], wanted)
     plain = DataProto.from_dict({name: columns[name] for name in columns if name != TEACHER_PROMPTS})
     assert as_teachers_see(plain) is plain
+
+
+def test_prompts_of_teachers_are_those_of_their_rows_whatever_the_ids() -> None:
+    """A user's ids may have an @, and may repeat."""
+    actor = WorkerConfig(data_args=DataArguments(prompt="prompt"))
+    config = OPDConfig(teacher=TEACHERS, opd_teacher_prompt="{prompt} {hint}", global_template="raw", actor_train=actor)
+    tokenizer = make_tokenizer()
+    prompts = [
+        PromptRow(name, "math", "t", [1], "6 + 6 =", "12", {"prompt": "6 + 6 =", "hint": hint})
+        for name, hint in (("mail@1", "1"), ("mail@2", "2"), ("mail@2", "12"))
+    ]
+    found = TeacherPrompts(config, tokenizer).token_ids(prompts)
+    assert found == [tokenizer(f"6 + 6 = {hint}")["input_ids"] for hint in ("1", "2", "12")]
 
 
 def test_the_share_of_given_responses_is_exact_and_spread() -> None:

@@ -85,29 +85,29 @@ class GivenResponses:
 
 
 class TeacherPrompts:
-    """Prompts that teachers see in place of the student's: the last user's message made anew from the row's columns.
-
-    Raises:
-        DataError: of :meth:`token_ids`, where a row lacks a column.
-    """
+    """Prompts that teachers see in place of the student's: the row's conversation, whose last user message is
+    ``opd_teacher_prompt`` filled in with the row's columns."""
 
     def __init__(self, config: RLVRConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         assert config.opd_teacher_prompt is not None
-        data_args = config.actor_train.data_args
-        templates = TemplateChoice.of_settings(data_args, config.global_template, config.tag_to_template)
+        self._data_args = config.actor_train.data_args
+        templates = TemplateChoice.of_settings(self._data_args, config.global_template, config.tag_to_template)
         self._template = config.opd_teacher_prompt
-        self._data_args = data_args
         self._render = Renderer(tokenizer, templates)
-        self._known: dict[str, list[int]] = {}
 
-    def token_ids(self, prompt: PromptRow) -> list[int]:
-        """A teacher's context of the responses to ``prompt``."""
-        name = prompt.prompt_id.partition("@")[0]
-        if name not in self._known:
-            self._known[name] = self._made(prompt)
-        return self._known[name]
+    def token_ids(self, prompts: Sequence[PromptRow]) -> list[list[int]]:
+        """The token ids that a teacher has in front of the responses to each prompt.
 
-    def _made(self, prompt: PromptRow) -> list[int]:
+        Raises:
+            DataError: a row lacks a column, has no user message, or has images.
+        """
+        found = self._render([self._conversation(prompt) for prompt in prompts])
+        for rendered in found:
+            if isinstance(rendered, DataError):
+                raise rendered
+        return [rendered.token_ids for rendered in found if not isinstance(rendered, DataError)]
+
+    def _conversation(self, prompt: PromptRow) -> Conversation:
         source = SourceRow(Path(f"prompt {prompt.prompt_id}"), 0, prompt.row)
         messages = [dict(one) for one in Columns.of(self._data_args, source).read_messages(source)]
         last = max((place for place, one in enumerate(messages) if one["role"] == "user"), default=None)
@@ -121,16 +121,12 @@ class TeacherPrompts:
             listed = ", ".join(sorted({*values, "prompt"}))
             raise DataError(f"{source.path}: opd_teacher_prompt: no column {error}; there are {listed}") from error
         messages[last] = {**messages[last], "content": text}
-        templates = self._render.templates
-        (rendered,) = self._render([Conversation(source, prompt.tag, templates.with_system(messages, prompt.tag))])
-        if isinstance(rendered, DataError):
-            raise rendered
-        return rendered.token_ids
+        return Conversation(source, prompt.tag, self._render.templates.with_system(messages, prompt.tag))
 
     def add_columns(self, batch: DataProto, groups: Sequence[SampleGroup]) -> None:
         """Add :data:`TEACHER_PROMPTS` and :data:`PROMPT_LENGTHS` to the batch that was built of ``groups``."""
         sizes = torch.tensor([group.num_samples for group in groups])
-        prompts = [torch.tensor(self.token_ids(group.prompt)) for group in groups]
+        prompts = [torch.tensor(ids) for ids in self.token_ids([group.prompt for group in groups])]
         padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=-1)
         lengths = torch.tensor([len(group.prompt.token_ids) for group in groups])
         batch.batch[TEACHER_PROMPTS] = padded.repeat_interleave(sizes, 0)
