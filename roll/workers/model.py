@@ -201,7 +201,7 @@ class RewardModelWorker(ModelWorker):
             token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if self._image_token is not None and self._image_token in token_ids:
             return failure("the prompt has images, and a reward model inside a run is given text alone")
-        if self._longest is not None and len(token_ids) >= self._longest:
+        if self._longest is not None and len(token_ids) > self._longest:
             return failure(f"{len(token_ids)} tokens are more than the reward model's {self._longest} positions")
         return list(token_ids)
 
