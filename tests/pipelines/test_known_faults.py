@@ -328,6 +328,16 @@ def test_distill_10_a_call_for_every_tensor_and_prints_every_step(
     assert capsys.readouterr().out.count("top_") == 0
 
 
+def test_cached_rows_are_those_of_the_step_alone(distill: Make, world: TinyWorld, tmp_path: Path) -> None:
+    held_out = {"data_args": {"file_name": str(world.validation_answers)}}
+    pipeline = distill(teacher_cache=str(tmp_path / "cache"), validation=held_out)
+    for _ in range(2):  # the second time the cache has all of them
+        pipeline.measure()
+    assert "student/cached_rows" not in pipeline.context.recorded()
+    pipeline.next_batch(0)
+    assert pipeline.context.recorded()["student/cached_rows"] == 0.0
+
+
 def test_distill_11_conversations_are_checked_and_then_ignored(distill: Make, tmp_path: Path) -> None:
     said = [("user", "2 + 2?"), ("assistant", "4"), ("user", "Sure?"), ("assistant", "Yes")]
     row = {"conversation": [{"role": role, "content": text} for role, text in said]}

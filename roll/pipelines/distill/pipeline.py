@@ -104,7 +104,9 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, DistillPlan, SftRow]):
             self.ahead.append(self.ask_next())
         with self.context.phase("teacher_forward"):
             batch = self.answered(self.ahead[0])
-        self.ahead.popleft()
+        asked = self.ahead.popleft()
+        if self.cache is not None:
+            self.context.record({"student/cached_rows": Mean(len(batch) - len(asked.unknown), len(batch))})
         if self.plan.teacher_runs_ahead and step + 1 < self.num_steps:
             self.ahead.append(self.ask_next())
         return batch
@@ -162,7 +164,6 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, DistillPlan, SftRow]):
             if computed is not None:
                 self.cache.put(rows_of(computed, mask[asked.unknown], [asked.keys[index] for index in asked.unknown]))
             columns = columns_from([self.cache.get(key) for key in asked.keys], mask)
-            self.context.record({"student/cached_rows": Mean(len(batch) - len(asked.unknown), len(batch))})
         for name, column in zip(teacher_columns(TEACHER), columns.values(), strict=True):
             batch.batch[name] = column
         return batch
