@@ -38,12 +38,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
-PlanT = TypeVar("PlanT", bound=SupervisedPlan)
 RowT = TypeVar("RowT")
-RowsT = TypeVar("RowsT")
 
 
-class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
+class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
     """A run, from start to summary. A step is one optimizer step."""
 
     role: ClassVar[str]
@@ -71,8 +69,8 @@ class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
     def __init__(self, loaded: LoadedConfig[ConfigT]) -> None:
         self.loaded = loaded
         self.config = loaded.config
-        plan: Any = loaded.plan
-        self.plan: PlanT = plan
+        assert isinstance(loaded.plan, SupervisedPlan)
+        self.plan = loaded.plan
         self.section: WorkerConfig = getattr(loaded.config, self.role)
         self.context = RunContext(loaded)
         self.training: Sequence[RowT] = ()
@@ -160,27 +158,16 @@ class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
 
     @classmethod
     @abstractmethod
-    def read(
-        cls, config: ConfigT, plan: PlanT, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
-    ) -> PreparedRows[RowT]:
-        """One set, rendered as the configuration says."""
+    def build(cls, config: ConfigT) -> Callable[..., PreparedRows[RowT]]:
+        """The ``build`` of the data set class, with the settings that only this pipeline has."""
 
     @classmethod
-    def rendered(
-        cls,
-        build: Callable[..., RowsT],
-        config: Any,
-        plan: SupervisedPlan,
-        data_args: DataArguments,
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> RowsT:
-        """One set, by the ``build`` of a data set class with the settings that all pipelines have in common.
-
-        Args:
-            build: with the settings of one pipeline bound to it.
-        """
+    def read(
+        cls, config: Any, plan: SupervisedPlan, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
+    ) -> PreparedRows[RowT]:
+        """One set, rendered as the configuration says."""
         role = plan.roles[cls.role]
-        return build(
+        return cls.build(config)(
             data_args,
             tokenizer,
             config.sequence_length,

@@ -13,9 +13,9 @@ from roll.config.loader import load_config
 from roll.config.model_files import check_vocabularies
 from roll.config.pipelines import definition_of
 from roll.config.reading.errors import ConfigError
-from roll.pipelines.distill.config import DistillPlan
 from roll.pipelines.policy import needs_old_log_probs, needs_reference
 from roll.pipelines.rlvr.teachers import coefficients
+from roll.pipelines.supervised import SupervisedPlan
 from tests.config.good import GOOD, changed, load, mistakes
 from tests.config.test_agentic import LAKE
 
@@ -52,7 +52,7 @@ def opd(**keys: Any) -> dict[str, Any]:
 def test_columns_and_plan_of_offline_distillation(tmp_path: Path) -> None:
     loaded = load(tmp_path, DISTILL)
     plan = loaded.plan
-    assert isinstance(plan, DistillPlan)
+    assert isinstance(plan, SupervisedPlan)
     assert (plan.data_args.prompt, plan.data_args.response) == ("question", "answer")
     assert (plan.global_batch_size, plan.teacher_runs_ahead) == (16, True)
     assert {role.model_path for role in plan.roles.values()} == {"my/student", "my/teacher"}
@@ -62,7 +62,7 @@ def test_answer_key_does_not_replace_a_written_response_column(tmp_path: Path) -
     data = {**DISTILL, "question_key": "q", "answer_key": "a"}
     data["student"] = {**DISTILL["student"], "data_args": {"file_name": "rows.jsonl", "messages": "m", "response": "r"}}
     plan = load(tmp_path, data).plan
-    assert isinstance(plan, DistillPlan)
+    assert isinstance(plan, SupervisedPlan)
     assert (plan.data_args.prompt, plan.data_args.messages, plan.data_args.response) == (None, "m", "r")
 
 

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from roll.config.reading.errors import ConfigError, Problem
-from roll.pipelines.distill.config import INDEX
+from roll.pipelines.distill.definition import INDEX
 
 FORMAT = 1
 SHARD_TOKENS = 65536

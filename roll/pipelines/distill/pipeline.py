@@ -4,21 +4,20 @@ student, evaluations between."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import check_vocabularies, model_number, vocabulary_hash
-from roll.config.roles import DataArguments
 from roll.datasets import SftDataset
 from roll.datasets.types import SftRow
 from roll.distributed import PendingCall, ResourceManager
 from roll.pipelines.distill.cache import RowTargets, TeacherCache, row_key
-from roll.pipelines.distill.config import DistillConfig, DistillPlan
+from roll.pipelines.distill.definition import DistillConfig
 from roll.pipelines.row_order import balanced_order
 from roll.pipelines.run_context import WEIGHTS
 from roll.pipelines.sft.pipeline import demonstration_batch
@@ -29,9 +28,6 @@ from roll.strategies.base import TEACHER_COLUMNS, teacher_columns
 from roll.workers import DISTILL_WORKER
 from roll.workers.model import ModelWorker
 from roll.workers.supervised import DistillSettings, DistillWorker
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 TEACHER = "teacher"
 
@@ -50,7 +46,7 @@ class Asked:
     """Of the data, before the rows were drawn."""
 
 
-class DistillPipeline(SupervisedPipeline[DistillConfig, DistillPlan, SftRow]):
+class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
     """Learning a teacher's distributions; a teacher with devices of its own computes a step ahead."""
 
     role = "student"
@@ -73,11 +69,9 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, DistillPlan, SftRow]):
         return DistillSettings(self.config.max_grad_norm, loss=self.config, weight=self.config.distill_loss_weight)
 
     @classmethod
-    def read(
-        cls, config: DistillConfig, plan: DistillPlan, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
-    ) -> SftDataset:
-        """One set, rendered by the student's templates."""
-        return cls.rendered(SftDataset.build, config, plan, data_args, tokenizer)
+    def build(cls, config: DistillConfig) -> Callable[..., SftDataset]:
+        """Rows are rendered by the student's templates."""
+        return SftDataset.build
 
     def compare_vocabularies(self) -> None:
         """Tokenizers of the hub are on this machine only now. And open the cache, which knows the teacher's."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,8 @@ from roll.algorithms.preferences import (
 )
 from roll.config.loader import LoadedConfig
 from roll.config.losses import couples_pairs, is_unpaired, needs_mismatched
-from roll.config.roles import DataArguments
 from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow, Judgement
-from roll.pipelines.dpo.config import DPOConfig, DPOPlan, has_base
+from roll.pipelines.dpo.definition import DPOConfig, has_base
 from roll.pipelines.row_order import balanced_order
 from roll.pipelines.run_context import WEIGHTS
 from roll.pipelines.supervised_pipeline import SupervisedPipeline, image_column, right_padded
@@ -34,14 +33,10 @@ from roll.workers import PREFERENCE_WORKER
 from roll.workers.model import ModelWorker
 from roll.workers.supervised import PreferenceSettings
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
 KnownLogProbs = dict[str, list[np.ndarray]]
 
 
-class DPOPipeline(SupervisedPipeline[DPOConfig, DPOPlan, JudgedRow]):
+class DPOPipeline(SupervisedPipeline[DPOConfig, JudgedRow]):
     """Learning which of two responses is preferred, or which responses are desirable."""
 
     role = "actor_train"
@@ -60,16 +55,13 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, DPOPlan, JudgedRow]):
         return PreferenceSettings(self.config.max_grad_norm, loss=self.config)
 
     @classmethod
-    def read(
-        cls, config: DPOConfig, plan: DPOPlan, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
-    ) -> JudgedDataset:
+    def build(cls, config: DPOConfig) -> Callable[..., JudgedDataset]:
         """Pairs, or single responses with labels."""
         names = JudgedColumns(
             config.chosen_key, config.rejected_key, responses=config.completion_key, scores=config.label_key
         )
         kind: Judgement = "labels" if is_unpaired(config) else "pairs"
-        build = partial(JudgedDataset.build, columns=names, judgement=kind)
-        return cls.rendered(build, config, plan, data_args, tokenizer)
+        return partial(JudgedDataset.build, columns=names, judgement=kind)
 
     def next_batch(self, step: int) -> DataProto:
         drawn = self.rows.next_batch(self.plan.global_batch_size)
