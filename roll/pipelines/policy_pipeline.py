@@ -25,20 +25,20 @@ from roll.pipelines.files import export_model
 from roll.pipelines.policy import PolicyPlan, taught_by_advantage
 from roll.pipelines.rlvr.clusters import Clusters, ClusterStarter, StartingClusters
 from roll.pipelines.rlvr.data import RecordedRollouts
+from roll.pipelines.rlvr.distillation import add_teacher_divergence, add_teacher_targets
 from roll.pipelines.rlvr.phases import (
-    ROUTES,
     AdvantageComputer,
     add_old_log_probs,
     add_reference_log_probs,
     add_values,
-    trainer_log_probs,
+    computed_by_policy,
     update_actor,
     update_critic,
 )
 from roll.pipelines.rlvr.teachers import opd_divergence
-from roll.pipelines.rlvr.teaching import add_teacher_divergence, add_teacher_targets
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency, RunContext, moves_states
 from roll.protocol import DataProto
+from roll.strategies.base import Output
 from roll.weight_sync.sender import WeightSync, sync_options
 from roll.workers.training import TrainingWorker
 
@@ -187,7 +187,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             with self.context.phase("old_log_probs"):
                 self.residency.bring({"actor_train": WEIGHTS})
                 wanted = {"entropy": self.plan.needs_old_entropy, "sum_of_squares": self.plan.needs_sum_of_squares}
-                wanted[ROUTES] = self.config.actor_train.router_replay.mode == "R2"
+                wanted[Output.ROUTES] = self.config.actor_train.router_replay.mode == "R2"
                 more = tuple(name for name, needed in wanted.items() if needed)
                 add_old_log_probs(batch, self.clusters.actor_train, self.temperature, more)
         elif self.plan.engine_log_probs_as_old:
@@ -225,7 +225,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         if known is None and every and step % every == 0 and not self.recorded.replays:
             with self.context.phase("sample_log"):
                 self.residency.bring({"actor_train": WEIGHTS})
-                known = trainer_log_probs(batch, self.clusters.actor_train, self.temperature)
+                known = computed_by_policy(batch, self.clusters.actor_train, temperature=self.temperature)["log_probs"]
         self.context.samples.policy(step, batch, notes, self.tokenizer, known)
 
     def learn(self, batch: DataProto, step: int) -> None:

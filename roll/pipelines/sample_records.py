@@ -17,6 +17,7 @@ from roll.datasets.types import SftRow
 from roll.protocol import DataProto
 from roll.protocol.vision import IMAGES, VisionInputs
 from roll.rollout.groups import SampleGroup
+from roll.strategies.base import Output
 from roll.tracking import SampleTable
 from roll.tracking.run_record import SampleLog
 
@@ -32,8 +33,6 @@ Notes = Sequence[Mapping[str, Any]]
 ``prompt``."""
 
 LOG_PROB_SCALE, MISMATCH_SCALE = 1e3, 1e5
-ROUTES = "routed_experts"
-"""The column of the routes that the engine has reported (router replay)."""
 THUMBNAIL = 128
 """Longest side of an image's copy in the record, in pixels."""
 MAX_IMAGES = 1000
@@ -118,8 +117,10 @@ class SampleRecorder:
         block = _Block(step, "train", self._settings.max_tokens, self._piece)
         rows = self._chosen(batch.batch["group_ids"].numpy())
         columns = {name: batch.batch[name][rows].numpy() for name in _COLUMNS if name in batch.batch}
-        if ROUTES in batch.batch:
-            columns[ROUTES] = batch.batch[ROUTES][:, :, -1][rows].numpy()  # of all layers it would be a large copy
+        if Output.ROUTES in batch.batch:
+            columns[Output.ROUTES] = batch.batch[Output.ROUTES][:, :, -1][
+                rows
+            ].numpy()  # of all layers it would be a large copy
         if trainer_log_probs is not None:
             columns["trainer_log_probs"] = trainer_log_probs[rows].numpy()
         taken = _Rows(columns, self._settings.max_tokens)
@@ -406,8 +407,8 @@ class _Rows:
         sample["w"] = (
             version if version >= 0 else _versions(columns["weight_versions"][row, here][self._mask[row, here]])
         )
-        if ROUTES in columns:
-            sample["y"] = _routes(columns[ROUTES][row, here])
+        if Output.ROUTES in columns:
+            sample["y"] = _routes(columns[Output.ROUTES][row, here])
         if "turn_ids" in columns:
             sample["u"] = _turns(columns["turn_ids"][row, here], columns["turn_rewards"][row, here])
         return sample

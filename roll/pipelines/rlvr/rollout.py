@@ -17,7 +17,7 @@ from roll.pipelines.policy import is_taught
 from roll.pipelines.rlvr.clusters import Clusters
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData
-from roll.pipelines.rlvr.given import GivenResponses, TeacherPrompts, is_given
+from roll.pipelines.rlvr.distillation import DatasetResponses, TeacherPrompts, is_off_policy
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.validation import Validation, ValidationPlan, draw_from, validate
 from roll.pipelines.sample_records import sample_notes
@@ -55,10 +55,10 @@ class RolloutPhase(EngineRollout[Validation]):
         }
         path = config.user_defined_rollout_loop_cls
         self._loop = None if path is None else rollout_loops.resolve(path)()
-        self._given = None
+        self._dataset_responses = None
         if config.lmbda < 1.0 and is_taught(config):
-            data_args = config.actor_train.data_args
-            self._loop = self._given = GivenResponses(data_args, data.tokenizer, config.lmbda, plan.max_new_tokens)
+            self._dataset_responses = DatasetResponses(config, data.tokenizer, plan.max_new_tokens)
+            self._loop = self._dataset_responses
         privileged = config.opd_teacher_prompt is not None and is_taught(config)
         self._teacher_prompts = TeacherPrompts(config, data.tokenizer) if privileged else None
         self.num_drawn = 0
@@ -89,8 +89,8 @@ class RolloutPhase(EngineRollout[Validation]):
 
     def _groups_of(self, step: int) -> tuple[list[SampleGroup], Metrics]:
         self._busy_before = self._engines.busy_seconds
-        if self._given is not None:
-            self._given.version = step
+        if self._dataset_responses is not None:
+            self._dataset_responses.version = step
         result = self._collected(
             draw=self._data.sampler.next_batch,
             num_prompts=self._plan.prompts_per_step,
@@ -103,8 +103,8 @@ class RolloutPhase(EngineRollout[Validation]):
         )
         self.num_drawn += result.num_drawn
         given: Metrics = {}
-        if self._given is not None:
-            sampled = [not is_given(group.order, self._config.lmbda) for group in result.groups]
+        if self._dataset_responses is not None:
+            sampled = [not is_off_policy(group.order, self._config.lmbda) for group in result.groups]
             given["opd/on_policy_share"] = Mean(sum(sampled), len(sampled))
         return result.groups, given | {
             "scheduler/collect_query_count": Mean(result.num_drawn),

@@ -1,7 +1,7 @@
 """Teachers of on-policy distillation: their roles, and the checks of their keys. Torch-free.
 
 The student samples; at every token that it sampled, or for every distribution that it sampled from, a teacher says what
-it would have done. Arithmetic is in :mod:`roll.pipelines.rlvr.teaching`.
+it would have done. Arithmetic is in :mod:`roll.pipelines.rlvr.distillation`.
 """
 
 from __future__ import annotations

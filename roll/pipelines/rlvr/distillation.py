@@ -1,26 +1,46 @@
-"""Inputs of on-policy distillation from the rows, besides prompts: responses that somebody else gave (``lmbda``), and
-prompts that only teachers see (``opd_teacher_prompt``)."""
+"""On-policy distillation: teachers' columns for the student's samples; and what it takes from the rows besides prompts:
+their responses (``lmbda``), and prompts that only teachers see (``opd_teacher_prompt``).
+
+For a token a that the student pi sampled in state s, with d = log pi(a|s) - log pi_T(a|s),
+
+    E[d] = KL(pi || pi_T) at s,    and    A = -d    is its score-function form (no gradient flows through d).
+
+The gradient is unbiased where the tokens were sampled from pi itself; differentiating the estimate d instead would have
+expected gradient 0. Both log-probs are the trainers' at the temperature of sampling, over the whole vocabulary, never
+the engine's. ``opd_form: topk`` and ``full_vocabulary`` differentiate the divergence of the distributions at s, which
+has no sampling noise and leaves out what a token does to later states.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from roll.config.roles import DataArguments
+from roll.algorithms.kl import KLOptions, kl_estimate
+from roll.config.policy import PolicyRunConfig
 from roll.datasets.columns import Columns
 from roll.datasets.reading import SourceRow
 from roll.datasets.sft import read_demonstration
 from roll.datasets.templates import Conversation, Renderer, TemplateChoice
 from roll.datasets.types import DataError, PromptRow
+from roll.distributed import Cluster
+from roll.models.layouts import TopTokens
 from roll.pipelines.rlvr.config import RLVRConfig
+from roll.pipelines.rlvr.phases import start_computing, without_routes
+from roll.pipelines.rlvr.teachers import coefficients
 from roll.protocol import DataProto
+from roll.protocol.metrics import Mean, Metrics
 from roll.protocol.vision import IMAGES
 from roll.rollout.groups import FinishedGroup, SampleGroup
 from roll.rollout.loops import RolloutContext, SingleTurn
+from roll.strategies.base import TEACHER_COLUMNS, teacher_columns
+from roll.workers.model import ModelWorker
+from roll.workers.training import TEACHER, TEACHER_INDEX, TEACHER_WEIGHTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,14 +50,125 @@ TEACHER_PROMPTS, PROMPT_LENGTHS = "teacher_prompt_ids", "prompt_lengths"
 """
 
 
-def is_given(order: int, lmbda: float) -> bool:
-    """True where the prompt that was drawn as number ``order`` comes with its own response: a share of 1 - ``lmbda`` of
-    all, evenly spread."""
+def rows_with_tags(batch: DataProto, tags: Sequence[str] | None) -> np.ndarray:
+    """bool (B,): rows with one of ``tags``; all where there are none."""
+    of_rows = batch.non_tensor_batch["tag"]
+    return np.isin(of_rows.astype(str), list(tags)) if tags else np.ones(len(batch), dtype=bool)
+
+
+Answer = tuple[str, torch.Tensor, DataProto, dict[str, torch.Tensor]]
+"""A teacher's name, the rows that it was asked about (bool (B,)), those rows, and its columns for them."""
+
+
+def ask_teachers(
+    batch: DataProto,
+    teachers: Mapping[str, Cluster],
+    config: PolicyRunConfig,
+    bring: Callable[[Cluster], None],
+    method: Callable[..., DataProto],
+    **options: Any,
+) -> Iterator[Answer]:
+    """Each teacher's answer for its rows, in their order. Teachers without a device in common compute concurrently,
+    others take turns.
+
+    Args:
+        bring: brings a teacher onto its devices, which several may share.
+        method: of the teachers' workers, called with the rows and ``options``.
+    """
+    pending: list[Callable[[], Answer]] = []
+    busy: set[int] = set()
+    for name, cluster in teachers.items():
+        rows = rows_with_tags(batch, config.teacher[name].tag_included)
+        if not rows.any():
+            continue
+        devices = set(config.teacher[name].device_mapping or ())
+        if devices & busy:
+            yield from (answer() for answer in pending)
+            pending, busy = [], set()
+        bring(cluster)
+        part = batch if rows.all() else batch[rows]
+        seen = with_teacher_prompts(part)
+        columns = start_computing(without_routes(seen), cluster, method, **options)
+        pending.append(partial(_answer, name, rows, part, seen, columns))
+        busy |= devices
+    yield from (answer() for answer in pending)
+
+
+def _answer(
+    name: str, rows: np.ndarray, part: DataProto, seen: DataProto, columns: Callable[[], Mapping[str, torch.Tensor]]
+) -> Answer:
+    aligned = {column: aligned_with(part, seen, values) for column, values in columns().items()}
+    return name, torch.from_numpy(rows), part, aligned
+
+
+def clamped_kl(own: torch.Tensor, of_teacher: torch.Tensor, config: PolicyRunConfig) -> torch.Tensor:
+    """``kl_penalty`` of each sampled token's log-probs, (B, L), within +- ``opd_clamp``."""
+    estimate = kl_estimate(own, of_teacher, KLOptions(estimator=config.kl_penalty))
+    return estimate if config.opd_clamp is None else estimate.clamp(-config.opd_clamp, config.opd_clamp)
+
+
+def add_teacher_divergence(
+    batch: DataProto,
+    teachers: Mapping[str, Cluster],
+    config: PolicyRunConfig,
+    temperature: float,
+    bring: Callable[[Cluster], None],
+) -> Metrics:
+    """``teacher_kl`` float32 (B, L): the weighted sum over teachers of each sampled token's divergence, 0 outside the
+    response mask; from ``old_log_probs``.
+
+    Returns:
+        The metrics of each teacher.
+    """
+    tensors, weights = batch.batch, coefficients(config)
+    total, metrics = torch.zeros_like(tensors["old_log_probs"]), Metrics()
+    compute = ModelWorker.compute_log_probs
+    for name, rows, part, columns in ask_teachers(batch, teachers, config, bring, compute, temperature=temperature):
+        of_teacher = columns["log_probs"]
+        mask, own = part.batch["response_mask"], part.batch["old_log_probs"]
+        total[rows] += weights[name] * (clamped_kl(own, of_teacher, config) * mask)
+        tokens = float(mask.sum())
+        metrics[f"opd/{name}/kl"] = Mean(float(((own - of_teacher) * mask).sum()), tokens)
+        metrics[f"opd/{name}/teacher_log_prob"] = Mean(float((of_teacher * mask).sum()), tokens)
+    tensors["teacher_kl"] = total
+    mask = tensors["response_mask"]
+    return metrics | {"opd/kl": Mean(float(total.sum()), float(mask.sum()))}
+
+
+def add_teacher_targets(
+    batch: DataProto,
+    teachers: Mapping[str, Cluster],
+    config: PolicyRunConfig,
+    temperature: float,
+    top: TopTokens,
+    bring: Callable[[Cluster], None],
+) -> None:
+    """The columns of the teacher of each row (:func:`~roll.strategies.base.teacher_columns`), its number
+    ``TEACHER_INDEX`` int64 (B,), -1 for none, and its weight ``TEACHER_WEIGHTS`` float32 (B,)."""
+    tensors, weights = batch.batch, coefficients(config)
+    tensors[TEACHER_INDEX] = torch.full((len(batch),), -1, dtype=torch.int64)
+    tensors[TEACHER_WEIGHTS] = torch.zeros(len(batch))
+    numbers = {name: number for number, name in enumerate(teachers)}
+    options = {"count": top.count, "limit": top.limit, "temperature": temperature}
+    answers = ask_teachers(batch, teachers, config, bring, ModelWorker.compute_top_tokens, **options)
+    for name, rows, _, columns in answers:
+        for column, source in zip(teacher_columns(TEACHER), TEACHER_COLUMNS, strict=True):
+            values = columns[source]
+            if column not in tensors:
+                tensors[column] = values.new_zeros(len(batch), *values.shape[1:])
+            tensors[column][rows] = values
+        tensors[TEACHER_INDEX][rows] = numbers[name]
+        tensors[TEACHER_WEIGHTS][rows] = weights[name]
+
+
+def is_off_policy(order: int, lmbda: float) -> bool:
+    """True where the prompt that was drawn as number ``order`` is answered by its row: a share of 1 - ``lmbda`` of all,
+    evenly spread."""
     share = 1.0 - lmbda
     return int((order + 1) * share + 1e-9) > int(order * share + 1e-9)
 
 
-class GivenResponses:
+class DatasetResponses:
     """A rollout loop: a share of the prompts is answered by the policy, the others by their rows (GKD, arXiv
     2306.13649, algorithm 1).
 
@@ -45,19 +176,17 @@ class GivenResponses:
         max_new_tokens: longer responses of rows are cut there.
     """
 
-    def __init__(
-        self, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, lmbda: float, max_new_tokens: int
-    ) -> None:
-        self._data_args = data_args
+    def __init__(self, config: RLVRConfig, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> None:
+        self._data_args = config.actor_train.data_args
         self._tokenizer = tokenizer
-        self._lmbda = lmbda
+        self._lmbda = config.lmbda
         self._max_new_tokens = max_new_tokens
         self._sampled = SingleTurn()
         self.version = 0
-        """Of the weights of the step; a given response counts as new as a sampled one."""
+        """Of the weights of the step; a row's response counts as new as a sampled one."""
 
     async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
-        if not is_given(context.order, self._lmbda):
+        if not is_off_policy(context.order, self._lmbda):
             return await self._sampled.answer(prompt, context)
         group = SampleGroup(context.order, prompt, self.response_of(context.order, prompt))
         return await context.compute_rewards(group)
@@ -133,7 +262,7 @@ class TeacherPrompts:
         batch.batch[PROMPT_LENGTHS] = lengths.repeat_interleave(sizes)
 
 
-def as_teachers_see(batch: DataProto, pad_token_id: int = 0) -> DataProto:
+def with_teacher_prompts(batch: DataProto) -> DataProto:
     """The rows with the teachers' prompts in front of the same responses; ``batch`` itself where there are none.
 
     The tokens that count are the same, in the same order, so what is computed of them is put back by the masks.
@@ -159,13 +288,13 @@ def as_teachers_see(batch: DataProto, pad_token_id: int = 0) -> DataProto:
 
     names = [name for name in batch.non_tensor_batch if name != IMAGES]
     seen = batch.select([name for name in tensors.keys() if tensors[name].dim() == 1], names)  # noqa: SIM118
-    seen.batch["input_ids"] = padded(rows, pad_token_id)
+    seen.batch["input_ids"] = padded(rows, 0)
     seen.batch["attention_mask"] = padded([torch.ones(len(row), dtype=torch.bool) for row in rows], False)
     seen.batch["response_mask"] = padded(masks, False)
     return seen
 
 
-def back_in_place(values: torch.Tensor, seen: DataProto, batch: DataProto) -> torch.Tensor:
+def aligned_with(batch: DataProto, seen: DataProto, values: torch.Tensor) -> torch.Tensor:
     """Move values of the response tokens of ``seen`` (B, L', ...) to those of ``batch`` (B, L, ...)."""
     if seen is batch:
         return values
