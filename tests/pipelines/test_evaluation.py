@@ -13,17 +13,9 @@ import yaml
 from roll.config.reading.errors import ConfigError
 from roll.evaluate import load_evaluation, main
 from roll.pipelines.evaluate.config import EvaluatePlan, models_of
+from roll.pipelines.evaluate.results import compare, missed, sign_flip_p_value
 from roll.pipelines.evaluate.samples import SampleFile, answers_of, differing, sample_records
-from roll.pipelines.evaluate.statistics import (
-    Answers,
-    bootstrap,
-    chosen_at_k,
-    compare,
-    missed,
-    overall,
-    pass_metrics,
-    sign_flip_p_value,
-)
+from roll.pipelines.rlvr.accuracy import Answers, bootstrap, chosen_at_k, overall, pass_metrics
 from tests.config.good import GOOD, changed
 from tests.rollout.helpers import make_group
 

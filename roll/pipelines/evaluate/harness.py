@@ -18,8 +18,8 @@ from roll.config.loader import LoadedConfig
 from roll.distributed import DriverLoop
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, Pass
 from roll.pipelines.evaluate.models import EXIT_BELOW, Engines, ModelRun
+from roll.pipelines.evaluate.results import missed
 from roll.pipelines.evaluate.samples import RESULTS
-from roll.pipelines.evaluate.statistics import missed
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.run_context import Residency, moves_states
 from roll.serving.harness import HarnessOptions, run_program

@@ -16,8 +16,7 @@ from roll.config.model_files import model_folder
 from roll.config.policy import PolicyRunConfig
 from roll.config.roles import DataArguments
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, ModelsPlan
-from roll.pipelines.evaluate.statistics import Answers
-from roll.pipelines.rlvr.accuracy import voted_answer
+from roll.pipelines.rlvr.accuracy import Answers, voted_answer
 from roll.rollout.groups import SampleGroup
 
 SAMPLES, SETTINGS, RESULTS = "samples.jsonl", "evaluation.json", "results.json"

@@ -8,10 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-import numpy as np
-
 from roll.datasets.types import PromptRow
-from roll.pipelines.rlvr.accuracy import accuracy_metrics, is_correct
+from roll.pipelines.rlvr.accuracy import Answers, overall, pass_metrics
 from roll.pipelines.rlvr.plan import ValidationSet
 from roll.rollout.flow import DrawPrompts, greedy, sampling_params
 from roll.rollout.groups import SampleGroup
@@ -59,33 +57,17 @@ class ValidationPlan:
     """
 
     def __init__(self, sets: Sequence[ValidationSet], rows: Mapping[str, Sequence[PromptRow]], batch_size: int) -> None:
-        self._passes = {one.name: passes_of(one) for one in sets}
+        self.passes = {one.name: passes_of(one) for one in sets}
         self._rows = rows
         self._batch_size = batch_size
 
     def rounds(self) -> Iterator[Round]:
         """In the order in which they are asked."""
-        for name, passes in self._passes.items():
+        for name, passes in self.passes.items():
             rows = self._rows[name]
             for one in passes:
                 for first in range(0, len(rows), self._batch_size):
                     yield Round(one, rows[first : first + self._batch_size], first)
-
-    def report(
-        self, answered: Mapping[str, list[SampleGroup]]
-    ) -> tuple[dict[str, float], dict[str, list[SampleGroup]]]:
-        """Metrics (see :func:`accuracy_metrics`), and the groups of each set's first pass. With several sets
-        ``val_correct`` is over the questions of all of them.
-
-        Args:
-            answered: the scored groups of every pass, by its name.
-        """
-        metrics: dict[str, float] = {}
-        for passes in self._passes.values():
-            for one in passes:
-                metrics |= accuracy_metrics(answered[one.name], one.name, is_primary=one is passes[0])
-        shown = {name: answered[passes[0].name] for name, passes in self._passes.items()}
-        return metrics | (overall(shown) if len(shown) > 1 else {}), shown
 
 
 @dataclass(frozen=True)
@@ -99,8 +81,17 @@ class Validation:
     """From the first prompt to the last score."""
 
     def report(self) -> tuple[dict[str, float], dict[str, list[SampleGroup]]]:
-        """Metrics, and the groups of each set's first pass."""
-        return self.plan.report(self.answered)
+        """Metrics (see :func:`pass_metrics`), and the groups of each set's first pass. With several sets
+        ``val_correct`` is over the questions of all of them."""
+        metrics: dict[str, float] = {}
+        primary: dict[str, list[Answers]] = {}
+        for name, passes in self.plan.passes.items():
+            for one in passes:
+                answers = [Answers.of(group) for group in self.answered[one.name]]
+                metrics |= pass_metrics(answers, one.name, one is passes[0], in_training=True)
+                primary.setdefault(name, answers)
+        shown = {name: self.answered[passes[0].name] for name, passes in self.plan.passes.items()}
+        return metrics | (overall(primary) if len(primary) > 1 else {}), shown
 
 
 async def validate(plan: ValidationPlan, scheduler: RolloutScheduler) -> Validation:
@@ -112,19 +103,6 @@ async def validate(plan: ValidationPlan, scheduler: RolloutScheduler) -> Validat
         result = await scheduler.collect(draw_from(one.rows), count, way.num_samples, way.params, one.first)
         answered[way.name] += result.groups
     return Validation(plan, answered, time.perf_counter() - began)
-
-
-def overall(sampled: Mapping[str, Sequence[SampleGroup]]) -> dict[str, float]:
-    """``val_correct/...`` by set, by tag and over the questions of all sets, each question with the same weight."""
-    everything = [group for groups in sampled.values() for group in groups]
-    tags = dict.fromkeys(group.prompt.tag for group in everything)
-    parts = {tag: [group for group in everything if group.prompt.tag == tag] for tag in tags}
-    parts |= {name: list(groups) for name, groups in sampled.items() if name}
-    parts["all"] = everything
-    return {
-        f"val_correct/{name}/mean": float(np.mean([is_correct(group).mean() for group in groups]))
-        for name, groups in parts.items()
-    }
 
 
 def draw_from(rows: Sequence[PromptRow]) -> DrawPrompts:
