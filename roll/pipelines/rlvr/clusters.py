@@ -1,25 +1,31 @@
-"""Starts the clusters that a plan names, all at once: importing and loading take most of a start."""
+"""Starts the clusters that a plan names, all at once: importing and loading take most of a start; and the services
+that LLM judges ask, in front of engines of the run."""
 
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import ray
+
 from roll.algorithms.losses import actor_loss_options
 from roll.config.loader import LoadedConfig
+from roll.config.plan.plan import Plan
 from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import RewardConfig, judge_role, model_inputs
 from roll.distributed import Cluster, PendingCall, ResourceManager
+from roll.pipelines.files import load_tokenizer
 from roll.pipelines.policy import PolicyPlan, actor_keys, is_taught, taught_by_advantage
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.judge import JudgeService
 from roll.pipelines.rlvr.plan import RLVRPlan, judge_roles
 from roll.pipelines.rlvr.teachers import opd_divergence, teacher_role
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.pipelines.teachers import teacher_worker
+from roll.serving.server import FrontOptions, HttpFront
 from roll.strategies.base import StateKind
 from roll.workers import (
     ACTOR_WORKER,
@@ -35,6 +41,68 @@ from roll.workers.reward import RewardSettings, RewardWorker
 from roll.workers.training import ActorSettings, CriticSettings
 
 logger = logging.getLogger(__name__)
+
+
+class JudgeService:
+    """One address for the reward workers that ask a role, with a key that only this run knows.
+
+    The address is taken at once, so that reward workers can have it while the engines still load.
+
+    Args:
+        name: the role, ``reward_model`` or one that belongs to a single domain.
+    """
+
+    def __init__(self, config: PolicyRunConfig, plan: Plan, name: str) -> None:
+        key = secrets.token_urlsafe(32)
+        limit = config.router_args.max_running_requests or config.max_running_requests
+        options = FrontOptions(
+            model=name,
+            api_key=key,
+            max_running_requests=limit,
+            max_open_requests=1 << 20,
+            # A new process would load its model while others have the devices.
+            max_restarts=0 if plan.roles[name].colocated_with else config.actor_infer.max_restarts,
+        )
+        # Reward workers of several nodes must reach it; else nobody outside this host needs to.
+        self._front = HttpFront(options, ray.util.get_node_ip_address() if plan.num_nodes > 1 else "127.0.0.1")
+        self._key = key
+        self.name = name
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The same as options of a judge."""
+        return {"base_url": self._front.base_url, "api_key": self._key, "model": self.name}
+
+    @property
+    def address(self) -> dict[str, str]:
+        """Keys of a reward section, for the workers whose judges ask this service: known only while it runs."""
+        return {"judge_api_url": self._front.base_url, "judge_api_key": self._key, "judge_model_name": self.name}
+
+    def open(self, cluster: Cluster) -> None:
+        """Answer by the engines of ``cluster``, which have loaded their model."""
+        arguments = cluster.role.model_args
+        self._front.open(cluster, load_tokenizer(arguments.model_name_or_path, arguments.trust_remote_code))
+
+    def resume(self) -> None:
+        """Go on answering after :meth:`pause`."""
+        self._front.resume()
+
+    def pause(self) -> None:
+        """Let the engines leave their devices: drop what nobody waits for any more.
+
+        Raises:
+            RemoteError: what ended the engines, if anything has.
+        """
+        self._front.check()
+        self._front.pause()
+
+    def check(self) -> None:
+        """Raise what ended the engines, if anything has."""
+        self._front.check()
+
+    def close(self) -> None:
+        """Before the engines end."""
+        self._front.close()
 
 
 @dataclass(frozen=True)

@@ -206,10 +206,14 @@ def model_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
     return roles | {name: with_engine_size(role) for name, role in own_judges(config.rewards).items()}
 
 
+def reward_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
+    """The sections of the reward domains, whose workers hold no model."""
+    return {f"rewards.{name}": reward_workers(name, role) for name, role in config.rewards.items()}
+
+
 def started_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
     """Every role whose workers this run starts."""
-    rewards = {f"rewards.{name}": reward_workers(name, role) for name, role in config.rewards.items()}
-    return {**model_roles(config), **rewards}
+    return model_roles(config) | reward_roles(config)
 
 
 def reward_name(section: str, role: RewardConfig) -> str:
