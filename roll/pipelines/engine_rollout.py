@@ -8,6 +8,7 @@ from asyncio import Task
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
+from roll.config.plan.plan import RolePlan
 from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, DriverLoop
 from roll.pipelines.policy import PolicyPlan
@@ -21,6 +22,48 @@ from roll.rollout.scheduling import AsyncScheduler
 from roll.tracking import SampleTable
 
 ValidationT = TypeVar("ValidationT")
+
+
+def engine_client(
+    config: PolicyRunConfig,
+    role: RolePlan,
+    cluster: Cluster,
+    slice_seconds: float,
+    router: str | None,
+    fixed_weights: bool = False,
+) -> EngineClient:
+    """The client of the engines of ``actor_infer``.
+
+    Args:
+        slice_seconds, fixed_weights: see :class:`~roll.rollout.engines.EngineClient`.
+        router: name of the router where the configuration leaves it open.
+    """
+    keys, engines = config.router_args, config.actor_infer
+    # A new process would load its model while others have the device, and threads would not wait for it.
+    may_restart = not role.colocated_with and (engines.max_concurrency or 1) == 1
+    return EngineClient(
+        cluster,
+        keys.max_running_requests or config.max_running_requests,
+        slice_seconds,
+        router=build_router(keys.router_name or router, keys.router_config),
+        max_restarts=engines.max_restarts if may_restart else 0,
+        turn_timeout=min(engines.engine_timeout, config.rpc_timeout),
+        fixed_weights=fixed_weights,
+    )
+
+
+def between_turns(driver: DriverLoop, engines: EngineClient, transfer: Callable[[], Metrics]) -> Metrics:
+    """Have ``transfer`` give the engines other weights while none of them has a turn in flight; lost engines that are
+    back take part."""
+
+    async def resume() -> None:
+        engines.resume()
+
+    driver.run(engines.pause())
+    engines.readmit()
+    metrics = transfer()
+    driver.run(resume())
+    return metrics
 
 
 class EngineRollout(ABC, Generic[ValidationT]):
@@ -42,19 +85,8 @@ class EngineRollout(ABC, Generic[ValidationT]):
         slice_seconds: float = 0.05,
         router: str | None = None,
     ) -> None:
-        limit = config.router_args.max_running_requests or config.max_running_requests
-        chosen = build_router(config.router_args.router_name or router, config.router_args.router_config)
-        role = config.actor_infer
-        # A new process would load its model while others have the device, and threads would not wait for it.
-        may_restart = not plan.roles["actor_infer"].colocated_with and (role.max_concurrency or 1) == 1
-        self._engines = EngineClient(
-            actor_infer,
-            limit,
-            slice_seconds,
-            router=chosen,
-            max_restarts=role.max_restarts if may_restart else 0,
-            turn_timeout=min(role.engine_timeout, config.rpc_timeout),
-        )
+        role = plan.roles["actor_infer"]
+        self._engines = engine_client(config, role, actor_infer, slice_seconds, router)
         self._busy_before = 0.0
         self._validation: Task[ValidationT] | None = None
         self.notes: Callable[[], Notes] = list
@@ -72,14 +104,7 @@ class EngineRollout(ABC, Generic[ValidationT]):
 
     def exchange(self, version: int, transfer: Callable[[], Metrics]) -> Metrics:
         """Bring the engines to ``version`` of the weights by ``transfer``, which needs them between two turns."""
-        self.driver.run(self._engines.pause())
-        self._engines.readmit()
-        result = transfer()
-        self.driver.run(self._resume())
-        return result
-
-    async def _resume(self) -> None:
-        self._engines.resume()
+        return between_turns(self.driver, self._engines, transfer)
 
     def validate(self) -> ValidationT:
         """Answer and score the prompts of every set, before anything else."""

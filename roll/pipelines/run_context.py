@@ -20,12 +20,14 @@ from roll.checkpoint import Checkpoint
 from roll.checkpoint.state import load_state
 from roll.config.loader import LoadedConfig
 from roll.config.plan.plan import Plan
-from roll.config.roles import GenerationWorkerConfig
+from roll.config.roles import GenerationWorkerConfig, WorkerConfig
+from roll.config.run import RunConfig
 from roll.distributed import (
     Cluster,
     DeadlineExceeded,
     PendingCall,
     RemoteError,
+    ResourceManager,
     Worker,
     WorkerDied,
 )
@@ -41,11 +43,7 @@ from roll.platforms import current_platform
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, Sum, merge_metrics, to_floats
 from roll.strategies.base import StateKind
-from roll.tracking import (
-    PhaseTimer,
-    ProgressReporter,
-    SampleTable,
-)
+from roll.tracking import PhaseTimer, ProgressReporter, SampleTable
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import ModelWorker
 
@@ -300,6 +298,19 @@ class RunContext(RunLifetime):
         return state
 
 
+def start_cluster(
+    config: RunConfig, name: str, worker: str, resources: ResourceManager, role: WorkerConfig, settings: Any = None
+) -> Cluster:
+    """Start the processes of a role with the run's seed and deadline.
+
+    Args:
+        worker: dotted path of the worker class.
+        settings: what the workers need besides the section ``role``.
+    """
+    keys = {"seed": config.seed, "settings": settings, "rpc_timeout": config.rpc_timeout}
+    return Cluster(name, worker, resources, role, **keys)
+
+
 WEIGHTS = frozenset({StateKind.MODEL_PARAMS})
 TRAINING = frozenset({StateKind.MODEL_PARAMS, StateKind.OTHER_PARAMS, StateKind.OPTIMIZER_STATES})
 GENERATION = frozenset({StateKind.MODEL_PARAMS, StateKind.KV_CACHE})
@@ -374,7 +385,10 @@ class Residency:
         return role in self._devices
 
     def admit(self, cluster: Cluster, states: frozenset[StateKind]) -> None:
-        """Take charge of a role that has just been built; it makes room for those that are built after it."""
+        """Take charge of a role that has just been built; if it shares devices, it makes room for those that are built
+        after it."""
+        if cluster.name not in self._devices:
+            return
         tenant = _Tenant(cluster, self._devices[cluster.name], states, set(states))
         self._tenants[cluster.name] = tenant
         self._timed(f"time/{cluster.name}/offload/total", tenant.offload, states)

@@ -25,7 +25,7 @@ from roll.datasets.vision_model import VisionModel
 from roll.distributed import Cluster, ResourceManager
 from roll.pipelines.batches import RecordedBatch
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
-from roll.pipelines.run_context import TRAINING, WEIGHTS, Residency, RunContext, moves_states
+from roll.pipelines.run_context import TRAINING, WEIGHTS, Residency, RunContext, moves_states, start_cluster
 from roll.pipelines.supervised import SupervisedPlan
 from roll.pipelines.teachers import teacher_worker
 from roll.protocol import DataProto
@@ -103,17 +103,19 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
         self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
         offloads = self.config.is_offload_optimizer_states_in_train_step
         settings = replace(self.settings(), offload_optimizer_in_steps=offloads)
-        self.learner = self.cluster(self.role, self.worker, settings, resources)
+        role = self.plan.roles[self.role].section
+        worker = role.worker_cls or self.worker
+        self.learner = start_cluster(self.config, self.role, worker, resources, role, settings)
         if self.frozen_role is not None and self.frozen_role in self.plan.roles:
-            worker = teacher_worker(self.plan.roles[self.frozen_role].section)
-            self.frozen = self.cluster(self.frozen_role, worker, None, resources)
+            role = self.plan.roles[self.frozen_role].section
+            worker = role.worker_cls or teacher_worker(role)
+            self.frozen = start_cluster(self.config, self.frozen_role, worker, resources, role)
         self.context.watch([one for one in (self.learner, self.frozen) if one is not None])
         self.load_data()
         for cluster, steps, states in ((self.learner, self.num_steps, TRAINING), (self.frozen, 0, WEIGHTS)):
             if cluster is not None:
                 cluster.call_all(ModelWorker.initialize, steps).result()
-                if self.residency.moves(cluster.name):
-                    self.residency.admit(cluster, states)
+                self.residency.admit(cluster, states)
         checkpoint = self.context.checkpoint_to_resume()
         if checkpoint is None:
             return 0
@@ -121,15 +123,6 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
         self.learner.call_all(SupervisedWorker.load_checkpoint, str(checkpoint.role(self.role))).result()
         self.rows.load_state_dict(self.context.load_state(checkpoint)[self.state_key])
         return checkpoint.step
-
-    def cluster(self, name: str, worker: str, settings: ModelSettings | None, resources: ResourceManager) -> Cluster:
-        role = self.plan.roles[name].section
-        return Cluster(
-            *(name, role.worker_cls or worker, resources, role),
-            seed=self.config.seed,
-            settings=settings,
-            rpc_timeout=self.config.rpc_timeout,
-        )
 
     def settings(self) -> ModelSettings:
         """The run's values that the learner's workers need."""

@@ -110,8 +110,8 @@ class RecordedCluster:
 def test_the_judge_starts_with_the_run_and_only_its_domains_hear_of_it(
     world: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clusters_module, "Cluster", RecordedCluster)
-    starting: StartingClusters = start_clusters(loaded_with_judge(world, tmp_path), resources=None)  # type: ignore[arg-type]
+    monkeypatch.setattr("roll.pipelines.run_context.Cluster", RecordedCluster)
+    starting: StartingClusters[Any] = start_clusters(loaded_with_judge(world, tmp_path), resources=None)  # type: ignore[arg-type]
     clusters = starting.clusters
     judge, engines = clusters.judges[JUDGE_ROLE], clusters.judge_engines[JUDGE_ROLE]
     assert engines in clusters.all()

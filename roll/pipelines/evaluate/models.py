@@ -10,19 +10,20 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.config.loader import LoadedConfig
 from roll.config.plan.plan import RolePlan
 from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, DriverLoop
+from roll.pipelines.engine_rollout import between_turns, engine_client
 from roll.pipelines.evaluate.config import EvaluatedModel, EvaluationConfig, ModelsPlan, Pass
 from roll.pipelines.evaluate.results import Results
 from roll.pipelines.evaluate.samples import SampleFile
 from roll.pipelines.files import load_tokenizer
-from roll.pipelines.run_context import GENERATION, WEIGHTS, Residency, RunContext, moves_states
+from roll.pipelines.run_context import GENERATION, WEIGHTS, Residency, RunContext, moves_states, start_cluster
 from roll.rollout.engines import EngineClient
-from roll.rollout.routing import build_router
 from roll.weight_sync.encoding import MIB, SyncOptions
 from roll.weight_sync.sender import WeightSync
 from roll.workers import GENERATION_WORKER, STORED_WEIGHTS_WORKER
@@ -167,26 +168,6 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
         """Everything that answers and scores, on its devices."""
         self.residency.bring(dict.fromkeys(("actor_infer", *self.judges()), GENERATION))
 
-    def cluster(self, name: str, worker: str, settings: Any = None, role: RolePlan | None = None) -> Cluster:
-        """Start the processes of a role, to be ended with the evaluation."""
-        section = (role or self.plan.roles[name]).section
-        cluster = Cluster(
-            name,
-            worker,
-            self.resources,
-            section,
-            seed=self.config.seed,
-            settings=settings,
-            rpc_timeout=self.config.rpc_timeout,
-        )
-        self.context.watch([cluster])
-        return cluster
-
-    def admit(self, cluster: Cluster, states: frozenset[Any]) -> None:
-        """Let the residency move a role that shares its devices."""
-        if self.residency.moves(cluster.name):
-            self.residency.admit(cluster, states)
-
 
 class Engines:
     """The engines of ``actor_infer``, and who sends them the weights of other models."""
@@ -199,22 +180,12 @@ class Engines:
         """
         config = run.config
         self._run, self._role = run, role
-        self.cluster = run.cluster("actor_infer", role.section.worker_cls or GENERATION_WORKER, role=role)
+        worker = role.section.worker_cls or GENERATION_WORKER
+        self.cluster = start_cluster(config, "actor_infer", worker, run.resources, role.section)
+        run.context.watch([self.cluster])
         self.cluster.call_all(GenerationWorker.initialize).result()
-        run.admit(self.cluster, GENERATION)
-        router = build_router(config.router_args.router_name or run.router, config.router_args.router_config)
-        limit = config.router_args.max_running_requests or config.max_running_requests
-        timeout = min(config.actor_infer.engine_timeout, config.rpc_timeout)
-        self.client = EngineClient(
-            self.cluster,
-            limit,
-            run.slice_seconds,
-            router=router,
-            # A new process would load its model while others have the device.
-            max_restarts=0 if role.colocated_with else config.actor_infer.max_restarts,
-            turn_timeout=timeout,
-            fixed_weights=keeps_weights,
-        )
+        run.residency.admit(self.cluster, GENERATION)
+        self.client = engine_client(config, role, self.cluster, run.slice_seconds, run.router, keeps_weights)
         self._source: Cluster | None = None
         self._sync: WeightSync | None = None
 
@@ -224,19 +195,15 @@ class Engines:
             section = replace(
                 self._role.section, device_mapping=None, num_gpus_per_worker=1, world_size=1, worker_cls=None
             )
-            role = replace(self._role, section=section)
-            self._source = self._run.cluster("stored_weights", STORED_WEIGHTS_WORKER, role=role)
+            self._source = start_cluster(
+                self._run.config, "stored_weights", STORED_WEIGHTS_WORKER, self._run.resources, section
+            )
+            self._run.context.watch([self._source])
             self._sync = WeightSync(self._source, self.cluster, self._options())
         checkpoint = None if model.checkpoint is None else str(model.checkpoint)
         self._source.call_all(StoredWeightsWorker.open, model.base, checkpoint).result()
         assert self._sync is not None
-        self._run.driver.run(self.client.pause())
-        self.client.readmit()
-        self._sync.sync(version)
-        self._run.driver.run(self._resume())
-
-    async def _resume(self) -> None:
-        self.client.resume()
+        between_turns(self._run.driver, self.client, partial(self._sync.sync, version))
 
     def _options(self) -> SyncOptions:
         """Through memory of the host, where the weights are read; whole, since models have nothing in common."""

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from roll.config.loader import LoadedConfig
 from roll.config.plan.plan import RolePlan
-from roll.config.rewards import REWARD_MODEL, judge_role, model_inputs
+from roll.config.rewards import REWARD_MODEL, model_inputs
 from roll.config.roles import DataArguments
 from roll.config.strategies.remote import RemoteStrategyConfig
 from roll.datasets import PromptDataset
@@ -25,13 +25,11 @@ from roll.datasets.columns import Columns
 from roll.datasets.reading import SourceRow
 from roll.datasets.templates import TemplateChoice
 from roll.datasets.types import PromptRow
-from roll.distributed import Cluster
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, Pass
 from roll.pipelines.evaluate.models import ModelRun
 from roll.pipelines.evaluate.samples import sample_records, settings_of
-from roll.pipelines.rlvr.clusters import JudgeService
+from roll.pipelines.rlvr.clusters import Scorers, start_scorers
 from roll.pipelines.rlvr.data import read_prompts
-from roll.pipelines.rlvr.plan import judge_roles
 from roll.pipelines.run_context import GENERATION, WEIGHTS
 from roll.rollout.engines import EngineClient
 from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
@@ -40,24 +38,11 @@ from roll.rollout.loops import RolloutContext
 from roll.rollout.rewarding import ModelScorer, RewardClient
 from roll.strategies.engines.requests import FinishReason, SamplingParams
 from roll.strategies.remote import RemoteService, ServiceRefused
-from roll.workers import GENERATION_WORKER, REWARD_MODEL_WORKER, REWARD_WORKER
-from roll.workers.generation import GenerationWorker
-from roll.workers.model import ModelWorker
-from roll.workers.reward import RewardSettings, RewardWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Scorers:
-    """The clusters that score, for the whole evaluation."""
-
-    rewards: Mapping[str, Cluster] = field(default_factory=dict)
-    reward_model: Cluster | None = None
-    judges: Mapping[str, JudgeService] = field(default_factory=dict)
 
 
 class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
@@ -155,30 +140,12 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
         """Reward workers, judges and the reward model."""
         if self.scorers is not None:
             return
-        config, plan = self.config, self.plan
-        asked = judge_roles(config)
-        judges = {name: JudgeService(config, plan, name) for name in plan.roles if name in asked}
-        for service in judges.values():
-            self.context.at_end(service.close)
-        rewards, waiting = {}, []
-        for name, section in config.rewards.items():
-            judge = judges.get(judge_role(name, section) or "")
-            settings = RewardSettings(**judge.address) if judge is not None else None
-            rewards[name] = self.cluster(f"rewards.{name}", REWARD_WORKER, settings)
-            waiting.append(rewards[name].call_all(RewardWorker.initialize))
-        scorer = None
-        if model_inputs(config.rewards):
-            scorer = self.cluster(REWARD_MODEL, plan.roles[REWARD_MODEL].section.worker_cls or REWARD_MODEL_WORKER)
-            scorer.call_all(ModelWorker.initialize, 0).result()
-            self.admit(scorer, WEIGHTS)
-        for name, service in judges.items():
-            engines = self.cluster(name, plan.roles[name].section.worker_cls or GENERATION_WORKER)
-            engines.call_all(GenerationWorker.initialize).result()
-            self.admit(engines, GENERATION)
-            service.open(engines)
-        for line in dict.fromkeys(line for call in waiting for line in call.result() if line):
-            logger.info("%s", line)
-        self.scorers = Scorers(rewards, scorer, judges)
+        starting = start_scorers(self.config, self.plan, self.resources)
+        self.context.watch(starting.clusters.all())
+        for judge in starting.clusters.judges.values():
+            self.context.at_end(judge.close)
+        starting.begin(self.residency)
+        self.scorers = starting.finish(self.residency)
 
     def reward_client(self) -> RewardClient:
         assert self.scorers is not None
