@@ -10,11 +10,12 @@ from roll.config.checks.base import Checks
 from roll.config.pipelines import GENERATES, READ_KEYS, Panel, Role, Written
 from roll.config.rewards import REWARD_MODEL, own_judges
 from roll.config.roles import WorkerConfig
-from roll.pipelines.evaluate.checks import check_evaluation, check_taken_up
 from roll.pipelines.evaluate.config import (
     EvaluateConfig,
     EvaluatePlan,
     EvaluationConfig,
+    check_evaluation,
+    check_taken_up,
     evaluation_facts,
     first_model,
     plan_evaluation,

@@ -32,7 +32,7 @@ from roll.pipelines.policy_checks import (
 )
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig
-from roll.pipelines.rlvr.plan import lengths, max_new_tokens, model_path, sharing_roles, started_roles
+from roll.pipelines.rlvr.plan import max_new_tokens, sharing_roles, started_roles
 from roll.pipelines.rlvr.teachers import check_opd
 
 PROBABILITY_TOLERANCE = 1e-6
@@ -47,9 +47,10 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     check_lengths(config, checks)
     if not checks.broken("prompt_length", "response_length", "sequence_length"):
         val_prompt, val_sequence = longest_in_validation(config)
-        prompt, longest = max(config.prompt_length, val_prompt), max(lengths(config)[1], val_sequence)
+        prompt, longest = max(config.prompt_length, val_prompt), max(config.longest_sequence, val_sequence)
         note_engine_length(options, prompt, longest, checks)
-        note_positions("pretrain", model_path(config, "actor_train", config.actor_train), longest, checks)
+        _, path = checks.pipeline.model(config, "actor_train", config.actor_train)
+        note_positions("pretrain", path, longest, checks)
     check_batches(config, checks)
     check_rewards(config, checks)
     check_judges(config, checks)
@@ -162,7 +163,7 @@ def note_sampling(config: RLVRConfig, checks: Checks) -> None:
     """Sampling settings that the trainer's log-probs cannot follow, and those that others override."""
     note_distribution(config, checks)
     arguments, key = config.actor_infer.generating_args, "actor_infer.generating_args"
-    response = lengths(config)[0]
+    response = config.response_and_sequence[0]
     if arguments.max_new_tokens is not None and arguments.max_new_tokens > response:
         checks.note(f"{key}.max_new_tokens", f"{arguments.max_new_tokens} is cut to the response length {response}")
     samples = arguments.num_return_sequences

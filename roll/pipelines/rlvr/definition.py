@@ -52,7 +52,6 @@ from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig, ValidationConf
 from roll.pipelines.rlvr.plan import (
     RLVRPlan,
     batch_facts,
-    lengths,
     model_roles,
     plan_rlvr,
     reward_name,
@@ -155,7 +154,7 @@ class RLVR(PipelineDefinition):
         return ("reward_pretrain", scorer) if scorer else super().default_model(config, role)
 
     def longest_row(self, config: RLVRConfig) -> int:
-        return lengths(config)[1]
+        return config.longest_sequence
 
     def worker_name(self, role: str, section: WorkerConfig) -> str | None:
         return reward_name(role, section) if isinstance(section, RewardConfig) else super().worker_name(role, section)

@@ -75,7 +75,7 @@ class RLVRPlan(PolicyPlan):
 
 
 TRAINING_ROLES = ("actor_train", "reference", "critic")
-"""Those that a validation asks nothing of."""
+"""Roles that take no part in a validation."""
 
 
 def validation_sets(config: RLVRConfig, sequence_length: int, written: Written) -> tuple[ValidationSet, ...]:
@@ -99,8 +99,8 @@ def validation_sets(config: RLVRConfig, sequence_length: int, written: Written) 
 
 
 def sharing_roles(roles: Mapping[str, WorkerConfig]) -> dict[str, list[str]]:
-    """The roles that answer or score questions and share devices, each with those that it shares them with: none of
-    them can be at work whenever it likes."""
+    """The roles that answer or score questions and share devices, each with the roles that it shares them with. None
+    of them can work at any time."""
     devices = {name: set(role.device_mapping or ()) for name, role in roles.items()}
     sharing = {name: [other for other in roles if other != name and devices[name] & devices[other]] for name in roles}
     return {
@@ -111,8 +111,8 @@ def sharing_roles(roles: Mapping[str, WorkerConfig]) -> dict[str, list[str]]:
 
 
 def validates_concurrently(config: RLVRConfig, roles: Mapping[str, WorkerConfig]) -> bool:
-    """True where validation goes on while ``roles`` train: where devices allow it, unless the file says no. The program
-    of a harness has the engines to itself."""
+    """True where validation runs while ``roles`` train: where devices allow it, unless the file says no. The program
+    of a harness needs the engines to itself."""
     section = config.validation
     if section is None or section.concurrent is False or section.harness is not None:
         return False
@@ -191,12 +191,6 @@ def reward_pretrain(config: RLVRConfig, name: str) -> str | None:
     return config.reward_pretrain or None if is_scorer else None
 
 
-def model_path(config: RLVRConfig, name: str, role: WorkerConfig) -> str | None:
-    """The role's own model, else the pipeline's."""
-    own = role.model_args.model_name_or_path
-    return own if own is not None else reward_pretrain(config, name) or config.pretrain or None
-
-
 def model_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
     """The sections of roles that hold a model and that this run starts."""
     roles = policy_roles(config)
@@ -223,14 +217,9 @@ def reward_name(section: str, role: RewardConfig) -> str:
     return worker_name(role.worker_cls) or section.removeprefix("rewards.")
 
 
-def lengths(config: RLVRConfig) -> tuple[int, int]:
-    """Response and sequence length; one follows from the other."""
-    return config.response_and_sequence
-
-
 def max_new_tokens(config: RLVRConfig) -> int:
     """Most tokens that a response is given in training."""
-    response = lengths(config)[0]
+    response = config.response_and_sequence[0]
     return min(response, config.actor_infer.generating_args.max_new_tokens or response)
 
 
@@ -272,7 +261,7 @@ def reward_calls(domain: str, section: RewardConfig) -> int | None:
 
 def plan_rlvr(definition: PipelineDefinition, config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
     """The plan of a checked RLVR configuration."""
-    response, sequence = lengths(config)
+    response, sequence = config.response_and_sequence
     validation = config.validation
     sets = validation_sets(config, sequence, written)
     longest = max(sequence, *(one.sequence_length for one in sets), 0)
