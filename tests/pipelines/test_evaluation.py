@@ -50,10 +50,11 @@ def test_the_best_of_k_by_rank_is_the_mean_over_all_choices(ranks: list[float], 
 def test_a_harness_asks_no_model_that_is_served_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would ask the engines of this run, and give their answers as the service's."""
     monkeypatch.setattr("roll.serving.harness.find_spec", lambda name: True)
-    against = {"evaluate.against": "http://127.0.0.1:1/v1"}
-    file = write(tmp_path, changed(against, GOOD))
+    file, keys = str(write(tmp_path, GOOD)), {"against": "http://127.0.0.1:1/v1"}
+    loaded = load_evaluation(file, None, [], keys, check_files=False)
+    monkeypatch.setattr("roll.cli.ready", lambda load: loaded)
     with pytest.raises(ConfigError, match=r"evaluate\.against.*has no place with --harness"):
-        main([str(file), "--harness", "lm_eval", "--tasks", "x"])
+        main([file, "--harness", "lm_eval", "--tasks", "x"])
 
 
 def test_metrics_keep_graded_rewards_beside_correctness() -> None:
