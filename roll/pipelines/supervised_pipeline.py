@@ -1,8 +1,7 @@
 """The run of every pipeline that learns from given rows (SFT, preferences, reward models, distillation).
 
-One training step, as prose: rows are drawn and become a batch; what the learner cannot compute itself is added, such as
-the log-probs of a model that does not learn; the learner takes an optimizer step. Evaluations on held-out rows and
-checkpoints come between steps.
+One training step: rows are drawn and become a batch; columns of other models are added, such as a reference's log-probs;
+the learner takes an optimizer step. Evaluations on held-out rows and checkpoints come between steps.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
     dropped_metric: ClassVar[str | None] = None
     """Counts the rows that were too long or bad."""
     evaluates_at_end: ClassVar[bool] = True
-    """The final weights are evaluated, where no evaluation follows the last step anyway."""
+    """Evaluate the final weights, unless an evaluation follows the last step anyway."""
 
     tokenizer: PreTrainedTokenizerBase
     rows: Drawn[RowT]
@@ -88,7 +87,7 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
             self.finish()
 
     def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
-        """Take the step of a recorded batch again; the steps that the model had done before, and the metrics."""
+        """Repeat the step of a recorded batch; return the steps that the model had done before, and the metrics."""
         with self.context.running() as resources:
             steps = self.start(resources)
             self.context.recorded()
@@ -99,7 +98,7 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
     # Start
 
     def start(self, resources: ResourceManager) -> int:
-        """Start the clusters, read the data, continue from a checkpoint if there is one; the steps already done."""
+        """Start the clusters, read the data, continue from a checkpoint if there is one; return the steps already done."""
         self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
         offloads = self.config.is_offload_optimizer_states_in_train_step
         settings = replace(self.settings(), offload_optimizer_in_steps=offloads)
@@ -171,8 +170,8 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
     # A step
 
     def train_one_step(self, step: int) -> None:
-        """One optimizer step on the next rows. Until the model learns, a signal may end it; the step is done again when
-        the run goes on."""
+        """One optimizer step on the next rows. Until the model learns, a signal may end it; a resumed run repeats the
+        step."""
         with self.context.interruptible():
             batch = self.next_batch(step)
         self.context.hold_batch(step, batch)
@@ -186,7 +185,7 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
         """The batch of a step, with all that its update needs."""
 
     def add_own_columns(self, batch: DataProto) -> None:
-        """Add what the update needs and the learner's present weights decide."""
+        """Add the columns of the update that depend on the learner's present weights."""
 
     def update(self, batch: DataProto) -> None:
         """One optimizer step."""
@@ -230,7 +229,7 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
         return {self.state_key: self.rows.state_dict()}
 
     def state_between_steps(self) -> dict[str, Any] | None:
-        """As :meth:`state_dict`; None while it is not that of the steps done."""
+        """As :meth:`state_dict`; None while it does not belong to the steps done."""
         return self.state_dict()
 
     def finish(self) -> None:

@@ -33,12 +33,12 @@ TEACHER = "teacher"
 
 
 @dataclass
-class Asked:
-    """Rows whose teacher's log-probs have been asked for."""
+class TeacherRequest:
+    """Rows whose teacher's log-probs have been requested."""
 
     batch: DataProto
     keys: list[bytes]
-    unknown: list[int]
+    uncached: list[int]
     """Rows that the cache does not have."""
     call: PendingCall[DataProto] | None
     """Computes those."""
@@ -59,7 +59,7 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
     def __init__(self, loaded: LoadedConfig[DistillConfig]) -> None:
         super().__init__(loaded)
         self.cache: TeacherCache | None = None
-        self.ahead: deque[Asked] = deque()
+        self.ahead: deque[TeacherRequest] = deque()
 
     def start(self, resources: ResourceManager) -> int:
         self.compare_vocabularies()
@@ -95,44 +95,44 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
         """The rows of a step with the teacher's columns; a teacher with devices of its own goes on with those of the
         step after."""
         if not self.ahead:
-            self.ahead.append(self.ask_next())
+            self.ahead.append(self.request_next())
         with self.context.phase("teacher_forward"):
-            batch = self.answered(self.ahead[0])
-        asked = self.ahead.popleft()
+            batch = self.with_teacher_columns(self.ahead[0])
+        request = self.ahead.popleft()
         if self.cache is not None:
-            self.context.record({"student/cached_rows": Mean(len(batch) - len(asked.unknown), len(batch))})
+            self.context.record({"student/cached_rows": Mean(len(batch) - len(request.uncached), len(batch))})
         if self.plan.teacher_runs_ahead and step + 1 < self.num_steps:
-            self.ahead.append(self.ask_next())
+            self.ahead.append(self.request_next())
         return batch
 
-    def ask_next(self) -> Asked:
+    def request_next(self) -> TeacherRequest:
         """Draw the rows of a step, and let the teacher begin with them."""
         state = self.rows.state_dict()
         rows = self.rows.next_batch(self.plan.global_batch_size)
         order = balanced_order([len(row.input_ids) for row in rows], self.learner.dp_size)
-        return self.ask([rows[index] for index in order.tolist()], state)
+        return self.request([rows[index] for index in order.tolist()], state)
 
-    def ask(self, rows: Sequence[SftRow], state: dict[str, Any]) -> Asked:
+    def request(self, rows: Sequence[SftRow], state: dict[str, Any]) -> TeacherRequest:
         batch = demonstration_batch(rows, self.pad_token_id)
         mask = batch.batch["attention_mask" if self.config.distill_on_prompt else "response_mask"].clone()
         mask[:, 0] = False  # nothing predicts it
         batch.batch["response_mask"] = mask
         keys: list[bytes] = []
-        unknown = list(range(len(rows)))
+        uncached = list(range(len(rows)))
         if self.cache is not None:
             counted = mask.numpy()
             for row, own in zip(rows, counted, strict=True):
                 images = row.vision.image_keys if row.vision is not None else ()
                 keys.append(row_key(np.asarray(row.input_ids), own[: len(row.input_ids)], images))
-            unknown = [index for index, key in enumerate(keys) if key not in self.cache]
-        return Asked(batch, keys, unknown, self.teacher_call(batch, unknown), state)
+            uncached = [index for index, key in enumerate(keys) if key not in self.cache]
+        return TeacherRequest(batch, keys, uncached, self.teacher_call(batch, uncached), state)
 
-    def teacher_call(self, batch: DataProto, unknown: list[int]) -> PendingCall[DataProto] | None:
-        if not unknown:
+    def teacher_call(self, batch: DataProto, uncached: list[int]) -> PendingCall[DataProto] | None:
+        if not uncached:
             return None
         if self.frozen is None:
             raise ValueError(
-                f"teacher_cache: {self.config.teacher_cache} lacks {len(unknown)} of {len(batch)} rows of this step, "
+                f"teacher_cache: {self.config.teacher_cache} lacks {len(uncached)} of {len(batch)} rows of this step, "
                 "and there is no teacher to compute them; add the section teacher, or fill the cache with this data, "
                 "template and sequence_length"
             )
@@ -140,24 +140,26 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
         self.residency.bring({TEACHER: WEIGHTS})
         return self.frozen.call(
             ModelWorker.compute_top_tokens,
-            batch if len(unknown) == len(batch) else batch[np.asarray(unknown)],
+            batch if len(uncached) == len(batch) else batch[np.asarray(uncached)],
             count=config.logits_topk,
             limit=self.limit,
             temperature=config.kd_temperature * config.teacher_temperature,
             dtype=config.teacher_log_probs_dtype,
         )
 
-    def answered(self, asked: Asked) -> DataProto:
+    def with_teacher_columns(self, request: TeacherRequest) -> DataProto:
         """The batch with the teacher's columns."""
-        batch, computed = asked.batch, None if asked.call is None else asked.call.result().batch
+        batch, computed = request.batch, None if request.call is None else request.call.result().batch
         if self.cache is None:
             assert computed is not None
             columns = {name: computed[name] for name in TEACHER_COLUMNS}
         else:
             mask = batch.batch["response_mask"]
             if computed is not None:
-                self.cache.put(rows_of(computed, mask[asked.unknown], [asked.keys[index] for index in asked.unknown]))
-            columns = columns_from([self.cache.get(key) for key in asked.keys], mask)
+                self.cache.put(
+                    rows_of(computed, mask[request.uncached], [request.keys[index] for index in request.uncached])
+                )
+            columns = columns_from([self.cache.get(key) for key in request.keys], mask)
         for name, column in zip(teacher_columns(TEACHER), columns.values(), strict=True):
             batch.batch[name] = column
         return batch
@@ -166,7 +168,7 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
         """Both terms of the loss on all held-out rows, each weighted by its tokens."""
         measured: list[Metrics] = []
         for rows in self.parts(self.held_out):
-            batch = self.answered(self.ask(rows, {}))
+            batch = self.with_teacher_columns(self.request(rows, {}))
             self.residency.bring({"student": WEIGHTS})
             measured.append(self.learner.call(DistillWorker.evaluate, batch).result())
         return to_floats(merge_metrics(measured))

@@ -33,7 +33,7 @@ from roll.workers import PREFERENCE_WORKER
 from roll.workers.model import ModelWorker
 from roll.workers.supervised import PreferenceSettings
 
-KnownLogProbs = dict[str, list[np.ndarray]]
+ReferenceLogProbs = dict[str, list[np.ndarray]]
 
 
 class DPOPipeline(SupervisedPipeline[DPOConfig, JudgedRow]):
@@ -48,7 +48,7 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, JudgedRow]):
 
     def __init__(self, loaded: LoadedConfig[DPOConfig]) -> None:
         super().__init__(loaded)
-        self.known: dict[str, KnownLogProbs] = {"train": {}, "validation": {}}
+        self.reference_cache: dict[str, ReferenceLogProbs] = {"train": {}, "validation": {}}
         """The reference's log-probs of the responses, by set and the row's id."""
 
     def settings(self) -> PreferenceSettings:
@@ -79,20 +79,20 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, JudgedRow]):
         return batch
 
     def add_reference(self, batch: DataProto, rows: Sequence[JudgedRow], of_set: str) -> None:
-        """``ref_log_probs`` float32 (B, L), computed where they are not known."""
+        """``ref_log_probs`` float32 (B, L), computed for the rows that the cache does not have."""
         if not self.plan.needs_reference:
             return
-        known = self.known[of_set]
-        unknown = [row for row in rows if row.row_id not in known]
-        if unknown:
+        cache = self.reference_cache[of_set]
+        uncached = [row for row in rows if row.row_id not in cache]
+        if uncached:
             with self.context.phase("ref_log_probs"):
-                known |= self.reference_log_probs(unknown)
+                cache |= self.reference_log_probs(uncached)
         column = torch.zeros_like(batch.batch["input_ids"], dtype=torch.float32)
-        parts = [torch.from_numpy(part) for row in rows for part in known[row.row_id]]
+        parts = [torch.from_numpy(part) for row in rows for part in cache[row.row_id]]
         column[batch.batch["response_mask"]] = torch.cat(parts)
         batch.batch["ref_log_probs"] = column
         if not self.config.cache_reference:
-            known.clear()
+            cache.clear()
 
     def add_own_columns(self, batch: DataProto) -> None:
         """``slopes`` float32 (B,): the derivative of a loss that couples pairs, from a pass over all of them."""
@@ -103,7 +103,7 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, JudgedRow]):
         self.context.record({"actor/loss": Mean(float(loss))})
         batch.batch["slopes"] = slope.reshape(-1).float()
 
-    def reference_log_probs(self, rows: Sequence[JudgedRow]) -> KnownLogProbs:
+    def reference_log_probs(self, rows: Sequence[JudgedRow]) -> ReferenceLogProbs:
         """The reference's log-probs of the responses of each row, float32 (tokens,), by the rows' ids."""
         batch = pair_batch(rows, self.pad_token_id)
         flat = self.computed(batch, True, ()).batch["log_probs"][batch.batch["response_mask"]].numpy()
@@ -196,8 +196,8 @@ def pair_batch(rows: Sequence[JudgedRow], pad: int) -> DataProto:
     return DataProto.from_dict(tensors, image_column([row.vision for row in rows for _ in row.responses]))
 
 
-def asked(row: JudgedRow) -> tuple[list[int], tuple[Any, ...]]:
-    """Identity of a prompt: their ids and their images."""
+def prompt_key(row: JudgedRow) -> tuple[list[int], tuple[Any, ...]]:
+    """Identity of a prompt: its ids and its images."""
     return row.prompt_ids, () if row.vision is None else tuple(row.vision.image_keys)
 
 
@@ -207,7 +207,7 @@ def mismatched(rows: Sequence[JudgedRow], longest: int) -> list[JudgedRow]:
     found: list[JudgedRow] = []
     for index, row in enumerate(rows):
         others = (rows[(index + step) % len(rows)] for step in range(1, len(rows)))
-        other = next((one for one in others if asked(one) != asked(row)), row)
+        other = next((one for one in others if prompt_key(one) != prompt_key(row)), row)
         room = longest - len(row.prompt_ids)
         found.append(replace(row, responses=[ids[:room] for ids in other.responses], scores=other.scores))
     return found

@@ -11,7 +11,7 @@ from roll.distributed import ResourceManager
 from roll.pipelines.engine_rollout import EngineRollout
 from roll.pipelines.files import dumped_table
 from roll.pipelines.policy_pipeline import PolicyPipeline
-from roll.pipelines.rlvr.clusters import StartingClusters, start_clusters
+from roll.pipelines.rlvr.clusters import Clusters, StartingClusters, start_clusters
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig
 from roll.pipelines.rlvr.data import RecordedRollouts, load_data
 from roll.pipelines.rlvr.phases import AdvantageComputer
@@ -33,7 +33,7 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan, Validation]):
         self.by_harness: dict[str, float] = {}
         """Metrics of ``validation.harness``, until they are reported."""
 
-    def start_clusters(self, resources: ResourceManager) -> StartingClusters:
+    def start_clusters(self, resources: ResourceManager) -> StartingClusters[Clusters]:
         return start_clusters(self.loaded, resources)
 
     def load_data(self) -> None:
