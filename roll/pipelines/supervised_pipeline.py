@@ -1,7 +1,7 @@
 """The run of every pipeline that learns from given rows (SFT, preferences, reward models, distillation).
 
-One training step: rows are drawn and become a batch; columns of other models are added, such as a reference's log-probs;
-the learner takes an optimizer step. Evaluations on held-out rows and checkpoints come between steps.
+One training step: rows are drawn and become a batch; columns of other models are added, such as a reference's
+log-probs; the learner takes an optimizer step. Evaluations on held-out rows and checkpoints come between steps.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
     # Start
 
     def start(self, resources: ResourceManager) -> int:
-        """Start the clusters, read the data, continue from a checkpoint if there is one; return the steps already done."""
+        """Start the clusters, read the data, continue from a checkpoint if there is one; return the steps done."""
         self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
         offloads = self.config.is_offload_optimizer_states_in_train_step
         settings = replace(self.settings(), offload_optimizer_in_steps=offloads)

@@ -224,7 +224,7 @@ def test_dpo_08_micro_batches_weigh_equally_whatever_they_hold(dpo: Make) -> Non
 
     whole = share(batch)
     assert sum(share(batch[begin:end]) for begin, end in ((0, 2), (2, 12), (12, 16))) == pytest.approx(whole, rel=1e-6)
-    sums = by_hand(pipeline, [row for row in pipeline.training if row.row_id in pipeline.known["train"]])
+    sums = by_hand(pipeline, [row for row in pipeline.training if row.row_id in pipeline.reference_cache["train"]])
     assert whole == pytest.approx(float(preference_loss(sums, options).mean()), rel=1e-5)
 
 
