@@ -6,6 +6,7 @@ import base64
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -434,15 +435,16 @@ def _scaled(values: NDArray[Any], scale: float) -> Any:
     return finite.round().astype(np.int64).tolist()
 
 
+def _stretches(values: NDArray[Any]) -> list[tuple[int, int]]:
+    """``(first, behind last)`` of the stretches of equal values."""
+    edges = np.flatnonzero(values[1:] != values[:-1]) + 1
+    return list(pairwise([0, *edges.tolist(), len(values)])) if len(values) else []
+
+
 def _versions(values: NDArray[Any]) -> int | list[list[int]]:
     """The version, or pairs of version and number of tokens."""
-    if not len(values):
-        return 0
-    begins = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
-    counts = np.diff(np.append(begins, len(values)))
-    if len(begins) == 1:
-        return int(values[0])
-    return [[int(values[place]), int(count)] for place, count in zip(begins, counts, strict=True)]
+    pairs = [[int(values[begin]), end - begin] for begin, end in _stretches(values)]
+    return pairs if len(pairs) > 1 else pairs[0][0] if pairs else 0
 
 
 def _runs(mask: NDArray[np.bool_]) -> list[list[int]]:
@@ -453,12 +455,8 @@ def _runs(mask: NDArray[np.bool_]) -> list[list[int]]:
 
 def _turns(turn_ids: NDArray[Any], rewards: NDArray[Any]) -> list[list[float]]:
     """``[first, behind last, reward]`` of each turn."""
-    found = []
-    begins = np.flatnonzero(np.append(True, turn_ids[1:] != turn_ids[:-1]))
-    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(turn_ids)], strict=True):
-        if turn_ids[begin] >= 0:
-            found.append([begin, end, round(float(rewards[begin:end].sum()), 6)])
-    return found
+    turns = [(begin, end) for begin, end in _stretches(turn_ids) if turn_ids[begin] >= 0]
+    return [[begin, end, round(float(rewards[begin:end].sum()), 6)] for begin, end in turns]
 
 
 def _number(value: Any) -> float | None:

@@ -86,13 +86,21 @@ def check_lengths(config: RLVRConfig, checks: Checks) -> None:
     elif response is not None and sequence is not None and sequence != prompt + response:
         rule = f"must be prompt_length {prompt} + response_length {response} where all three are set"
         checks.add("sequence_length", sequence, rule, prompt + response)
-    val_prompt, val_sequence = config.val_prompt_length, config.val_sequence_length
-    if (val_prompt is None) != (val_sequence is None):
-        absent, present = ("val_prompt_length", "val_sequence_length")[:: 1 if val_prompt is None else -1]
-        checks.missing(absent, f"goes with {present}: set both or none", val_prompt or prompt)
-    elif val_prompt is not None and val_sequence is not None and val_sequence <= val_prompt:
-        rule = f"must be greater than val_prompt_length {val_prompt}, or no response fits"
-        checks.add("val_sequence_length", val_sequence, rule, val_prompt * 2)
+    pair = ("val_prompt_length", config.val_prompt_length, "val_sequence_length", config.val_sequence_length)
+    check_pair(*pair, config, checks)
+
+
+def check_pair(
+    prompt_key: str, prompt: int | None, sequence_key: str, sequence: int | None, config: RLVRConfig, checks: Checks
+) -> None:
+    """Lengths of prompt and sequence of a validation are both set or neither, and a response fits."""
+    names = [key.rpartition(".")[2] for key in (prompt_key, sequence_key)]
+    if prompt is None and sequence is not None:
+        checks.missing(prompt_key, f"goes with {names[1]}: set both or none", config.prompt_length)
+    elif prompt is not None and sequence is None:
+        checks.missing(sequence_key, f"goes with {names[0]}: set both or none", prompt)
+    elif prompt is not None and sequence is not None and sequence <= prompt:
+        checks.add(sequence_key, sequence, f"must be greater than {names[0]} {prompt}, or no response fits", prompt * 2)
 
 
 def check_batches(config: RLVRConfig, checks: Checks) -> None:
@@ -189,13 +197,8 @@ def check_validation(config: RLVRConfig, checks: Checks) -> None:
             checks.add(key, name, rule)
         check_data_files(f"{key}.data_args", one.data_args, checks)
         check_columns(f"{key}.data_args", one.data_args, checks)
-        prompt, sequence = one.prompt_length, one.sequence_length
-        if (prompt is None) != (sequence is None):
-            absent, present = ("prompt_length", "sequence_length")[:: 1 if prompt is None else -1]
-            checks.missing(f"{key}.{absent}", f"goes with {present}: set both or none", prompt or config.prompt_length)
-        elif prompt is not None and sequence is not None and sequence <= prompt:
-            rule = f"must be greater than prompt_length {prompt}, or no response fits"
-            checks.add(f"{key}.sequence_length", sequence, rule, prompt * 2)
+        pair = (f"{key}.prompt_length", one.prompt_length, f"{key}.sequence_length", one.sequence_length)
+        check_pair(*pair, config, checks)
 
 
 def check_concurrent(config: RLVRConfig, checks: Checks) -> None:

@@ -25,10 +25,11 @@ from roll.config.pipelines import (
     Task,
     Written,
     find_own_modules,
+    worker_name,
 )
 from roll.config.plan.planning import finished_section, with_cache_length
 from roll.config.policy import PolicyRunConfig, RouterConfig, WeightSyncConfig
-from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.errors import ConfigError, Problem, count
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
@@ -46,18 +47,16 @@ from roll.config.roles import WorkerConfig
 from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.config.strategies.base import own_weights
 from roll.pipelines.policy import is_taught, needs_critic, needs_reference, pg_variant, taught_by_advantage
-from roll.pipelines.policy_preflight import build_own_filter, check_transport, policy_functions
+from roll.pipelines.policy_checks import build_own_filter, check_transport, policy_functions
 from roll.pipelines.rlvr.checks import check_rlvr
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig, ValidationConfig, ValidationSetConfig
 from roll.pipelines.rlvr.plan import (
     RLVRPlan,
-    batch_facts,
     model_roles,
     plan_rlvr,
-    reward_name,
     reward_pretrain,
     reward_roles,
-    rlvr_facts,
+    run_ahead_sentence,
 )
 from roll.pipelines.rlvr.teachers import TEACHER, check_teachers_of, check_vocabularies_of
 
@@ -157,7 +156,10 @@ class RLVR(PipelineDefinition):
         return config.longest_sequence
 
     def worker_name(self, role: str, section: WorkerConfig) -> str | None:
-        return reward_name(role, section) if isinstance(section, RewardConfig) else super().worker_name(role, section)
+        """A reward domain without ``worker_cls`` is scored by the reward of its own name, or by its components."""
+        if not isinstance(section, RewardConfig):
+            return super().worker_name(role, section)
+        return " + ".join(section.components) or worker_name(section.worker_cls) or role.removeprefix("rewards.")
 
     def reads(self, key: str, section: WorkerConfig, config: RLVRConfig) -> frozenset[str]:
         if key == "validation":
@@ -177,10 +179,33 @@ class RLVR(PipelineDefinition):
         }
 
     def batch_facts(self, plan: RLVRPlan) -> list[tuple[str, str]]:
-        return batch_facts(plan)
+        samples = count(plan.samples_per_step, "sample")
+        total = f"{count(plan.prompts_per_step, 'prompt')} x {plan.group_size} = {samples}"
+        return [
+            ("batch" if name == "actor_train" else name, f"{total}; {training.sentence()}")
+            for name, training in plan.training.items()
+        ]
 
     def facts(self, plan: RLVRPlan) -> list[tuple[str, str]]:
-        return rlvr_facts(plan)
+        lengths = (
+            f"prompt {plan.prompt_length} + response {plan.response_length} = {plan.sequence_length} tokens"
+            f" (at most {plan.max_new_tokens} new)"
+        )
+        for one in plan.validation_sets if plan.eval_steps else ():
+            response = one.sequence_length - one.prompt_length
+            lengths += f"; validation {one.name}{' ' if one.name else ''}{one.prompt_length} + {response} = "
+            lengths += f"{one.sequence_length} (at most {one.max_new_tokens} new)"
+        reference = "reference log-probs" + ("" if "reference" in plan.roles else " (actor_train without its adapters)")
+        passes = {
+            reference: plan.needs_reference,
+            "greedy baseline": plan.needs_greedy_baseline,
+            "old log-probs": plan.needs_old_log_probs,
+            "teachers": any(name.partition(".")[0] == TEACHER for name in plan.roles),
+            "values": plan.needs_critic,
+        }
+        needed = ", ".join(name for name, needed in passes.items() if needed) or "none"
+        facts = [("lengths", lengths), ("passes", f"{needed} (in addition to generation and training)")]
+        return [*facts, ("ahead", run_ahead_sentence(plan))] if plan.is_async else facts
 
     def validation_words(self, plan: RLVRPlan) -> str:
         return " (concurrent with training)" if plan.validates_concurrently else ""

@@ -16,8 +16,7 @@ from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig
 from roll.pipelines.rlvr.data import RecordedRollouts, load_data
 from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.rollout import AsyncRolloutPhase, RolloutPhase
-from roll.pipelines.rlvr.validation import Validation
+from roll.pipelines.rlvr.rollout import AsyncRolloutPhase, RolloutPhase, Validation
 from roll.protocol.metrics import Mean
 from roll.serving.harness import HarnessOptions, run_program
 from roll.serving.server import FrontOptions, HttpFront

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from roll.config.model_files import model_number
-from roll.config.pipelines import PipelineDefinition, Written, find_own_modules, worker_name
+from roll.config.pipelines import PipelineDefinition, Written, find_own_modules
 from roll.config.plan.plan import RunAhead
 from roll.config.plan.planning import shared_plan, validation_data, with_cache_length
 from roll.config.reading.errors import count
@@ -141,39 +141,6 @@ def planned_set(name: str, filled: ValidationSetConfig, config: RLVRConfig, sequ
     )
 
 
-def batch_facts(plan: RLVRPlan) -> list[tuple[str, str]]:
-    samples = count(plan.samples_per_step, "sample")
-    total = f"{count(plan.prompts_per_step, 'prompt')} x {plan.group_size} = {samples}"
-    return [
-        ("batch" if name == "actor_train" else name, f"{total}; {training.sentence()}")
-        for name, training in plan.training.items()
-    ]
-
-
-def rlvr_facts(plan: RLVRPlan) -> list[tuple[str, str]]:
-    lengths = (
-        f"prompt {plan.prompt_length} + response {plan.response_length} = {plan.sequence_length} tokens"
-        f" (at most {plan.max_new_tokens} new)"
-    )
-    for one in plan.validation_sets if plan.eval_steps else ():
-        response = one.sequence_length - one.prompt_length
-        lengths += (
-            f"; validation {one.name}{' ' if one.name else ''}{one.prompt_length} + {response} = {one.sequence_length}"
-            f" (at most {one.max_new_tokens} new)"
-        )
-    reference = "reference log-probs" + ("" if "reference" in plan.roles else " (actor_train without its adapters)")
-    passes = {
-        reference: plan.needs_reference,
-        "greedy baseline": plan.needs_greedy_baseline,
-        "old log-probs": plan.needs_old_log_probs,
-        "teachers": any(name.partition(".")[0] == TEACHER for name in plan.roles),
-        "values": plan.needs_critic,
-    }
-    needed = ", ".join(name for name, needed in passes.items() if needed) or "none"
-    facts = [("lengths", lengths), ("passes", f"{needed} (in addition to generation and training)")]
-    return [*facts, ("ahead", run_ahead_sentence(plan))] if plan.is_async else facts
-
-
 def run_ahead_sentence(plan: RLVRPlan) -> str:
     """Say how far generation may run ahead, how old samples may be, and which policy the loss takes for theirs."""
     ahead = RunAhead.of(plan.async_generation_ratio, plan.prompts_per_step, plan.num_additional_prompts)
@@ -208,13 +175,6 @@ def reward_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
 def started_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
     """Every role whose workers this run starts."""
     return model_roles(config) | reward_roles(config)
-
-
-def reward_name(section: str, role: RewardConfig) -> str:
-    """A reward domain without ``worker_cls`` is scored by the reward of its own name, or by its components."""
-    if role.components:
-        return " + ".join(role.components)
-    return worker_name(role.worker_cls) or section.removeprefix("rewards.")
 
 
 def max_new_tokens(config: RLVRConfig) -> int:

@@ -1,37 +1,137 @@
-"""The rollout phase of RLVR: prompts in, a batch of scored samples out."""
+"""The rollout phase of RLVR: prompts in, a batch of scored samples out; and validation, which answers the prompts of
+every set by sampling and greedily."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from roll.config.plan.plan import RunAhead
 from roll.config.rewards import model_inputs
+from roll.datasets.types import PromptRow
 from roll.pipelines.engine_rollout import EngineRollout, RunsAhead
 from roll.pipelines.files import dumped_table, pad_token_id
 from roll.pipelines.policy import is_taught
+from roll.pipelines.rlvr.accuracy import Answers, overall, pass_metrics
 from roll.pipelines.rlvr.clusters import Clusters
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData
 from roll.pipelines.rlvr.distillation import DatasetResponses, TeacherPrompts, is_off_policy
-from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.validation import Validation, ValidationPlan, draw_from, validate
+from roll.pipelines.rlvr.plan import RLVRPlan, ValidationSet
 from roll.pipelines.sample_records import sample_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
 from roll.rollout.filters import build_filter
-from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
+from roll.rollout.flow import DrawPrompts, GroupSettings, PromptFlow, greedy, sampling_params
 from roll.rollout.groups import SampleGroup, build_batch, greedy_baseline, reward_components
 from roll.rollout.loops import rollout_loops
 from roll.rollout.replay import PromptCodec, ReplayBuffer
 from roll.rollout.rewarding import ModelScorer, RewardClient, SampleQuarantine
 from roll.rollout.scheduling import AsyncScheduler, RolloutResult, RolloutScheduler
+from roll.strategies.engines.requests import SamplingParams
 from roll.tracking import SampleTable
+
+
+@dataclass(frozen=True)
+class ValidationPass:
+    """One way of answering the questions of a set."""
+
+    name: str
+    """``sampled`` or ``greedy``, behind the set's name if it has one; part of the metrics' names."""
+    params: SamplingParams
+    num_samples: int
+
+
+def passes_of(one: ValidationSet) -> list[ValidationPass]:
+    """By sampling and, unless switched off, greedily."""
+    prefix = f"{one.name}." if one.name else ""
+    params = sampling_params(one.generating_args, one.max_new_tokens)
+    passes = [ValidationPass(f"{prefix}sampled", params, one.samples_per_prompt)]
+    if one.greedy:
+        passes.append(ValidationPass(f"{prefix}greedy", greedy(one.max_new_tokens, params), 1))
+    return passes
+
+
+@dataclass(frozen=True)
+class Round:
+    """Questions that are asked together."""
+
+    way: ValidationPass
+    rows: Sequence[PromptRow]
+    first: int
+    """The number of the first: draws are counted from 0 in every pass of every validation, so the same seeds are used
+    each time and two validations differ by the policy alone."""
+
+
+class ValidationPlan:
+    """Prompts of every validation of a run.
+
+    Args:
+        rows: the questions of each set, by its name.
+        batch_size: questions of a round.
+    """
+
+    def __init__(self, sets: Sequence[ValidationSet], rows: Mapping[str, Sequence[PromptRow]], batch_size: int) -> None:
+        self.passes = {one.name: passes_of(one) for one in sets}
+        self._rows = rows
+        self._batch_size = batch_size
+
+    def rounds(self) -> Iterator[Round]:
+        """In the order in which they are asked."""
+        for name, passes in self.passes.items():
+            rows = self._rows[name]
+            for one in passes:
+                for first in range(0, len(rows), self._batch_size):
+                    yield Round(one, rows[first : first + self._batch_size], first)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The scored responses of a validation."""
+
+    plan: ValidationPlan
+    answered: Mapping[str, list[SampleGroup]]
+    """By pass."""
+    seconds: float
+    """From the first prompt to the last score."""
+
+    def report(self) -> tuple[dict[str, float], dict[str, list[SampleGroup]]]:
+        """Metrics (see :func:`pass_metrics`), and the groups of each set's first pass. With several sets
+        ``val_correct`` is over the questions of all of them."""
+        metrics: dict[str, float] = {}
+        primary: dict[str, list[Answers]] = {}
+        for name, passes in self.plan.passes.items():
+            for one in passes:
+                answers = [Answers.of(group) for group in self.answered[one.name]]
+                metrics |= pass_metrics(answers, one.name, one is passes[0], in_training=True)
+                primary.setdefault(name, answers)
+        shown = {name: self.answered[passes[0].name] for name, passes in self.plan.passes.items()}
+        return metrics | (overall(primary) if len(primary) > 1 else {}), shown
+
+
+async def validate(plan: ValidationPlan, scheduler: RolloutScheduler) -> Validation:
+    """Answer and score the prompts of every set, round after round, whatever else the engines do."""
+    began = time.perf_counter()
+    answered: dict[str, list[SampleGroup]] = defaultdict(list)
+    for one in plan.rounds():
+        way, count = one.way, len(one.rows)
+        result = await scheduler.collect(draw_from(one.rows), count, way.num_samples, way.params, one.first)
+        answered[way.name] += result.groups
+    return Validation(plan, answered, time.perf_counter() - began)
+
+
+def draw_from(rows: Sequence[PromptRow]) -> DrawPrompts:
+    """Gives ``rows`` in order, once."""
+    remaining = iter(rows)
+    return lambda count: list(islice(remaining, count))
 
 
 class RolloutPhase(EngineRollout[Validation]):
