@@ -158,18 +158,11 @@ class RunLifetime:
         assert self._guard is not None
         supervised.tell(reached=self._interruption.steps_done)
         if places := self._checkpoints.places(self._interruption.saved_steps):
-            if self._checkpoints.manager.store is not None:
-                copies = [f"{self._checkpoints.manager.store}/{places[0].name}"]
-            else:
-                copies = []
+            store = self._checkpoints.manager.store
+            copies = [] if store is None else [f"{store}/{places[0].name}"]
             supervised.tell(checkpoint=[*map(str, places), *copies])
-        self._guard.tell(
-            {
-                "account": self._account(),
-                "log": str(self._outputs.log.resolve()),
-                "command": self._outputs.ending_command(),
-            }
-        )
+        log, command = str(self._outputs.log.resolve()), self._outputs.ending_command()
+        self._guard.tell({"account": self._account(), "log": log, "command": command})
 
     def at_end(self, hook: Callable[[], None]) -> None:
         """Add a shutdown hook, called before the clusters end, however the run ends."""

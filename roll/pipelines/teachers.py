@@ -114,7 +114,8 @@ def service_problems(options: RemoteStrategyConfig, student: str, wanted: int, l
     try:
         (rows,) = service.ask([prompt], {0: ALL, -1: 0}.get(wanted, wanted))
     except ServiceRefused as error:
-        yield f"does not give the log-probs of a prompt: {error}{hint(wanted)}"
+        hint = "" if wanted < 0 else "; vLLM's server needs --max-logprobs with at least as many (-1 for all)"
+        yield f"does not give the log-probs of a prompt: {error}{hint}"
         return
     finally:
         service.close()
@@ -131,10 +132,6 @@ def service_problems(options: RemoteStrategyConfig, student: str, wanted: int, l
             f"serves a model of another vocabulary: {count(len(differing), 'id')} of {len(prompt) - 1} asked differ, "
             f"for instance {token} (student {own!r}, service {said!r})"
         )
-
-
-def hint(wanted: int) -> str:
-    return "" if wanted < 0 else "; vLLM's server needs --max-logprobs with at least as many (-1 for all)"
 
 
 def probe_ids(size: int, added: Any, length: int) -> list[int]:

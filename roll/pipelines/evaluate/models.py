@@ -92,16 +92,24 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
     def run(self) -> int:
         """Ask all models; the exit status."""
         with self.context.running() as resources:
-            self.samples = SampleFile(self.plan.output_dir, self.settings(), self.keys.resume)
-            self.context.at_end(self.samples.close)
+            self.open()
             self.driver = DriverLoop()
             self.context.at_end(self.close)
             self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
             self.resources = resources
-            self.results = Results(self.keys, self.plan, self.samples)
             for group in self.plan.groups():
                 self.evaluate_group(group)
-        return EXIT_BELOW if self.results.finish() else 0
+        return EXIT_BELOW if self.finish() else 0
+
+    def open(self) -> None:
+        """Open the file of samples."""
+        self.samples = SampleFile(self.plan.output_dir, self.settings(), self.keys.resume)
+        self.context.at_end(self.samples.close)
+        self.results = Results(self.keys, self.plan, self.samples)
+
+    def finish(self) -> list[str]:
+        """Write and print the results; a sentence for every threshold that was missed."""
+        return self.results.finish()
 
     def close(self) -> None:
         """Cancel what is in flight; before the clusters end."""

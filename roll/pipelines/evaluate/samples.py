@@ -16,6 +16,7 @@ from roll.config.model_files import model_folder
 from roll.config.policy import PolicyRunConfig
 from roll.config.roles import DataArguments
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, ModelsPlan
+from roll.pipelines.files import samples_of
 from roll.pipelines.rlvr.accuracy import Answers, voted_answer
 from roll.rollout.groups import SampleGroup
 
@@ -150,10 +151,8 @@ def read_samples(path: Path) -> Iterator[Record]:
 
 def sample_records(group: SampleGroup, shared: Mapping[str, Any]) -> Iterator[Record]:
     """A row a sample."""
-    prompt, finished = group.prompt, group.finished
-    for index, (text, reason, length, reward) in enumerate(
-        zip(finished.texts, finished.finish_reasons, finished.sampled_lengths, group.rewards, strict=True)
-    ):
+    prompt = group.prompt
+    for index, (text, reason, length, reward) in enumerate(samples_of(group)):
         yield {
             **shared,
             "order": group.order,

@@ -145,7 +145,11 @@ class RolloutPhase(EngineRollout[Validation]):
         self._pad_token_id = pad_token_id(data.tokenizer)
         self._dump_dir = plan.dump_dir
         quarantine = SampleQuarantine(plan.log_dir)
-        self._rewards = RewardClient(clusters.rewards, model_scorer(config, plan, clusters, quarantine), quarantine)
+        scorer = None
+        if clusters.reward_model is not None:
+            columns = [config.actor_train.data_args, *(one.data_args for one in plan.validation_sets)]
+            scorer = ModelScorer(clusters.reward_model, model_inputs(config.rewards), columns, quarantine)
+        self._rewards = RewardClient(clusters.rewards, scorer, quarantine)
         self._validation_plan = ValidationPlan(plan.validation_sets, data.validation, config.val_batch_size)
         self._scheduler = RolloutScheduler(self._engines, self._rewards, config.seed, deadline=config.rpc_timeout)
         self._params = sampling_params(config.actor_infer.generating_args, plan.max_new_tokens)
@@ -254,16 +258,6 @@ class RolloutPhase(EngineRollout[Validation]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_drawn = int(state["num_drawn"])
         self._data.sampler.load_state_dict(state["sampler"])
-
-
-def model_scorer(
-    config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, quarantine: SampleQuarantine
-) -> ModelScorer | None:
-    """The way to the role ``reward_model``, where a domain asks it; ``quarantine`` takes what kills its workers."""
-    if clusters.reward_model is None:
-        return None
-    columns = [config.actor_train.data_args, *(one.data_args for one in plan.validation_sets)]
-    return ModelScorer(clusters.reward_model, model_inputs(config.rewards), columns, quarantine)
 
 
 def reward_metrics(groups: list[SampleGroup]) -> Metrics:

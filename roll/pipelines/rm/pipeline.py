@@ -119,29 +119,18 @@ def judged_batch(rows: Sequence[JudgedRow], dp_size: int) -> DataProto:
         costs = [float(workload([len(side) for side in row.sides]).sum()) for row in rows]
         shares = balance_partitions(costs, dp_size, equal_counts=len(rows) % dp_size == 0)
     widest = max(sum(len(rows[index].responses) for index in share) for share in shares)
-    sequences, places, targets = list[list[int]](), list[list[int]](), list[list[float]]()
-    shared, units, margins = list[int](), list[int](), list[float | None]()
-    images: list[VisionInputs | None] = []
+    entries: list[tuple[list[int], int, int, list[int], list[float], float | None, VisionInputs | None]] = []
     for share in shares:
-        filled = len(sequences) + widest
+        filled = len(entries) + widest
         for index in share:
             row = rows[index]
+            prompt = len(row.prompt_ids)
             for response, side in enumerate(row.sides):
-                sequences.append(side)
-                shared.append(len(row.prompt_ids))
-                units.append(index)
-                places.append([len(row.prompt_ids) + end for end in row.step_ends] or [len(side)])
-                targets.append(row.scores if row.step_ends else [row.scores[response]])
-                margins.append(row.margin)
-                images.append(row.vision)
-        for _ in range(filled - len(sequences)):
-            sequences.append([0])
-            shared.append(2)
-            units.append(-1)
-            places.append([])
-            targets.append([])
-            margins.append(None)
-            images.append(None)
+                ends = [prompt + end for end in row.step_ends] or [len(side)]
+                scores = row.scores if row.step_ends else [row.scores[response]]
+                entries.append((side, prompt, index, ends, scores, row.margin, row.vision))
+        entries += [([0], 2, -1, [], [], None, None)] * (filled - len(entries))
+    sequences, shared, units, places, targets, margins, images = zip(*entries, strict=True)
     tensors = scoring_batch(sequences, shared, places)
     of_steps = any(row.step_ends for row in rows)
     wanted = torch.zeros(tensors["score_mask"].shape)
