@@ -163,6 +163,12 @@ def test_agents_have_teachers_too(tmp_path: Path) -> None:
     assert "full_vocabulary" in found["train_env_manager.generating_args.temperature"]
 
 
+@pytest.mark.parametrize("keys", [{"adv_estimator": "grpo"}, {"gamma": 0.9}, {"gamma": 0.9, "adv_estimator": "grpo"}])
+def test_keys_of_advantages_without_effect_are_noted(tmp_path: Path, keys: dict[str, Any]) -> None:
+    ignored = [notice.key for notice in load(tmp_path, opd(**keys)).warnings if "opd_gamma decide" in notice.text]
+    assert sorted(ignored) == sorted(keys)
+
+
 def test_estimators_with_another_minimum_and_truncated_sampling_are_noted(tmp_path: Path) -> None:
     """ROLL's example samples with top_p .99 and top_k 100, and offers k3, abs and mse as rewards."""
     data = opd(kl_penalty="k3")
