@@ -1,4 +1,4 @@
-"""Base of every pipeline's rollout: the engines of the policy, the event loop, validation."""
+"""Base of every pipeline's rollout: the client of the policy's engines, the event loop, validation."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ class EngineRollout(ABC, Generic[ValidationT]):
 
     @abstractmethod
     def collect(self, step: int) -> tuple[DataProto, Callable[[], SampleTable], Metrics]:
-        """A step's samples as a batch, what makes a table of them for people, and what it took to get them."""
+        """A step's samples as a batch, a function that tabulates them for people, and the metrics of the rollout."""
 
     @abstractmethod
     def validation(self) -> Coroutine[Any, Any, ValidationT]:
-        """Asks everything that a validation asks."""
+        """Answer and score everything that a validation asks."""
 
     def exchange(self, version: int, transfer: Callable[[], Metrics]) -> Metrics:
         """Bring the engines to ``version`` of the weights by ``transfer``, which needs them between two turns."""
@@ -112,8 +112,8 @@ class EngineRollout(ABC, Generic[ValidationT]):
         return self.finish_validation()
 
     def begin_validation(self) -> None:
-        """Begin to answer the prompts of every set, behind what the engines have to do. It must be done
-        (:meth:`finish_validation`) before the next weights."""
+        """Begin to answer the prompts of every set, behind what the engines have to do. Call :meth:`finish_validation`
+        before the next exchange of weights."""
         assert self._validation is None, "one validation at a time"
         self._validation = self.driver.spawn(self.validation())
 
@@ -133,20 +133,20 @@ class EngineRollout(ABC, Generic[ValidationT]):
         """Plain values and arrays."""
 
     def state_between_steps(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, without a word to the engines."""
+        """As :meth:`state_dict`, without interrupting the engines."""
         return self.state_dict()
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken."""
 
-    def _size_metrics(self, samples: int, sampled: float, given: float) -> Metrics:
+    def _size_metrics(self, samples: int, sampled: float, others: float) -> Metrics:
         """Samples and tokens of the step, and what the engines did since the last one."""
         busy = self._engines.busy_seconds - self._busy_before
         self._busy_before = self._engines.busy_seconds
         return {
             "system/samples": Mean(samples),
-            "system/tokens": Mean(sampled + given),
+            "system/tokens": Mean(sampled + others),
             "system/actor_infer/response/tps_dp": Mean(sampled / busy if busy else 0.0),
         }
 
@@ -167,7 +167,7 @@ class RunsAhead(EngineRollout[ValidationT], Generic[ValidationT, GroupT]):
     """Metric of groups that filters rejected."""
 
     def _run_ahead(self, scheduler: AsyncScheduler[GroupT]) -> None:
-        """Begin; from here on ``scheduler`` works whenever the driver waits."""
+        """Start ``scheduler``, which works whenever the driver waits."""
         self._ahead = scheduler
         self._ledger_before = scheduler.buffer.counts()
         self.driver.spawn(scheduler.keep_going())
@@ -179,12 +179,12 @@ class RunsAhead(EngineRollout[ValidationT], Generic[ValidationT, GroupT]):
         return result
 
     def validate(self) -> ValidationT:
-        """With the engines free for it: what they have in flight continues afterwards."""
+        """As in the base class, after the engines have been freed: what they have in flight continues afterwards."""
         self.driver.run(self._ahead.free_engines())
         return super().validate()
 
-    def _taken(self, step: int) -> tuple[list[GroupT], Metrics]:
-        """The step's groups, and what became of those drawn since the last step."""
+    def _collected_ahead(self, step: int) -> tuple[list[GroupT], Metrics]:
+        """The step's groups, and metrics of the prompts drawn since the last step."""
         groups = self.driver.run(self._ahead.collect(step))
         before, now = self._ledger_before, self._ahead.buffer.counts()
         self._ledger_before = now
@@ -198,7 +198,7 @@ class RunsAhead(EngineRollout[ValidationT], Generic[ValidationT, GroupT]):
         }
 
     def _take_up(self, state: dict[str, Any]) -> None:
-        """Continue with what was in flight; nothing was in the checkpoint of a synchronous run."""
+        """Continue with what was in flight; the checkpoint of a synchronous run has nothing in flight."""
         if "ahead" in state:
             self.driver.run(self._ahead.load_state_dict(state["ahead"]))
         self._ledger_before = self._ahead.buffer.counts()

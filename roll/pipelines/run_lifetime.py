@@ -102,7 +102,7 @@ class RunLifetime:
             self._shut_down(graceful=True)
 
     def _begin_record(self, stack: ExitStack) -> None:
-        """Open what reports are made of."""
+        """Open the files that reports are made from."""
         folder, settings = self.plan.output_dir / RECORD_FOLDER, self.config.sample_log
         last_step = None if self._resume is None else self._resume.step - 1
         self._timeline = TimelineLog(folder / TIMELINE_NAME, resumed=last_step is not None)
@@ -116,7 +116,7 @@ class RunLifetime:
         self._outputs.describe()
 
     def _end_early(self, error: BaseException) -> BaseException:
-        """Save what there is to save, and end the clusters; ``error`` with an account of where the run stands."""
+        """Save what can be saved, and end the clusters; return ``error`` with an account of the run's progress."""
         if isinstance(error, Interrupted):
             self._interruption.save(self._checkpoints.publish)
         self._interruption.end()
@@ -131,7 +131,7 @@ class RunLifetime:
 
     @contextmanager
     def _curves_at_end(self) -> Iterator[None]:
-        """However the block ends, the curves are drawn of what was logged."""
+        """Draw the curves of what was logged, however the block ends."""
         try:
             yield
         finally:
@@ -154,7 +154,7 @@ class RunLifetime:
         return next((folder for folder in places if folder.is_dir()), places[0]) if places else None
 
     def _leave_account(self) -> None:
-        """Have the guard speak for this process, should that end hard."""
+        """Give the guard what it reports should this process be killed."""
         assert self._guard is not None
         supervised.tell(reached=self._interruption.steps_done)
         if places := self._checkpoints.places(self._interruption.saved_steps):
@@ -184,7 +184,7 @@ class RunLifetime:
 
 
 class Interruption:
-    """Knows how far the run has come, what of it is saved, and how the rest would be.
+    """Progress of the run, the part of it that is saved, and how to save the rest.
 
     Args:
         seconds: from the first signal, for a step that must not be torn apart to end and for a checkpoint to be
@@ -208,7 +208,7 @@ class Interruption:
         self._state, self._save = state, save
 
     def reach(self, steps_done: int) -> None:
-        """So many steps are done, and the next is not begun.
+        """Note that ``steps_done`` steps are done, and the next has not begun.
 
         Raises:
             Interrupted: a signal has come, and this is a point that can be saved.
@@ -220,7 +220,7 @@ class Interruption:
             ending.check()
 
     def begin(self, number: signal.Signals) -> None:
-        """The first signal has come. Within a signal handler, where nothing may be logged."""
+        """React to the first signal. Called in a signal handler, where nothing may be logged."""
         plan = f"what is done is saved first (at most {self._seconds:g} s); " if self._can_save else ""
         os.write(2, f"\n{number.name}: the run ends; {plan}once more ends it at once\n".encode())
         self._timer = threading.Timer(self._seconds, self._give_up, [number])
@@ -228,7 +228,7 @@ class Interruption:
         self._timer.start()
 
     def save(self, publish: Callable[[], None]) -> None:
-        """Write what :meth:`reach` has noted, unless it is saved already; says what came of it, raises nothing.
+        """Write what :meth:`reach` has noted, unless it is saved already; logs the result, raises nothing.
 
         Args:
             publish: completes a checkpoint that is being written.
@@ -246,7 +246,7 @@ class Interruption:
             self.end()
 
     def end(self) -> None:
-        """Nothing is limited in time any more."""
+        """Lift the limit in time."""
         if self._timer is not None:
             self._timer.cancel()
         ending.forget_pending()

@@ -124,14 +124,14 @@ class SampleRecorder:
             ].numpy()  # of all layers it would be a large copy
         if trainer_log_probs is not None:
             columns["trainer_log_probs"] = trainer_log_probs[rows].numpy()
-        taken = _Rows(columns, self._settings.max_tokens)
+        fields = _Rows(columns, self._settings.max_tokens)
         objects = {name: batch.non_tensor_batch.get(name) for name in _OBJECTS}
         about = notes()
         for place, row in enumerate(rows.tolist()):
-            number = row if taken.episodes is None else taken.episodes[place]
+            number = row if fields.episodes is None else fields.episodes[place]
             note = about[number] if number < len(about) else {}
             words = {name: None if column is None else column[row] for name, column in objects.items()}
-            prompt, prompt_ids = dict(note.get("prompt", {})), taken.prompt_ids(place)
+            prompt, prompt_ids = dict(note.get("prompt", {})), fields.prompt_ids(place)
             prompt |= {"id": words["prompt_id"], "domain": words["domain"], "tag": words["tag"]}
             if "text" not in prompt:
                 prompt["text"] = self._text(prompt_ids)
@@ -145,7 +145,7 @@ class SampleRecorder:
                 "i": note.get("i"),
             }
             sample["m"] = {name: _number(value) for name, value in note.get("m", {}).items()}
-            block.add(prompt, sample | taken.sample(place), taken.response_ids(place))
+            block.add(prompt, sample | fields.sample(place), fields.response_ids(place))
         self._log.append(block.finished())
         if IMAGES in batch.non_tensor_batch:
             self._show(step, batch.non_tensor_batch[IMAGES][rows])

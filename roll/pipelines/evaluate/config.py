@@ -109,7 +109,7 @@ _TEXTS = ("tokenizer.json", "chat_template.jinja", "vocab.json", "merges.txt")
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model that is asked."""
+    """A model that is evaluated."""
 
     name: str
     path: str
@@ -302,8 +302,8 @@ def evaluation_facts(plan: ModelsPlan) -> list[tuple[str, str]]:
     swaps = len(plan.models) - len(plan.groups())
     starts = count(len(plan.groups()) - sum(one.url is not None for one in plan.models), "engine start")
     models = f"{', '.join(one.name for one in plan.models)} ({starts}, {count(swaps, 'exchange')} of weights)"
-    asked = ", ".join(f"{one.name} x {one.num_samples}" for one in plan.passes)
-    facts = [("models", models), ("passes", asked)]
+    passes = ", ".join(f"{one.name} x {one.num_samples}" for one in plan.passes)
+    facts = [("models", models), ("passes", passes)]
     return facts + ([("compared", f"with {plan.baseline}")] if len(plan.models) > 1 else [])
 
 

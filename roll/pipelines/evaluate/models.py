@@ -1,4 +1,4 @@
-"""Several models, one after the other, on engines that are started once: the frame of every evaluation.
+"""Base of every evaluation: several models, one after the other, on engines that are started once.
 
 Engines are started once for all models that share an architecture and a tokenizer; between two of them only weights are
 exchanged. What is answered is on disk at once, so that an evaluation that is killed continues where it was.
@@ -54,7 +54,7 @@ class EvaluationContext(RunContext):
 
 
 class ModelRun(ABC, Generic[ConfigT, PlanT]):
-    """An evaluation, from start to table. A subclass says what models are asked."""
+    """An evaluation, from start to table. A subclass defines what the models answer."""
 
     slice_seconds = 0.05
     """See :class:`~roll.rollout.engines.EngineClient`."""
@@ -72,7 +72,7 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
 
     @abstractmethod
     def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> None:
-        """Read what the models of a group are asked."""
+        """Read the prompts or tasks of a group of models."""
 
     @abstractmethod
     def num_asked(self, way: Pass) -> int:
@@ -154,10 +154,10 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
         return replace(role, model_path=model.base, section=replace(role.section, model_args=model_args))
 
     def load(self, model: EvaluatedModel, base: RolePlan, engines: Engines | None, is_last: bool) -> Engines:
-        """Engines that hold the weights of ``model``: started for it, or given them.
+        """Engines that hold the weights of ``model``: started with them, or updated.
 
         Args:
-            is_last: no other model is asked by these engines afterwards.
+            is_last: these engines serve no other model afterwards.
         """
         is_new = engines is None
         if engines is None:

@@ -208,10 +208,10 @@ def missed(thresholds: Mapping[str, float], results: Mapping[str, Mapping[str, A
     """
     for key, least in thresholds.items():
         name, _, rest = key.partition("/")
-        asked = {name: rest} if name in results and rest in results[name] else dict.fromkeys(results, key)
-        found = {model: results[model][metric] for model, metric in asked.items() if metric in results[model]}
+        metrics = {name: rest} if name in results and rest in results[name] else dict.fromkeys(results, key)
+        found = {model: results[model][metric] for model, metric in metrics.items() if metric in results[model]}
         if not found:
             yield f"{key}: there is no such metric"
         for model, value in found.items():
             if not value >= least:
-                yield f"{model}: {asked[model]} is {value:.4f}, below {least:g}"
+                yield f"{model}: {metrics[model]} is {value:.4f}, below {least:g}"

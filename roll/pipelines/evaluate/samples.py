@@ -1,4 +1,4 @@
-"""The samples of an evaluation on disk: written as prompts are done, taken up where an evaluation was interrupted."""
+"""The samples of an evaluation on disk: written as prompts are done, resumed where an evaluation was interrupted."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ class SampleFile:
         self.path = folder / SAMPLES
         self._groups: dict[Place, dict[int, list[Record]]] = defaultdict(dict)
         if resume and differing(folder, settings) == []:
-            self._take_up()
+            self._resume()
         elif self.path.exists():
             self.path.replace(self.path.with_name(f"{SAMPLES}.previous"))
         _write_whole(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
 
-    def _take_up(self) -> None:
+    def _resume(self) -> None:
         records = defaultdict(list)
         for record in read_samples(self.path):
             records[record["model"], record["pass"], record["order"]].append(record)

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 class JudgeService:
     """One address for the reward workers that ask a role, with a key that only this run knows.
 
-    The address is taken at once, so that reward workers can have it while the engines still load.
+    The address is bound at once, so that reward workers can have it while the engines still load.
 
     Args:
         name: the role, ``reward_model`` or one that belongs to a single domain.
@@ -70,7 +70,7 @@ class JudgeService:
 
     @property
     def options(self) -> dict[str, str]:
-        """The same as options of a judge."""
+        """Options of a judge that asks this service."""
         return {"base_url": self._front.base_url, "api_key": self._key, "model": self.name}
 
     @property
@@ -88,7 +88,7 @@ class JudgeService:
         self._front.resume()
 
     def pause(self) -> None:
-        """Let the engines leave their devices: drop what nobody waits for any more.
+        """Let the engines leave their devices: drop requests whose clients have gone.
 
         Raises:
             RemoteError: what ended the engines, if anything has.
@@ -272,9 +272,9 @@ class ClusterStarter:
 
     def start_scorers(self, config: RLVRConfig) -> dict[str, Any]:
         """The roles that score responses, by field of :class:`Scorers`."""
-        has_model, asked = bool(model_inputs(config.rewards)), judge_roles(config)
+        has_model, judging = bool(model_inputs(config.rewards)), judge_roles(config)
         model = self.start(REWARD_MODEL, REWARD_MODEL_WORKER) if has_model else None
-        judges = self.start_judges(name for name in self._plan.roles if name in asked)
+        judges = self.start_judges(name for name in self._plan.roles if name in judging)
         rewards = {}
         for name, section in config.rewards.items():
             judge = judges["judges"].get(judge_role(name, section))

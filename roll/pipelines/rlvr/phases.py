@@ -103,7 +103,7 @@ def start_computing(
 def computed(
     batch: DataProto, cluster: Cluster, method: Callable[..., DataProto], **options: Any
 ) -> Mapping[str, torch.Tensor]:
-    """Columns of :func:`start_computing`, by a model that is not the policy: recorded routes are not its own."""
+    """Columns of :func:`start_computing`, by a model that is not the policy and so cannot replay recorded routes."""
     return start_computing(without_routes(batch), cluster, method, **options)()
 
 
@@ -158,8 +158,8 @@ def update_model(
 
     Args:
         update: of the cluster's workers, called with each pass's rows and ``options``.
-        shuffle_seed: mini-batches are drawn anew for every pass, from this seed; None: consecutive rows, each pass the
-            same.
+        shuffle_seed: seed of the mini-batches, which are drawn again for every pass; None: consecutive rows, each pass
+            the same.
     """
     training = plan.training[cluster.name]
     num_mini_batches = num_samples(batch) // training.mini_batch_size
@@ -331,7 +331,7 @@ class AdvantageComputer:
     def _add_rewards(self, batch: DataProto, lengths: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         """The rewards that advantages are made from: (B,), or (B, L) with a divergence in them."""
         tensors = batch.batch
-        shaped = self._shaped(tensors["scores"], lengths)
+        shaped = self._penalised(tensors["scores"], lengths)
         metrics: list[Metrics] = []
         if self._config.overlong_buffer_length is not None:
             metrics.append({"critic/overlong_penalty": Mean(float((tensors["scores"] - shaped).mean()))})
@@ -353,7 +353,7 @@ class AdvantageComputer:
         return rewards, merge_metrics(metrics)
 
     def normalised(self, batch: DataProto, shaped: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-        """Rewards (B,), each domain's by its own moments."""
+        """Rewards (B,), normalised within their domain."""
         rewards = torch.empty_like(shaped)
         metrics: list[Metrics] = []
         domains = batch.non_tensor_batch["domain"]
@@ -365,10 +365,10 @@ class AdvantageComputer:
         return rewards, merge_metrics(metrics)
 
     def placed(self, batch: DataProto, rewards: torch.Tensor) -> torch.Tensor:
-        """Normalised rewards as they are due: (B,) at the end of each response, or (B, L)."""
+        """Normalised rewards where they are earned: (B,) at the end of each response, or (B, L)."""
         return rewards
 
-    def _shaped(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def _penalised(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Raw scores (B,) less the over-long punishment of responses with ``lengths`` tokens."""
         buffer = self._config.overlong_buffer_length
         if buffer is None:
@@ -379,7 +379,7 @@ class AdvantageComputer:
         """float (B,): the greedy response's reward, made as a sample's is."""
         if "baseline_scores" not in batch.batch:
             return None
-        shaped = self._shaped(batch.batch["baseline_scores"], batch.batch["baseline_lengths"])
+        shaped = self._penalised(batch.batch["baseline_scores"], batch.batch["baseline_lengths"])
         bound = self._config.reward_clip
         return shaped if bound is None else shaped.clamp(-bound, bound)
 

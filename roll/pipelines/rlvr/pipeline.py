@@ -58,7 +58,7 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan, Validation]):
         return self.config.validation is not None and bool(self.plan.eval_steps)
 
     def validate(self, step: int) -> None:
-        """Also have the program of ``validation.harness`` ask the engines, which nobody else does meanwhile."""
+        """As in the base class, after the program of ``validation.harness``, which has the engines to itself."""
         section = self.config.validation
         if section is not None and section.harness is not None:
             with self.context.phase("val_harness"), self.generating():

@@ -66,7 +66,7 @@ class RLVRPlan(PolicyPlan):
     response_length: int
     validation_sets: tuple[ValidationSet, ...]
     needs_greedy_baseline: bool
-    """Every prompt is answered once more, greedily, for the advantages."""
+    """Every prompt is also answered greedily, for the advantages."""
 
     @property
     def max_sequence_length(self) -> int:
@@ -178,7 +178,7 @@ def started_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
 
 
 def max_new_tokens(config: RLVRConfig) -> int:
-    """Most tokens that a response is given in training."""
+    """Most tokens of a response in training."""
     response = config.response_and_sequence[0]
     return min(response, config.actor_infer.generating_args.max_new_tokens or response)
 
@@ -205,8 +205,8 @@ def finished(config: RLVRConfig, longest: int, name: str, section: WorkerConfig)
 
 def judge_roles(config: RLVRConfig) -> set[str]:
     """The roles whose engines answer judges."""
-    asked = {judge_role(name, section) for name, section in config.rewards.items()}
-    return {role for role in asked if role is not None}
+    judging = {judge_role(name, section) for name, section in config.rewards.items()}
+    return {role for role in judging if role is not None}
 
 
 def reward_calls(domain: str, section: RewardConfig) -> int | None:

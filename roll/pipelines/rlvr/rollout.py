@@ -42,7 +42,7 @@ from roll.tracking import SampleTable
 
 @dataclass(frozen=True)
 class ValidationPass:
-    """One way of answering the questions of a set."""
+    """One way of answering the prompts of a set."""
 
     name: str
     """``sampled`` or ``greedy``, behind the set's name if it has one; part of the metrics' names."""
@@ -50,19 +50,19 @@ class ValidationPass:
     num_samples: int
 
 
-def passes_of(one: ValidationSet) -> list[ValidationPass]:
+def passes_of(validation_set: ValidationSet) -> list[ValidationPass]:
     """By sampling and, unless switched off, greedily."""
-    prefix = f"{one.name}." if one.name else ""
-    params = sampling_params(one.generating_args, one.max_new_tokens)
-    passes = [ValidationPass(f"{prefix}sampled", params, one.samples_per_prompt)]
-    if one.greedy:
-        passes.append(ValidationPass(f"{prefix}greedy", greedy(one.max_new_tokens, params), 1))
+    prefix, length = f"{validation_set.name}." if validation_set.name else "", validation_set.max_new_tokens
+    params = sampling_params(validation_set.generating_args, length)
+    passes = [ValidationPass(f"{prefix}sampled", params, validation_set.samples_per_prompt)]
+    if validation_set.greedy:
+        passes.append(ValidationPass(f"{prefix}greedy", greedy(length, params), 1))
     return passes
 
 
 @dataclass(frozen=True)
 class Round:
-    """Questions that are asked together."""
+    """Prompts of a set that are answered together."""
 
     way: ValidationPass
     rows: Sequence[PromptRow]
@@ -85,7 +85,7 @@ class ValidationPlan:
         self._batch_size = batch_size
 
     def rounds(self) -> Iterator[Round]:
-        """In the order in which they are asked."""
+        """Rounds in the order in which they are answered."""
         for name, passes in self.passes.items():
             rows = self._rows[name]
             for one in passes:
@@ -118,7 +118,7 @@ class Validation:
 
 
 async def validate(plan: ValidationPlan, scheduler: RolloutScheduler) -> Validation:
-    """Answer and score the prompts of every set, round after round, whatever else the engines do."""
+    """Answer and score the prompts of every set, round after round, alongside whatever else the engines do."""
     began = time.perf_counter()
     answered: dict[str, list[SampleGroup]] = defaultdict(list)
     for one in plan.rounds():
@@ -129,13 +129,13 @@ async def validate(plan: ValidationPlan, scheduler: RolloutScheduler) -> Validat
 
 
 def draw_from(rows: Sequence[PromptRow]) -> DrawPrompts:
-    """Gives ``rows`` in order, once."""
+    """A source that gives ``rows`` in order, once."""
     remaining = iter(rows)
     return lambda count: list(islice(remaining, count))
 
 
 class RolloutPhase(EngineRollout[Validation]):
-    """Draws prompts, has them answered and scored; counts the draws, which seeds and order depend on."""
+    """Draws prompts, has them answered and scored, and counts the draws, on which seeds and order depend."""
 
     def __init__(self, config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, data: RunData) -> None:
         super().__init__(config, plan, clusters.actor_infer)
@@ -206,11 +206,11 @@ class RolloutPhase(EngineRollout[Validation]):
             loop=self._loop,
         )
         self.num_drawn += result.num_drawn
-        given: Metrics = {}
+        shares: Metrics = {}
         if self._dataset_responses is not None:
             sampled = [not is_off_policy(group.order, self._config.lmbda) for group in result.groups]
-            given["opd/on_policy_share"] = Mean(sum(sampled), len(sampled))
-        return result.groups, given | {
+            shares["opd/on_policy_share"] = Mean(sum(sampled), len(sampled))
+        return result.groups, shares | {
             "scheduler/collect_query_count": Mean(result.num_drawn),
             "scheduler/query_use_count": Mean(len(result.groups)),
             "scheduler/filtered_query_count": Mean(result.num_filtered),
@@ -229,13 +229,13 @@ class RolloutPhase(EngineRollout[Validation]):
 
     def _sizes(self, groups: list[SampleGroup]) -> Metrics:
         tokens = float(sum(group.finished.sampled.sum() for group in groups))
-        given = sum(group.finished.lengths.sum() for group in groups) - tokens
-        prompt_tokens = sum(len(group.prompt.token_ids) * group.num_samples for group in groups) + float(given)
+        unsampled = sum(group.finished.lengths.sum() for group in groups) - tokens
+        prompt_tokens = sum(len(group.prompt.token_ids) * group.num_samples for group in groups) + float(unsampled)
         return self._size_metrics(sum(group.num_samples for group in groups), tokens, prompt_tokens)
 
     def _add_greedy_baseline(self, batch: DataProto, groups: list[SampleGroup]) -> Metrics:
-        """Answer the prompts of ``groups`` once more, greedily. Samples whose baseline cannot be scored lose their own
-        score: without it nothing is known of them."""
+        """Answer the prompts of ``groups`` again, greedily. Samples whose baseline cannot be scored lose their own
+        score, since their advantage is unknown."""
         prompts = [group.prompt for group in groups]
         params = greedy(self._plan.max_new_tokens, self._params)
         baselines = self._collected(
@@ -303,7 +303,7 @@ class AsyncRolloutPhase(RunsAhead[Validation, SampleGroup], RolloutPhase):
         self._run_ahead(scheduler)
 
     def _groups_of(self, step: int) -> tuple[list[SampleGroup], Metrics]:
-        groups, metrics = self._taken(step)
+        groups, metrics = self._collected_ahead(step)
         return groups, metrics | staleness_metrics(groups, step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -313,7 +313,7 @@ class AsyncRolloutPhase(RunsAhead[Validation, SampleGroup], RolloutPhase):
         return super().state_dict() | {"ahead": ahead}
 
     def state_between_steps(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, without a word to the engines: samples have what an engine last got of them."""
+        """As :meth:`state_dict`, without interrupting the engines: samples are as an engine last reported them."""
         self.num_drawn = self._flow.next_order
         return super().state_dict() | {"ahead": self._ahead.state_between_steps()}
 
@@ -324,7 +324,7 @@ class AsyncRolloutPhase(RunsAhead[Validation, SampleGroup], RolloutPhase):
 
 
 def staleness_metrics(groups: Sequence[SampleGroup], step: int) -> Metrics:
-    """Steps by which the weights that sampled are behind those that are trained, by sample and by token."""
+    """Lag of the weights that sampled behind those that are trained, in steps, by sample and by token."""
     samples = [spans for group in groups for spans in group.finished.weight_versions]
     oldest = np.array([step - spans[0][0] for spans in samples])
     lags = np.array([(step - version, end - start) for spans in samples for version, start, end in spans])
