@@ -54,8 +54,14 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     check_batches(config, checks)
     check_rewards(config, checks)
     check_judges(config, checks)
-    check_data(config, checks)
-    check_turns(config, checks)
+    check_data_files("actor_train.data_args", config.actor_train.data_args, checks)
+    check_columns("actor_train.data_args", config.actor_train.data_args, checks)
+    check_validation(config, checks)
+    check_shares(config, checks)
+    check_templates(config, checks)
+    if estimator(config.adv_estimator).works_in_turns:
+        rule = "looks at the turns of episodes, which only the agentic pipeline (custom_envs, train_env_manager) has"
+        checks.add("adv_estimator", config.adv_estimator, rule, "grpo")
     if config.router_args.router_name == "EnvAffinityRouter":
         checks.problems.not_available("router_args.router_name", "EnvAffinityRouter", "this router", "~")
     check_algorithm(config, max_new_tokens(config), checks)
@@ -65,12 +71,6 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     check_resume(config, checks)
     check_recorded_rollouts(config, checks)
     note_unread(config, options, checks)
-
-
-def check_turns(config: RLVRConfig, checks: Checks) -> None:
-    if estimator(config.adv_estimator).works_in_turns:
-        rule = "looks at the turns of episodes, which only the agentic pipeline (custom_envs, train_env_manager) has"
-        checks.add("adv_estimator", config.adv_estimator, rule, "grpo")
 
 
 def check_lengths(config: RLVRConfig, checks: Checks) -> None:
@@ -120,15 +120,6 @@ def check_batches(config: RLVRConfig, checks: Checks) -> None:
         role = config.actor_train if name == "actor_train" else config.critic
         assert role is not None
         check_schedule(name, role, plan.total_optimizer_steps, checks)
-
-
-def check_data(config: RLVRConfig, checks: Checks) -> None:
-    arguments = config.actor_train.data_args
-    check_data_files("actor_train.data_args", arguments, checks)
-    check_columns("actor_train.data_args", arguments, checks)
-    check_validation(config, checks)
-    check_shares(config, checks)
-    check_templates(config, checks)
 
 
 def check_templates(config: RLVRConfig, checks: Checks) -> None:
