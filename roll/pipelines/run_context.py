@@ -36,8 +36,7 @@ from roll.distributed.signals import ending
 from roll.pipelines.batches import FOLDER as BATCHES
 from roll.pipelines.batches import BatchRecorder
 from roll.pipelines.run_checkpoints import STATE_FOLDER
-from roll.pipelines.run_lifetime import RunLifetime
-from roll.pipelines.run_outputs import whole_sets
+from roll.pipelines.run_lifetime import RunLifetime, whole_sets
 from roll.pipelines.stragglers import StragglerWatch
 from roll.platforms import current_platform
 from roll.protocol import DataProto
