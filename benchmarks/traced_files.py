@@ -112,7 +112,7 @@ def drive(folder: Path) -> None:
 
     during("update_engines", "weight update")
     during("generate", "sample")
-    during("look_at", "training step", last=False)
+    during("add_model_columns", "training step", last=False)
     during("learn", None)
     train_one_step = pipeline.train_one_step
 

@@ -50,13 +50,14 @@ def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError([Problem("--tasks", None, "is needed with --harness", example, has_value=False)])
     if arguments.include and not Path(arguments.include).is_dir():
         raise ConfigError([Problem("--include", arguments.include, "no such folder of task files")])
-    if arguments.against is not None:
-        rule = "has no place with --harness, whose program asks this run's engines"
-        raise ConfigError([Problem("--against", arguments.against, rule)])
     keys = keys_of(arguments) | {"resume": False}  # it keeps no samples that could be taken up
     loaded = ready(partial(load_evaluation, arguments.config, None, overrides, keys))
     if loaded.pipeline.name != EVALUATE:
         raise ConfigError([Problem("--harness", arguments.harness, "asks prompts: the file must be an RLVR file")])
+    if loaded.config.evaluate.against is not None:
+        key = "evaluate.against" if arguments.against is None else "--against"
+        rule = "has no place with --harness, whose program asks this run's engines"
+        raise ConfigError([Problem(key, loaded.config.evaluate.against, rule)])
     options = HarnessOptions(
         arguments.harness,
         tuple(name for names in arguments.tasks for name in names.split(",")),

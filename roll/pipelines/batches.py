@@ -1,7 +1,7 @@
 """Batches on disk: those of the steps that ``dump_batches`` names, and of steps whose loss or gradient was not finite.
 
-A file holds the batch as the models were given it, what the driver remembered before the step, and the metrics of the
-step, so that ``roll replay`` can compute them again and say which differ.
+A file holds the batch as the models got it, the state of the driver before the step, and the metrics of the step, so
+that ``roll replay`` can compute them again and say which differ.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class RecordedBatch:
     """Of the step."""
 
     def save(self, file: Path) -> None:
-        """Write all of it.
+        """Write the file.
 
         Raises:
-            OSError: it could not be written; nothing of it remains.
+            OSError: it could not be written; no part of it remains.
         """
         file.parent.mkdir(parents=True, exist_ok=True)
         batch = stored_images(self.batch)
@@ -68,7 +68,7 @@ class RecordedBatch:
 
 
 class BatchRecorder:
-    """Holds the batch of the step in flight, and writes it where that is asked for.
+    """Holds the batch of the step in flight, and writes it when its turn has come or a number was not finite.
 
     Args:
         folder: of the files.
@@ -86,7 +86,7 @@ class BatchRecorder:
         self._num_not_finite = 0
 
     def hold(self, step: int, batch: DataProto, state: Mapping[str, Any]) -> None:
-        """Keep the columns that ``batch`` has now, those added later not among them."""
+        """Keep the columns that ``batch`` has now, without those added later."""
         self._held = RecordedBatch(self._pipeline, step, batch.select(), dict(state))
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -122,7 +122,7 @@ class BatchRecorder:
 
 
 def is_not_finite(metrics: Mapping[str, float]) -> bool:
-    """An update was skipped. Those by which the loss scale of fp16 finds its way do not count."""
+    """True where an update was skipped, other than those by which the loss scale of fp16 is found."""
     scaling = any(name.endswith(_SCALE) and value > 1 for name, value in metrics.items())
     return metrics.get(_SKIPPED, 0) > 0 and not scaling
 

@@ -1,4 +1,4 @@
-"""Base of every pipeline's rollout: the engines of the policy, the event loop, validation."""
+"""Base of every pipeline's rollout: the client of the policy's engines, the event loop, validation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from asyncio import Task
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
+from roll.config.plan.plan import RolePlan
 from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, DriverLoop
 from roll.pipelines.policy import PolicyPlan
@@ -21,6 +22,48 @@ from roll.rollout.scheduling import AsyncScheduler
 from roll.tracking import SampleTable
 
 ValidationT = TypeVar("ValidationT")
+
+
+def engine_client(
+    config: PolicyRunConfig,
+    role: RolePlan,
+    cluster: Cluster,
+    slice_seconds: float,
+    router: str | None,
+    fixed_weights: bool = False,
+) -> EngineClient:
+    """The client of the engines of ``actor_infer``.
+
+    Args:
+        slice_seconds, fixed_weights: see :class:`~roll.rollout.engines.EngineClient`.
+        router: name of the router where the configuration leaves it open.
+    """
+    keys, engines = config.router_args, config.actor_infer
+    # A new process would load its model while others have the device, and threads would not wait for it.
+    may_restart = not role.colocated_with and (engines.max_concurrency or 1) == 1
+    return EngineClient(
+        cluster,
+        keys.max_running_requests or config.max_running_requests,
+        slice_seconds,
+        router=build_router(keys.router_name or router, keys.router_config),
+        max_restarts=engines.max_restarts if may_restart else 0,
+        turn_timeout=min(engines.engine_timeout, config.rpc_timeout),
+        fixed_weights=fixed_weights,
+    )
+
+
+def between_turns(driver: DriverLoop, engines: EngineClient, transfer: Callable[[], Metrics]) -> Metrics:
+    """Have ``transfer`` give the engines other weights while none of them has a turn in flight; lost engines that are
+    back take part."""
+
+    async def resume() -> None:
+        engines.resume()
+
+    driver.run(engines.pause())
+    engines.readmit()
+    metrics = transfer()
+    driver.run(resume())
+    return metrics
 
 
 class EngineRollout(ABC, Generic[ValidationT]):
@@ -42,19 +85,8 @@ class EngineRollout(ABC, Generic[ValidationT]):
         slice_seconds: float = 0.05,
         router: str | None = None,
     ) -> None:
-        limit = config.router_args.max_running_requests or config.max_running_requests
-        chosen = build_router(config.router_args.router_name or router, config.router_args.router_config)
-        role = config.actor_infer
-        # A new process would load its model while others have the device, and threads would not wait for it.
-        may_restart = not plan.roles["actor_infer"].colocated_with and (role.max_concurrency or 1) == 1
-        self._engines = EngineClient(
-            actor_infer,
-            limit,
-            slice_seconds,
-            router=chosen,
-            max_restarts=role.max_restarts if may_restart else 0,
-            turn_timeout=min(role.engine_timeout, config.rpc_timeout),
-        )
+        role = plan.roles["actor_infer"]
+        self._engines = engine_client(config, role, actor_infer, slice_seconds, router)
         self._busy_before = 0.0
         self._validation: Task[ValidationT] | None = None
         self.notes: Callable[[], Notes] = list
@@ -64,22 +96,15 @@ class EngineRollout(ABC, Generic[ValidationT]):
 
     @abstractmethod
     def collect(self, step: int) -> tuple[DataProto, Callable[[], SampleTable], Metrics]:
-        """A step's samples as a batch, what makes a table of them for people, and what it took to get them."""
+        """A step's samples as a batch, a function that tabulates them for people, and the metrics of the rollout."""
 
     @abstractmethod
     def validation(self) -> Coroutine[Any, Any, ValidationT]:
-        """Asks everything that a validation asks."""
+        """Answer and score everything that a validation asks."""
 
     def exchange(self, version: int, transfer: Callable[[], Metrics]) -> Metrics:
         """Bring the engines to ``version`` of the weights by ``transfer``, which needs them between two turns."""
-        self.driver.run(self._engines.pause())
-        self._engines.readmit()
-        result = transfer()
-        self.driver.run(self._resume())
-        return result
-
-    async def _resume(self) -> None:
-        self._engines.resume()
+        return between_turns(self.driver, self._engines, transfer)
 
     def validate(self) -> ValidationT:
         """Answer and score the prompts of every set, before anything else."""
@@ -87,8 +112,8 @@ class EngineRollout(ABC, Generic[ValidationT]):
         return self.finish_validation()
 
     def begin_validation(self) -> None:
-        """Begin to answer the prompts of every set, behind what the engines have to do. It must be done
-        (:meth:`finish_validation`) before the next weights."""
+        """Begin to answer the prompts of every set, behind what the engines have to do. Call :meth:`finish_validation`
+        before the next exchange of weights."""
         assert self._validation is None, "one validation at a time"
         self._validation = self.driver.spawn(self.validation())
 
@@ -108,20 +133,20 @@ class EngineRollout(ABC, Generic[ValidationT]):
         """Plain values and arrays."""
 
     def state_between_steps(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, without a word to the engines."""
+        """As :meth:`state_dict`, without interrupting the engines."""
         return self.state_dict()
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken."""
 
-    def _size_metrics(self, samples: int, sampled: float, given: float) -> Metrics:
+    def _size_metrics(self, samples: int, sampled: float, others: float) -> Metrics:
         """Samples and tokens of the step, and what the engines did since the last one."""
         busy = self._engines.busy_seconds - self._busy_before
         self._busy_before = self._engines.busy_seconds
         return {
             "system/samples": Mean(samples),
-            "system/tokens": Mean(sampled + given),
+            "system/tokens": Mean(sampled + others),
             "system/actor_infer/response/tps_dp": Mean(sampled / busy if busy else 0.0),
         }
 
@@ -142,7 +167,7 @@ class RunsAhead(EngineRollout[ValidationT], Generic[ValidationT, GroupT]):
     """Metric of groups that filters rejected."""
 
     def _run_ahead(self, scheduler: AsyncScheduler[GroupT]) -> None:
-        """Begin; from here on ``scheduler`` works whenever the driver waits."""
+        """Start ``scheduler``, which works whenever the driver waits."""
         self._ahead = scheduler
         self._ledger_before = scheduler.buffer.counts()
         self.driver.spawn(scheduler.keep_going())
@@ -154,12 +179,12 @@ class RunsAhead(EngineRollout[ValidationT], Generic[ValidationT, GroupT]):
         return result
 
     def validate(self) -> ValidationT:
-        """With the engines free for it: what they have in flight continues afterwards."""
+        """As in the base class, after the engines have been freed: what they have in flight continues afterwards."""
         self.driver.run(self._ahead.free_engines())
         return super().validate()
 
-    def _taken(self, step: int) -> tuple[list[GroupT], Metrics]:
-        """The step's groups, and what became of those drawn since the last step."""
+    def _collected_ahead(self, step: int) -> tuple[list[GroupT], Metrics]:
+        """The step's groups, and metrics of the prompts drawn since the last step."""
         groups = self.driver.run(self._ahead.collect(step))
         before, now = self._ledger_before, self._ahead.buffer.counts()
         self._ledger_before = now
@@ -173,7 +198,7 @@ class RunsAhead(EngineRollout[ValidationT], Generic[ValidationT, GroupT]):
         }
 
     def _take_up(self, state: dict[str, Any]) -> None:
-        """Continue with what was in flight; nothing was in the checkpoint of a synchronous run."""
+        """Continue with what was in flight; the checkpoint of a synchronous run has nothing in flight."""
         if "ahead" in state:
             self.driver.run(self._ahead.load_state_dict(state["ahead"]))
         self._ledger_before = self._ahead.buffer.counts()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.checkpoint.folders import atomic_folder
 from roll.config.model_files import CONFIG, model_folder
+from roll.rewards.base import RewardResult
 from roll.rollout.groups import SampleGroup
 from roll.tracking import SampleTable
 
@@ -40,7 +41,8 @@ def export_model(
         copy_processor(tokenizer.name_or_path, path)
         if facts:
             config = path / CONFIG
-            config.write_text(json.dumps(json.loads(config.read_text()) | dict(facts), indent=2) + "\n")
+            content = json.loads(config.read_text(encoding="utf-8")) | dict(facts)
+            config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     logger.info("model written to %s", folder)
 
 
@@ -51,9 +53,9 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 def copy_processor(model_path: str, folder: Path) -> None:
     """Copy how a vision-language model prepares its images, from the model that a run began with."""
     source = model_folder(model_path)
-    for name in PROCESSOR_FILES if source is not None else ():
-        if (source / name).is_file():  # type: ignore[operator]
-            shutil.copyfile(source / name, folder / name)  # type: ignore[operator]
+    for file in [source / name for name in PROCESSOR_FILES] if source is not None else []:
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
 
 
 def sample_table(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
@@ -74,16 +76,14 @@ def sample_table(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
             **({} if group.prompt.vision is None else {"images": group.prompt.vision.file_names}),
         }
         for group in groups
-        for index, (text, reward, reason, length) in enumerate(
-            zip(
-                group.finished.texts,
-                group.rewards,
-                group.finished.finish_reasons,
-                group.finished.sampled_lengths,
-                strict=True,
-            )
-        )
+        for index, (text, reason, length, reward) in enumerate(samples_of(group))
     ]
+
+
+def samples_of(group: SampleGroup) -> Iterator[tuple[str, str, int, RewardResult]]:
+    """Text, finish reason, sampled tokens and reward of each sample."""
+    finished = group.finished
+    yield from zip(finished.texts, finished.finish_reasons, finished.sampled_lengths, group.rewards, strict=True)
 
 
 def dumped_table(groups: Sequence[SampleGroup], dump_dir: Path | None) -> SampleTable:

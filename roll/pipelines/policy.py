@@ -25,7 +25,7 @@ class PolicyPlan(Plan):
     group_size: int
     """Samples, or episodes, of each of them."""
     max_new_tokens: int
-    """Most tokens that a response is given in training."""
+    """Most tokens of a response in training."""
     norm_length: int
     """Tokens that the mode ``seq-mean-token-sum-norm`` divides by."""
     validates_concurrently: bool
@@ -164,18 +164,18 @@ def engine_log_probs_as_old(config: PolicyRunConfig) -> bool:
 
 
 def trainer_is_old(config: PolicyRunConfig) -> bool:
-    """Something besides the policy's loss wants the trainer's view of the samples before the update."""
+    """True where something besides the policy's loss needs the trainer's log-probs before the update."""
     compared = kl_in_reward(config) or taught_by_advantage(config)
     return config.enable_old_logprobs_recompute or compared or needs_old_distribution(config)
 
 
 def is_taught(config: PolicyRunConfig) -> bool:
-    """Teachers take part in the run: on-policy distillation."""
+    """True where teachers take part in the run: on-policy distillation."""
     return bool(config.teacher) and (config.use_opd or config.is_pure_opd)
 
 
 def taught_by_advantage(config: PolicyRunConfig) -> bool:
-    """Teachers act on the advantages of sampled tokens, by their log-ratio to the student's own log-probs."""
+    """True where teachers act on the advantages of sampled tokens, by their log-ratio to the student's log-probs."""
     return is_taught(config) and config.opd_form == "advantage"
 
 
@@ -189,13 +189,13 @@ def needs_old_log_probs(config: PolicyRunConfig) -> bool:
 
 
 def corrects_old_log_probs(config: PolicyRunConfig) -> bool:
-    """A correction compares the engine with the trainer's policy before the update."""
+    """True where a correction compares the engine with the trainer's policy before the update."""
     options = correction_options(config.train_infer_correction)
     return options.function is not None or any(rule.policy == "old" for rule in options.rules)
 
 
 def corrects_batches(config: PolicyRunConfig) -> bool:
-    """A correction looks at the whole batch before the update: it takes tokens out, or the mean of weights."""
+    """True where a correction needs the whole batch before the update: it drops tokens, or uses the mean of weights."""
     options = correction_options(config.train_infer_correction)
     return bool(options.rejections or options.normalized)
 
@@ -209,7 +209,7 @@ def needs_sum_of_squares(config: PolicyRunConfig) -> bool:
 
 
 def needs_old_distribution(config: PolicyRunConfig) -> bool:
-    """Something wants more of the trainer's distributions before the update than the log-probs of the samples."""
+    """True where more of the trainer's distributions before the update is needed than the samples' log-probs."""
     return needs_old_entropy(config) or needs_sum_of_squares(config)
 
 
@@ -218,7 +218,7 @@ def needs_greedy_baseline(config: PolicyRunConfig) -> bool:
 
 
 def with_adapter(role: WorkerConfig, config: PolicyRunConfig) -> WorkerConfig:
-    """The engines' section, with room for the adapter that the trainer will send by itself, where they need that."""
+    """The engines' section, with room for the adapter that the trainer will send, where they need that."""
     arguments = role.strategy_args
     room_for = backend_of(arguments.strategy_name).adapter_arguments
     if config.weight_sync.lora != "adapter" or room_for is None:

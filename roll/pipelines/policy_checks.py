@@ -1,20 +1,26 @@
-"""Checks that every configuration of a policy that learns from its own samples goes through."""
+"""Checks of every run whose policy learns from its own samples: of its configuration across keys; and by the parts
+themselves, before anything starts: own functions, and how weights can travel."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roll.config.algorithm import estimator
 from roll.config.checks.base import Checks
 from roll.config.lora import adapter_rank, adapts_experts, uses_lora
 from roll.config.model_files import EXPERTS, model_config, needed
 from roll.config.plan.planning import shares_devices
-from roll.config.policy import PolicyRunConfig, update_mode
-from roll.config.roles import WorkerConfig
+from roll.config.policy import PolicyRunConfig, RouterConfig, update_mode
+from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.fields import DOTTED_PATH
+from roll.config.reading.yaml_files import shown
 from roll.config.strategies.registry import BACKENDS, backend_of
 from roll.pipelines.policy import (
+    actor_keys,
     corrects_batches,
     corrects_old_log_probs,
     engine_log_probs_as_old,
@@ -25,6 +31,7 @@ from roll.pipelines.policy import (
     needs_old_log_probs,
     needs_reference,
     needs_sum_of_squares,
+    pg_variant,
     policy_training_plans,
     reference_is_actor,
     rollout_file,
@@ -33,7 +40,7 @@ from roll.pipelines.policy import (
 )
 
 if TYPE_CHECKING:
-    pass
+    from roll.config.loader import LoadedConfig
 
 KEY = "async_generation_ratio"
 
@@ -41,9 +48,8 @@ KEY = "async_generation_ratio"
 def check_needed_roles(config: PolicyRunConfig, checks: Checks) -> None:
     devices = config.actor_train.device_mapping or [0]
     if needs_reference(config) and config.reference is None and not reference_is_actor(config):
-        checks.missing(
-            "reference", "is needed: a KL to the reference policy is used", f"reference.device_mapping: {devices}"
-        )
+        rule = "is needed: a KL to the reference policy is used"
+        checks.missing("reference", rule, f"reference.device_mapping: {devices}")
     if config.reference is not None and not needs_reference(config):
         checks.note("reference", "not started: no KL is used (use_kl_loss with kl_loss_coef, or add_token_level_kl)")
     _note_needless_reference(config, checks)
@@ -60,15 +66,10 @@ def check_needed_roles(config: PolicyRunConfig, checks: Checks) -> None:
             checks.add(key, engine.model_args.dtype, rule, dtype)
         else:
             checks.note(key, f"{engine.model_args.dtype} with {dtype} in training: log-probs differ by the rounding")
-    own, trained = config.actor_infer.model_args.model_name_or_path, config.actor_train.model_args.model_name_or_path
+    own, trained = engine.model_args.model_name_or_path, trainer.model_args.model_name_or_path
     if own is not None and own != (trained or config.pretrain):
-        checks.note(
-            "actor_infer.model_args.model_name_or_path", "the engines get actor_train's weights before the first step"
-        )
-
-
-def _model(config: PolicyRunConfig, name: str, role: WorkerConfig, checks: Checks) -> str | None:
-    return checks.pipeline.model(config, name, role)[1]
+        text = "the engines get actor_train's weights before the first step"
+        checks.note("actor_infer.model_args.model_name_or_path", text)
 
 
 def _note_needless_reference(config: PolicyRunConfig, checks: Checks) -> None:
@@ -76,8 +77,8 @@ def _note_needless_reference(config: PolicyRunConfig, checks: Checks) -> None:
     trainer, reference = config.actor_train, config.reference
     if reference is None or not needs_reference(config) or not uses_lora(trainer.model_args):
         return
-    same = _model(config, "reference", reference, checks) == _model(config, "actor_train", trainer, checks)
-    if same and not uses_lora(reference.model_args):
+    paths = [checks.pipeline.model(config, *one)[1] for one in (("reference", reference), ("actor_train", trainer))]
+    if paths[0] == paths[1] and not uses_lora(reference.model_args):
         text = "actor_train without its adapters gives the same log-probs: leave the section out to save its memory"
         checks.note("reference", text)
 
@@ -152,10 +153,8 @@ def note_zero_advantages(config: PolicyRunConfig, checks: Checks) -> None:
         checks.note("difficulty_high_threshold", rule)
     arguments = config.actor_infer.generating_args
     if estimator(config.adv_estimator).needs_greedy and (arguments.temperature == 0 or not arguments.do_sample):
-        key = "actor_infer.generating_args.temperature"
-        checks.note(
-            key, f"greedy decoding with {config.adv_estimator}: a sample is its own baseline, nothing is learnt"
-        )
+        text = f"greedy decoding with {config.adv_estimator}: a sample is its own baseline, nothing is learnt"
+        checks.note("actor_infer.generating_args.temperature", text)
 
 
 def check_passes(config: PolicyRunConfig, checks: Checks) -> None:
@@ -233,14 +232,11 @@ def check_rewards_of_estimator(config: PolicyRunConfig, checks: Checks) -> None:
 
 
 def check_overlong(config: PolicyRunConfig, limit: int, checks: Checks) -> None:
-    buffer, key = config.overlong_buffer_length, "overlong_buffer_length"
-    if buffer is None:
-        return
-    if checks.broken("response_length", "sequence_length", "actor_infer.generating_args.max_new_tokens"):
-        return
-    if buffer > limit:
+    buffer = config.overlong_buffer_length
+    keys = ("response_length", "sequence_length", "actor_infer.generating_args.max_new_tokens")
+    if buffer is not None and buffer > limit and not checks.broken(*keys):
         rule = f"must be at most the length limit of a response, {limit} tokens"
-        checks.add(key, buffer, rule, max(1, limit // 5))
+        checks.add("overlong_buffer_length", buffer, rule, max(1, limit // 5))
 
 
 def note_without_effect(config: PolicyRunConfig, checks: Checks) -> None:
@@ -263,12 +259,10 @@ def note_without_effect(config: PolicyRunConfig, checks: Checks) -> None:
 
 def note_unused_aggregations(config: PolicyRunConfig, checks: Checks) -> None:
     """Modes of a term that the loss does not have, and a length that no mode divides by."""
+    has_entropy = config.entropy_loss_coef > 0 or config.target_entropy is not None
     terms = {
         "kl_loss_agg_mode": (config.use_kl_loss, "use_kl_loss: true"),
-        "entropy_loss_agg_mode": (
-            config.entropy_loss_coef > 0 or config.target_entropy is not None,
-            "entropy_loss_coef above 0",
-        ),
+        "entropy_loss_agg_mode": (has_entropy, "entropy_loss_coef above 0"),
         "value_loss_agg_mode": (needs_critic(config), "a critic"),
     }
     for key, (used, what) in terms.items():
@@ -283,12 +277,10 @@ def note_distribution(config: PolicyRunConfig, checks: Checks) -> None:
     """Sampling settings that the trainer's log-probs cannot follow."""
     arguments, key = config.actor_infer.generating_args, "actor_infer.generating_args"
     why = "training log-probs are not comparable with the sampled ones"
-    if arguments.top_p < 1:
-        checks.note(f"{key}.top_p", f"{arguments.top_p:g} cuts the distribution: {why}; 1.0 is off")
-    if arguments.top_k > 0:
-        checks.note(f"{key}.top_k", f"{arguments.top_k} cuts the distribution: {why}; -1 is off")
-    if arguments.min_p > 0:
-        checks.note(f"{key}.min_p", f"{arguments.min_p:g} cuts the distribution: {why}; 0 is off")
+    top_p, top_k, min_p = arguments.top_p < 1, arguments.top_k > 0, arguments.min_p > 0
+    for name, cuts, off in (("top_p", top_p, "1.0"), ("top_k", top_k, "-1"), ("min_p", min_p, "0")):
+        if cuts:
+            checks.note(f"{key}.{name}", f"{getattr(arguments, name):g} cuts the distribution: {why}; {off} is off")
     if arguments.repetition_penalty != 1:
         checks.note(f"{key}.repetition_penalty", f"{arguments.repetition_penalty:g} changes it: {why}; 1.0 is off")
     if (arguments.temperature == 0 or not arguments.do_sample) and config.group_size > 1:
@@ -297,9 +289,7 @@ def note_distribution(config: PolicyRunConfig, checks: Checks) -> None:
 
 def check_async(config: PolicyRunConfig, checks: Checks) -> None:
     """Needs of generation that runs concurrently with training, and what it means for the algorithm."""
-    if checks.broken(KEY):
-        return
-    if not is_async(config):
+    if checks.broken(KEY) or not is_async(config):
         return
     check_engine_devices(config, checks)
     if needs_greedy_baseline(config):
@@ -394,3 +384,77 @@ def _check_cuda_ipc(config: PolicyRunConfig, checks: Checks) -> None:
             f"actor_infer.device_mapping has {elsewhere}, whose processes do not see that GPU"
         )
         checks.add("weight_sync.transport", "cuda_ipc", rule, "object_store")
+
+
+# Before anything starts
+
+OWN_FUNCTION_KEYS = (
+    "adv_estimator",
+    "entropy_loss_agg_mode",
+    "kl_loss_agg_mode",
+    "kl_loss_type",
+    "kl_penalty",
+    "loss_agg_mode",
+    "sample_weighting",
+    "train_infer_correction",
+    "value_loss_agg_mode",
+    "value_loss_type",
+)
+"""Keys at the top that take the dotted path of a function; ``pg_variant`` and filters bring options along."""
+
+
+def policy_functions(config: PolicyRunConfig) -> Iterator[tuple[str, Any, Callable[[], object]]]:
+    """(key, value, look-up) of what a user may have written a function for; nothing is imported for the known names."""
+    for key in OWN_FUNCTION_KEYS:
+        value = getattr(config, key)
+        if isinstance(value, str) and DOTTED_PATH.fullmatch(value):
+            yield key, value, partial(_resolve, key, value)
+    variant = pg_variant(config)
+    if config.pg_variant_args or DOTTED_PATH.fullmatch(variant):
+        yield "pg_variant_args" if config.pg_variant_args else "pg_variant", variant, partial(_loss_options, config)
+    router = config.router_args
+    if router.router_config or DOTTED_PATH.fullmatch(router.router_name or ""):
+        key = "router_config" if router.router_config else "router_name"
+        yield f"router_args.{key}", getattr(router, key), partial(_build_router, router)
+
+
+def _resolve(key: str, path: str) -> object:
+    from roll.algorithms.registry import Registry
+
+    return Registry(key).resolve(path)
+
+
+def _loss_options(config: PolicyRunConfig) -> object:
+    from roll.algorithms.losses import actor_loss_options
+
+    return actor_loss_options(actor_keys(config))
+
+
+def _build_router(section: RouterConfig) -> object:
+    from roll.rollout.routing import build_router
+
+    return build_router(section.router_name, section.router_config)
+
+
+def build_own_filter(kind: str, arguments: dict[str, Any]) -> object:
+    """The filter at a dotted path; raises ``ValueError``."""
+    from roll.rollout.filters import build_filter
+
+    return build_filter(kind, arguments)
+
+
+def check_transport(loaded: LoadedConfig[Any]) -> None:
+    """Weights can only travel through memory that there is.
+
+    Raises:
+        ConfigError: ``cuda_ipc`` on a host without CUDA.
+    """
+    if loaded.config.weight_sync.transport != "cuda_ipc":
+        return
+    from roll.platforms import current_platform
+
+    device_type = current_platform().device_type
+    if device_type != "cuda":
+        rule = f"needs CUDA devices, this host's are of type {device_type}; object_store works everywhere"
+        source = shown(loaded.source)
+        raise ConfigError([Problem("weight_sync.transport", "cuda_ipc", rule, source=source, has_value=True)])

@@ -1,7 +1,7 @@
-"""The steps that every pipeline takes whose policy learns from its own samples.
+"""The steps of every pipeline whose policy learns from its own samples.
 
-One training step, as prose: the engines take over the newest weights and make samples, which come with scores; the
-models whose opinion is needed look at them; scores become advantages; actor and critic learn.
+One training step: the engines take over the newest weights and generate samples, which are scored; reference, actor,
+teachers and critic compute the columns that something needs; scores become advantages; actor and critic learn.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from roll.pipelines.files import export_model
 from roll.pipelines.policy import PolicyPlan, taught_by_advantage
 from roll.pipelines.rlvr.clusters import Clusters, ClusterStarter, StartingClusters
 from roll.pipelines.rlvr.data import RecordedRollouts
+from roll.pipelines.rlvr.distillation import add_teacher_divergence, add_teacher_targets
 from roll.pipelines.rlvr.phases import (
-    ROUTES,
     AdvantageComputer,
     add_old_log_probs,
     add_reference_log_probs,
     add_values,
-    trainer_log_probs,
+    computed_by_policy,
     update_actor,
     update_critic,
 )
 from roll.pipelines.rlvr.teachers import opd_divergence
-from roll.pipelines.rlvr.teaching import add_teacher_divergence, add_teacher_targets
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency, RunContext, moves_states
 from roll.protocol import DataProto
+from roll.strategies.base import Output
 from roll.weight_sync.sender import WeightSync, sync_options
 from roll.workers.training import TrainingWorker
 
@@ -78,24 +78,28 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
 
     def start(self, resources: ResourceManager) -> None:
         """Start all clusters; the data is read while their workers load their models."""
-        self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
         starting = self.start_clusters(resources)
-        self.context.watch(starting.clusters.all())
-        for judge in starting.clusters.judges.values():
-            self.context.at_end(judge.close)
-        self.models = {model.cluster.name: model for model in starting.models}
-        starting.begin(self.residency)
+        self.begin_loading(starting, starting.clusters.all())
         self.load_data()
         self.clusters = starting.finish(self.residency)
         self.connect()
 
+    def begin_loading(self, starting: StartingClusters[Clusters], started: list[Cluster]) -> None:
+        """Let the models load; ``started`` ends with the run."""
+        self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
+        self.context.watch(started)
+        for judge in starting.clusters.judges.values():
+            self.context.at_end(judge.close)
+        self.models = {model.cluster.name: model for model in starting.models}
+        starting.begin(self.residency)
+
     @abstractmethod
-    def start_clusters(self, resources: ResourceManager) -> StartingClusters:
+    def start_clusters(self, resources: ResourceManager) -> StartingClusters[Clusters]:
         """Start the processes of every cluster."""
 
     @abstractmethod
     def load_data(self) -> None:
-        """Read what is asked, and set ``tokenizer``."""
+        """Read the prompts or tasks, and set ``tokenizer``."""
 
     @abstractmethod
     def build_rollout(self) -> EngineRollout[ValidationT]:
@@ -103,7 +107,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
 
     @abstractmethod
     def build_scoring(self) -> AdvantageComputer:
-        """The phase that makes advantages of scores."""
+        """The phase that turns scores into advantages."""
 
     def connect(self) -> None:
         """Build the phases on top of clusters and data."""
@@ -114,8 +118,8 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         self.weight_sync = WeightSync(self.clusters.actor_train, self.clusters.actor_infer, options)
 
     def train_one_step(self, step: int) -> None:
-        """The algorithm. Until the models learn, a signal may end it, except in the exchange of weights, which has two
-        sides that wait for each other; the step is done again when the run goes on."""
+        """The algorithm. Until the models learn, a signal may end it, except during the exchange of weights, whose two
+        sides wait for each other; a resumed run repeats the step."""
         concurrent = self.plan.validates_concurrently and self.is_validation_due(step)
         self.update_engines(step)
         with self.context.interruptible():
@@ -125,7 +129,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         self.context.hold_batch(step, batch, self.scoring.state_dict())
         with self.validating(step) if concurrent else nullcontext():
             with self.context.interruptible():
-                self.look_at(batch)
+                self.add_model_columns(batch)
                 with self.context.phase("adv"):
                     self.context.record(self.scoring(batch))
                 self.record_samples(batch, step)
@@ -159,7 +163,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """The engines of the policy and of judges, or a reward model, on their devices for the length of the block."""
+        """Keep the engines of policy and judges, or a reward model, on their devices for the length of the block."""
         judges = self.clusters.judges
         generating = dict.fromkeys(("actor_infer", *judges), GENERATION)
         self.residency.bring({REWARD_MODEL: WEIGHTS, **generating})
@@ -171,8 +175,8 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             if self.residency.moves(name):
                 judge.pause()
 
-    def look_at(self, batch: DataProto) -> None:
-        """Log-probs and values by reference, actor and critic, where something consumes them."""
+    def add_model_columns(self, batch: DataProto) -> None:
+        """Log-probs by reference, actor and teachers, and values by the critic, where something consumes them."""
         if self.plan.needs_reference:
             reference = self.clusters.reference or self.clusters.actor_train
             without_adapters = reference is self.clusters.actor_train
@@ -187,46 +191,47 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             with self.context.phase("old_log_probs"):
                 self.residency.bring({"actor_train": WEIGHTS})
                 wanted = {"entropy": self.plan.needs_old_entropy, "sum_of_squares": self.plan.needs_sum_of_squares}
-                wanted[ROUTES] = self.config.actor_train.router_replay.mode == "R2"
+                wanted[Output.ROUTES] = self.config.actor_train.router_replay.mode == "R2"
                 more = tuple(name for name, needed in wanted.items() if needed)
                 add_old_log_probs(batch, self.clusters.actor_train, self.temperature, more)
         elif self.plan.engine_log_probs_as_old:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         if self.clusters.teachers:
             with self.context.phase("teachers"):
-                self.hear_teachers(batch)
+                self.add_teacher_columns(batch)
         if self.clusters.critic is not None:
             with self.context.phase("values"):
                 self.residency.bring({"critic": WEIGHTS})
                 add_values(batch, self.clusters.critic)
 
-    def hear_teachers(self, batch: DataProto) -> None:
-        """Teachers' columns of the samples, as ``opd_form`` needs them."""
+    def add_teacher_columns(self, batch: DataProto) -> None:
+        """Teachers' columns for the samples, as ``opd_form`` needs them."""
         teachers = self.clusters.teachers
 
-        def enter(cluster: Cluster) -> None:
+        def bring(cluster: Cluster) -> None:
             self.residency.bring({cluster.name: WEIGHTS})
 
         if taught_by_advantage(self.config):
-            self.context.record(add_teacher_divergence(batch, teachers, self.config, self.temperature, enter))
+            self.context.record(add_teacher_divergence(batch, teachers, self.config, self.temperature, bring))
             return
         paths = [
             self.plan.roles[cluster.name].model_path for cluster in (self.clusters.actor_train, *teachers.values())
         ]
         limit = min(model_number(path, "vocab_size") or 2**31 - 1 for path in paths)
         count = opd_divergence(self.config).logits_topk
-        add_teacher_targets(batch, teachers, self.config, self.temperature, TopTokens(count, limit), enter)
+        add_teacher_targets(batch, teachers, self.config, self.temperature, TopTokens(count, limit), bring)
 
     def record_samples(self, batch: DataProto, step: int) -> None:
-        """Keep samples for reports; before the models learn, so that those of a step that fails are there too."""
+        """Keep samples for reports; before the models learn, so that a step that fails has them too."""
         notes = list if self.recorded.replays else self.rollout.notes
-        known = batch.batch["old_log_probs"] if self.plan.needs_old_log_probs else None
+        trainer = batch.batch["old_log_probs"] if self.plan.needs_old_log_probs else None
         every = self.config.sample_log.mismatch_steps
-        if known is None and every and step % every == 0 and not self.recorded.replays:
+        if trainer is None and every and step % every == 0 and not self.recorded.replays:
             with self.context.phase("sample_log"):
                 self.residency.bring({"actor_train": WEIGHTS})
-                known = trainer_log_probs(batch, self.clusters.actor_train, self.temperature)
-        self.context.samples.policy(step, batch, notes, self.tokenizer, known)
+                columns = computed_by_policy(batch, self.clusters.actor_train, temperature=self.temperature)
+                trainer = columns["log_probs"]
+        self.context.samples.policy(step, batch, notes, self.tokenizer, trainer)
 
     def learn(self, batch: DataProto, step: int) -> None:
         """All optimizer steps of actor and critic on this batch."""
@@ -241,35 +246,35 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
                 self.context.record(update_actor(batch, actor, self.plan, self.temperature, entropy_coef, seed))
 
     def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
-        """Take the step of a recorded batch again, without engines and rewards; the steps that the models had done
-        before, and the metrics."""
+        """Repeat the step of a recorded batch, without engines and rewards.
+
+        Returns:
+            The steps that the models had done before, and the metrics of the step.
+        """
         with self.context.running() as resources:
-            self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
             starter = ClusterStarter(self.config, self.plan, resources)
             computing = starter.start_computing()
-            # Nothing generates: the engines' place is held by a role that is there.
-            self.clusters = Clusters(**computing, actor_infer=computing["actor_train"])
-            self.context.watch(self.clusters.computing())
-            starting = StartingClusters(self.clusters, starter.models, starter.pending)
-            self.models = {model.cluster.name: model for model in starting.models}
-            starting.begin(self.residency)
-            starting.finish(self.residency)
+            # Nothing generates: actor_train is named for the engines as well.
+            clusters = Clusters(**computing, actor_infer=computing["actor_train"])
+            starting = StartingClusters(clusters, starter.models, starter.pending)
+            self.begin_loading(starting, clusters.computing())
+            self.clusters = starting.finish(self.residency)
             checkpoint = self.restore_models()
             self.scoring = self.build_scoring()
             self.scoring.load_state_dict(recorded.state)
-            self.look_at(recorded.batch)
+            self.add_model_columns(recorded.batch)
             self.context.record(self.scoring(recorded.batch))
             self.learn(recorded.batch, recorded.step)
             return checkpoint.step if checkpoint is not None else 0, self.context.recorded()
 
     @abstractmethod
     def is_validation_due(self, step: int) -> bool:
-        """A validation comes before step ``step``."""
+        """True where a validation comes before step ``step``."""
 
     @property
     @abstractmethod
     def validates(self) -> bool:
-        """The run validates at all."""
+        """True where the run validates at all."""
 
     def validate(self, step: int) -> None:
         """Answer the validation prompts and report accuracies, while everything else waits."""
@@ -289,7 +294,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
 
     @abstractmethod
     def report(self, validation: ValidationT, step: int) -> None:
-        """Record what came of a validation after ``step`` steps."""
+        """Record the results of a validation after ``step`` steps."""
 
     def finish(self) -> None:
         """A last validation of the final weights, the last checkpoint, and the summary."""
@@ -302,8 +307,8 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         self.context.finish(self.config.max_steps)
 
     def save_abandoned(self, step: int, state: dict[str, Any]) -> None:
-        """A checkpoint after ``step`` steps, in a later one that was left before it changed a model. What its engines
-        have begun is lost, and with them gone their devices are free."""
+        """A checkpoint after ``step`` steps, written in the next one, which was abandoned before it changed a model.
+        What the engines have begun is lost; they end, and their devices are free."""
         self.rollout.close()
         engines = [self.clusters.actor_infer, *self.clusters.judge_engines.values()]
         engines += [self.clusters.reward_model] if self.clusters.reward_model is not None else []
@@ -312,15 +317,15 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             self.residency.dismiss(cluster.name)
         self.save(step, state)
 
+    def learners(self) -> list[Cluster]:
+        return [cluster for cluster in (self.clusters.actor_train, self.clusters.critic) if cluster is not None]
+
     def save(self, step: int, state: dict[str, Any]) -> None:
         """A checkpoint after ``step`` steps, with what the driver must remember."""
-        writers = [cluster for cluster in (self.clusters.actor_train, self.clusters.critic) if cluster is not None]
-        with self.context.writing_checkpoint(step, state, writers) as path:
-            self.residency.bring({"actor_train": TRAINING})
-            self.clusters.actor_train.call_all(TrainingWorker.save_checkpoint, str(path / "actor_train")).result()
-            if self.clusters.critic is not None:
-                self.residency.bring({"critic": TRAINING})
-                self.clusters.critic.call_all(TrainingWorker.save_checkpoint, str(path / "critic")).result()
+        with self.context.writing_checkpoint(step, state, self.learners()) as path:
+            for cluster in self.learners():
+                self.residency.bring({cluster.name: TRAINING})
+                cluster.call_all(TrainingWorker.save_checkpoint, str(path / cluster.name)).result()
 
     def restore(self) -> int:
         """Continue from a checkpoint if the configuration asks for it; the number of steps already done."""
@@ -333,14 +338,10 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
     def restore_models(self) -> Checkpoint | None:
         """Load the models that learn from the checkpoint that the configuration asks for, if it does."""
         checkpoint = self.context.checkpoint_to_resume()
-        if checkpoint is None:
-            return None
-        self.residency.bring({"actor_train": TRAINING})
-        folder = str(checkpoint.role("actor_train"))
-        self.clusters.actor_train.call_all(TrainingWorker.load_checkpoint, folder).result()
-        if self.clusters.critic is not None:
-            self.residency.bring({"critic": TRAINING})
-            self.clusters.critic.call_all(TrainingWorker.load_checkpoint, str(checkpoint.role("critic"))).result()
+        if checkpoint is not None:
+            for cluster in self.learners():
+                self.residency.bring({cluster.name: TRAINING})
+                cluster.call_all(TrainingWorker.load_checkpoint, str(checkpoint.role(cluster.name))).result()
         return checkpoint
 
     def state_dict(self) -> dict[str, Any]:
@@ -348,7 +349,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         return {"rollout": self.rollout.state_dict(), "scoring": self.scoring.state_dict()}
 
     def state_between_steps(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, engines left in peace: what they have begun is begun anew."""
+        """As :meth:`state_dict`, without interrupting the engines: what they have begun is sampled again."""
         return {"rollout": self.rollout.state_between_steps(), "scoring": self.scoring.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""In which order a batch goes to the ranks of a role: equal shares in rows, and as near as may be in work.
+"""Order in which a batch goes to the ranks of a role: equal shares in rows, and as equal as possible in work.
 
 Ranks that share gradients wait for the slowest.  Which rank computes a row changes no sum, so the rows of every
 mini-batch are dealt out by their :func:`~roll.models.partitions.workload`, always where there are several ranks.
@@ -104,7 +104,7 @@ def even_mini_batches(batch: DataProto, num_mini_batches: int, dp_size: int) -> 
 
 
 def length_metrics(batch: DataProto, order: RowOrder, role: str, dp_size: int) -> Metrics:
-    """Tokens of a rank's share, as the rows come and in the given order."""
+    """Tokens of a rank's share, in the order of the rows and in ``order``."""
     lengths = batch.batch["attention_mask"].sum(1).numpy()
     if len(lengths) % dp_size:
         return {}

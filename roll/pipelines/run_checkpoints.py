@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written while training goes on, found again at the start; a full disk costs only one."""
+"""Checkpoints of a run: written while training goes on, resumed at the start; a full disk costs only one."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ class PendingCheckpoint:
         self._stack = ExitStack()
         self._writers = writers
         self.steps_done = steps_done
-        self._asked: list[PendingCall[list[bool]]] = []
+        self._polled: list[PendingCall[list[bool]]] = []
         self.path = self._stack.enter_context(writing)
 
     def is_written(self) -> bool:
-        """True if all ranks were done when they were last asked; never waits, asks again where some were not.
+        """True if all ranks were done when they were last polled; never waits, polls again where some were not.
 
         Raises:
             WorkerFailed, WorkerDied: a rank could not write its part.
         """
-        if not self._asked:
-            self._asked = self._ask(wait=False)
-        if not all(call.done() for call in self._asked):
+        if not self._polled:
+            self._polled = self._poll(wait=False)
+        if not all(call.done() for call in self._polled):
             return False
-        answers = [done for call in self._asked for done in call.result()]
-        self._asked = []
+        answers = [done for call in self._polled for done in call.result()]
+        self._polled = []
         return all(answers)
 
     def publish(self) -> None:
@@ -73,7 +73,7 @@ class PendingCheckpoint:
             OSError: the folder could not be completed.
         """
         try:
-            for call in self._ask(wait=True):
+            for call in self._poll(wait=True):
                 call.result()
         except BaseException as error:
             if is_disk_full(error):
@@ -86,7 +86,7 @@ class PendingCheckpoint:
         """Wait until every rank has stopped to write, whatever came of it: one of them found no room."""
         from roll.workers.training import TrainingWorker
 
-        self._asked = []
+        self._polled = []
         for cluster in self._writers:
             for rank in range(cluster.world_size):
                 try:
@@ -100,7 +100,7 @@ class PendingCheckpoint:
         assert error[0] is not None
         self._stack.__exit__(*error)
 
-    def _ask(self, wait: bool) -> list[PendingCall[list[bool]]]:
+    def _poll(self, wait: bool) -> list[PendingCall[list[bool]]]:
         from roll.workers.training import TrainingWorker
 
         return [cluster.call_all(TrainingWorker.checkpoint_saved, wait) for cluster in self._writers]
@@ -136,7 +136,7 @@ class RunCheckpoints:
         self._record, self._published = record, published
 
     def take_up(self) -> Checkpoint | None:
-        """The checkpoint that ``resume_from_checkpoint`` asks for, if there is one; those after it are set aside."""
+        """The checkpoint that ``resume_from_checkpoint`` asks for, if there is one; later ones are renamed."""
         if self.resume is not None:
             self.manager.set_aside_after(self.resume.step)
             logger.info("continuing from %s", self.resume.path)

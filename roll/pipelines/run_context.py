@@ -20,12 +20,14 @@ from roll.checkpoint import Checkpoint
 from roll.checkpoint.state import load_state
 from roll.config.loader import LoadedConfig
 from roll.config.plan.plan import Plan
-from roll.config.roles import GenerationWorkerConfig
+from roll.config.roles import GenerationWorkerConfig, WorkerConfig
+from roll.config.run import RunConfig
 from roll.distributed import (
     Cluster,
     DeadlineExceeded,
     PendingCall,
     RemoteError,
+    ResourceManager,
     Worker,
     WorkerDied,
 )
@@ -34,18 +36,13 @@ from roll.distributed.signals import ending
 from roll.pipelines.batches import FOLDER as BATCHES
 from roll.pipelines.batches import BatchRecorder
 from roll.pipelines.run_checkpoints import STATE_FOLDER
-from roll.pipelines.run_lifetime import RunLifetime
-from roll.pipelines.run_outputs import whole_sets
+from roll.pipelines.run_lifetime import RunLifetime, whole_sets
 from roll.pipelines.stragglers import StragglerWatch
 from roll.platforms import current_platform
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, Sum, merge_metrics, to_floats
 from roll.strategies.base import StateKind
-from roll.tracking import (
-    PhaseTimer,
-    ProgressReporter,
-    SampleTable,
-)
+from roll.tracking import PhaseTimer, ProgressReporter, SampleTable
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import ModelWorker
 
@@ -55,7 +52,7 @@ logger = logging.getLogger(__name__)
 SHOWN_SAMPLES = 8
 R = TypeVar("R")
 MEMORY_SECONDS = 30.0
-"""For a worker to say how much memory it has used."""
+"""Time for a worker to report how much memory it has used."""
 
 
 class RunContext(RunLifetime):
@@ -100,7 +97,7 @@ class RunContext(RunLifetime):
                 yield step
 
     def reach(self, steps_done: int) -> None:
-        """So many steps are done: this is what a signal saves from here on.
+        """Note that ``steps_done`` steps are done, which a signal saves from here on.
 
         Raises:
             Interrupted: a signal has come.
@@ -109,7 +106,7 @@ class RunContext(RunLifetime):
         self._leave_account()
 
     def is_left_out(self, step: int) -> bool:
-        """The run was rewound because of this step's batch: no model learns from it."""
+        """True where the run was rewound because of this step's batch: no model learns from it."""
         if step in supervised.left_out:
             logger.warning("step %d: its batch is left out (on_nonfinite: rewind)", step)
         return step in supervised.left_out
@@ -117,7 +114,7 @@ class RunContext(RunLifetime):
     def save_when_interrupted(
         self, state: Callable[[], dict[str, Any] | None], save: Callable[[int, dict[str, Any]], None]
     ) -> None:
-        """Say what is saved on a signal that asks the run to end.
+        """Register what is saved on a signal that asks the run to end.
 
         Args:
             state: between two steps, the driver's state; None: it does not belong to the steps that are done.
@@ -128,7 +125,7 @@ class RunContext(RunLifetime):
 
     @property
     def stopping(self) -> bool:
-        """A signal has asked the run to end, or for a checkpoint: nothing new is to be begun before that."""
+        """True where a signal has asked the run to end, or for a checkpoint: nothing new may begin before that."""
         return ending.received is not None or ending.save_requested
 
     def interruptible(self) -> AbstractContextManager[None]:
@@ -143,7 +140,7 @@ class RunContext(RunLifetime):
 
     @contextmanager
     def _measured(self, name: str) -> Iterator[None]:
-        """As :meth:`phase`, in steps in which all workers are asked for their memory anyway."""
+        """As :meth:`phase`, in steps that measure the memory of all workers: their work is measured as well."""
         with self._stragglers.phase(name), self._timer.phase(name):
             yield
 
@@ -152,7 +149,7 @@ class RunContext(RunLifetime):
         self._recorded.append(metrics)
 
     def recorded(self) -> dict[str, float]:
-        """The metrics of the current step so far, which become those of no step."""
+        """The metrics of the current step so far, taken out: they are written with no step."""
         metrics, self._recorded = to_floats(merge_metrics(self._recorded)), []
         return metrics
 
@@ -214,8 +211,7 @@ class RunContext(RunLifetime):
             self.samples.texts(kind, step, rows, part)
 
     def replacing(self, cluster: Cluster, initialize: Callable[[], PendingCall], work: Callable[[], R]) -> R:
-        """Have work done by a role that never learns: when one of its workers dies, they are all started again, and
-        the work is done again.
+        """Run ``work`` of a role that never learns; when a worker dies, start all of them again and repeat it.
 
         Args:
             initialize: starts to build the role's model.
@@ -251,7 +247,7 @@ class RunContext(RunLifetime):
         return peaks
 
     def finish(self, steps: int) -> None:
-        """Draw the curves, write the report and show what came of the run."""
+        """Draw the curves, write the report and show the summary."""
         self._record_phases(steps)
         self._outputs.describe(outcome="finished")
         self.samples.flush()
@@ -294,10 +290,23 @@ class RunContext(RunLifetime):
         return found
 
     def load_state(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """The state that :meth:`writing_checkpoint` was given."""
+        """The state that was passed to :meth:`writing_checkpoint`."""
         state = load_state(checkpoint.role(STATE_FOLDER))
         self._validations = {int(steps): metrics for steps, metrics in state["validations"].items()}
         return state
+
+
+def start_cluster(
+    config: RunConfig, name: str, worker: str, resources: ResourceManager, role: WorkerConfig, settings: Any = None
+) -> Cluster:
+    """Start the processes of a role with the run's seed and deadline.
+
+    Args:
+        worker: dotted path of the worker class.
+        settings: what the workers need besides the section ``role``.
+    """
+    keys = {"seed": config.seed, "settings": settings, "rpc_timeout": config.rpc_timeout}
+    return Cluster(name, worker, resources, role, **keys)
 
 
 WEIGHTS = frozenset({StateKind.MODEL_PARAMS})
@@ -312,12 +321,12 @@ def moves_states(is_offload_states: bool | None) -> bool:
 
 @dataclass
 class _Tenant:
-    """A role on shared devices, and which of its states are there."""
+    """A role on shared devices, and which of its states are resident."""
 
     cluster: Cluster
     devices: frozenset[int]
     states: frozenset[StateKind]
-    """All that it has."""
+    """All states of the role."""
     resident: set[StateKind] = field(default_factory=set)
 
     @property
@@ -374,18 +383,21 @@ class Residency:
         return role in self._devices
 
     def admit(self, cluster: Cluster, states: frozenset[StateKind]) -> None:
-        """Take charge of a role that has just been built; it makes room for those that are built after it."""
+        """Take charge of a role that has just been built; if it shares devices, it makes room for those that are built
+        after it."""
+        if cluster.name not in self._devices:
+            return
         tenant = _Tenant(cluster, self._devices[cluster.name], states, set(states))
         self._tenants[cluster.name] = tenant
         self._timed(f"time/{cluster.name}/offload/total", tenant.offload, states)
 
     def dismiss(self, name: str) -> None:
-        """A role has ended, and left its devices."""
+        """Forget a role that has ended, and so left its devices."""
         self._tenants.pop(name, None)
 
     def bring(self, needs: Mapping[str, frozenset[StateKind]]) -> None:
-        """Have exactly what the next phase needs on the devices that it uses; first out, then in. A signal waits until
-        all moves are made."""
+        """Have exactly what the next phase needs on the devices that it uses: offload, then onload. A signal waits
+        until all moves are made."""
         with ending.holding():
             self._bring(needs)
 

@@ -1,33 +1,47 @@
-"""The start and the end of a run: logs, Ray, trackers and the guard; an account of where it stands, however it ends."""
+"""The start and the end of a run: logs, Ray, trackers and the guard; what a signal that asks it to end saves, within a
+bounded time; an account of where it stands, however it ends; and the files that it leaves behind."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import os
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from roll.config.loader import LoadedConfig
-from roll.distributed import (
-    Cluster,
-    Interrupted,
-    ResourceManager,
-    ray_runtime,
-)
+from roll.config.reading.masking import masked, masked_text
+from roll.distributed import Cluster, Interrupted, ResourceManager, ray_runtime
+from roll.distributed.actor import Profiling
 from roll.distributed.guard import Guard
 from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
-from roll.pipelines.interruption import Interruption, command_to_go_on
+from roll.pipelines.files import write_samples
 from roll.pipelines.run_checkpoints import RunCheckpoints
-from roll.pipelines.run_outputs import RunOutputs
 from roll.pipelines.sample_records import SampleRecorder
 from roll.protocol.metrics import Metrics
+from roll.report.page import ending_command, write_report
+from roll.report.run_files import REPORT_NAME, RunFiles
+from roll.report.traces import write_traces
 from roll.tracking import (
     ENDING_LOGGER,
+    LOG_NAME,
+    METRICS_NAME,
+    RunSummary,
+    SampleTable,
+    TrackedRun,
     build_trackers,
     setup_logging,
 )
+from roll.tracking.console import INTERVAL_ENDS
+from roll.tracking.plots import plot_run
 from roll.tracking.run_record import (
     RECORD_FOLDER,
     REQUESTS_NAME,
@@ -37,6 +51,11 @@ from roll.tracking.run_record import (
     TimelineLog,
     span_log,
 )
+
+logger = logging.getLogger(__name__)
+
+RESOLVED_CONFIG = "config.yaml"
+PLOT = "curves.png"
 
 
 class RunLifetime:
@@ -103,7 +122,7 @@ class RunLifetime:
             self._shut_down(graceful=True)
 
     def _begin_record(self, stack: ExitStack) -> None:
-        """Open what reports are made of."""
+        """Open the files that reports are made from."""
         folder, settings = self.plan.output_dir / RECORD_FOLDER, self.config.sample_log
         last_step = None if self._resume is None else self._resume.step - 1
         self._timeline = TimelineLog(folder / TIMELINE_NAME, resumed=last_step is not None)
@@ -117,7 +136,7 @@ class RunLifetime:
         self._outputs.describe()
 
     def _end_early(self, error: BaseException) -> BaseException:
-        """Save what there is to save, and end the clusters; ``error`` with an account of where the run stands."""
+        """Save what can be saved, and end the clusters; return ``error`` with an account of the run's progress."""
         if isinstance(error, Interrupted):
             self._interruption.save(self._checkpoints.publish)
         self._interruption.end()
@@ -132,7 +151,7 @@ class RunLifetime:
 
     @contextmanager
     def _curves_at_end(self) -> Iterator[None]:
-        """However the block ends, the curves are drawn of what was logged."""
+        """Draw the curves of what was logged, however the block ends."""
         try:
             yield
         finally:
@@ -155,22 +174,15 @@ class RunLifetime:
         return next((folder for folder in places if folder.is_dir()), places[0]) if places else None
 
     def _leave_account(self) -> None:
-        """Have the guard speak for this process, should that end hard."""
+        """Give the guard what it reports should this process be killed."""
         assert self._guard is not None
         supervised.tell(reached=self._interruption.steps_done)
         if places := self._checkpoints.places(self._interruption.saved_steps):
-            if self._checkpoints.manager.store is not None:
-                copies = [f"{self._checkpoints.manager.store}/{places[0].name}"]
-            else:
-                copies = []
+            store = self._checkpoints.manager.store
+            copies = [] if store is None else [f"{store}/{places[0].name}"]
             supervised.tell(checkpoint=[*map(str, places), *copies])
-        self._guard.tell(
-            {
-                "account": self._account(),
-                "log": str(self._outputs.log.resolve()),
-                "command": self._outputs.ending_command(),
-            }
-        )
+        log, command = str(self._outputs.log.resolve()), self._outputs.ending_command()
+        self._guard.tell({"account": self._account(), "log": log, "command": command})
 
     def at_end(self, hook: Callable[[], None]) -> None:
         """Add a shutdown hook, called before the clusters end, however the run ends."""
@@ -189,3 +201,197 @@ class RunLifetime:
     def _published(self, steps_done: int) -> None:
         self._interruption.saved_steps = steps_done
         self._leave_account()
+
+
+class Interruption:
+    """Progress of the run, the part of it that is saved, and how to save the rest.
+
+    Args:
+        seconds: from the first signal, for a step that must not be torn apart to end and for a checkpoint to be
+            written; 0: none is written.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._state: Callable[[], dict[str, Any] | None] = lambda: None
+        self._save: Callable[[int, dict[str, Any]], None] | None = None
+        self._point: tuple[int, dict[str, Any]] | None = None
+        self._timer: threading.Timer | None = None
+        self._is_over = False
+        self.steps_done: int | None = None
+        """None: training has not begun."""
+        self.saved_steps: int | None = None
+        """Steps done by the newest checkpoint; None: there is none."""
+
+    def saves(self, state: Callable[[], dict[str, Any] | None], save: Callable[[int, dict[str, Any]], None]) -> None:
+        """See :meth:`roll.pipelines.run_context.RunContext.save_when_interrupted`."""
+        self._state, self._save = state, save
+
+    def reach(self, steps_done: int) -> None:
+        """Note that ``steps_done`` steps are done, and the next has not begun.
+
+        Raises:
+            Interrupted: a signal has come, and this is a point that can be saved.
+        """
+        self.steps_done = steps_done
+        state = self._state()
+        self._point = None if state is None else (steps_done, state)
+        if self._point is not None:
+            ending.check()
+
+    def begin(self, number: signal.Signals) -> None:
+        """React to the first signal. Called in a signal handler, where nothing may be logged."""
+        plan = f"what is done is saved first (at most {self._seconds:g} s); " if self._can_save else ""
+        os.write(2, f"\n{number.name}: the run ends; {plan}once more ends it at once\n".encode())
+        self._timer = threading.Timer(self._seconds, self._give_up, [number])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def save(self, publish: Callable[[], None]) -> None:
+        """Write what :meth:`reach` has noted, unless it is saved already; logs the result, raises nothing.
+
+        Args:
+            publish: completes a checkpoint that is being written.
+        """
+        try:
+            if self._can_save and self._point is not None and self.steps_done and not self._is_over:
+                self._write(publish)
+            elif self._is_over:
+                logger.error("nothing was saved: the step in flight was not done within %s", self._limit)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            late = self._is_over or isinstance(error, SystemExit | KeyboardInterrupt)
+            reason = f"it took longer than {self._limit}" if late else str(error)
+            logger.error("no checkpoint was saved: %s", reason)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Lift the limit in time."""
+        if self._timer is not None:
+            self._timer.cancel()
+        ending.forget_pending()
+
+    def _write(self, publish: Callable[[], None]) -> None:
+        assert self._point is not None and self._save is not None
+        steps_done, state = self._point
+        began = time.monotonic()
+        publish()
+        if self.saved_steps != steps_done:
+            self._save(steps_done, state)
+            publish()
+            logger.info("saved after %d steps, in %.1f s", steps_done, time.monotonic() - began)
+
+    @property
+    def _limit(self) -> str:
+        return f"interrupt_timeout: {self._seconds:g}"
+
+    @property
+    def _can_save(self) -> bool:
+        return self._seconds > 0 and self._save is not None
+
+    def _give_up(self, number: signal.Signals) -> None:
+        self._is_over = True
+        ending.raise_in_main(Interrupted(number))
+
+
+def command_to_go_on(loaded: LoadedConfig[Any]) -> str:
+    """The command line that continues the run."""
+    kept = [word for word in loaded.overrides if not word.lstrip("+").startswith("resume_from_checkpoint=")]
+    return masked_text(shlex.join(["roll", "run", str(loaded.source), *kept, "resume_from_checkpoint=true"]))
+
+
+class RunOutputs:
+    """Where the files of a run are, and what writes them."""
+
+    def __init__(self, loaded: LoadedConfig[Any], resumed: bool) -> None:
+        self._loaded, self._config, self._plan = loaded, loaded.config, loaded.plan
+        self._files = RunFiles.of(loaded, resumed=resumed)
+        self.describe = self._files.write
+        """Say where the files are, and with ``outcome`` how the run has ended."""
+        self.metrics = self._plan.log_dir / METRICS_NAME
+        self.log = self._plan.log_dir / LOG_NAME
+        self._plot = self._plan.output_dir / PLOT
+        self.drawn = False
+        """The curves have been drawn."""
+
+    def profiling(self) -> Profiling:
+        """Measurements of the workers' processes."""
+        config = self._config
+        folder = Path(config.profiler_output_dir or self._plan.log_dir / "profiler").resolve()
+        return Profiling(str(folder), config.profiler_timeline, config.profiler_memory, config.profiler_calls)
+
+    def tracked_run(self, resume_step: int | None) -> TrackedRun:
+        """The run as trackers see it; ``resume_step`` is the last step of the checkpoint that it continues."""
+        return TrackedRun(
+            log_dir=self._plan.log_dir,
+            exp_name=self._plan.exp_name,
+            config=masked(self._loaded.resolved),
+            resume_step=resume_step,
+        )
+
+    def write_config(self) -> None:
+        """Write the effective configuration, and log its warnings."""
+        for warning in self._loaded.warnings:
+            logger.warning("%s", warning)
+        text = yaml.safe_dump(masked(self._loaded.resolved), sort_keys=False, allow_unicode=True)
+        self._plan.output_dir.mkdir(parents=True, exist_ok=True)
+        (self._plan.output_dir / RESOLVED_CONFIG).write_text(text, encoding="utf-8")
+
+    def dump(self, name: str, step: int, table: Callable[[], SampleTable]) -> None:
+        """Write a step's samples into ``rollout_dump_dir``, which there is."""
+        assert self._plan.dump_dir is not None
+        file = self._plan.dump_dir / f"{name}-{step:06d}.jsonl"
+        try:
+            write_samples(file, table())
+        except OSError as error:
+            logger.error("%s was not written: %s", file, error)
+
+    def draw_curves(self) -> None:
+        self.drawn = True
+        try:
+            plot_run(self.metrics, self._plot, self._plan.exp_name, self._loaded.pipeline.panels)
+        except (OSError, ValueError, RuntimeError) as error:
+            logger.warning("the curves could not be drawn: %s", error)
+
+    def write_report(self) -> None:
+        if self._config.report_at_end:
+            write_report(self._plan.output_dir)
+        if self._config.otlp_output_dir is not None:
+            write_traces(self._plan.output_dir, Path(self._config.otlp_output_dir))
+
+    def ending_command(self) -> list[str]:
+        """Draws curves and report from another process, should this one end hard."""
+        report = self._plan.output_dir if self._config.report_at_end else None
+        panels = self._loaded.pipeline.panels
+        return ending_command(self.metrics, self._plot, self._plan.exp_name, panels, report)
+
+    def summary(
+        self, validations: Mapping[int, Mapping[str, float]], seconds: float, steps: int, tracked: Mapping[str, Path]
+    ) -> RunSummary:
+        """Results of the run.
+
+        Args:
+            validations: metrics by the steps that were done.
+            tracked: files of the trackers.
+        """
+        files = {"log": self.log, **tracked, "curves": self._plot}
+        if self._config.report_at_end:
+            files["report"] = self._plan.output_dir / REPORT_NAME
+        done = sorted(validations)
+        return RunSummary(
+            title=self._plan.exp_name,
+            before=whole_sets(validations[done[0]], True) if len(done) > 1 else {},
+            after=whole_sets(validations[done[-1]], True) if done else {},
+            seconds=seconds,
+            steps=steps,
+            files=files,
+        )
+
+
+def whole_sets(metrics: Mapping[str, float], intervals: bool = False) -> dict[str, float]:
+    """Metrics of whole validation sets: none by tag or under a second name, ends of intervals only where asked for."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name.startswith("val/") and name.count("/") <= 2 and (intervals or not name.endswith(INTERVAL_ENDS))
+    }

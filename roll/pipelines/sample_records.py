@@ -6,6 +6,7 @@ import base64
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from roll.datasets.types import SftRow
 from roll.protocol import DataProto
 from roll.protocol.vision import IMAGES, VisionInputs
 from roll.rollout.groups import SampleGroup
+from roll.strategies.base import Output
 from roll.tracking import SampleTable
 from roll.tracking.run_record import SampleLog
 
@@ -32,8 +34,6 @@ Notes = Sequence[Mapping[str, Any]]
 ``prompt``."""
 
 LOG_PROB_SCALE, MISMATCH_SCALE = 1e3, 1e5
-ROUTES = "routed_experts"
-"""The column of the routes that the engine has reported (router replay)."""
 THUMBNAIL = 128
 """Longest side of an image's copy in the record, in pixels."""
 MAX_IMAGES = 1000
@@ -118,18 +118,20 @@ class SampleRecorder:
         block = _Block(step, "train", self._settings.max_tokens, self._piece)
         rows = self._chosen(batch.batch["group_ids"].numpy())
         columns = {name: batch.batch[name][rows].numpy() for name in _COLUMNS if name in batch.batch}
-        if ROUTES in batch.batch:
-            columns[ROUTES] = batch.batch[ROUTES][:, :, -1][rows].numpy()  # of all layers it would be a large copy
+        if Output.ROUTES in batch.batch:
+            columns[Output.ROUTES] = batch.batch[Output.ROUTES][:, :, -1][
+                rows
+            ].numpy()  # of all layers it would be a large copy
         if trainer_log_probs is not None:
             columns["trainer_log_probs"] = trainer_log_probs[rows].numpy()
-        taken = _Rows(columns, self._settings.max_tokens)
+        fields = _Rows(columns, self._settings.max_tokens)
         objects = {name: batch.non_tensor_batch.get(name) for name in _OBJECTS}
         about = notes()
         for place, row in enumerate(rows.tolist()):
-            number = row if taken.episodes is None else taken.episodes[place]
+            number = row if fields.episodes is None else fields.episodes[place]
             note = about[number] if number < len(about) else {}
             words = {name: None if column is None else column[row] for name, column in objects.items()}
-            prompt, prompt_ids = dict(note.get("prompt", {})), taken.prompt_ids(place)
+            prompt, prompt_ids = dict(note.get("prompt", {})), fields.prompt_ids(place)
             prompt |= {"id": words["prompt_id"], "domain": words["domain"], "tag": words["tag"]}
             if "text" not in prompt:
                 prompt["text"] = self._text(prompt_ids)
@@ -143,7 +145,7 @@ class SampleRecorder:
                 "i": note.get("i"),
             }
             sample["m"] = {name: _number(value) for name, value in note.get("m", {}).items()}
-            block.add(prompt, sample | taken.sample(place), taken.response_ids(place))
+            block.add(prompt, sample | fields.sample(place), fields.response_ids(place))
         self._log.append(block.finished())
         if IMAGES in batch.non_tensor_batch:
             self._show(step, batch.non_tensor_batch[IMAGES][rows])
@@ -406,8 +408,8 @@ class _Rows:
         sample["w"] = (
             version if version >= 0 else _versions(columns["weight_versions"][row, here][self._mask[row, here]])
         )
-        if ROUTES in columns:
-            sample["y"] = _routes(columns[ROUTES][row, here])
+        if Output.ROUTES in columns:
+            sample["y"] = _routes(columns[Output.ROUTES][row, here])
         if "turn_ids" in columns:
             sample["u"] = _turns(columns["turn_ids"][row, here], columns["turn_rewards"][row, here])
         return sample
@@ -433,15 +435,16 @@ def _scaled(values: NDArray[Any], scale: float) -> Any:
     return finite.round().astype(np.int64).tolist()
 
 
+def _stretches(values: NDArray[Any]) -> list[tuple[int, int]]:
+    """``(first, behind last)`` of the stretches of equal values."""
+    edges = np.flatnonzero(values[1:] != values[:-1]) + 1
+    return list(pairwise([0, *edges.tolist(), len(values)])) if len(values) else []
+
+
 def _versions(values: NDArray[Any]) -> int | list[list[int]]:
     """The version, or pairs of version and number of tokens."""
-    if not len(values):
-        return 0
-    begins = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
-    counts = np.diff(np.append(begins, len(values)))
-    if len(begins) == 1:
-        return int(values[0])
-    return [[int(values[place]), int(count)] for place, count in zip(begins, counts, strict=True)]
+    pairs = [[int(values[begin]), end - begin] for begin, end in _stretches(values)]
+    return pairs if len(pairs) > 1 else pairs[0][0] if pairs else 0
 
 
 def _runs(mask: NDArray[np.bool_]) -> list[list[int]]:
@@ -452,12 +455,8 @@ def _runs(mask: NDArray[np.bool_]) -> list[list[int]]:
 
 def _turns(turn_ids: NDArray[Any], rewards: NDArray[Any]) -> list[list[float]]:
     """``[first, behind last, reward]`` of each turn."""
-    found = []
-    begins = np.flatnonzero(np.append(True, turn_ids[1:] != turn_ids[:-1]))
-    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(turn_ids)], strict=True):
-        if turn_ids[begin] >= 0:
-            found.append([begin, end, round(float(rewards[begin:end].sum()), 6)])
-    return found
+    turns = [(begin, end) for begin, end in _stretches(turn_ids) if turn_ids[begin] >= 0]
+    return [[begin, end, round(float(rewards[begin:end].sum()), 6)] for begin, end in turns]
 
 
 def _number(value: Any) -> float | None:

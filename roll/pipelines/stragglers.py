@@ -36,7 +36,7 @@ def stragglers(seconds: Sequence[float]) -> list[int]:
 
 
 class StragglerWatch:
-    """Measures the ranks of clusters that have several, in phases in which that is asked for.
+    """Measures the ranks of clusters that have several, in the phases that the caller chooses.
 
     Args:
         clusters: gives those to look at.

@@ -1,8 +1,7 @@
 """The run of every pipeline that learns from given rows (SFT, preferences, reward models, distillation).
 
-One training step, as prose: rows are drawn and become a batch; what the learner cannot compute itself is added, such as
-the log-probs of a model that does not learn; the learner takes an optimizer step. Evaluations on held-out rows and
-checkpoints come between steps.
+One training step: rows are drawn and become a batch; columns of other models are added, such as a reference's
+log-probs; the learner takes an optimizer step. Evaluations on held-out rows and checkpoints come between steps.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from roll.datasets.vision_model import VisionModel
 from roll.distributed import Cluster, ResourceManager
 from roll.pipelines.batches import RecordedBatch
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
-from roll.pipelines.run_context import TRAINING, WEIGHTS, Residency, RunContext, moves_states
+from roll.pipelines.run_context import TRAINING, WEIGHTS, Residency, RunContext, moves_states, start_cluster
 from roll.pipelines.supervised import SupervisedPlan
 from roll.pipelines.teachers import teacher_worker
 from roll.protocol import DataProto
@@ -38,12 +37,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
-PlanT = TypeVar("PlanT", bound=SupervisedPlan)
 RowT = TypeVar("RowT")
-RowsT = TypeVar("RowsT")
 
 
-class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
+class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
     """A run, from start to summary. A step is one optimizer step."""
 
     role: ClassVar[str]
@@ -59,7 +56,7 @@ class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
     dropped_metric: ClassVar[str | None] = None
     """Counts the rows that were too long or bad."""
     evaluates_at_end: ClassVar[bool] = True
-    """The final weights are evaluated, where no evaluation follows the last step anyway."""
+    """Evaluate the final weights, unless an evaluation follows the last step anyway."""
 
     tokenizer: PreTrainedTokenizerBase
     rows: Drawn[RowT]
@@ -71,8 +68,8 @@ class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
     def __init__(self, loaded: LoadedConfig[ConfigT]) -> None:
         self.loaded = loaded
         self.config = loaded.config
-        plan: Any = loaded.plan
-        self.plan: PlanT = plan
+        assert isinstance(loaded.plan, SupervisedPlan)
+        self.plan = loaded.plan
         self.section: WorkerConfig = getattr(loaded.config, self.role)
         self.context = RunContext(loaded)
         self.training: Sequence[RowT] = ()
@@ -90,7 +87,7 @@ class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
             self.finish()
 
     def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
-        """Take the step of a recorded batch again; the steps that the model had done before, and the metrics."""
+        """Repeat the step of a recorded batch; return the steps that the model had done before, and the metrics."""
         with self.context.running() as resources:
             steps = self.start(resources)
             self.context.recorded()
@@ -101,21 +98,23 @@ class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
     # Start
 
     def start(self, resources: ResourceManager) -> int:
-        """Start the clusters, read the data, continue from a checkpoint if there is one; the steps already done."""
+        """Start the clusters, read the data, continue from a checkpoint if there is one; return the steps done."""
         self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
         offloads = self.config.is_offload_optimizer_states_in_train_step
         settings = replace(self.settings(), offload_optimizer_in_steps=offloads)
-        self.learner = self.cluster(self.role, self.worker, settings, resources)
+        role = self.plan.roles[self.role].section
+        worker = role.worker_cls or self.worker
+        self.learner = start_cluster(self.config, self.role, worker, resources, role, settings)
         if self.frozen_role is not None and self.frozen_role in self.plan.roles:
-            worker = teacher_worker(self.plan.roles[self.frozen_role].section)
-            self.frozen = self.cluster(self.frozen_role, worker, None, resources)
+            role = self.plan.roles[self.frozen_role].section
+            worker = role.worker_cls or teacher_worker(role)
+            self.frozen = start_cluster(self.config, self.frozen_role, worker, resources, role)
         self.context.watch([one for one in (self.learner, self.frozen) if one is not None])
         self.load_data()
         for cluster, steps, states in ((self.learner, self.num_steps, TRAINING), (self.frozen, 0, WEIGHTS)):
             if cluster is not None:
                 cluster.call_all(ModelWorker.initialize, steps).result()
-                if self.residency.moves(cluster.name):
-                    self.residency.admit(cluster, states)
+                self.residency.admit(cluster, states)
         checkpoint = self.context.checkpoint_to_resume()
         if checkpoint is None:
             return 0
@@ -123,15 +122,6 @@ class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
         self.learner.call_all(SupervisedWorker.load_checkpoint, str(checkpoint.role(self.role))).result()
         self.rows.load_state_dict(self.context.load_state(checkpoint)[self.state_key])
         return checkpoint.step
-
-    def cluster(self, name: str, worker: str, settings: ModelSettings | None, resources: ResourceManager) -> Cluster:
-        role = self.plan.roles[name].section
-        return Cluster(
-            *(name, role.worker_cls or worker, resources, role),
-            seed=self.config.seed,
-            settings=settings,
-            rpc_timeout=self.config.rpc_timeout,
-        )
 
     def settings(self) -> ModelSettings:
         """The run's values that the learner's workers need."""
@@ -160,27 +150,16 @@ class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
 
     @classmethod
     @abstractmethod
-    def read(
-        cls, config: ConfigT, plan: PlanT, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
-    ) -> PreparedRows[RowT]:
-        """One set, rendered as the configuration says."""
+    def build(cls, config: ConfigT) -> Callable[..., PreparedRows[RowT]]:
+        """The ``build`` of the data set class, with the settings that only this pipeline has."""
 
     @classmethod
-    def rendered(
-        cls,
-        build: Callable[..., RowsT],
-        config: Any,
-        plan: SupervisedPlan,
-        data_args: DataArguments,
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> RowsT:
-        """One set, by the ``build`` of a data set class with the settings that all pipelines have in common.
-
-        Args:
-            build: with the settings of one pipeline bound to it.
-        """
+    def read(
+        cls, config: Any, plan: SupervisedPlan, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
+    ) -> PreparedRows[RowT]:
+        """One set, rendered as the configuration says."""
         role = plan.roles[cls.role]
-        return build(
+        return cls.build(config)(
             data_args,
             tokenizer,
             config.sequence_length,
@@ -191,8 +170,8 @@ class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
     # A step
 
     def train_one_step(self, step: int) -> None:
-        """One optimizer step on the next rows. Until the model learns, a signal may end it; the step is done again when
-        the run goes on."""
+        """One optimizer step on the next rows. Until the model learns, a signal may end it; a resumed run repeats the
+        step."""
         with self.context.interruptible():
             batch = self.next_batch(step)
         self.context.hold_batch(step, batch)
@@ -206,7 +185,7 @@ class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
         """The batch of a step, with all that its update needs."""
 
     def add_own_columns(self, batch: DataProto) -> None:
-        """Add what the update needs and the learner's present weights decide."""
+        """Add the columns of the update that depend on the learner's present weights."""
 
     def update(self, batch: DataProto) -> None:
         """One optimizer step."""
@@ -250,7 +229,7 @@ class SupervisedPipeline(ABC, Generic[ConfigT, PlanT, RowT]):
         return {self.state_key: self.rows.state_dict()}
 
     def state_between_steps(self) -> dict[str, Any] | None:
-        """As :meth:`state_dict`; None while it is not that of the steps done."""
+        """As :meth:`state_dict`; None while it does not belong to the steps done."""
         return self.state_dict()
 
     def finish(self) -> None:

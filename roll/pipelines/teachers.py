@@ -1,4 +1,4 @@
-"""Teachers of all forms: which worker computes one, the section it gets, and what is checked of it before a start.
+"""Teachers of all kinds: the worker that computes one, the section it gets, and its checks before a start.
 
 A teacher is a model under a strategy that computes batches, an engine that only reads (``vllm``), or a service
 elsewhere (``remote``). The last two give log-probs at temperature 1, of the most probable tokens.
@@ -34,7 +34,7 @@ UNFINISHED_CHARACTER = "\ufffd"
 
 
 def only_scores(section: WorkerConfig) -> bool:
-    """True for a teacher that gives log-probs of given tokens and nothing else."""
+    """True for a teacher that only scores tokens: it gives their log-probs and nothing else."""
     return section.strategy_args.strategy_name in scoring_strategies()
 
 
@@ -114,7 +114,8 @@ def service_problems(options: RemoteStrategyConfig, student: str, wanted: int, l
     try:
         (rows,) = service.ask([prompt], {0: ALL, -1: 0}.get(wanted, wanted))
     except ServiceRefused as error:
-        yield f"does not give the log-probs of a prompt: {error}{hint(wanted)}"
+        hint = "" if wanted < 0 else "; vLLM's server needs --max-logprobs with at least as many (-1 for all)"
+        yield f"does not give the log-probs of a prompt: {error}{hint}"
         return
     finally:
         service.close()
@@ -122,19 +123,15 @@ def service_problems(options: RemoteStrategyConfig, student: str, wanted: int, l
         yield f"serves {service.max_model_len} tokens at most, and rows have up to {longest} and one sampled token"
     differing = []
     for token, row in zip(prompt[1:], rows[1:], strict=True):
-        said, own = (row or {})[str(token)].get("decoded_token"), str(tokenizer.decode([token]))
-        if said is not None and said != own and UNFINISHED_CHARACTER not in said + own:
-            differing.append((token, own, said))
+        theirs, own = (row or {})[str(token)].get("decoded_token"), str(tokenizer.decode([token]))
+        if theirs is not None and theirs != own and UNFINISHED_CHARACTER not in theirs + own:
+            differing.append((token, own, theirs))
     if differing:
-        token, own, said = differing[0]
+        token, own, theirs = differing[0]
         yield (
             f"serves a model of another vocabulary: {count(len(differing), 'id')} of {len(prompt) - 1} asked differ, "
-            f"for instance {token} (student {own!r}, service {said!r})"
+            f"for instance {token} (student {own!r}, service {theirs!r})"
         )
-
-
-def hint(wanted: int) -> str:
-    return "" if wanted < 0 else "; vLLM's server needs --max-logprobs with at least as many (-1 for all)"
 
 
 def probe_ids(size: int, added: Any, length: int) -> list[int]:

@@ -177,10 +177,10 @@ class GenerationWorker(Worker):
             for request, samples in complete
         ]
 
-    def prompt_score(self, asked: tuple[Sequence[int], int]) -> PromptScore | str:
+    def prompt_score(self, arguments: tuple[Sequence[int], int]) -> PromptScore | str:
         """:meth:`GenerationStrategy.prompt_score` of token ids and a number of tokens; or why there is none."""
         try:
-            return self.engine.prompt_score(*asked)
+            return self.engine.prompt_score(*arguments)
         except ValueError as error:
             return str(error)
 

@@ -191,17 +191,17 @@ class RewardModelWorker(ModelWorker):
         ]
         return info.dp_rank, results
 
-    def _read(self, given: ModelInput) -> list[int] | RewardResult:
+    def _read(self, sample: ModelInput) -> list[int] | RewardResult:
         """Token ids, or why there are none."""
-        if given.error is not None:
-            return failure(given.error)
-        token_ids = given.token_ids
+        if sample.error is not None:
+            return failure(sample.error)
+        token_ids = sample.token_ids
         if token_ids is None:
-            text = chat_text(self._tokenizer, given.messages or (), given.response)
+            text = chat_text(self._tokenizer, sample.messages or (), sample.response)
             token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if self._image_token is not None and self._image_token in token_ids:
             return failure("the prompt has images, and a reward model inside a run is given text alone")
-        if self._longest is not None and len(token_ids) >= self._longest:
+        if self._longest is not None and len(token_ids) > self._longest:
             return failure(f"{len(token_ids)} tokens are more than the reward model's {self._longest} positions")
         return list(token_ids)
 

@@ -73,6 +73,24 @@ class TrainingWorker(ModelWorker):
         by_mini_batch = zip(totals, self.strategy.all_reduce_sum(tokens).unbind(), strict=True)
         return [replace(total, group_tokens=summed) for total, summed in by_mini_batch]
 
+    def mini_batches(
+        self, batch: DataProto, count: int, modes: Collection[str | None], num_groups: int, norm_length: float
+    ) -> list[tuple[TensorBatch, LossDenominators]]:
+        """Collective. This rank's share of each of ``count`` mini-batches, with the denominators over all ranks.
+
+        Args:
+            modes: aggregation modes of the loss; None: a term that it does not have.
+            num_groups: prompts of the whole batch, whose rows ``group_ids`` count.
+            norm_length: denominator of the modes that divide by a fixed length.
+        """
+        shares = equal_parts(columns_of(batch), count)
+        groups = None
+        if any(mode is not None and needs_groups(mode) for mode in modes):
+            groups = [share["group_ids"] for share in shares], num_groups
+        sequence_tokens = [share.get("sequence_tokens") for share in shares]
+        masks = [share["loss_mask"] for share in shares]
+        return list(zip(shares, self.denominators(masks, norm_length, groups, sequence_tokens), strict=True))
+
     def optimizer_step(
         self,
         batch: TensorBatch,
@@ -189,32 +207,25 @@ class ActorWorker(TrainingWorker):
         """Collective. ``epochs`` passes over the rows, with an optimizer step on each of ``mini_batches`` equal parts.
 
         Args:
-            num_groups: prompts of the whole batch, whose rows ``group_ids`` count.
-            norm_length: denominator of the aggregation modes that divide by a fixed length.
+            num_groups, norm_length: see :meth:`mini_batches`.
             entropy_loss_coef: weight of the entropy bonus in this update; None: that of the settings.
         """
         options = self.settings.loss
         if entropy_loss_coef is not None:
             options = replace(options, entropy_loss_coef=entropy_loss_coef)
-        shares = equal_parts(columns_of(batch), mini_batches)
-        groups = None
         modes = (options.loss_agg_mode, options.kl_loss_agg_mode, options.entropy_loss_agg_mode)
-        if any(mode is not None and needs_groups(mode) for mode in modes):
-            groups = [share["group_ids"] for share in shares], num_groups
-        sequence_tokens = [share.get("sequence_tokens") for share in shares]
-        masks = [share["loss_mask"] for share in shares]
-        denominators = self.denominators(masks, norm_length, groups, sequence_tokens)
+        shares = self.mini_batches(batch, mini_batches, modes, num_groups, norm_length)
         outputs = [Output.LOG_PROBS] + ([Output.ENTROPY] if options.needs_entropy or options.log_entropy else [])
         compared = []
         if self.settings.divergence is not None:
             compared = [Comparison(TEACHER, temperature, partial(options_divergence, self.settings.divergence))]
         metrics = []
         for _ in range(epochs):
-            for share, denominator in zip(shares, denominators, strict=True):
+            for share, denominators in shares:
                 loss = partial(
                     policy_update_loss,
                     options=options,
-                    denominators=denominator,
+                    denominators=denominators,
                     old_is_rollout=self.settings.old_is_rollout,
                     teachers=self.settings.teachers,
                 )
@@ -331,22 +342,16 @@ class CriticWorker(TrainingWorker):
     ) -> Metrics:
         """Collective. Optimizer steps as of :meth:`ActorWorker.update`."""
         settings = self.settings
-        shares = equal_parts(columns_of(batch), mini_batches)
-        groups = None
-        if needs_groups(settings.loss_agg_mode):
-            groups = [share["group_ids"] for share in shares], num_groups
-        sequence_tokens = [share.get("sequence_tokens") for share in shares]
-        masks = [share["loss_mask"] for share in shares]
-        denominators = self.denominators(masks, norm_length, groups, sequence_tokens)
+        shares = self.mini_batches(batch, mini_batches, (settings.loss_agg_mode,), num_groups, norm_length)
         metrics = []
         for _ in range(epochs):
-            for share, denominator in zip(shares, denominators, strict=True):
+            for share, denominators in shares:
                 loss = partial(
                     value_update_loss,
                     value_clip=settings.value_clip,
                     value_loss_type=settings.value_loss_type,
                     loss_agg_mode=settings.loss_agg_mode,
-                    denominators=denominator,
+                    denominators=denominators,
                 )
                 metrics.append(self.optimizer_step(share, loss, [Output.VALUES], 1.0, prefix="critic/"))
         return merge_metrics(metrics)

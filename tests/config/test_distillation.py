@@ -13,9 +13,9 @@ from roll.config.loader import load_config
 from roll.config.model_files import check_vocabularies
 from roll.config.pipelines import definition_of
 from roll.config.reading.errors import ConfigError
-from roll.pipelines.distill.config import DistillPlan
 from roll.pipelines.policy import needs_old_log_probs, needs_reference
 from roll.pipelines.rlvr.teachers import coefficients
+from roll.pipelines.supervised import SupervisedPlan
 from tests.config.good import GOOD, changed, load, mistakes
 from tests.config.test_agentic import LAKE
 
@@ -52,7 +52,7 @@ def opd(**keys: Any) -> dict[str, Any]:
 def test_columns_and_plan_of_offline_distillation(tmp_path: Path) -> None:
     loaded = load(tmp_path, DISTILL)
     plan = loaded.plan
-    assert isinstance(plan, DistillPlan)
+    assert isinstance(plan, SupervisedPlan)
     assert (plan.data_args.prompt, plan.data_args.response) == ("question", "answer")
     assert (plan.global_batch_size, plan.teacher_runs_ahead) == (16, True)
     assert {role.model_path for role in plan.roles.values()} == {"my/student", "my/teacher"}
@@ -62,7 +62,7 @@ def test_answer_key_does_not_replace_a_written_response_column(tmp_path: Path) -
     data = {**DISTILL, "question_key": "q", "answer_key": "a"}
     data["student"] = {**DISTILL["student"], "data_args": {"file_name": "rows.jsonl", "messages": "m", "response": "r"}}
     plan = load(tmp_path, data).plan
-    assert isinstance(plan, DistillPlan)
+    assert isinstance(plan, SupervisedPlan)
     assert (plan.data_args.prompt, plan.data_args.messages, plan.data_args.response) == (None, "m", "r")
 
 
@@ -161,6 +161,19 @@ def test_agents_have_teachers_too(tmp_path: Path) -> None:
     engines = {"device_mapping": [0, 1]}
     found = rules(tmp_path, {**data, "train_env_manager": sampled, "actor_infer": engines})
     assert "full_vocabulary" in found["train_env_manager.generating_args.temperature"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({"adv_estimator": "reinforce"}, []),
+        ({"adv_estimator": "grpo"}, ["adv_estimator"]),
+        ({"adv_estimator": "reinforce", "gamma": 0.9}, ["gamma"]),
+    ],
+)
+def test_keys_of_advantages_without_effect_are_noted(tmp_path: Path, keys: dict[str, Any], wanted: list[str]) -> None:
+    notices = load(tmp_path, opd(**keys)).warnings
+    assert [notice.key for notice in notices if "opd_gamma decide" in notice.text] == wanted
 
 
 def test_estimators_with_another_minimum_and_truncated_sampling_are_noted(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from roll.config.loader import LoadedConfig, load_config
 from roll.config.reading.errors import ConfigError
 from roll.config.strategies.registry import Fsdp2StrategyConfig, typed_strategy_config
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.sft.config import SFTConfig
+from roll.pipelines.sft.definition import SFTConfig
 from tests.config.good import GOOD, changed, load, mistakes
 
 NATIVE = """

@@ -15,7 +15,7 @@ from roll.config.plan.plan import TrainingPlan, divisors, explain_indivisible, w
 from roll.config.plan.render import compact
 from roll.pipelines.policy import actor_keys
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.sft.config import SFTPlan
+from roll.pipelines.supervised import SupervisedPlan
 from tests.config.good import GOOD_SFT, changed, load, mistakes
 
 CRITIC = {
@@ -211,7 +211,7 @@ def test_intervals(tmp_path: Path) -> None:
 
 def test_sft_plan(tmp_path: Path) -> None:
     plan = load(tmp_path, GOOD_SFT).plan
-    assert isinstance(plan, SFTPlan)
+    assert isinstance(plan, SupervisedPlan)
     assert plan.global_batch_size == 8
     assert plan.training["sft_train"].total_optimizer_steps == plan.max_steps == 10
     open_ended = load(tmp_path, GOOD_SFT, "max_steps=null").plan

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from roll.config.reading.errors import ConfigError
-from roll.pipelines.policy_preflight import OWN_FUNCTION_KEYS
-from roll.pipelines.rlvr.preflight import check_rewards
+from roll.pipelines.policy_checks import OWN_FUNCTION_KEYS
+from roll.pipelines.rlvr.definition import check_rewards
 from roll.preflight import check_own_functions
 from tests.config.good import changed, load
 

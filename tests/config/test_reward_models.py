@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from roll.pipelines.dpo.config import DPOConfig
-from roll.pipelines.rm.config import RMConfig, RMPlan
+from roll.pipelines.dpo.definition import DPOConfig
+from roll.pipelines.rm.definition import RMConfig
+from roll.pipelines.supervised import SupervisedPlan
 from tests.config.good import changed, load, mistakes
 
 GOOD_RM: dict[str, Any] = {
@@ -28,7 +29,7 @@ GOOD_RM: dict[str, Any] = {
 def test_a_section_reward_train_makes_it_an_rm_run(tmp_path: Path) -> None:
     loaded = load(tmp_path, GOOD_RM)
     assert loaded.pipeline.name == "rm" and isinstance(loaded.config, RMConfig)
-    assert isinstance(loaded.plan, RMPlan) and loaded.plan.global_batch_size == 16
+    assert isinstance(loaded.plan, SupervisedPlan) and loaded.plan.global_batch_size == 16
     assert load(tmp_path, GOOD_RM | {"loss_type": "ordinal"}).pipeline.name == "rm", "loss_type is DPO's key as well"
 
 

@@ -19,7 +19,7 @@ from roll.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES
 from roll.config.reading.schema import nested_section, rules_of, type_hints
 from roll.config.strategies.registry import BACKENDS
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.sft.config import SFTConfig
+from roll.pipelines.sft.definition import SFTConfig
 from tests.config.good import GOOD_SFT, changed, load
 
 TRAIN, INFER = "actor_train", "actor_infer"

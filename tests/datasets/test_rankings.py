@@ -109,6 +109,14 @@ def test_images_are_no_text(tokenizer: Any) -> None:
     assert isinstance(found, RewardResult) and "the prompt has images" in str(found.error)
 
 
+def test_a_reward_model_scores_sequences_that_fill_its_positions(tokenizer: Any) -> None:
+    reads = worker(tokenizer)
+    reads._longest = 3
+    assert reads._read(ModelInput(token_ids=[1, 2, 3])) == [1, 2, 3]
+    found = reads._read(ModelInput(token_ids=[1, 2, 3, 4]))
+    assert isinstance(found, RewardResult) and "4 tokens are more than the reward model's 3" in str(found.error)
+
+
 def test_trl_5813_training_and_scoring_see_the_same_tokens(tokenizer: Any, write_jsonl: Write) -> None:
     """A recipe that closes responses in training and not in scoring gives other scores than it learnt."""
     turns = [USER, answer("12"), {"role": "user", "content": "Sure?"}]

@@ -14,7 +14,7 @@ from roll.config.data import DataArguments
 from roll.config.roles import GeneratingArguments
 from roll.distributed import WorkerDied
 from roll.pipelines.rlvr.plan import ValidationSet
-from roll.pipelines.rlvr.validation import Validation, ValidationPlan, validate
+from roll.pipelines.rlvr.rollout import Validation, ValidationPlan, validate
 from roll.rollout.groups import SampleGroup
 from roll.rollout.scheduling import RolloutScheduler
 from tests.pipelines.conftest import Run

@@ -13,17 +13,9 @@ import yaml
 from roll.config.reading.errors import ConfigError
 from roll.evaluate import load_evaluation, main
 from roll.pipelines.evaluate.config import EvaluatePlan, models_of
+from roll.pipelines.evaluate.results import compare, missed, sign_flip_p_value
 from roll.pipelines.evaluate.samples import SampleFile, answers_of, differing, sample_records
-from roll.pipelines.evaluate.statistics import (
-    Answers,
-    bootstrap,
-    chosen_at_k,
-    compare,
-    missed,
-    overall,
-    pass_metrics,
-    sign_flip_p_value,
-)
+from roll.pipelines.rlvr.accuracy import Answers, bootstrap, chosen_at_k, overall, pass_metrics
 from tests.config.good import GOOD, changed
 from tests.rollout.helpers import make_group
 
@@ -53,6 +45,16 @@ def test_the_best_of_k_by_rank_is_the_mean_over_all_choices(ranks: list[float], 
 
     wanted = np.mean([one(chosen) for chosen in combinations(range(4), k)])
     assert chosen_at_k(np.array(ranks), correct, k) == pytest.approx(wanted)
+
+
+def test_a_harness_asks_no_model_that_is_served_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would ask the engines of this run, and give their answers as the service's."""
+    monkeypatch.setattr("roll.serving.harness.find_spec", lambda name: True)
+    file, keys = str(write(tmp_path, GOOD)), {"against": "http://127.0.0.1:1/v1"}
+    loaded = load_evaluation(file, None, [], keys, check_files=False)
+    monkeypatch.setattr("roll.cli.ready", lambda load: loaded)
+    with pytest.raises(ConfigError, match=r"evaluate\.against.*has no place with --harness"):
+        main([file, "--harness", "lm_eval", "--tasks", "x"])
 
 
 def test_metrics_keep_graded_rewards_beside_correctness() -> None:

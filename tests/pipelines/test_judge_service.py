@@ -16,8 +16,7 @@ from roll.config.loader import LoadedConfig
 from roll.config.rewards import JUDGE_ROLE
 from roll.distributed import WorkerContext, WorkerDied
 from roll.pipelines.rlvr import clusters as clusters_module
-from roll.pipelines.rlvr.clusters import StartingClusters, start_clusters
-from roll.pipelines.rlvr.judge import JudgeService
+from roll.pipelines.rlvr.clusters import JudgeService, StartingClusters, start_clusters
 from roll.pipelines.rlvr.pipeline import RLVRPipeline
 from roll.pipelines.run_context import GENERATION
 from roll.rewards import RewardSample
@@ -111,8 +110,8 @@ class RecordedCluster:
 def test_the_judge_starts_with_the_run_and_only_its_domains_hear_of_it(
     world: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clusters_module, "Cluster", RecordedCluster)
-    starting: StartingClusters = start_clusters(loaded_with_judge(world, tmp_path), resources=None)  # type: ignore[arg-type]
+    monkeypatch.setattr("roll.pipelines.run_context.Cluster", RecordedCluster)
+    starting: StartingClusters[Any] = start_clusters(loaded_with_judge(world, tmp_path), resources=None)  # type: ignore[arg-type]
     clusters = starting.clusters
     judge, engines = clusters.judges[JUDGE_ROLE], clusters.judge_engines[JUDGE_ROLE]
     assert engines in clusters.all()

@@ -26,7 +26,8 @@ from roll.models.layouts import shared_prompt_layout
 from roll.pipelines.distill.pipeline import DistillPipeline
 from roll.pipelines.dpo.pipeline import DPOPipeline, pair_batch
 from roll.pipelines.evaluate.config import models_of
-from roll.pipelines.evaluate.pipeline import EvaluatePipeline, Scorers
+from roll.pipelines.evaluate.pipeline import EvaluatePipeline
+from roll.pipelines.rlvr.clusters import Scorers
 from roll.pipelines.rlvr.definition import OPDConfig
 from roll.pipelines.sft.pipeline import SFTPipeline, demonstration_batch
 from roll.protocol import DataProto
@@ -223,7 +224,7 @@ def test_dpo_08_micro_batches_weigh_equally_whatever_they_hold(dpo: Make) -> Non
 
     whole = share(batch)
     assert sum(share(batch[begin:end]) for begin, end in ((0, 2), (2, 12), (12, 16))) == pytest.approx(whole, rel=1e-6)
-    sums = by_hand(pipeline, [row for row in pipeline.training if row.row_id in pipeline.known["train"]])
+    sums = by_hand(pipeline, [row for row in pipeline.training if row.row_id in pipeline.reference_cache["train"]])
     assert whole == pytest.approx(float(preference_loss(sums, options).mean()), rel=1e-5)
 
 
@@ -326,6 +327,16 @@ def test_distill_10_a_call_for_every_tensor_and_prints_every_step(
     assert pipeline.frozen.names() == ["compute_top_tokens"] * 3
     assert pipeline.learner.names() == ["update"] * 3
     assert capsys.readouterr().out.count("top_") == 0
+
+
+def test_cached_rows_are_those_of_the_step_alone(distill: Make, world: TinyWorld, tmp_path: Path) -> None:
+    held_out = {"data_args": {"file_name": str(world.validation_answers)}}
+    pipeline = distill(teacher_cache=str(tmp_path / "cache"), validation=held_out)
+    for _ in range(2):  # the second time the cache has all of them
+        pipeline.measure()
+    assert "student/cached_rows" not in pipeline.context.recorded()
+    pipeline.next_batch(0)
+    assert pipeline.context.recorded()["student/cached_rows"] == 0.0
 
 
 def test_distill_11_conversations_are_checked_and_then_ignored(distill: Make, tmp_path: Path) -> None:

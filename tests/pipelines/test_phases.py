@@ -10,6 +10,7 @@ from roll.config.roles import WorkerConfig
 from roll.pipelines.rlvr.phases import computed, update_actor
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
+from roll.workers.model import ModelWorker
 from roll.workers.training import ActorWorker
 
 
@@ -23,13 +24,13 @@ def test_what_ranks_compute_comes_back_in_the_order_of_the_batch(dp_size: int) -
     )
     seen: list[DataProto] = []
 
-    def compute(shares: DataProto) -> Any:
+    def call(method: Any, shares: DataProto) -> Any:
         seen.append(shares)
         answer = DataProto.from_dict({"log_probs": shares.batch["input_ids"] * 2.0})
         return SimpleNamespace(result=lambda: answer)
 
-    cluster = SimpleNamespace(dp_size=dp_size, role=WorkerConfig())
-    assert torch.equal(computed(batch, cluster, compute)["log_probs"], ids * 2.0)  # type: ignore[arg-type]
+    cluster: Any = SimpleNamespace(dp_size=dp_size, role=WorkerConfig(), call=call)
+    assert torch.equal(computed(batch, cluster, ModelWorker.compute_log_probs)["log_probs"], ids * 2.0)
     if dp_size == 2:
         work = seen[0].batch["attention_mask"].view(2, 4, 6).sum((1, 2))
         assert work.max() - work.min() <= 1, "each rank's share in tokens"

@@ -95,7 +95,7 @@ def one_step(pipeline: RLVRPipeline, step: int) -> dict[str, float]:
     """The work of ``train_one_step`` between validation and checkpoint; the step's metrics."""
     pipeline.update_engines(step)
     batch = pipeline.generate(step)
-    pipeline.look_at(batch)
+    pipeline.add_model_columns(batch)
     pipeline.context.record(pipeline.scoring(batch))
     pipeline.learn(batch, step)
     metrics = to_floats(merge_metrics(pipeline.context._recorded))

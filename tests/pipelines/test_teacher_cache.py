@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from roll.config.reading.errors import ConfigError
-from roll.pipelines.distill.cache import RowTargets, TeacherCache, row_key
-from roll.pipelines.distill.pipeline import columns_from, rows_of
+from roll.pipelines.distill.pipeline import RowTargets, TeacherCache, columns_from, row_key, rows_of
 
 MADE_WITH = {"teacher": "big", "logits_topk": 3}
 

@@ -9,14 +9,23 @@ import pytest
 import torch
 
 from roll.algorithms.kl import KLOptions, kl_estimate
-from roll.config.roles import ReferenceWorkerConfig
+from roll.config.roles import DataArguments, ReferenceWorkerConfig, WorkerConfig
+from roll.datasets.types import PromptRow
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.definition import OPDConfig
-from roll.pipelines.rlvr.given import PROMPT_LENGTHS, TEACHER_PROMPTS, as_teachers_see, is_given
+from roll.pipelines.rlvr.distillation import (
+    PROMPT_LENGTHS,
+    TEACHER_PROMPTS,
+    TeacherPrompts,
+    add_teacher_divergence,
+    is_off_policy,
+    rows_with_tags,
+    with_teacher_prompts,
+)
 from roll.pipelines.rlvr.phases import AdvantageComputer
-from roll.pipelines.rlvr.teaching import add_teacher_divergence, routed
 from roll.protocol import DataProto
 from roll.protocol.metrics import to_floats
+from tests.agents.tiny import make_tokenizer
 from tests.pipelines.test_scoring import scored_batch
 
 TEACHERS = {"teacher": ReferenceWorkerConfig()}
@@ -78,7 +87,7 @@ def test_in_addition_to_rewards_it_comes_before_whitening_and_clipping() -> None
 def test_rows_go_to_teachers_by_tag_and_several_add_up() -> None:
     batch = scored_batch(False)
     batch.non_tensor_batch["tag"][:3] = "a"
-    assert routed(batch, ["a"]).tolist() == [True] * 3 + [False] * 4 and routed(batch, None).all()
+    assert rows_with_tags(batch, ["a"]).tolist() == [True] * 3 + [False] * 4 and rows_with_tags(batch, None).all()
     sections = {"all": ReferenceWorkerConfig(), "some": ReferenceWorkerConfig(tag_included=["a"], opd_kl_coef=0.5)}
     teachers: Any = {"all": Teacher(-1.0), "some": Teacher(-2.0)}
     config = OPDConfig(teacher=sections)
@@ -152,11 +161,24 @@ def test_teachers_read_their_own_prompts_in_front_of_the_same_responses() -> Non
             wanted[row, place] = -said_of([*prompt, *ids[row, own : place + 1].tolist()])
     torch.testing.assert_close(batch.batch["teacher_kl"], wanted)
     plain = DataProto.from_dict({name: columns[name] for name in columns if name != TEACHER_PROMPTS})
-    assert as_teachers_see(plain) is plain
+    assert with_teacher_prompts(plain) is plain
+
+
+def test_prompts_of_teachers_are_those_of_their_rows_whatever_the_ids() -> None:
+    """A user's ids may have an @, and may repeat."""
+    actor = WorkerConfig(data_args=DataArguments(prompt="prompt"))
+    config = OPDConfig(teacher=TEACHERS, opd_teacher_prompt="{prompt} {hint}", global_template="raw", actor_train=actor)
+    tokenizer = make_tokenizer()
+    prompts = [
+        PromptRow(name, "math", "t", [1], "6 + 6 =", "12", {"prompt": "6 + 6 =", "hint": hint})
+        for name, hint in (("mail@1", "1"), ("mail@2", "2"), ("mail@2", "12"))
+    ]
+    found = TeacherPrompts(config, tokenizer).token_ids(prompts)
+    assert found == [tokenizer(f"6 + 6 = {hint}")["input_ids"] for hint in ("1", "2", "12")]
 
 
 def test_the_share_of_given_responses_is_exact_and_spread() -> None:
     for lmbda in (0.0, 0.25, 0.3, 0.5, 1.0):
-        given = [is_given(order, lmbda) for order in range(100)]
+        given = [is_off_policy(order, lmbda) for order in range(100)]
         assert sum(given) == round(100 * (1 - lmbda))
         assert all(abs(sum(given[:end]) - end * (1 - lmbda)) < 1 for end in range(1, 101))

@@ -3,8 +3,16 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from roll.pipelines.rlvr.accuracy import accuracy_metrics, best_at_k, estimate, majority_at_k, pass_at_k, voted_answer
-from roll.pipelines.rlvr.validation import overall
+from roll.pipelines.rlvr.accuracy import (
+    Answers,
+    best_at_k,
+    estimate,
+    majority_at_k,
+    overall,
+    pass_at_k,
+    pass_metrics,
+    voted_answer,
+)
 from tests.rollout.helpers import make_group
 
 
@@ -21,7 +29,7 @@ def test_accuracy_counts_only_full_scores_and_weighs_samples_alike():
         make_group(1, [1], [[1, 1], [2]], [1.0, 1.0], tag="b"),
         make_group(2, [1], [[1], [2]], [None, 0.0], tag="b"),
     ]
-    metrics = accuracy_metrics(groups, "sampled", is_primary=True)
+    metrics = pass_metrics([Answers.of(group) for group in groups], "sampled", is_primary=True, in_training=True)
     assert metrics["val/sampled/accuracy"] == pytest.approx(3 / 6)
     assert metrics["val_correct/all/mean"] == pytest.approx(3 / 6)
     assert metrics["val_correct/a/mean"] == pytest.approx(1 / 2)
@@ -103,7 +111,8 @@ def test_several_sets_are_pooled_by_question():
         "": [make_group(0, [1], [[1], [2]], [1.0, 1.0], tag="a")],
         "hard": [make_group(0, [1], [[1]], [0.0], tag="a"), make_group(1, [1], [[1]], [1.0], tag="b")],
     }
-    assert overall(sets) == pytest.approx(
+    found = {name: [Answers.of(group) for group in groups] for name, groups in sets.items()}
+    assert overall(found) == pytest.approx(
         {
             "val_correct/a/mean": 1 / 2,
             "val_correct/b/mean": 1,

@@ -13,8 +13,8 @@ from roll.algorithms.distillation import divergence
 from roll.algorithms.losses import LossInputs, actor_loss, actor_loss_options
 from roll.config.loader import LoadedConfig
 from roll.pipelines.policy import actor_keys
+from roll.pipelines.rlvr.distillation import clamped_kl
 from roll.pipelines.rlvr.teachers import coefficients, opd_divergence
-from roll.pipelines.rlvr.teaching import estimated
 from tests.translation.conftest import Translate
 from tests.translation.source_formulas import Responses, verl_distilled, verl_topk
 from tests.translation.test_algorithms import (
@@ -54,7 +54,7 @@ class Taught(OurSide):
             tensors = self.batch.batch
             of_teacher = self.spread(self._responses.reference)
             (weight,) = coefficients(self.config).values()
-            tensors["teacher_kl"] = weight * estimated(tensors["old_log_probs"], of_teacher, self.config) * self.mask
+            tensors["teacher_kl"] = weight * clamped_kl(tensors["old_log_probs"], of_teacher, self.config) * self.mask
             self.scoring(self.batch)
 
 

@@ -115,7 +115,7 @@ class EpisodeAdvantageComputer(AdvantageComputer):
         tensors = batch.batch
         mask = tensors["response_mask"]
         turns = Turns.of(mask, tensors["turn_ids"])
-        cost = token_level_rewards(self._shaped(tensors["scores"], mask.sum(-1)) - tensors["scores"], mask)
+        cost = token_level_rewards(self._penalised(tensors["scores"], mask.sum(-1)) - tensors["scores"], mask)
         if rewards.dim() == 2:
             cost = cost + rewards - token_level_rewards(tensors["response_level_rewards"], mask)
         returns = turns.returns((tensors["turn_rewards"] + cost).double(), self._advantages.step_reward_gamma)

@@ -19,7 +19,7 @@ from roll.pipelines.agentic.rollout import (
 )
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.policy_pipeline import PolicyPipeline
-from roll.pipelines.rlvr.clusters import StartingClusters, start_policy_clusters
+from roll.pipelines.rlvr.clusters import Clusters, StartingClusters, start_policy_clusters
 from roll.pipelines.rlvr.data import RecordedRollouts
 from roll.protocol.metrics import Mean
 
@@ -34,7 +34,7 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig, AgenticPlan, EpisodeValidati
         sampling = plan.train.generating_args
         self.temperature = sampling.temperature if sampling.do_sample else 1.0
 
-    def start_clusters(self, resources: ResourceManager) -> StartingClusters:
+    def start_clusters(self, resources: ResourceManager) -> StartingClusters[Clusters]:
         starting = start_policy_clusters(self.config, self.plan, resources, REWARD)
         judge = starting.clusters.judges.get(REWARD)
         self.judge = judge.options if judge is not None else None

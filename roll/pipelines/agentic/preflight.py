@@ -18,7 +18,7 @@ from roll.config.reading.yaml_files import shown
 from roll.environments.registry import EnvironmentOptionError, check_environment_options
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, ToolWrapperConfig
 from roll.pipelines.agentic.plan import AgenticPlan, agent_of, used_entries
-from roll.pipelines.policy_preflight import build_own_filter, policy_functions
+from roll.pipelines.policy_checks import build_own_filter, policy_functions
 
 
 class OwnGroupFilter(Protocol):
@@ -162,7 +162,7 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
 
 
 def own_functions(config: AgenticConfig) -> Iterator[tuple[str, Any, Callable[[], object]]]:
-    """As :func:`~roll.pipelines.policy_preflight.policy_functions`, and the filters of groups."""
+    """As :func:`~roll.pipelines.policy_checks.policy_functions`, and the filters of groups."""
     yield from policy_functions(config)
     managers = {"train_env_manager": config.train_env_manager, "val_env_manager": config.val_env_manager}
     for name, section in managers.items():

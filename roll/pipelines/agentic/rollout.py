@@ -234,7 +234,7 @@ class AsyncEpisodeRollout(RunsAhead[EpisodeValidation, EpisodeGroup], EpisodeRol
         self._run_ahead(scheduler)
 
     def _groups_of(self, step: int) -> tuple[list[EpisodeGroup], Metrics]:
-        groups, metrics = self._taken(step)
+        groups, metrics = self._collected_ahead(step)
         return groups, metrics | staleness_metrics(groups, step)
 
     def state_dict(self) -> dict[str, Any]:

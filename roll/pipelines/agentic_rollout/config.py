@@ -12,8 +12,14 @@ from roll.pipelines.agentic.checks import LENGTHS, check_lengths, check_managers
 from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan, judged_entries, plan_agentic
-from roll.pipelines.evaluate.checks import check_models
-from roll.pipelines.evaluate.config import EvaluationConfig, ModelsPlan, Pass, models_of, own_folders
+from roll.pipelines.evaluate.config import (
+    EvaluationConfig,
+    ModelsPlan,
+    Pass,
+    check_models,
+    models_of,
+    own_folders,
+)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.definition import Agentic
 from roll.pipelines.agentic.preflight import check_chat_template
 from roll.pipelines.agentic_rollout.config import AgenticRolloutConfig, AgenticRolloutPlan, check_playing, plan_playing
-from roll.pipelines.evaluate.checks import check_taken_up
-from roll.pipelines.evaluate.config import evaluation_facts, first_model
+from roll.pipelines.evaluate.config import check_taken_up, evaluation_facts, first_model
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig

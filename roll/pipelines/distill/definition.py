@@ -1,28 +1,64 @@
-"""The definition of the distillation pipeline. Torch-free."""
+"""The distillation pipeline: its configuration, checks and definition. Torch-free."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from roll.config.checks.base import Checks
 from roll.config.losses import DivergenceConfig
 from roll.config.model_files import check_vocabularies
-from roll.config.pipelines import (
-    TEACHES,
-    TRAINS,
-    Headline,
-    Panel,
-    Role,
-    Written,
-)
+from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.pipelines import TEACHES, TRAINS, Headline, Panel, Role, Written
+from roll.config.reading.fields import parse_dtype, setting
+from roll.config.roles import DataArguments, ReferenceWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig
-from roll.pipelines.distill.config import DistillConfig, DistillPlan, check_distill, plan_distill
-from roll.pipelines.supervised import SupervisedDefinition
-from roll.pipelines.teachers import check_teachers
+from roll.pipelines.supervised import HeldOutConfig, SupervisedDefinition, SupervisedPlan
+from roll.pipelines.teachers import check_teachers, check_temperature, finished_teacher
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
-    from roll.pipelines.distill.pipeline import DistillPipeline
+
+INDEX = "index.json"
+"""The file that makes a folder a cache of a teacher's log-probs."""
+
+
+@dataclass(frozen=True)
+class DistillConfig(DivergenceConfig, RunConfig):
+    """The keys of a distillation run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
+
+    student_pretrain: str = ""
+    """Model that the student starts from: a folder or a hub name."""
+    teacher_pretrain: str = ""
+    """Model of the teacher."""
+    distill_loss_weight: float = setting(0.5, ge=0, le=1)
+    """Weight w of the divergence in (1 - w) x negative log-likelihood + w x divergence, each a mean over the tokens of
+    the optimizer step."""
+    distill_on_prompt: bool = False
+    """Both terms also count the prompt's tokens (all but the first, which nothing predicts)."""
+    max_steps: int | None = setting(None, ge=1)
+    """Optimizer steps; null: ``num_train_epochs`` passes over the data."""
+    sequence_length: int = setting(1024, ge=2)
+    """Longest prompt plus response in tokens; longer rows are left out and counted."""
+    global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
+    """Chat template; null: ``data_args.template`` of the student, whose token ids the teacher is given."""
+    question_key: str = "question"
+    """Column of the question, where ``student.data_args`` names neither ``messages`` nor ``prompt``."""
+    answer_key: str = "answer"
+    """Column of the response, where ``student.data_args`` names none."""
+    teacher_cache: str | None = None
+    """Folder of the teacher's log-probs by row: read where they are there, written where the teacher computed them, so
+    that one pass of the teacher serves many epochs and students. null: none."""
+    teacher_log_probs_dtype: Literal["fp32", "fp16", "bf16"] = setting("fp32", parse=parse_dtype)
+    """Type in which the teacher's log-probs travel and are stored: with fp16 an entry takes 6 bytes, not 8."""
+    student: WorkerConfig = field(default_factory=WorkerConfig)
+    """The model that learns; its ``data_args`` name the rows."""
+    teacher: ReferenceWorkerConfig | None = None
+    """The model that it learns from; not needed where ``teacher_cache`` has every row."""
+    validation: HeldOutConfig | None = None
+    """Held-out rows; null: none."""
 
 
 class Distill(SupervisedDefinition):
@@ -30,6 +66,8 @@ class Distill(SupervisedDefinition):
 
     name = "distill"
     config_class = DistillConfig
+    role = "student"
+    pipeline_class = "roll.pipelines.distill.pipeline.DistillPipeline"
     roles = (Role("student", TRAINS), Role("teacher", TEACHES, optional=True))
     headlines = (
         Headline("student/loss", "loss", "{:.4f}"),
@@ -50,16 +88,31 @@ class Distill(SupervisedDefinition):
         ("Distillation: divergences (top level)", DivergenceConfig, ()),
     )
 
-    def check(self, config: DistillConfig, checks: Checks) -> None:
-        check_distill(config, checks)
+    def training_data(self, config: DistillConfig) -> DataArguments:
+        own, columns = config.student.data_args, DataArguments()
+        prompt = own.prompt if own.messages is not None else own.prompt or config.question_key
+        response = own.response if own.response != columns.response or own.messages is not None else config.answer_key
+        return replace(own, prompt=prompt, response=response)
 
-    def plan(self, config: DistillConfig, exp_name: str, written: Written) -> DistillPlan:
-        return plan_distill(self, config, exp_name, written)
+    def check_keys(self, config: DistillConfig, checks: Checks) -> None:
+        cache = config.teacher_cache
+        if config.teacher is None and not (cache and os.path.isfile(Path(cache).expanduser() / INDEX)):
+            rule = "is needed: a section with the strategy and devices of the teacher, or a teacher_cache that it has "
+            rule += "filled"
+            checks.missing("teacher", rule, "{strategy_args: {strategy_name: fsdp2_infer}, device_mapping: [0]}")
+        if config.teacher is not None:
+            temperature, whole = config.kd_temperature * config.teacher_temperature, config.logits_topk == 0
+            key = "kd_temperature" if config.kd_temperature != 1.0 else "teacher_temperature"
+            instead = "; logits_topk 0 (the whole vocabulary) allows any"
+            check_temperature("teacher", config.teacher, temperature, whole, key, instead, checks)
 
-    def pipeline(self) -> type[DistillPipeline]:
-        from roll.pipelines.distill.pipeline import DistillPipeline
-
-        return DistillPipeline
+    def plan(self, config: DistillConfig, exp_name: str, written: Written) -> SupervisedPlan:
+        plan = super().plan(config, exp_name, written)
+        if "teacher" not in plan.roles:
+            return plan
+        teacher = plan.roles["teacher"]
+        finished = replace(teacher, section=finished_teacher(teacher.section, config.sequence_length))
+        return replace(plan, roles={**plan.roles, "teacher": finished}, teacher_runs_ahead=not teacher.colocated_with)
 
     def default_model(self, config: DistillConfig, role: str) -> tuple[str, str | None]:
         key = f"{role}_pretrain"
@@ -76,10 +129,10 @@ class Distill(SupervisedDefinition):
         roles, config = loaded.plan.roles, loaded.config
         if "teacher" in roles:
             key, _ = self.model(config, "teacher", roles["teacher"].section)
-            student = str(roles["student"].model_path)
             teachers = {"teacher": (key, roles["teacher"])}
+            student = str(roles["student"].model_path)
             check_teachers(student, teachers, config.logits_topk, config.sequence_length, loaded.source)
 
-    def facts(self, plan: DistillPlan) -> list[tuple[str, str]]:
+    def facts(self, plan: SupervisedPlan) -> list[tuple[str, str]]:
         ahead = "computes the next step's rows while the student learns" if plan.teacher_runs_ahead else "takes turns"
         return [("teacher", ahead if "teacher" in plan.roles else "none: its log-probs are all in teacher_cache")]

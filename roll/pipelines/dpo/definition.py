@@ -1,26 +1,60 @@
-"""The definition of the DPO pipeline. Torch-free."""
+"""The DPO pipeline: its configuration, checks and definition. Torch-free."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from roll.config.checks.base import Checks
-from roll.config.losses import PreferenceLossConfig
-from roll.config.pipelines import (
-    COMPUTES_LOG_PROBS,
-    TRAINS,
-    Headline,
-    Panel,
-    Role,
-    Written,
-)
-from roll.config.roles import WorkerConfig
+from roll.config.lora import uses_lora
+from roll.config.losses import PreferenceLossConfig, needs_reference, preference_problems
+from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.pipelines import COMPUTES_LOG_PROBS, TRAINS, Headline, Panel, Role, Written
+from roll.config.reading.fields import setting
+from roll.config.roles import ReferenceWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig
-from roll.pipelines.dpo.config import DPOConfig, DPOPlan, check_dpo, plan_dpo, runs_reference
-from roll.pipelines.supervised import SupervisedDefinition
+from roll.pipelines.supervised import HeldOutConfig, SupervisedDefinition, SupervisedPlan
 
-if TYPE_CHECKING:
-    from roll.pipelines.dpo.pipeline import DPOPipeline
+
+@dataclass(frozen=True)
+class DPOConfig(PreferenceLossConfig, RunConfig):
+    """The keys of a DPO run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
+
+    pretrain: str = ""
+    """Model that policy and reference start from: a folder or a hub name."""
+    max_steps: int | None = setting(None, ge=1)
+    """Optimizer steps; null: ``num_train_epochs`` passes over the data."""
+    sequence_length: int = setting(1024, ge=2)
+    """Most tokens of a prompt with one response; pairs with a longer side are left out and counted."""
+    global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
+    """Chat template; null: ``data_args.template`` of the role."""
+    chosen_key: str = "chosen"
+    """Column of the preferred response: a text, or a conversation that ends with it."""
+    rejected_key: str = "rejected"
+    """Column of the other response."""
+    completion_key: str = "completion"
+    """``kto``: column of a single response; rows without it are pairs, of which both responses are used."""
+    label_key: str = "label"
+    """``kto``: column that says whether that response is desirable."""
+    cache_reference: bool = True
+    """Keep the reference's log-probs of each pair (4 bytes a response token, in the driver) for later epochs."""
+    actor_train: WorkerConfig = field(default_factory=WorkerConfig)
+    """The model that learns; its ``data_args`` name the pairs. ``per_device_train_batch_size`` counts pairs."""
+    reference: ReferenceWorkerConfig | None = None
+    """The model that it is tied to; not needed with LoRA, whose base is the reference, and for ``simpo``, ``orpo``."""
+    validation: HeldOutConfig | None = None
+    """Held-out pairs; null: none."""
+
+
+def runs_reference(config: DPOConfig) -> bool:
+    """True if the role ``reference`` is started: it is needed, and there is no LoRA base that could stand for it."""
+    return config.reference is not None and needs_reference(config) and not has_base(config)
+
+
+def has_base(config: DPOConfig) -> bool:
+    """True for a LoRA policy whose base is the reference, since no other model is named."""
+    named = config.reference is not None and config.reference.model_args.model_name_or_path is not None
+    return uses_lora(config.actor_train.model_args) and not named
 
 
 class DPO(SupervisedDefinition):
@@ -28,6 +62,8 @@ class DPO(SupervisedDefinition):
 
     name = "dpo"
     config_class = DPOConfig
+    role = "actor_train"
+    pipeline_class = "roll.pipelines.dpo.pipeline.DPOPipeline"
     roles = (Role("actor_train", TRAINS), Role("reference", COMPUTES_LOG_PROBS, optional=True))
     headlines = (
         Headline("actor/loss", "loss", "{:.4f}"),
@@ -48,16 +84,18 @@ class DPO(SupervisedDefinition):
         ("DPO: losses (top level)", PreferenceLossConfig, ()),
     )
 
-    def check(self, config: DPOConfig, checks: Checks) -> None:
-        check_dpo(config, checks)
+    def check_keys(self, config: DPOConfig, checks: Checks) -> None:
+        if config.chosen_key == config.rejected_key:
+            checks.add("rejected_key", config.rejected_key, "is the column of the chosen responses too", "rejected")
+        if not checks.broken("loss_type"):
+            for key, value, rule in preference_problems(config):
+                checks.add(key, value, rule)
+            if needs_reference(config) and config.reference is None and not has_base(config):
+                rule = "is needed: a section with the strategy and devices of the model that the policy is tied to"
+                checks.missing("reference", rule, "{strategy_args: {strategy_name: fsdp2_infer}, device_mapping: [0]}")
 
-    def plan(self, config: DPOConfig, exp_name: str, written: Written) -> DPOPlan:
-        return plan_dpo(self, config, exp_name, written)
-
-    def pipeline(self) -> type[DPOPipeline]:
-        from roll.pipelines.dpo.pipeline import DPOPipeline
-
-        return DPOPipeline
+    def plan(self, config: DPOConfig, exp_name: str, written: Written) -> SupervisedPlan:
+        return replace(super().plan(config, exp_name, written), needs_reference=needs_reference(config))
 
     def models(self, config: DPOConfig) -> dict[str, WorkerConfig]:
         found = super().models(config)

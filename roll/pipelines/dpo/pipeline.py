@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,8 @@ from roll.algorithms.preferences import (
 )
 from roll.config.loader import LoadedConfig
 from roll.config.losses import couples_pairs, is_unpaired, needs_mismatched
-from roll.config.roles import DataArguments
 from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow, Judgement
-from roll.pipelines.dpo.config import DPOConfig, DPOPlan, has_base
+from roll.pipelines.dpo.definition import DPOConfig, has_base
 from roll.pipelines.row_order import balanced_order
 from roll.pipelines.run_context import WEIGHTS
 from roll.pipelines.supervised_pipeline import SupervisedPipeline, image_column, right_padded
@@ -34,14 +33,10 @@ from roll.workers import PREFERENCE_WORKER
 from roll.workers.model import ModelWorker
 from roll.workers.supervised import PreferenceSettings
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+ReferenceLogProbs = dict[str, list[np.ndarray]]
 
 
-KnownLogProbs = dict[str, list[np.ndarray]]
-
-
-class DPOPipeline(SupervisedPipeline[DPOConfig, DPOPlan, JudgedRow]):
+class DPOPipeline(SupervisedPipeline[DPOConfig, JudgedRow]):
     """Learning which of two responses is preferred, or which responses are desirable."""
 
     role = "actor_train"
@@ -53,23 +48,20 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, DPOPlan, JudgedRow]):
 
     def __init__(self, loaded: LoadedConfig[DPOConfig]) -> None:
         super().__init__(loaded)
-        self.known: dict[str, KnownLogProbs] = {"train": {}, "validation": {}}
+        self.reference_cache: dict[str, ReferenceLogProbs] = {"train": {}, "validation": {}}
         """The reference's log-probs of the responses, by set and the row's id."""
 
     def settings(self) -> PreferenceSettings:
         return PreferenceSettings(self.config.max_grad_norm, loss=self.config)
 
     @classmethod
-    def read(
-        cls, config: DPOConfig, plan: DPOPlan, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
-    ) -> JudgedDataset:
+    def build(cls, config: DPOConfig) -> Callable[..., JudgedDataset]:
         """Pairs, or single responses with labels."""
         names = JudgedColumns(
             config.chosen_key, config.rejected_key, responses=config.completion_key, scores=config.label_key
         )
         kind: Judgement = "labels" if is_unpaired(config) else "pairs"
-        build = partial(JudgedDataset.build, columns=names, judgement=kind)
-        return cls.rendered(build, config, plan, data_args, tokenizer)
+        return partial(JudgedDataset.build, columns=names, judgement=kind)
 
     def next_batch(self, step: int) -> DataProto:
         drawn = self.rows.next_batch(self.plan.global_batch_size)
@@ -87,20 +79,20 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, DPOPlan, JudgedRow]):
         return batch
 
     def add_reference(self, batch: DataProto, rows: Sequence[JudgedRow], of_set: str) -> None:
-        """``ref_log_probs`` float32 (B, L), computed where they are not known."""
+        """``ref_log_probs`` float32 (B, L), computed for the rows that the cache does not have."""
         if not self.plan.needs_reference:
             return
-        known = self.known[of_set]
-        unknown = [row for row in rows if row.row_id not in known]
-        if unknown:
+        cache = self.reference_cache[of_set]
+        uncached = [row for row in rows if row.row_id not in cache]
+        if uncached:
             with self.context.phase("ref_log_probs"):
-                known |= self.reference_log_probs(unknown)
+                cache |= self.reference_log_probs(uncached)
         column = torch.zeros_like(batch.batch["input_ids"], dtype=torch.float32)
-        parts = [torch.from_numpy(part) for row in rows for part in known[row.row_id]]
+        parts = [torch.from_numpy(part) for row in rows for part in cache[row.row_id]]
         column[batch.batch["response_mask"]] = torch.cat(parts)
         batch.batch["ref_log_probs"] = column
         if not self.config.cache_reference:
-            known.clear()
+            cache.clear()
 
     def add_own_columns(self, batch: DataProto) -> None:
         """``slopes`` float32 (B,): the derivative of a loss that couples pairs, from a pass over all of them."""
@@ -111,7 +103,7 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, DPOPlan, JudgedRow]):
         self.context.record({"actor/loss": Mean(float(loss))})
         batch.batch["slopes"] = slope.reshape(-1).float()
 
-    def reference_log_probs(self, rows: Sequence[JudgedRow]) -> KnownLogProbs:
+    def reference_log_probs(self, rows: Sequence[JudgedRow]) -> ReferenceLogProbs:
         """The reference's log-probs of the responses of each row, float32 (tokens,), by the rows' ids."""
         batch = pair_batch(rows, self.pad_token_id)
         flat = self.computed(batch, True, ()).batch["log_probs"][batch.batch["response_mask"]].numpy()
@@ -204,8 +196,8 @@ def pair_batch(rows: Sequence[JudgedRow], pad: int) -> DataProto:
     return DataProto.from_dict(tensors, image_column([row.vision for row in rows for _ in row.responses]))
 
 
-def asked(row: JudgedRow) -> tuple[list[int], tuple[Any, ...]]:
-    """Identity of a prompt: their ids and their images."""
+def prompt_key(row: JudgedRow) -> tuple[list[int], tuple[Any, ...]]:
+    """Identity of a prompt: its ids and its images."""
     return row.prompt_ids, () if row.vision is None else tuple(row.vision.image_keys)
 
 
@@ -215,7 +207,7 @@ def mismatched(rows: Sequence[JudgedRow], longest: int) -> list[JudgedRow]:
     found: list[JudgedRow] = []
     for index, row in enumerate(rows):
         others = (rows[(index + step) % len(rows)] for step in range(1, len(rows)))
-        other = next((one for one in others if asked(one) != asked(row)), row)
+        other = next((one for one in others if prompt_key(one) != prompt_key(row)), row)
         room = longest - len(row.prompt_ids)
         found.append(replace(row, responses=[ids[:room] for ids in other.responses], scores=other.scores))
     return found

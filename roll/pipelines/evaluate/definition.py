@@ -7,17 +7,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
-from roll.config.pipelines import GENERATES, READ_KEYS, Panel, ReadableSet, Role, Written
-from roll.config.plan.planning import finished_section, with_cache_length
-from roll.config.rewards import REWARD_MODEL, own_judges, reward_workers
+from roll.config.pipelines import GENERATES, READ_KEYS, Panel, Role, Written
+from roll.config.rewards import REWARD_MODEL, own_judges
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.base import own_weights
-from roll.config.strategies.registry import with_engine_size
-from roll.pipelines.evaluate.checks import check_evaluation, check_taken_up
 from roll.pipelines.evaluate.config import (
     EvaluateConfig,
     EvaluatePlan,
     EvaluationConfig,
+    check_evaluation,
+    check_taken_up,
     evaluation_facts,
     first_model,
     plan_evaluation,
@@ -28,8 +26,6 @@ from roll.pipelines.rlvr.plan import model_roles
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
-    from roll.config.roles import DataArguments
-    from roll.datasets import PromptDataset
 
 
 class Evaluate(RLVR):
@@ -64,10 +60,6 @@ class Evaluate(RLVR):
     def models(self, config: RLVRConfig) -> dict[str, WorkerConfig]:
         answering = ("actor_infer", REWARD_MODEL, *own_judges(config.rewards))
         return {name: role for name, role in model_roles(config).items() if name in answering}
-
-    def started(self, config: RLVRConfig) -> dict[str, WorkerConfig]:
-        rewards = {f"rewards.{name}": reward_workers(name, role) for name, role in config.rewards.items()}
-        return {**self.models(config), **rewards}
 
     def default_model(self, config: RLVRConfig, role: str) -> tuple[str, str | None]:
         assert isinstance(config, EvaluateConfig)
@@ -105,24 +97,5 @@ class Evaluate(RLVR):
     def resumption_problems(self, *_: Any) -> Iterator[tuple[str, Any, str]]:
         yield from ()
 
-    def readable_sets(self, loaded: LoadedConfig[Any]) -> dict[str, ReadableSet]:
-        from roll.pipelines.rlvr.data import read_prompts, remarks
-
-        plan = loaded.plan
-        assert isinstance(plan, EvaluatePlan)
-
-        def read(data_args: DataArguments, limit: int, tokenizer: Any) -> PromptDataset:
-            return read_prompts(loaded.config, plan, data_args, limit, tokenizer)
-
-        sets = {one.name or "validation": (one.data_args, one.prompt_length) for one in plan.validation_sets}
-        return {
-            name: ReadableSet(name, data, limit, partial(read, data, limit), partial(remarks, loaded.config))
-            for name, (data, limit) in sets.items()
-        }
-
     def reading_role(self) -> str:
         return "actor_infer"
-
-    def served_section(self, loaded: LoadedConfig[Any], role: str) -> WorkerConfig:
-        section = finished_section(with_engine_size(self.models(loaded.config)[role]), loaded.plan.roles[role])
-        return own_weights(with_cache_length(section, loaded.plan.sequence_length))

@@ -15,13 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.config.loader import LoadedConfig
-from roll.distributed import DriverLoop
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, Pass
-from roll.pipelines.evaluate.models import EXIT_BELOW, Engines, ModelRun
+from roll.pipelines.evaluate.models import Engines, ModelRun
+from roll.pipelines.evaluate.results import missed
 from roll.pipelines.evaluate.samples import RESULTS
-from roll.pipelines.evaluate.statistics import missed
 from roll.pipelines.files import load_tokenizer
-from roll.pipelines.run_context import Residency, moves_states
 from roll.serving.harness import HarnessOptions, run_program
 from roll.serving.server import FrontOptions, HttpFront
 
@@ -37,27 +35,19 @@ class HarnessRun(ModelRun[EvaluateConfig, EvaluatePlan]):
         self._options = options
         self.metrics: dict[str, dict[str, float]] = {}
 
+    # The harness reads its own data, asks over HTTP and writes its own files.
+
     def settings(self) -> dict[str, Any]:
         return {}
 
-    def read(self, tokenizer: Any, role: Any) -> None:
-        """The harness reads its own data."""
+    def read(self, tokenizer: Any, role: Any) -> None: ...
 
     def num_asked(self, way: Pass) -> int:
         return 0
 
-    async def answer(self, model: EvaluatedModel, way: Pass, numbers: Sequence[int], client: Any) -> None:
-        """The harness asks over HTTP."""
+    async def answer(self, model: EvaluatedModel, way: Pass, numbers: Sequence[int], client: Any) -> None: ...
 
-    def run(self) -> int:
-        with self.context.running() as resources:
-            self.driver = DriverLoop()
-            self.context.at_end(self.close)
-            self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
-            self.resources = resources
-            for group in self.plan.groups():
-                self.evaluate_group(group)
-        return EXIT_BELOW if self.finish() else 0
+    def open(self) -> None: ...
 
     def evaluate_group(self, models: Sequence[EvaluatedModel]) -> None:
         base = self.role_of(models[0])

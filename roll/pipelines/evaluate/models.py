@@ -1,4 +1,4 @@
-"""Several models, one after the other, on engines that are started once: the frame of every evaluation.
+"""Base of every evaluation: several models, one after the other, on engines that are started once.
 
 Engines are started once for all models that share an architecture and a tokenizer; between two of them only weights are
 exchanged. What is answered is on disk at once, so that an evaluation that is killed continues where it was.
@@ -10,19 +10,20 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.config.loader import LoadedConfig
 from roll.config.plan.plan import RolePlan
 from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, DriverLoop
+from roll.pipelines.engine_rollout import between_turns, engine_client
 from roll.pipelines.evaluate.config import EvaluatedModel, EvaluationConfig, ModelsPlan, Pass
 from roll.pipelines.evaluate.results import Results
 from roll.pipelines.evaluate.samples import SampleFile
 from roll.pipelines.files import load_tokenizer
-from roll.pipelines.run_context import GENERATION, WEIGHTS, Residency, RunContext, moves_states
+from roll.pipelines.run_context import GENERATION, WEIGHTS, Residency, RunContext, moves_states, start_cluster
 from roll.rollout.engines import EngineClient
-from roll.rollout.routing import build_router
 from roll.weight_sync.encoding import MIB, SyncOptions
 from roll.weight_sync.sender import WeightSync
 from roll.workers import GENERATION_WORKER, STORED_WEIGHTS_WORKER
@@ -53,7 +54,7 @@ class EvaluationContext(RunContext):
 
 
 class ModelRun(ABC, Generic[ConfigT, PlanT]):
-    """An evaluation, from start to table. A subclass says what models are asked."""
+    """An evaluation, from start to table. A subclass defines what the models answer."""
 
     slice_seconds = 0.05
     """See :class:`~roll.rollout.engines.EngineClient`."""
@@ -71,7 +72,7 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
 
     @abstractmethod
     def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> None:
-        """Read what the models of a group are asked."""
+        """Read the prompts or tasks of a group of models."""
 
     @abstractmethod
     def num_asked(self, way: Pass) -> int:
@@ -91,16 +92,24 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
     def run(self) -> int:
         """Ask all models; the exit status."""
         with self.context.running() as resources:
-            self.samples = SampleFile(self.plan.output_dir, self.settings(), self.keys.resume)
-            self.context.at_end(self.samples.close)
+            self.open()
             self.driver = DriverLoop()
             self.context.at_end(self.close)
             self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
             self.resources = resources
-            self.results = Results(self.keys, self.plan, self.samples)
             for group in self.plan.groups():
                 self.evaluate_group(group)
-        return EXIT_BELOW if self.results.finish() else 0
+        return EXIT_BELOW if self.finish() else 0
+
+    def open(self) -> None:
+        """Open the file of samples."""
+        self.samples = SampleFile(self.plan.output_dir, self.settings(), self.keys.resume)
+        self.context.at_end(self.samples.close)
+        self.results = Results(self.keys, self.plan, self.samples)
+
+    def finish(self) -> list[str]:
+        """Write and print the results; a sentence for every threshold that was missed."""
+        return self.results.finish()
 
     def close(self) -> None:
         """Cancel what is in flight; before the clusters end."""
@@ -145,10 +154,10 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
         return replace(role, model_path=model.base, section=replace(role.section, model_args=model_args))
 
     def load(self, model: EvaluatedModel, base: RolePlan, engines: Engines | None, is_last: bool) -> Engines:
-        """Engines that hold the weights of ``model``: started for it, or given them.
+        """Engines that hold the weights of ``model``: started with them, or updated.
 
         Args:
-            is_last: no other model is asked by these engines afterwards.
+            is_last: these engines serve no other model afterwards.
         """
         is_new = engines is None
         if engines is None:
@@ -167,26 +176,6 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
         """Everything that answers and scores, on its devices."""
         self.residency.bring(dict.fromkeys(("actor_infer", *self.judges()), GENERATION))
 
-    def cluster(self, name: str, worker: str, settings: Any = None, role: RolePlan | None = None) -> Cluster:
-        """Start the processes of a role, to be ended with the evaluation."""
-        section = (role or self.plan.roles[name]).section
-        cluster = Cluster(
-            name,
-            worker,
-            self.resources,
-            section,
-            seed=self.config.seed,
-            settings=settings,
-            rpc_timeout=self.config.rpc_timeout,
-        )
-        self.context.watch([cluster])
-        return cluster
-
-    def admit(self, cluster: Cluster, states: frozenset[Any]) -> None:
-        """Let the residency move a role that shares its devices."""
-        if self.residency.moves(cluster.name):
-            self.residency.admit(cluster, states)
-
 
 class Engines:
     """The engines of ``actor_infer``, and who sends them the weights of other models."""
@@ -199,22 +188,12 @@ class Engines:
         """
         config = run.config
         self._run, self._role = run, role
-        self.cluster = run.cluster("actor_infer", role.section.worker_cls or GENERATION_WORKER, role=role)
+        worker = role.section.worker_cls or GENERATION_WORKER
+        self.cluster = start_cluster(config, "actor_infer", worker, run.resources, role.section)
+        run.context.watch([self.cluster])
         self.cluster.call_all(GenerationWorker.initialize).result()
-        run.admit(self.cluster, GENERATION)
-        router = build_router(config.router_args.router_name or run.router, config.router_args.router_config)
-        limit = config.router_args.max_running_requests or config.max_running_requests
-        timeout = min(config.actor_infer.engine_timeout, config.rpc_timeout)
-        self.client = EngineClient(
-            self.cluster,
-            limit,
-            run.slice_seconds,
-            router=router,
-            # A new process would load its model while others have the device.
-            max_restarts=0 if role.colocated_with else config.actor_infer.max_restarts,
-            turn_timeout=timeout,
-            fixed_weights=keeps_weights,
-        )
+        run.residency.admit(self.cluster, GENERATION)
+        self.client = engine_client(config, role, self.cluster, run.slice_seconds, run.router, keeps_weights)
         self._source: Cluster | None = None
         self._sync: WeightSync | None = None
 
@@ -224,19 +203,15 @@ class Engines:
             section = replace(
                 self._role.section, device_mapping=None, num_gpus_per_worker=1, world_size=1, worker_cls=None
             )
-            role = replace(self._role, section=section)
-            self._source = self._run.cluster("stored_weights", STORED_WEIGHTS_WORKER, role=role)
+            self._source = start_cluster(
+                self._run.config, "stored_weights", STORED_WEIGHTS_WORKER, self._run.resources, section
+            )
+            self._run.context.watch([self._source])
             self._sync = WeightSync(self._source, self.cluster, self._options())
         checkpoint = None if model.checkpoint is None else str(model.checkpoint)
         self._source.call_all(StoredWeightsWorker.open, model.base, checkpoint).result()
         assert self._sync is not None
-        self._run.driver.run(self.client.pause())
-        self.client.readmit()
-        self._sync.sync(version)
-        self._run.driver.run(self._resume())
-
-    async def _resume(self) -> None:
-        self.client.resume()
+        between_turns(self._run.driver, self.client, partial(self._sync.sync, version))
 
     def _options(self) -> SyncOptions:
         """Through memory of the host, where the weights are read; whole, since models have nothing in common."""

@@ -1,47 +1,48 @@
-"""The evaluation on prompts: every model answers the prompts of every set, and rewards score the answers."""
+"""The evaluation on prompts: every model answers the prompts of every set, and rewards score the answers.
+
+A model that is served elsewhere (``evaluate.against``) is an OpenAI-compatible service that is asked by chats.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from roll.config.loader import LoadedConfig
 from roll.config.plan.plan import RolePlan
-from roll.config.rewards import REWARD_MODEL, judge_role, model_inputs
+from roll.config.rewards import REWARD_MODEL, model_inputs
+from roll.config.roles import DataArguments
+from roll.config.strategies.remote import RemoteStrategyConfig
 from roll.datasets import PromptDataset
-from roll.distributed import Cluster
+from roll.datasets.columns import Columns
+from roll.datasets.reading import SourceRow
+from roll.datasets.templates import TemplateChoice
+from roll.datasets.types import PromptRow
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, Pass
 from roll.pipelines.evaluate.models import ModelRun
 from roll.pipelines.evaluate.samples import sample_records, settings_of
-from roll.pipelines.evaluate.served import NoEngines, ServedModel
+from roll.pipelines.rlvr.clusters import Scorers, start_scorers
 from roll.pipelines.rlvr.data import read_prompts
-from roll.pipelines.rlvr.judge import JudgeService
-from roll.pipelines.rlvr.plan import judge_roles
 from roll.pipelines.run_context import GENERATION, WEIGHTS
 from roll.rollout.engines import EngineClient
 from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
+from roll.rollout.groups import FinishedGroup, SampleGroup
+from roll.rollout.loops import RolloutContext
 from roll.rollout.rewarding import ModelScorer, RewardClient
-from roll.strategies.engines.requests import SamplingParams
-from roll.workers import GENERATION_WORKER, REWARD_MODEL_WORKER, REWARD_WORKER
-from roll.workers.generation import GenerationWorker
-from roll.workers.model import ModelWorker
-from roll.workers.reward import RewardSettings, RewardWorker
+from roll.strategies.engines.requests import FinishReason, SamplingParams
+from roll.strategies.remote import RemoteService, ServiceRefused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Scorers:
-    """The clusters that score, for the whole evaluation."""
-
-    rewards: Mapping[str, Cluster] = field(default_factory=dict)
-    reward_model: Cluster | None = None
-    judges: Mapping[str, JudgeService] = field(default_factory=dict)
 
 
 class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
@@ -139,30 +140,12 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
         """Reward workers, judges and the reward model."""
         if self.scorers is not None:
             return
-        config, plan = self.config, self.plan
-        asked = judge_roles(config)
-        judges = {name: JudgeService(config, plan, name) for name in plan.roles if name in asked}
-        for service in judges.values():
-            self.context.at_end(service.close)
-        rewards, waiting = {}, []
-        for name, section in config.rewards.items():
-            judge = judges.get(judge_role(name, section) or "")
-            settings = RewardSettings(**judge.address) if judge is not None else None
-            rewards[name] = self.cluster(f"rewards.{name}", REWARD_WORKER, settings)
-            waiting.append(rewards[name].call_all(RewardWorker.initialize))
-        scorer = None
-        if model_inputs(config.rewards):
-            scorer = self.cluster(REWARD_MODEL, plan.roles[REWARD_MODEL].section.worker_cls or REWARD_MODEL_WORKER)
-            scorer.call_all(ModelWorker.initialize, 0).result()
-            self.admit(scorer, WEIGHTS)
-        for name, service in judges.items():
-            engines = self.cluster(name, plan.roles[name].section.worker_cls or GENERATION_WORKER)
-            engines.call_all(GenerationWorker.initialize).result()
-            self.admit(engines, GENERATION)
-            service.open(engines)
-        for line in dict.fromkeys(line for call in waiting for line in call.result() if line):
-            logger.info("%s", line)
-        self.scorers = Scorers(rewards, scorer, judges)
+        starting = start_scorers(self.config, self.plan, self.resources)
+        self.context.watch(starting.clusters.all())
+        for judge in starting.clusters.judges.values():
+            self.context.at_end(judge.close)
+        starting.begin(self.residency)
+        self.scorers = starting.finish(self.residency)
 
     def reward_client(self) -> RewardClient:
         assert self.scorers is not None
@@ -171,3 +154,109 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
             columns = [one.data_args for one in self.plan.validation_sets]
             scorer = ModelScorer(self.scorers.reward_model, model_inputs(self.config.rewards), columns)
         return RewardClient(self.scorers.rewards, scorer)
+
+
+REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+def address_of(config: EvaluateConfig, url: str) -> RemoteStrategyConfig:
+    """The service of ``evaluate.against``, whose model stands behind a ``#``."""
+    base_url, _, model = url.partition("#")
+    return RemoteStrategyConfig(
+        base_url=base_url,
+        model=model or None,
+        api_key_env=config.evaluate.against_api_key_env,
+        concurrency=config.val_batch_size,
+        total_timeout=config.rpc_timeout,
+        request_timeout=min(600.0, config.rpc_timeout),
+    )
+
+
+class NoEngines:
+    """In place of engines, where nothing of this run generates."""
+
+    num_turns = 0
+
+    def abort(self, generations: Collection[Any]) -> None:
+        assert not generations
+
+
+class ServedModel:
+    """A rollout loop whose samples come from the service: the row's conversation goes there as it is, and the
+    service's own template renders it.
+
+    Tokens are counted by the tokenizer of the file's model.
+
+    Raises:
+        ServiceRefused: the service cannot be reached, or refuses; of :meth:`answer` as well.
+    """
+
+    def __init__(
+        self,
+        config: EvaluateConfig,
+        url: str,
+        data_args: DataArguments,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self._service = RemoteService(address_of(config, url), "chat/completions")
+        self._pool = ThreadPoolExecutor(config.val_batch_size, thread_name_prefix="served")
+        self._data_args = data_args
+        self._templates = TemplateChoice.of_settings(data_args, config.global_template, config.tag_to_template)
+        self._tokenizer = tokenizer
+
+    async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
+        if prompt.vision is not None:
+            raise ServiceRefused(f"prompt {prompt.prompt_id} has images, which are not sent to evaluate.against")
+        body = self.body(prompt, context.params, context.group_size)
+        choices = await asyncio.get_running_loop().run_in_executor(self._pool, self._ask, body)
+        group = SampleGroup(context.order, prompt, self._finished(context.order, choices))
+        return await context.compute_rewards(group)
+
+    def body(self, prompt: PromptRow, params: SamplingParams, count: int) -> dict[str, Any]:
+        """The request; what is off is left out, since services differ in what they know."""
+        source = SourceRow(Path(f"prompt {prompt.prompt_id}"), 0, prompt.row)
+        messages = Columns.of(self._data_args, source).read_messages(source)
+        optional = {
+            "top_p": (params.top_p, params.top_p < 1),
+            "top_k": (params.top_k, params.top_k > 0),
+            "min_p": (params.min_p, params.min_p > 0),
+            "repetition_penalty": (params.repetition_penalty, params.repetition_penalty != 1),
+            "seed": (params.seed, params.seed is not None),
+            "stop": (list(params.stop_strings), bool(params.stop_strings)),
+        }
+        return {
+            "model": self._service.model,
+            "messages": self._templates.with_system(messages, prompt.tag),
+            "n": count,
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            **{name: value for name, (value, is_set) in optional.items() if is_set},
+        }
+
+    def _ask(self, body: dict[str, Any]) -> list[tuple[str, str]]:
+        """Text and finish reason of every sample."""
+        answer = self._service.post([body])[0]
+        try:
+            choices = [(one["message"]["content"] or "", str(one["finish_reason"])) for one in answer["choices"]]
+        except (KeyError, TypeError) as error:
+            raise ServiceRefused(f"the answer is no chat completion: {type(error).__name__}: {error}") from error
+        if len(choices) != body["n"]:
+            raise ServiceRefused(f"the service gave {len(choices)} samples where n is {body['n']}")
+        return choices
+
+    def _finished(self, order: int, choices: Sequence[tuple[str, str]]) -> FinishedGroup:
+        texts = [text for text, _ in choices]
+        ids: list[list[int]] = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        return FinishedGroup(
+            request_id=str(order),
+            token_ids=np.array([token for own in ids for token in own], dtype=np.int32),
+            log_probs=np.zeros(sum(map(len, ids)), dtype=np.float32),
+            lengths=np.array([len(own) for own in ids], dtype=np.int64),
+            finish_reasons=[REASONS.get(reason, "stop") for _, reason in choices],
+            texts=texts,
+            weight_versions=[[(0, 0, len(own))] for own in ids],
+        )
+
+    def close(self) -> None:
+        self._service.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)

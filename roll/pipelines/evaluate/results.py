@@ -1,11 +1,18 @@
-"""Results of an evaluation: metrics of each model, comparisons, thresholds; as JSON, and as tables for people."""
+"""Results of an evaluation: metrics of each model, comparisons, thresholds; as JSON, and as tables for people.
+
+Two models are compared by their differences on the same prompts, whose sign is random if neither is better (R. A.
+Fisher's permutation test).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -13,12 +20,15 @@ from rich.text import Text
 from roll.datasets.types import DataError
 from roll.pipelines.evaluate.config import EvaluationConfig, ModelsPlan
 from roll.pipelines.evaluate.samples import RESULTS, SampleFile, answers_of
-from roll.pipelines.evaluate.statistics import Answers, compare, missed, overall, pass_metrics
+from roll.pipelines.rlvr.accuracy import CHUNK, Answers, Estimate, bootstrap, overall, pass_metrics, with_ends
 
 WIDTH = 160
 """Columns of a table in a file or a log."""
 COLUMNS = (("accuracy", "accuracy"), ("reward", "mean reward"))
 """Metrics with intervals that the table has, and their headings; pass@k and its relatives follow for the largest k."""
+EXACT = 12
+"""Differences other than 0 up to which every choice of signs is tried."""
+PERMUTATIONS = 20_000
 
 
 class Results:
@@ -138,3 +148,70 @@ def _with_interval(metrics: Mapping[str, float], name: str, sign: str = "") -> s
         return ""
     low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
     return f"{metrics[name]:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models on the same prompts: the first's accuracy less the second's."""
+
+    difference: Estimate
+    p_value: float
+    """Chance of a difference at least as large if neither is better, two-sided."""
+    wins: int
+    """Prompts of which the first has more correct."""
+    losses: int
+    ties: int
+
+    def metrics(self) -> dict[str, float]:
+        return with_ends("difference", self.difference) | {
+            "p_value": self.p_value,
+            "wins": float(self.wins),
+            "losses": float(self.losses),
+            "ties": float(self.ties),
+        }
+
+
+def compare(first: Sequence[Answers], second: Sequence[Answers]) -> Comparison | None:
+    """The prompts that both have answered, by id; None: there are none."""
+    others = {one.prompt_id: one.accuracy for one in second}
+    pairs = [(one.accuracy, others[one.prompt_id]) for one in first if one.prompt_id in others]
+    if not pairs:
+        return None
+    differences = np.array([mine - theirs for mine, theirs in pairs])
+    wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
+    found = bootstrap(differences.tolist())
+    return Comparison(found, sign_flip_p_value(differences), wins, losses, len(pairs) - wins - losses)
+
+
+def sign_flip_p_value(differences: np.ndarray) -> float:
+    """Share of the choices of signs whose mean is at least as far from 0; sampled where there are many."""
+    sizes = np.abs(differences[differences != 0])
+    if not len(sizes):
+        return 1.0
+    observed = abs(float(differences.sum())) - 1e-9
+    if len(sizes) <= EXACT:
+        signs = np.array(list(product((-1.0, 1.0), repeat=len(sizes))))
+        return float((np.abs(signs @ sizes) >= observed).mean())
+    random = np.random.default_rng(0)
+    reached, rows = 0, max(1, CHUNK // len(sizes))
+    for begin in range(0, PERMUTATIONS, rows):
+        signs = random.integers(0, 2, (min(rows, PERMUTATIONS - begin), len(sizes))) * 2.0 - 1.0
+        reached += int((np.abs(signs @ sizes) >= observed).sum())
+    return (reached + 1) / (PERMUTATIONS + 1)
+
+
+def missed(thresholds: Mapping[str, float], results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A sentence for every threshold that a model stays below.
+
+    Args:
+        results: metrics by model; those that compare two models stand with the model that is compared.
+    """
+    for key, least in thresholds.items():
+        name, _, rest = key.partition("/")
+        metrics = {name: rest} if name in results and rest in results[name] else dict.fromkeys(results, key)
+        found = {model: results[model][metric] for model, metric in metrics.items() if metric in results[model]}
+        if not found:
+            yield f"{key}: there is no such metric"
+        for model, value in found.items():
+            if not value >= least:
+                yield f"{model}: {metrics[model]} is {value:.4f}, below {least:g}"

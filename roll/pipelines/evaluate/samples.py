@@ -1,4 +1,4 @@
-"""The samples of an evaluation on disk: written as prompts are done, taken up where an evaluation was interrupted."""
+"""The samples of an evaluation on disk: written as prompts are done, resumed where an evaluation was interrupted."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from roll.config.model_files import model_folder
 from roll.config.policy import PolicyRunConfig
 from roll.config.roles import DataArguments
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, ModelsPlan
-from roll.pipelines.evaluate.statistics import Answers
-from roll.pipelines.rlvr.accuracy import voted_answer
+from roll.pipelines.files import samples_of
+from roll.pipelines.rlvr.accuracy import Answers, voted_answer
 from roll.rollout.groups import SampleGroup
 
 SAMPLES, SETTINGS, RESULTS = "samples.jsonl", "evaluation.json", "results.json"
@@ -93,13 +93,13 @@ class SampleFile:
         self.path = folder / SAMPLES
         self._groups: dict[Place, dict[int, list[Record]]] = defaultdict(dict)
         if resume and differing(folder, settings) == []:
-            self._take_up()
+            self._resume()
         elif self.path.exists():
             self.path.replace(self.path.with_name(f"{SAMPLES}.previous"))
         _write_whole(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
 
-    def _take_up(self) -> None:
+    def _resume(self) -> None:
         records = defaultdict(list)
         for record in read_samples(self.path):
             records[record["model"], record["pass"], record["order"]].append(record)
@@ -151,10 +151,8 @@ def read_samples(path: Path) -> Iterator[Record]:
 
 def sample_records(group: SampleGroup, shared: Mapping[str, Any]) -> Iterator[Record]:
     """A row a sample."""
-    prompt, finished = group.prompt, group.finished
-    for index, (text, reason, length, reward) in enumerate(
-        zip(finished.texts, finished.finish_reasons, finished.sampled_lengths, group.rewards, strict=True)
-    ):
+    prompt = group.prompt
+    for index, (text, reason, length, reward) in enumerate(samples_of(group)):
         yield {
             **shared,
             "order": group.order,

@@ -1,11 +1,16 @@
-"""Accuracy of responses: pass@k, majority@k, best-of-k, with confidence intervals over the prompts."""
+"""Accuracy of responses, in validations and evaluations: pass@k, majority@k, best of k, mean rewards, with intervals.
+
+The prompts are the sample: answers to one prompt are not independent.  Intervals of 95% are Wilson's or percentiles of
+resampled prompts (B. Efron, Annals of Statistics 7, 1979).
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -45,6 +50,9 @@ READERS = (last_boxed, last_marked, tagged_answer, stated_answer, isolated_numbe
 
 Z_95 = 1.959963984540054
 """Standard normal quantile of a two-sided interval of 95%."""
+RESAMPLES = 2000
+CHUNK = 1 << 22
+"""Drawn indices in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -56,59 +64,40 @@ class Estimate:
     high: float
 
 
-def accuracy_metrics(groups: Sequence[SampleGroup], name: str, is_primary: bool) -> dict[str, float]:
-    """Shares of correct answers (score 1), by tag and over all.
-
-    ``val/<name>/accuracy`` with its interval ``accuracy_low`` and ``accuracy_high``, mean response length and truncated
-    share; for several samples, for k = 1, 2, 4 ... up to their number, ``pass@k``, ``maj@k`` (where answers can be
-    read off the responses) and ``best@k``, the mean of the best of k scores.  By tag the same stands under
-    ``val/<name>/<tag>/``, lengths excepted.  The primary pass is also reported as ``val_correct/all/mean`` and
-    ``val_correct/<tag>/mean``.
-    """
-    by_tag: dict[str, list[SampleGroup]] = defaultdict(list)
-    for group in groups:
-        by_tag[group.prompt.tag].append(group)
-    metrics = {f"val/{name}/{metric}": value for metric, value in quality(groups).items()}
-    for tag, members in by_tag.items():
-        metrics |= {f"val/{name}/{tag}/{metric}": value for metric, value in quality(members).items()}
-    if is_primary:
-        metrics |= {f"val_correct/{tag}/mean": metrics[f"val/{name}/{tag}/accuracy"] for tag in by_tag}
-        metrics["val_correct/all/mean"] = metrics[f"val/{name}/accuracy"]
-    lengths = np.concatenate([group.finished.lengths for group in groups])
-    reasons = [reason for group in groups for reason in group.finished.finish_reasons]
-    metrics[f"val/{name}/response_length"] = float(lengths.mean())
-    metrics[f"val/{name}/truncated"] = reasons.count("length") / len(reasons)
-    return metrics
+Intervals = Callable[[Sequence[float]], Estimate]
 
 
-def quality(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Accuracy with its interval and, for several samples a question, what k of them reach."""
-    correct = [is_correct(group) for group in groups]
-    accuracy = estimate([float(answers.mean()) for answers in correct])
-    metrics = {"accuracy": accuracy.mean, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
-    num_samples = min(len(answers) for answers in correct)
-    if num_samples < 2:
-        return metrics
-    votes = [[voted_answer(text, group.prompt.prompt_text) for text in group.finished.texts] for group in groups]
-    has_votes = any(vote is not None for answers in votes for vote in answers)
-    for k in powers_of_two(num_samples):
-        passed = estimate([pass_at_k(answers, k) for answers in correct])
-        metrics |= {f"pass@{k}": passed.mean, f"pass@{k}_low": passed.low, f"pass@{k}_high": passed.high}
-        if has_votes:
-            pairs = zip(votes, correct, strict=True)
-            metrics[f"maj@{k}"] = float(np.mean([majority_at_k(answers, right, k) for answers, right in pairs]))
-        metrics[f"best@{k}"] = float(np.mean([best_at_k(group.scores(), k) for group in groups]))
-    return metrics
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """All samples of one prompt in one pass."""
 
+    prompt_id: str
+    tag: str
+    scores: np.ndarray
+    """float64 (n,); NaN where the reward failed."""
+    ranks: np.ndarray
+    """float64 (n,): the number by which the best sample is chosen; NaN counts as the smallest."""
+    correct: np.ndarray
+    """bool (n,)."""
+    votes: Sequence[str | None]
+    """The answer that each sample gives (:func:`voted_answer`); None: it gives none."""
+    lengths: np.ndarray
+    """int64 (n,): response tokens."""
+    truncated: np.ndarray
+    """bool (n,): ended by the length limit."""
 
-def powers_of_two(limit: int) -> Iterator[int]:
-    """1, 2, 4 ... up to ``limit``."""
-    return (2**power for power in range(limit.bit_length()))
+    @classmethod
+    def of(cls, group: SampleGroup) -> Answers:
+        """Samples of a validation during training: a score of 1 is correct, so one whose reward failed is not."""
+        scores, texts = group.scores(), group.finished.texts
+        votes = [voted_answer(text, group.prompt.prompt_text) for text in texts] if len(texts) > 1 else [None]
+        truncated = np.array([reason == "length" for reason in group.finished.finish_reasons])
+        of_prompt = group.prompt.prompt_id, group.prompt.tag
+        return cls(*of_prompt, scores, scores, scores == 1.0, votes, group.finished.lengths, truncated)
 
-
-def is_correct(group: SampleGroup) -> np.ndarray:
-    """bool (num_samples,): the score is 1. An answer whose reward failed is not right."""
-    return group.scores() == 1.0
+    @property
+    def accuracy(self) -> float:
+        return float(self.correct.mean())
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -129,6 +118,91 @@ def estimate(values: Sequence[float]) -> Estimate:
     # Where no or every answer is right one end is the mean itself, but for rounding.
     low, high = max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
     return Estimate(p, min(p, low), max(p, high))
+
+
+def bootstrap(values: Sequence[float]) -> Estimate:
+    """The mean of one value a prompt, and the interval of 95% of the means of resampled prompts; always the same."""
+    sample = np.asarray(values, dtype=np.float64)
+    random, n = np.random.default_rng(0), len(sample)
+    rows = max(1, min(RESAMPLES, CHUNK // n))
+    means: list[float] = []
+    while len(means) < RESAMPLES:
+        count = min(rows, RESAMPLES - len(means))
+        means += sample[random.integers(0, n, (count, n))].mean(axis=1).tolist()
+    low, high = np.percentile(means, [2.5, 97.5])
+    mean = float(sample.mean())
+    return Estimate(mean, min(mean, float(low)), max(mean, float(high)))
+
+
+def pass_metrics(
+    answers: Sequence[Answers], name: str, is_primary: bool, interval: str = "wilson", in_training: bool = False
+) -> dict[str, float]:
+    """The metrics of one pass over a set, whose names begin with ``val/<name>/``; by tag under ``val/<name>/<tag>/``,
+    lengths excepted.
+
+    A primary pass also gives ``val_correct/all/mean`` and ``val_correct/<tag>/mean``.
+    """
+    by_tag: dict[str, list[Answers]] = defaultdict(list)
+    for one in answers:
+        by_tag[one.tag].append(one)
+    of = partial(quality, interval=estimate if interval == "wilson" else bootstrap, in_training=in_training)
+    metrics = {f"val/{name}/{key}": value for key, value in of(answers).items()}
+    for tag, members in by_tag.items():
+        metrics |= {f"val/{name}/{tag}/{key}": value for key, value in of(members).items()}
+    if is_primary:
+        metrics |= {f"val_correct/{tag}/mean": metrics[f"val/{name}/{tag}/accuracy"] for tag in by_tag}
+        metrics["val_correct/all/mean"] = metrics[f"val/{name}/accuracy"]
+    metrics[f"val/{name}/response_length"] = float(np.concatenate([one.lengths for one in answers]).mean())
+    metrics[f"val/{name}/truncated"] = float(np.concatenate([one.truncated for one in answers]).mean())
+    return metrics
+
+
+def quality(answers: Sequence[Answers], interval: Intervals = estimate, in_training: bool = False) -> dict[str, float]:
+    """Accuracy and mean reward with their intervals; for several samples a prompt, what k = 1, 2, 4 ... of them reach,
+    and all of them.
+
+    ``pass@k``: one of k is correct; ``maj@k``: the majority of k is, where answers can be read off the responses;
+    ``best@k``: the highest score of k; ``chosen@k``: the sample of k with the highest rank is correct.
+
+    Args:
+        in_training: leave out mean rewards and ``chosen@k``, and a number of samples that is no power of two.
+    """
+    metrics = with_ends("accuracy", interval([one.accuracy for one in answers]))
+    if not in_training:
+        means = [float(np.nanmean(one.scores)) for one in answers if not np.isnan(one.scores).all()]
+        metrics |= with_ends("reward", bootstrap(means)) if means else {}
+        failed = float(np.isnan(np.concatenate([one.scores for one in answers])).mean())
+        metrics |= {"reward_failed": failed} if failed else {}
+    num_samples = min(len(one.correct) for one in answers)
+    if num_samples < 2:
+        return metrics
+    has_votes = any(vote is not None for one in answers for vote in one.votes)
+    powers = [2**power for power in range(num_samples.bit_length())]
+    for k in powers if in_training else dict.fromkeys((*powers, num_samples)):
+        metrics |= with_ends(f"pass@{k}", interval([pass_at_k(one.correct, k) for one in answers]))
+        if has_votes:
+            metrics[f"maj@{k}"] = float(np.mean([majority_at_k(one.votes, one.correct, k) for one in answers]))
+        metrics[f"best@{k}"] = float(np.mean([best_at_k(one.scores, k) for one in answers]))
+        if not in_training:
+            metrics[f"chosen@{k}"] = float(np.mean([chosen_at_k(one.ranks, one.correct, k) for one in answers]))
+    return metrics
+
+
+def with_ends(name: str, found: Estimate) -> dict[str, float]:
+    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
+
+
+def overall(primary: Mapping[str, Sequence[Answers]]) -> dict[str, float]:
+    """``val_correct/...`` of several sets by set, by tag and over all prompts, each with the same weight.
+
+    Args:
+        primary: the answers of each set's primary pass.
+    """
+    everything = [one for answers in primary.values() for one in answers]
+    parts = {tag: [one for one in everything if one.tag == tag] for tag in dict.fromkeys(one.tag for one in everything)}
+    parts |= {name: list(answers) for name, answers in primary.items() if name} | {"all": everything}
+    means = {name: float(np.mean([one.accuracy for one in part])) for name, part in parts.items()}
+    return {f"val_correct/{name}/mean": mean for name, mean in means.items()}
 
 
 def pass_at_k(correct: np.ndarray, k: int) -> float:
@@ -176,3 +250,19 @@ def majority_at_k(votes: Sequence[str | None], correct: np.ndarray, k: int) -> f
         right = [2 * sum(bool(correct[i]) for i in block if votes[i] == answer) > most for answer in winners]
         shares.append(sum(right) / len(right) if right else 0.0)
     return float(np.mean(shares))
+
+
+def chosen_at_k(ranks: np.ndarray, correct: np.ndarray, k: int) -> float:
+    """Chance that the best of k of the n samples by rank is correct, over all choices of k; ties are shared.
+
+    The best of k has the value v when all of them are at most v and not all are below: C(#<=v, k) - C(#<v, k) of the
+    C(n, k) choices; among samples of equal rank each is as probable.
+    """
+    values = np.where(np.isnan(ranks), -np.inf, ranks)
+    total, below, chance = math.comb(len(values), k), 0, 0.0
+    for value in np.unique(values):
+        tied = values == value
+        upto = below + int(tied.sum())
+        chance += (math.comb(upto, k) - math.comb(below, k)) / total * float(correct[tied].mean())
+        below = upto
+    return chance

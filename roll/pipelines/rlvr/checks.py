@@ -32,7 +32,7 @@ from roll.pipelines.policy_checks import (
 )
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig
-from roll.pipelines.rlvr.plan import lengths, max_new_tokens, model_path, sharing_roles, started_roles
+from roll.pipelines.rlvr.plan import max_new_tokens, sharing_roles, started_roles
 from roll.pipelines.rlvr.teachers import check_opd
 
 PROBABILITY_TOLERANCE = 1e-6
@@ -47,14 +47,21 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     check_lengths(config, checks)
     if not checks.broken("prompt_length", "response_length", "sequence_length"):
         val_prompt, val_sequence = longest_in_validation(config)
-        prompt, longest = max(config.prompt_length, val_prompt), max(lengths(config)[1], val_sequence)
+        prompt, longest = max(config.prompt_length, val_prompt), max(config.longest_sequence, val_sequence)
         note_engine_length(options, prompt, longest, checks)
-        note_positions("pretrain", model_path(config, "actor_train", config.actor_train), longest, checks)
+        _, path = checks.pipeline.model(config, "actor_train", config.actor_train)
+        note_positions("pretrain", path, longest, checks)
     check_batches(config, checks)
     check_rewards(config, checks)
     check_judges(config, checks)
-    check_data(config, checks)
-    check_turns(config, checks)
+    check_data_files("actor_train.data_args", config.actor_train.data_args, checks)
+    check_columns("actor_train.data_args", config.actor_train.data_args, checks)
+    check_validation(config, checks)
+    check_shares(config, checks)
+    check_templates(config, checks)
+    if estimator(config.adv_estimator).works_in_turns:
+        rule = "looks at the turns of episodes, which only the agentic pipeline (custom_envs, train_env_manager) has"
+        checks.add("adv_estimator", config.adv_estimator, rule, "grpo")
     if config.router_args.router_name == "EnvAffinityRouter":
         checks.problems.not_available("router_args.router_name", "EnvAffinityRouter", "this router", "~")
     check_algorithm(config, max_new_tokens(config), checks)
@@ -64,12 +71,6 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     check_resume(config, checks)
     check_recorded_rollouts(config, checks)
     note_unread(config, options, checks)
-
-
-def check_turns(config: RLVRConfig, checks: Checks) -> None:
-    if estimator(config.adv_estimator).works_in_turns:
-        rule = "looks at the turns of episodes, which only the agentic pipeline (custom_envs, train_env_manager) has"
-        checks.add("adv_estimator", config.adv_estimator, rule, "grpo")
 
 
 def check_lengths(config: RLVRConfig, checks: Checks) -> None:
@@ -85,13 +86,21 @@ def check_lengths(config: RLVRConfig, checks: Checks) -> None:
     elif response is not None and sequence is not None and sequence != prompt + response:
         rule = f"must be prompt_length {prompt} + response_length {response} where all three are set"
         checks.add("sequence_length", sequence, rule, prompt + response)
-    val_prompt, val_sequence = config.val_prompt_length, config.val_sequence_length
-    if (val_prompt is None) != (val_sequence is None):
-        absent, present = ("val_prompt_length", "val_sequence_length")[:: 1 if val_prompt is None else -1]
-        checks.missing(absent, f"goes with {present}: set both or none", val_prompt or prompt)
-    elif val_prompt is not None and val_sequence is not None and val_sequence <= val_prompt:
-        rule = f"must be greater than val_prompt_length {val_prompt}, or no response fits"
-        checks.add("val_sequence_length", val_sequence, rule, val_prompt * 2)
+    pair = ("val_prompt_length", config.val_prompt_length, "val_sequence_length", config.val_sequence_length)
+    check_pair(*pair, config, checks)
+
+
+def check_pair(
+    prompt_key: str, prompt: int | None, sequence_key: str, sequence: int | None, config: RLVRConfig, checks: Checks
+) -> None:
+    """Lengths of prompt and sequence of a validation are both set or neither, and a response fits."""
+    names = [key.rpartition(".")[2] for key in (prompt_key, sequence_key)]
+    if prompt is None and sequence is not None:
+        checks.missing(prompt_key, f"goes with {names[1]}: set both or none", config.prompt_length)
+    elif prompt is not None and sequence is None:
+        checks.missing(sequence_key, f"goes with {names[0]}: set both or none", prompt)
+    elif prompt is not None and sequence is not None and sequence <= prompt:
+        checks.add(sequence_key, sequence, f"must be greater than {names[0]} {prompt}, or no response fits", prompt * 2)
 
 
 def check_batches(config: RLVRConfig, checks: Checks) -> None:
@@ -111,15 +120,6 @@ def check_batches(config: RLVRConfig, checks: Checks) -> None:
         role = config.actor_train if name == "actor_train" else config.critic
         assert role is not None
         check_schedule(name, role, plan.total_optimizer_steps, checks)
-
-
-def check_data(config: RLVRConfig, checks: Checks) -> None:
-    arguments = config.actor_train.data_args
-    check_data_files("actor_train.data_args", arguments, checks)
-    check_columns("actor_train.data_args", arguments, checks)
-    check_validation(config, checks)
-    check_shares(config, checks)
-    check_templates(config, checks)
 
 
 def check_templates(config: RLVRConfig, checks: Checks) -> None:
@@ -162,7 +162,7 @@ def note_sampling(config: RLVRConfig, checks: Checks) -> None:
     """Sampling settings that the trainer's log-probs cannot follow, and those that others override."""
     note_distribution(config, checks)
     arguments, key = config.actor_infer.generating_args, "actor_infer.generating_args"
-    response = lengths(config)[0]
+    response = config.response_and_sequence[0]
     if arguments.max_new_tokens is not None and arguments.max_new_tokens > response:
         checks.note(f"{key}.max_new_tokens", f"{arguments.max_new_tokens} is cut to the response length {response}")
     samples = arguments.num_return_sequences
@@ -188,13 +188,8 @@ def check_validation(config: RLVRConfig, checks: Checks) -> None:
             checks.add(key, name, rule)
         check_data_files(f"{key}.data_args", one.data_args, checks)
         check_columns(f"{key}.data_args", one.data_args, checks)
-        prompt, sequence = one.prompt_length, one.sequence_length
-        if (prompt is None) != (sequence is None):
-            absent, present = ("prompt_length", "sequence_length")[:: 1 if prompt is None else -1]
-            checks.missing(f"{key}.{absent}", f"goes with {present}: set both or none", prompt or config.prompt_length)
-        elif prompt is not None and sequence is not None and sequence <= prompt:
-            rule = f"must be greater than prompt_length {prompt}, or no response fits"
-            checks.add(f"{key}.sequence_length", sequence, rule, prompt * 2)
+        pair = (f"{key}.prompt_length", one.prompt_length, f"{key}.sequence_length", one.sequence_length)
+        check_pair(*pair, config, checks)
 
 
 def check_concurrent(config: RLVRConfig, checks: Checks) -> None:

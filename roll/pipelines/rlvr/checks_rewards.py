@@ -60,14 +60,14 @@ def check_reward_model(config: RLVRConfig, checks: Checks) -> None:
 
 
 def check_score_input(config: RLVRConfig, askers: Mapping[str, str], checks: Checks) -> None:
-    """A model of the ``rm`` pipeline is asked about the tokens that it was trained on."""
+    """A model of the ``rm`` pipeline scores the kind of tokens that it was trained on."""
     assert config.reward_model is not None
     _, path = checks.pipeline.model(config, REWARD_MODEL, config.reward_model)
     trained_on = (model_config(path) or {}).get(SCORE_INPUT)
-    for name, asked in askers.items():
-        if trained_on is not None and asked != trained_on:
+    for name, score_input in askers.items():
+        if trained_on is not None and score_input != trained_on:
             rule = f"must be {trained_on}: {path} was trained on it (score_input)"
-            checks.add(f"rewards.{name}.reward_kwargs.input", asked, rule, trained_on)
+            checks.add(f"rewards.{name}.reward_kwargs.input", score_input, rule, trained_on)
 
 
 def check_rewards(config: RLVRConfig, checks: Checks) -> None:
@@ -188,7 +188,7 @@ def check_filter(key: str, config: FilterConfig, checks: Checks) -> None:
 
 
 def check_judges(config: RLVRConfig, checks: Checks) -> None:
-    """The judges' roles are there, where they are asked, and have the devices that they need."""
+    """The roles of judges that some reward asks exist, and have the devices that they need."""
     note_idle_keys(config, checks)
     check_one_judge(config, checks)
     for name in own_judges(config.rewards):
@@ -219,7 +219,7 @@ def check_one_judge(config: RLVRConfig, checks: Checks) -> None:
 
 
 def check_free_devices(config: RLVRConfig, name: str, checks: Checks) -> None:
-    """In an asynchronous run a judge's role shares its devices with nobody."""
+    """In an asynchronous run a judge's role shares its devices with no other role."""
     key = f"{section_of(name)}.device_mapping"
     if not is_async(config) or checks.broken(key):
         return

@@ -1,25 +1,31 @@
-"""Starts the clusters that a plan names, all at once: importing and loading take most of a start."""
+"""Starts the clusters that a plan names, all at once: importing and loading take most of a start; and the services
+that LLM judges ask, in front of engines of the run."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import ray
 
 from roll.algorithms.losses import actor_loss_options
 from roll.config.loader import LoadedConfig
+from roll.config.plan.plan import Plan
 from roll.config.policy import PolicyRunConfig
-from roll.config.rewards import RewardConfig, judge_role, model_inputs
+from roll.config.rewards import REWARD_MODEL, judge_role, model_inputs
 from roll.distributed import Cluster, PendingCall, ResourceManager
+from roll.pipelines.files import load_tokenizer
 from roll.pipelines.policy import PolicyPlan, actor_keys, is_taught, taught_by_advantage
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.judge import JudgeService
 from roll.pipelines.rlvr.plan import RLVRPlan, judge_roles
 from roll.pipelines.rlvr.teachers import opd_divergence, teacher_role
-from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency
+from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency, start_cluster
 from roll.pipelines.teachers import teacher_worker
+from roll.serving.server import FrontOptions, HttpFront
 from roll.strategies.base import StateKind
 from roll.workers import (
     ACTOR_WORKER,
@@ -37,20 +43,74 @@ from roll.workers.training import ActorSettings, CriticSettings
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Clusters:
-    """The roles of a run; a role that nothing consumes is not started.
+class JudgeService:
+    """One address for the reward workers that ask a role, with a key that only this run knows.
 
-    Without ``reference``, reference log-probs (if any) come from ``actor_train``, without its adapters.
+    The address is bound at once, so that reward workers can have it while the engines still load.
+
+    Args:
+        name: the role, ``reward_model`` or one that belongs to a single domain.
     """
 
-    actor_train: Cluster
-    actor_infer: Cluster
+    def __init__(self, config: PolicyRunConfig, plan: Plan, name: str) -> None:
+        key = secrets.token_urlsafe(32)
+        limit = config.router_args.max_running_requests or config.max_running_requests
+        options = FrontOptions(
+            model=name,
+            api_key=key,
+            max_running_requests=limit,
+            max_open_requests=1 << 20,
+            # A new process would load its model while others have the devices.
+            max_restarts=0 if plan.roles[name].colocated_with else config.actor_infer.max_restarts,
+        )
+        # Reward workers of several nodes must reach it; else nobody outside this host needs to.
+        self._front = HttpFront(options, ray.util.get_node_ip_address() if plan.num_nodes > 1 else "127.0.0.1")
+        self._key = key
+        self.name = name
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Options of a judge that asks this service."""
+        return {"base_url": self._front.base_url, "api_key": self._key, "model": self.name}
+
+    @property
+    def address(self) -> dict[str, str]:
+        """Keys of a reward section, for the workers whose judges ask this service: known only while it runs."""
+        return {"judge_api_url": self._front.base_url, "judge_api_key": self._key, "judge_model_name": self.name}
+
+    def open(self, cluster: Cluster) -> None:
+        """Answer by the engines of ``cluster``, which have loaded their model."""
+        arguments = cluster.role.model_args
+        self._front.open(cluster, load_tokenizer(arguments.model_name_or_path, arguments.trust_remote_code))
+
+    def resume(self) -> None:
+        """Go on answering after :meth:`pause`."""
+        self._front.resume()
+
+    def pause(self) -> None:
+        """Let the engines leave their devices: drop requests whose clients have gone.
+
+        Raises:
+            RemoteError: what ended the engines, if anything has.
+        """
+        self._front.check()
+        self._front.pause()
+
+    def check(self) -> None:
+        """Raise what ended the engines, if anything has."""
+        self._front.check()
+
+    def close(self) -> None:
+        """Before the engines end."""
+        self._front.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorers:
+    """The roles that score responses; a role that nothing consumes is not started."""
+
     rewards: Mapping[str, Cluster] = field(default_factory=dict)
-    reference: Cluster | None = None
-    critic: Cluster | None = None
-    teachers: Mapping[str, Cluster] = field(default_factory=dict)
-    """Of on-policy distillation, by name."""
+    """By domain."""
     reward_model: Cluster | None = None
     """A classifier that scores conversations; the role may be a judge instead, and is among ``judge_engines`` then."""
     judge_engines: Mapping[str, Cluster] = field(default_factory=dict)
@@ -59,8 +119,26 @@ class Clusters:
     """The services of ``judge_engines``."""
 
     def all(self) -> list[Cluster]:
-        scorers = [self.reward_model] if self.reward_model is not None else []
-        return [*self.computing(), self.actor_infer, *self.judge_engines.values(), *scorers, *self.rewards.values()]
+        models = [self.reward_model] if self.reward_model is not None else []
+        return [*self.judge_engines.values(), *models, *self.rewards.values()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clusters(Scorers):
+    """The roles of a run.
+
+    Without ``reference``, reference log-probs (if any) come from ``actor_train``, without its adapters.
+    """
+
+    actor_train: Cluster
+    actor_infer: Cluster
+    reference: Cluster | None = None
+    critic: Cluster | None = None
+    teachers: Mapping[str, Cluster] = field(default_factory=dict)
+    """Of on-policy distillation, by name."""
+
+    def all(self) -> list[Cluster]:
+        return [*self.computing(), self.actor_infer, *super().all()]
 
     def computing(self) -> list[Cluster]:
         """The roles that learn or look at samples."""
@@ -68,11 +146,14 @@ class Clusters:
         return [role for role in roles if role is not None]
 
 
+ClustersT = TypeVar("ClustersT", bound=Scorers)
+
+
 @dataclass(frozen=True)
-class StartingClusters:
+class StartingClusters(Generic[ClustersT]):
     """Clusters whose processes have been started; their models are yet to be built."""
 
-    clusters: Clusters
+    clusters: ClustersT
     models: Sequence[StartingModel]
     pending: list[PendingCall] = field(default_factory=list)
 
@@ -80,7 +161,7 @@ class StartingClusters:
         """Let the roles that have their devices to themselves load, all at once, while the caller does other work."""
         self.pending.extend(model.initialize() for model in self._models(residency, False))
 
-    def finish(self, residency: Residency) -> Clusters:
+    def finish(self, residency: Residency) -> ClustersT:
         """Wait for them, then build the roles that share devices one by one: each leaves before the next comes."""
         results = [call.result() for call in self.pending]
         for line in dict.fromkeys(line for lines in results for line in lines if line and isinstance(line, str)):
@@ -107,54 +188,45 @@ class StartingModel:
 
 def start_policy_clusters(
     config: PolicyRunConfig, plan: PolicyPlan, resources: ResourceManager, judge: str = ""
-) -> StartingClusters:
+) -> StartingClusters[Clusters]:
     """Start the processes of a run without reward workers.
 
     Args:
         judge: a role that judges ask, where the plan has it.
     """
-    judges = {judge: JudgeService(config, plan, judge)} if judge in plan.roles else {}
-    starter = ClusterStarter(config, plan, resources, judges)
+    starter = ClusterStarter(config, plan, resources)
     clusters = Clusters(
         **starter.start_computing(),
-        judge_engines={name: starter.start(name, GENERATION_WORKER) for name in judges},
-        judges=judges,
+        **starter.start_judges([judge] if judge in plan.roles else []),
         actor_infer=starter.start("actor_infer", GENERATION_WORKER),
     )
     return StartingClusters(clusters, starter.models, starter.pending)
 
 
-def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager) -> StartingClusters:
-    """Start the processes of every cluster."""
-    config, plan = loaded.config, loaded.plan
-    assert isinstance(plan, RLVRPlan)
-    asked = judge_roles(config)
-    judges = {name: JudgeService(config, plan, name) for name in plan.roles if name in asked}
-    starter = ClusterStarter(config, plan, resources, judges)
+def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager) -> StartingClusters[Clusters]:
+    """Start the processes of every cluster of an RLVR run."""
+    assert isinstance(loaded.plan, RLVRPlan)
+    starter = ClusterStarter(loaded.config, loaded.plan, resources)
     clusters = Clusters(
         **starter.start_computing(),
-        reward_model=starter.start("reward_model", REWARD_MODEL_WORKER) if model_inputs(config.rewards) else None,
+        **starter.start_scorers(loaded.config),
         # Last: an engine may size its cache by what is free on the device when it is built.
-        judge_engines={name: starter.start(name, GENERATION_WORKER) for name in judges},
-        judges=judges,
         actor_infer=starter.start("actor_infer", GENERATION_WORKER),
-        rewards={name: starter.start_reward(name, section) for name, section in config.rewards.items()},
     )
     return StartingClusters(clusters, starter.models, starter.pending)
+
+
+def start_scorers(config: RLVRConfig, plan: Plan, resources: ResourceManager) -> StartingClusters[Scorers]:
+    """Start the processes of the clusters that score responses."""
+    starter = ClusterStarter(config, plan, resources)
+    return StartingClusters(Scorers(**starter.start_scorers(config)), starter.models, starter.pending)
 
 
 class ClusterStarter:
     """Starts the processes of one cluster after the other."""
 
-    def __init__(
-        self,
-        config: PolicyRunConfig,
-        plan: PolicyPlan,
-        resources: ResourceManager,
-        judges: Mapping[str, JudgeService] | None = None,
-    ) -> None:
+    def __init__(self, config: PolicyRunConfig, plan: Plan, resources: ResourceManager) -> None:
         self._config = config
-        self._judges = judges or {}
         self._plan = plan
         self._resources = resources
         self.models: list[StartingModel] = []
@@ -163,6 +235,7 @@ class ClusterStarter:
     def start_computing(self) -> dict[str, Any]:
         """The roles that learn or look at samples, by name."""
         config, plan = self._config, self._plan
+        assert isinstance(plan, PolicyPlan)
         differentiates = is_taught(config) and not taught_by_advantage(config)
         offloads = config.is_offload_optimizer_states_in_train_step
         actor = ActorSettings(
@@ -192,17 +265,27 @@ class ClusterStarter:
             },
         }
 
+    def start_judges(self, names: Iterable[str]) -> dict[str, Any]:
+        """The engines of roles that LLM judges ask, and the services in front of them."""
+        services = {name: JudgeService(self._config, self._plan, name) for name in names}
+        return {"judges": services, "judge_engines": {name: self.start(name, GENERATION_WORKER) for name in services}}
+
+    def start_scorers(self, config: RLVRConfig) -> dict[str, Any]:
+        """The roles that score responses, by field of :class:`Scorers`."""
+        has_model, judging = bool(model_inputs(config.rewards)), judge_roles(config)
+        model = self.start(REWARD_MODEL, REWARD_MODEL_WORKER) if has_model else None
+        judges = self.start_judges(name for name in self._plan.roles if name in judging)
+        rewards = {}
+        for name, section in config.rewards.items():
+            judge = judges["judges"].get(judge_role(name, section))
+            settings = RewardSettings(**judge.address) if judge is not None else None
+            rewards[name] = self._start(f"rewards.{name}", REWARD_WORKER, settings)
+            self.pending.append(rewards[name].call_all(RewardWorker.initialize))
+        return {"reward_model": model, "rewards": rewards, **judges}
+
     def start(self, name: str, worker: str, settings: ModelSettings | None = None) -> Cluster:
-        role = self._plan.roles[name].section
-        cluster = Cluster(
-            name,
-            role.worker_cls or worker,
-            self._resources,
-            role,
-            seed=self._config.seed,
-            settings=settings,
-            rpc_timeout=self._config.rpc_timeout,
-        )
+        """A role with a model, which is yet to be built."""
+        cluster = self._start(name, self._plan.roles[name].section.worker_cls or worker, settings)
         if worker == GENERATION_WORKER:
             initialize, states = partial(cluster.call_all, GenerationWorker.initialize), GENERATION
         else:
@@ -213,17 +296,5 @@ class ClusterStarter:
         self.models.append(StartingModel(cluster, initialize, states))
         return cluster
 
-    def start_reward(self, name: str, section: RewardConfig) -> Cluster:
-        role = self._plan.roles[f"rewards.{name}"].section
-        judge = self._judges.get(judge_role(name, section) or "")
-        cluster = Cluster(
-            f"rewards.{name}",
-            REWARD_WORKER,
-            self._resources,
-            role,
-            seed=self._config.seed,
-            settings=RewardSettings(**judge.address) if judge is not None else None,
-            rpc_timeout=self._config.rpc_timeout,
-        )
-        self.pending.append(cluster.call_all(RewardWorker.initialize))
-        return cluster
+    def _start(self, name: str, worker: str, settings: Any) -> Cluster:
+        return start_cluster(self._config, name, worker, self._resources, self._plan.roles[name].section, settings)

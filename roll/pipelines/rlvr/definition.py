@@ -24,9 +24,15 @@ from roll.config.pipelines import (
     Role,
     Task,
     Written,
+    find_own_modules,
+    worker_name,
 )
 from roll.config.plan.planning import finished_section, with_cache_length
 from roll.config.policy import PolicyRunConfig, RouterConfig, WeightSyncConfig
+from roll.config.reading.errors import ConfigError, Problem, count
+from roll.config.reading.fields import DOTTED_PATH
+from roll.config.reading.masking import masked
+from roll.config.reading.yaml_files import shown
 from roll.config.rewards import (
     CLASSIFIER,
     INFERENCE,
@@ -41,21 +47,17 @@ from roll.config.roles import WorkerConfig
 from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.config.strategies.base import own_weights
 from roll.pipelines.policy import is_taught, needs_critic, needs_reference, pg_variant, taught_by_advantage
-from roll.pipelines.policy_preflight import check_transport
+from roll.pipelines.policy_checks import build_own_filter, check_transport, policy_functions
 from roll.pipelines.rlvr.checks import check_rlvr
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig, ValidationConfig, ValidationSetConfig
 from roll.pipelines.rlvr.plan import (
     RLVRPlan,
-    batch_facts,
-    lengths,
     model_roles,
     plan_rlvr,
-    reward_name,
     reward_pretrain,
-    rlvr_facts,
-    started_roles,
+    reward_roles,
+    run_ahead_sentence,
 )
-from roll.pipelines.rlvr.preflight import check_harness_is_there, check_rewards, own_functions, samples_ahead_problems
 from roll.pipelines.rlvr.teachers import TEACHER, check_teachers_of, check_vocabularies_of
 
 if TYPE_CHECKING:
@@ -132,7 +134,7 @@ class RLVR(PipelineDefinition):
         return model_roles(config)
 
     def started(self, config: RLVRConfig) -> dict[str, WorkerConfig]:
-        return started_roles(config)
+        return self.models(config) | reward_roles(config)
 
     def task_of(self, key: str, section: WorkerConfig) -> Task:
         """A ``reward_model`` with a classifier's head scores; without, it is a judge, which generates, as one on the
@@ -151,10 +153,13 @@ class RLVR(PipelineDefinition):
         return ("reward_pretrain", scorer) if scorer else super().default_model(config, role)
 
     def longest_row(self, config: RLVRConfig) -> int:
-        return lengths(config)[1]
+        return config.longest_sequence
 
     def worker_name(self, role: str, section: WorkerConfig) -> str | None:
-        return reward_name(role, section) if isinstance(section, RewardConfig) else super().worker_name(role, section)
+        """A reward domain without ``worker_cls`` is scored by the reward of its own name, or by its components."""
+        if not isinstance(section, RewardConfig):
+            return super().worker_name(role, section)
+        return " + ".join(section.components) or worker_name(section.worker_cls) or role.removeprefix("rewards.")
 
     def reads(self, key: str, section: WorkerConfig, config: RLVRConfig) -> frozenset[str]:
         if key == "validation":
@@ -174,17 +179,44 @@ class RLVR(PipelineDefinition):
         }
 
     def batch_facts(self, plan: RLVRPlan) -> list[tuple[str, str]]:
-        return batch_facts(plan)
+        samples = count(plan.samples_per_step, "sample")
+        total = f"{count(plan.prompts_per_step, 'prompt')} x {plan.group_size} = {samples}"
+        return [
+            ("batch" if name == "actor_train" else name, f"{total}; {training.sentence()}")
+            for name, training in plan.training.items()
+        ]
 
     def facts(self, plan: RLVRPlan) -> list[tuple[str, str]]:
-        return rlvr_facts(plan)
+        lengths = (
+            f"prompt {plan.prompt_length} + response {plan.response_length} = {plan.sequence_length} tokens"
+            f" (at most {plan.max_new_tokens} new)"
+        )
+        for one in plan.validation_sets if plan.eval_steps else ():
+            response = one.sequence_length - one.prompt_length
+            lengths += f"; validation {one.name}{' ' if one.name else ''}{one.prompt_length} + {response} = "
+            lengths += f"{one.sequence_length} (at most {one.max_new_tokens} new)"
+        reference = "reference log-probs" + ("" if "reference" in plan.roles else " (actor_train without its adapters)")
+        passes = {
+            reference: plan.needs_reference,
+            "greedy baseline": plan.needs_greedy_baseline,
+            "old log-probs": plan.needs_old_log_probs,
+            "teachers": any(name.partition(".")[0] == TEACHER for name in plan.roles),
+            "values": plan.needs_critic,
+        }
+        needed = ", ".join(name for name, needed in passes.items() if needed) or "none"
+        facts = [("lengths", lengths), ("passes", f"{needed} (in addition to generation and training)")]
+        return [*facts, ("ahead", run_ahead_sentence(plan))] if plan.is_async else facts
 
     def validation_words(self, plan: RLVRPlan) -> str:
         return " (concurrent with training)" if plan.validates_concurrently else ""
 
     def check_parts(self, loaded: LoadedConfig[RLVRConfig]) -> None:
+        from roll.serving.harness import HARNESSES
+
         check_rewards(loaded)
-        check_harness_is_there(loaded)
+        validation = loaded.config.validation
+        if validation is not None and validation.harness is not None:
+            HARNESSES[validation.harness.name].require("validation.harness.name", shown(loaded.source))
         check_vocabularies_of(self, loaded)
 
     def check_services(self, loaded: LoadedConfig[RLVRConfig]) -> None:
@@ -194,7 +226,12 @@ class RLVR(PipelineDefinition):
         check_transport(loaded)
 
     def own_functions(self, loaded: LoadedConfig[RLVRConfig]) -> Iterator[tuple[str, Any, Callable[[], object]]]:
-        return own_functions(loaded.config)
+        yield from policy_functions(loaded.config)
+        for name, section in loaded.config.rewards.items():
+            for key in ("query_filter_config", "response_filter_config"):
+                own = getattr(section, key)
+                if DOTTED_PATH.fullmatch(own.type):
+                    yield f"rewards.{name}.{key}", own.type, partial(build_own_filter, own.type, own.filter_args)
 
     def filtered_sections(self, config: RLVRConfig) -> dict[str, Any]:
         sections: dict[str, Any] = {"actor_train": config.actor_train, "validation": config.validation}
@@ -205,29 +242,37 @@ class RLVR(PipelineDefinition):
     def resumption_problems(
         self, loaded: LoadedConfig[RLVRConfig], checkpoint: str, state: Mapping[str, Any]
     ) -> Iterator[tuple[str, Any, str]]:
-        return samples_ahead_problems(loaded, checkpoint, state)
+        """A synchronous run would lose the samples that a checkpoint holds for later steps."""
+        assert isinstance(loaded.plan, RLVRPlan)
+        ahead = state.get("rollout", {}).get("ahead", {})
+        if not loaded.plan.is_async and (ahead.get("unfinished") or ahead.get("complete")):
+            rule = f"{checkpoint} holds samples that were generated ahead, which a synchronous run has no use for"
+            yield "async_generation_ratio", loaded.config.async_generation_ratio, rule
 
     def readable_sets(self, loaded: LoadedConfig[RLVRConfig]) -> dict[str, ReadableSet]:
         from roll.pipelines.rlvr.data import read_prompts, remarks
 
-        def read(data_args: DataArguments, limit: int, tokenizer: Any) -> PromptDataset:
-            assert isinstance(loaded.plan, RLVRPlan)
-            return read_prompts(loaded.config, loaded.plan, data_args, limit, tokenizer)
+        config: RLVRConfig = loaded.config
+        plan: Any = loaded.plan
+        sets = {one.name or "validation": (one.data_args, one.prompt_length) for one in plan.validation_sets}
+        if isinstance(plan, RLVRPlan):
+            sets = {"train": (config.actor_train.data_args, plan.prompt_length)} | sets
 
-        assert isinstance(loaded.plan, RLVRPlan)
-        sets = {"train": (loaded.config.actor_train.data_args, loaded.plan.prompt_length)}
-        sets |= {one.name or "validation": (one.data_args, one.prompt_length) for one in loaded.plan.validation_sets}
+        def read(data_args: DataArguments, limit: int, tokenizer: Any) -> PromptDataset:
+            return read_prompts(config, plan, data_args, limit, tokenizer)
+
         return {
-            name: ReadableSet(name, data, limit, partial(read, data, limit), partial(remarks, loaded.config))
+            name: ReadableSet(name, data, limit, partial(read, data, limit), partial(remarks, config))
             for name, (data, limit) in sets.items()
         }
 
     def served_section(self, loaded: LoadedConfig[RLVRConfig], role: str) -> WorkerConfig:
         """With its model's own weights and a KV cache for the run's longest sequence, unless its
         ``strategy_config.max_model_len`` says otherwise."""
-        assert isinstance(loaded.plan, RLVRPlan)
-        section = finished_section(model_roles(loaded.config)[role], loaded.plan.roles[role])
-        return own_weights(with_cache_length(section, loaded.plan.max_sequence_length))
+        plan = loaded.plan
+        longest = plan.max_sequence_length if isinstance(plan, RLVRPlan) else plan.sequence_length
+        section = finished_section(self.models(loaded.config)[role], plan.roles[role])
+        return own_weights(with_cache_length(section, longest))
 
     def running_requests(self, config: RLVRConfig) -> int:
         return config.router_args.max_running_requests or config.max_running_requests
@@ -251,3 +296,40 @@ class OPD(RLVR):
     panels = (Panel("Divergence from the teacher", ("opd/*/kl",), smooth=True), *RLVR.panels)
     reference = ()
     section_tables = ()
+
+
+def check_rewards(loaded: LoadedConfig[RLVRConfig]) -> None:
+    """Build each domain's reward once: a wrong ``reward_kwargs``, or a host that gives too little, is found early.
+
+    Raises:
+        ConfigError: a reward that cannot be built, an option that it does not have, or numbers in ``reward_weights``
+            that it does not return.
+    """
+    find_own_modules()
+    from roll.rewards import RewardOptionError, build_section
+
+    problems = []
+    for name, section in loaded.config.rewards.items():
+        try:
+            reward = build_section(name, section)
+            reward.check_host()
+            reward.close()
+            problems += unknown_numbers(name, reward, loaded)
+        except RewardOptionError as error:
+            inside = f"components.{error.component}." if error.component is not None else ""
+            part = section if error.component is None else section.components[error.component]
+            key, value = f"rewards.{name}.{inside}{error.key}", getattr(part, error.key)
+            rule = str(error).removeprefix(f"worker_cls {value!r}: ")
+            problems.append(Problem(key, masked(value), rule, source=shown(loaded.source), has_value=bool(value)))
+    if problems:
+        raise ConfigError(problems)
+
+
+def unknown_numbers(domain: str, reward: object, loaded: LoadedConfig[RLVRConfig]) -> list[Problem]:
+    """A mistake where ``reward_weights`` names what a rule is known not to return."""
+    known = getattr(reward, "numbers", ())
+    for number in loaded.config.reward_weights:
+        if known and number not in (*known, "score"):
+            rule = f"rewards.{domain} returns no such number; it returns {', '.join((*known, 'score'))}"
+            return [Problem(f"reward_weights.{number}", None, rule, source=shown(loaded.source), has_value=False)]
+    return []

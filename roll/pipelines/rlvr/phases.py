@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,20 +31,19 @@ from roll.algorithms.samples import (
     top_entropy_mask,
 )
 from roll.config.corrections import correction_options
-from roll.config.plan.plan import TrainingPlan
 from roll.config.policy import PolicyRunConfig
-from roll.distributed import Cluster, PendingCall
+from roll.distributed import Cluster
 from roll.pipelines.policy import PolicyPlan, is_taught
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.row_order import even_mini_batches, length_metrics, num_samples, order_for
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.rollout.filters import build_filter, response_mask
+from roll.strategies.base import Output
 from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelWorker
 from roll.workers.training import ActorWorker, CriticWorker
 
-ROUTES = "routed_experts"
-"""The column of recorded routes."""
+logger = logging.getLogger(__name__)
 
 
 def add_reference_log_probs(
@@ -55,13 +54,8 @@ def add_reference_log_probs(
     Args:
         without_adapters: ``reference`` is the LoRA actor, whose base is the reference policy.
     """
-
-    def compute(rows: DataProto) -> PendingCall[DataProto]:
-        return reference.call(
-            ModelWorker.compute_log_probs, rows, temperature=temperature, without_adapters=without_adapters
-        )
-
-    batch.batch["ref_log_probs"] = computed(batch, reference, compute)["log_probs"]
+    options = {"temperature": temperature, "without_adapters": without_adapters}
+    batch.batch["ref_log_probs"] = computed(batch, reference, ModelWorker.compute_log_probs, **options)["log_probs"]
 
 
 def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more: tuple[str, ...] = ()) -> None:
@@ -71,72 +65,61 @@ def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more
         more: ``entropy`` and ``sum_of_squares``, which become ``old_entropy`` and ``old_sum_of_squares``; and
             ``routed_experts``.
     """
-
-    def compute(rows: DataProto) -> PendingCall[DataProto]:
-        return actor.call(ModelWorker.compute_log_probs, rows, temperature=temperature, outputs=more)
-
-    outputs = computed(batch, actor, compute, replays=True)
+    outputs = computed_by_policy(batch, actor, temperature=temperature, outputs=more)
     batch.batch["old_log_probs"] = outputs["log_probs"]
     for name in more:
-        batch.batch[name if name == ROUTES else f"old_{name}"] = outputs[name]
-
-
-def trainer_log_probs(batch: DataProto, actor: Cluster, temperature: float) -> torch.Tensor:
-    """float32 (B, L): the log-probs of the trainer before any update, for the record of samples; nothing of the batch
-    is changed."""
-
-    def compute(rows: DataProto) -> PendingCall[DataProto]:
-        return actor.call(ModelWorker.compute_log_probs, rows, temperature=temperature)
-
-    return computed(batch, actor, compute, replays=True)["log_probs"]
+        batch.batch[name if name == Output.ROUTES else f"old_{name}"] = outputs[name]
 
 
 def add_values(batch: DataProto, critic: Cluster) -> None:
     """``values`` float32 (B, L), also where ``bootstrap_mask`` asks for one behind a response."""
-    asked = batch
+    rows = batch
     if "bootstrap_mask" in batch.batch:
-        asked = _selected(batch, *MODEL_COLUMNS, "prompt_id")
+        rows = _selected(batch, *MODEL_COLUMNS, "prompt_id")
         for name in ("attention_mask", "response_mask"):
-            asked.batch[name] = batch.batch[name] | batch.batch["bootstrap_mask"]
-    batch.batch["values"] = computed(asked, critic, lambda rows: critic.call(CriticWorker.compute_values, rows))[
-        "values"
-    ]
+            rows.batch[name] = batch.batch[name] | batch.batch["bootstrap_mask"]
+    batch.batch["values"] = computed(rows, critic, CriticWorker.compute_values)["values"]
 
 
-def asked(
-    batch: DataProto,
-    cluster: Cluster,
-    compute: Callable[[DataProto], PendingCall[DataProto]],
-    replays: bool = False,
+def start_computing(
+    batch: DataProto, cluster: Cluster, method: Callable[..., DataProto], **options: Any
 ) -> Callable[[], Mapping[str, torch.Tensor]]:
-    """Start to compute columns (B, L), on each rank an equal share of the work. The function returned waits for them
-    and gives them in the batch's own order.
+    """Start to compute columns (B, L), on each rank an equal share of the work.
 
     Args:
-        replays: the model is the policy, whose recorded routes are not another's.
+        method: of the cluster's workers, called with the rows and ``options``.
+
+    Returns:
+        A function that waits for the columns and gives them in the order of ``batch``.
     """
-    if not replays and ROUTES in batch.batch.keys():  # noqa: SIM118 (keys() unpacks no column)
-        batch = batch.select([name for name in batch.batch.keys() if name != ROUTES])  # noqa: SIM118
     if cluster.dp_size == 1:
-        call = compute(batch)
+        call = cluster.call(method, batch, **options)
         return lambda: call.result().batch
     order = order_for(batch, cluster.role.use_prefix_sharing, cluster.dp_size)
-    shared = compute(_selected(batch, *POLICY_COLUMNS)[order])
-    return lambda: shared.result()[np.argsort(order)].batch
+    shares = cluster.call(method, _selected(batch, *POLICY_COLUMNS)[order], **options)
+    return lambda: shares.result()[np.argsort(order)].batch
 
 
 def computed(
-    batch: DataProto,
-    cluster: Cluster,
-    compute: Callable[[DataProto], PendingCall[DataProto]],
-    replays: bool = False,
+    batch: DataProto, cluster: Cluster, method: Callable[..., DataProto], **options: Any
 ) -> Mapping[str, torch.Tensor]:
-    """The columns of :func:`asked`, when they are there."""
-    return asked(batch, cluster, compute, replays)()
+    """Columns of :func:`start_computing`, by a model that is not the policy and so cannot replay recorded routes."""
+    return start_computing(without_routes(batch), cluster, method, **options)()
+
+
+def computed_by_policy(batch: DataProto, actor: Cluster, **options: Any) -> Mapping[str, torch.Tensor]:
+    """Columns of :meth:`ModelWorker.compute_log_probs` under the policy, which replays recorded routes."""
+    return start_computing(batch, actor, ModelWorker.compute_log_probs, **options)()
+
+
+def without_routes(batch: DataProto) -> DataProto:
+    """``batch`` less the policy's recorded routes, for other models."""
+    names = list(batch.batch.keys())  # keys() unpacks no column
+    return batch.select([name for name in names if name != Output.ROUTES]) if Output.ROUTES in names else batch
 
 
 def _selected(batch: DataProto, *names: str) -> DataProto:
-    """Those of the columns that there are."""
+    """The columns among ``names`` that the batch has."""
     tensors = [name for name in names if name in batch.batch.keys()]  # noqa: SIM118 (keys() unpacks no column)
     return batch.select(tensors, [name for name in names if name in batch.non_tensor_batch])
 
@@ -150,74 +133,54 @@ def update_actor(
     shuffle_seed: tuple[int, ...] | None = None,
 ) -> Metrics:
     """All optimizer steps of the policy on one batch; see :func:`update_model`."""
-
-    def start(rows: DataProto, *, mini_batches: int, epochs: int, num_groups: int) -> PendingCall[Metrics]:
-        return actor.call(
-            ActorWorker.update,
-            rows,
-            mini_batches=mini_batches,
-            epochs=epochs,
-            num_groups=num_groups,
-            norm_length=float(plan.norm_length),
-            temperature=temperature,
-            entropy_loss_coef=entropy_coef,
-        )
-
-    return update_model(batch, actor, plan.training["actor_train"], start, shuffle_seed)
+    options = {"temperature": temperature, "entropy_loss_coef": entropy_coef}
+    return update_model(batch, actor, ActorWorker.update, plan, shuffle_seed, **options)
 
 
 def update_critic(
     batch: DataProto, critic: Cluster, plan: PolicyPlan, shuffle_seed: tuple[int, ...] | None = None
 ) -> Metrics:
     """All optimizer steps of the value model on one batch; see :func:`update_model`."""
-
-    def start(rows: DataProto, *, mini_batches: int, epochs: int, num_groups: int) -> PendingCall[Metrics]:
-        return critic.call(
-            CriticWorker.update,
-            rows,
-            mini_batches=mini_batches,
-            epochs=epochs,
-            num_groups=num_groups,
-            norm_length=float(plan.norm_length),
-        )
-
-    return update_model(batch, critic, plan.training["critic"], start, shuffle_seed)
-
-
-class StartUpdate(Protocol):
-    """Starts ``epochs`` passes of a model over the mini-batches of rows, which ``num_groups`` prompts share."""
-
-    def __call__(self, rows: DataProto, *, mini_batches: int, epochs: int, num_groups: int) -> PendingCall[Metrics]: ...
+    return update_model(batch, critic, CriticWorker.update, plan, shuffle_seed)
 
 
 def update_model(
     batch: DataProto,
     cluster: Cluster,
-    training: TrainingPlan,
-    start: StartUpdate,
-    shuffle_seed: tuple[int, ...] | None = None,
+    update: Callable[..., Metrics],
+    plan: PolicyPlan,
+    shuffle_seed: tuple[int, ...] | None,
+    **options: Any,
 ) -> Metrics:
     """All optimizer steps of one model on one batch: ``epochs`` passes over its mini-batches.
 
     Mini-batches are of equally many samples, or episodes, whose rows stay in one.
 
     Args:
-        start: calls ``update`` of the cluster's workers.
-        shuffle_seed: mini-batches are drawn anew for every pass, from this seed; None: consecutive rows, each pass the
-            same.
+        update: of the cluster's workers, called with each pass's rows and ``options``.
+        shuffle_seed: seed of the mini-batches, which are drawn again for every pass; None: consecutive rows, each pass
+            the same.
     """
+    training = plan.training[cluster.name]
     num_mini_batches = num_samples(batch) // training.mini_batch_size
     by_prompt = cluster.role.use_prefix_sharing
-    passes = [batch] if shuffle_seed is None else []
-    for epoch in range(training.epochs if shuffle_seed is not None else 0):
-        passes.append(batch[shuffled_rows(batch, (*(shuffle_seed or ()), epoch), by_prompt)])
-    epochs, num_groups = training.epochs // len(passes), int(batch.batch["group_ids"].max()) + 1
+    passes = [batch]
+    if shuffle_seed is not None:
+        seeds = [(*shuffle_seed, epoch) for epoch in range(training.epochs)]
+        passes = [batch[shuffled_rows(batch, seed, by_prompt)] for seed in seeds]
     metrics: list[Metrics] = []
-    for taken in passes:
-        rows = even_mini_batches(taken, num_mini_batches, training.dp_size)
+    for ordered in passes:
+        rows = even_mini_batches(ordered, num_mini_batches, training.dp_size)
         order = order_for(rows, by_prompt, training.dp_size, num_mini_batches)
-        shares = rows[order] if training.dp_size > 1 else rows
-        call = start(shares, mini_batches=num_mini_batches, epochs=epochs, num_groups=num_groups)
+        call = cluster.call(
+            update,
+            rows[order] if training.dp_size > 1 else rows,
+            mini_batches=num_mini_batches,
+            epochs=training.epochs // len(passes),
+            num_groups=int(batch.batch["group_ids"].max()) + 1,
+            norm_length=float(plan.norm_length),
+            **options,
+        )
         metrics.append(call.result())
     return merge_metrics(metrics) | length_metrics(rows, order, cluster.name, training.dp_size)
 
@@ -232,9 +195,6 @@ def shuffled_rows(batch: DataProto, seed: tuple[int, ...], by_prompt: bool) -> n
     _, prompt = np.unique(batch.batch[together].numpy(), return_inverse=True)
     place: np.ndarray = generator.permutation(int(prompt.max()) + 1)
     return np.argsort(place[prompt], kind="stable")
-
-
-logger = logging.getLogger(__name__)
 
 
 class AdvantageComputer:
@@ -317,28 +277,25 @@ class AdvantageComputer:
         keep, metrics = sample_mask(self._config, scores, lengths, truncated, group_ids, filtered)
         mask = tensors["response_mask"]
         tensors["loss_mask"] = mask if bool(keep.all()) else mask & keep[:, None]
-        if self._correction.rejections:
+        correction = self._correction
+        if correction.rejections:
             old, sampled, turns = tensors["old_log_probs"], tensors["rollout_log_probs"], tensors.get("turn_ids")
-            kept, rejected = rejection_mask(old, sampled, mask, self._correction, turns)
+            kept, rejected = rejection_mask(old, sampled, mask, correction, turns)
             tensors["loss_mask"], metrics = tensors["loss_mask"] & kept, metrics | rejected
         weights = sample_weights(self._config, scores, lengths, group_ids)
-        if self._correction.normalized:
+        if correction.normalized:
             old, sampled, turns = tensors["old_log_probs"], tensors["rollout_log_probs"], tensors.get("turn_ids")
-            scale, scaled = weight_scale(old, sampled, mask, self._correction, turns)
+            scale, scaled = weight_scale(old, sampled, mask, correction, turns)
             weights = scale.expand(len(batch)).clone() if weights is None else weights * scale
-            metrics = metrics | scaled
+            metrics |= scaled
         if weights is not None:
             tensors["sample_weights"] = weights
         if self._config.top_entropy_quantile < 1.0:
-            metrics |= self._add_policy_mask(batch)
+            entropy = tensors["old_entropy"]
+            chosen = top_entropy_mask(entropy, tensors["loss_mask"], self._config.top_entropy_quantile)
+            tensors["policy_mask"] = chosen
+            metrics |= {"actor/top_entropy_mean": Mean(float(entropy[chosen].sum()), int(chosen.sum()))}
         return keep, metrics
-
-    def _add_policy_mask(self, batch: DataProto) -> Metrics:
-        tensors = batch.batch
-        entropy, quantile = tensors["old_entropy"], self._config.top_entropy_quantile
-        chosen = top_entropy_mask(entropy, tensors["loss_mask"], quantile)
-        tensors["policy_mask"] = chosen
-        return {"actor/top_entropy_mean": Mean(float(entropy[chosen].sum()), int(chosen.sum()))}
 
     def add_advantages(
         self, batch: DataProto, lengths: torch.Tensor
@@ -374,7 +331,7 @@ class AdvantageComputer:
     def _add_rewards(self, batch: DataProto, lengths: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         """The rewards that advantages are made from: (B,), or (B, L) with a divergence in them."""
         tensors = batch.batch
-        shaped = self._shaped(tensors["scores"], lengths)
+        shaped = self._penalised(tensors["scores"], lengths)
         metrics: list[Metrics] = []
         if self._config.overlong_buffer_length is not None:
             metrics.append({"critic/overlong_penalty": Mean(float((tensors["scores"] - shaped).mean()))})
@@ -384,9 +341,8 @@ class AdvantageComputer:
         rewards = self.placed(batch, rewards)
         if self._config.add_token_level_kl:
             kl_coef = self._kl_controller.value
-            kl = kl_estimate(
-                tensors["old_log_probs"], tensors["ref_log_probs"], KLOptions(estimator=self._config.kl_penalty)
-            )
+            options = KLOptions(estimator=self._config.kl_penalty)
+            kl = kl_estimate(tensors["old_log_probs"], tensors["ref_log_probs"], options)
             mean_kl = float(masked_mean(kl, tensors["response_mask"]))
             # The controller follows the mean over responses, whatever their lengths, as published ones do.
             self._kl_controller.update(float(row_mean(kl, tensors["response_mask"]).mean()), num_samples=len(batch))
@@ -397,7 +353,7 @@ class AdvantageComputer:
         return rewards, merge_metrics(metrics)
 
     def normalised(self, batch: DataProto, shaped: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-        """Rewards (B,), each domain's by its own moments."""
+        """Rewards (B,), normalised within their domain."""
         rewards = torch.empty_like(shaped)
         metrics: list[Metrics] = []
         domains = batch.non_tensor_batch["domain"]
@@ -409,10 +365,10 @@ class AdvantageComputer:
         return rewards, merge_metrics(metrics)
 
     def placed(self, batch: DataProto, rewards: torch.Tensor) -> torch.Tensor:
-        """Normalised rewards as they are due: (B,) at the end of each response, or (B, L)."""
+        """Normalised rewards where they are earned: (B,) at the end of each response, or (B, L)."""
         return rewards
 
-    def _shaped(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def _penalised(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Raw scores (B,) less the over-long punishment of responses with ``lengths`` tokens."""
         buffer = self._config.overlong_buffer_length
         if buffer is None:
@@ -423,7 +379,7 @@ class AdvantageComputer:
         """float (B,): the greedy response's reward, made as a sample's is."""
         if "baseline_scores" not in batch.batch:
             return None
-        shaped = self._shaped(batch.batch["baseline_scores"], batch.batch["baseline_lengths"])
+        shaped = self._penalised(batch.batch["baseline_scores"], batch.batch["baseline_lengths"])
         bound = self._config.reward_clip
         return shaped if bound is None else shaped.clamp(-bound, bound)
 

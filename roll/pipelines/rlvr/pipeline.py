@@ -11,13 +11,12 @@ from roll.distributed import ResourceManager
 from roll.pipelines.engine_rollout import EngineRollout
 from roll.pipelines.files import dumped_table
 from roll.pipelines.policy_pipeline import PolicyPipeline
-from roll.pipelines.rlvr.clusters import StartingClusters, start_clusters
+from roll.pipelines.rlvr.clusters import Clusters, StartingClusters, start_clusters
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig
 from roll.pipelines.rlvr.data import RecordedRollouts, load_data
 from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.rollout import AsyncRolloutPhase, RolloutPhase
-from roll.pipelines.rlvr.validation import Validation
+from roll.pipelines.rlvr.rollout import AsyncRolloutPhase, RolloutPhase, Validation
 from roll.protocol.metrics import Mean
 from roll.serving.harness import HarnessOptions, run_program
 from roll.serving.server import FrontOptions, HttpFront
@@ -33,7 +32,7 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan, Validation]):
         self.by_harness: dict[str, float] = {}
         """Metrics of ``validation.harness``, until they are reported."""
 
-    def start_clusters(self, resources: ResourceManager) -> StartingClusters:
+    def start_clusters(self, resources: ResourceManager) -> StartingClusters[Clusters]:
         return start_clusters(self.loaded, resources)
 
     def load_data(self) -> None:
@@ -59,7 +58,7 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan, Validation]):
         return self.config.validation is not None and bool(self.plan.eval_steps)
 
     def validate(self, step: int) -> None:
-        """Also have the program of ``validation.harness`` ask the engines, which nobody else does meanwhile."""
+        """As in the base class, after the program of ``validation.harness``, which has the engines to itself."""
         section = self.config.validation
         if section is not None and section.harness is not None:
             with self.context.phase("val_harness"), self.generating():

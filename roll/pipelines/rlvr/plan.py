@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from roll.config.model_files import model_number
-from roll.config.pipelines import PipelineDefinition, Written, find_own_modules, worker_name
+from roll.config.pipelines import PipelineDefinition, Written, find_own_modules
 from roll.config.plan.plan import RunAhead
 from roll.config.plan.planning import shared_plan, validation_data, with_cache_length
 from roll.config.reading.errors import count
@@ -66,7 +66,7 @@ class RLVRPlan(PolicyPlan):
     response_length: int
     validation_sets: tuple[ValidationSet, ...]
     needs_greedy_baseline: bool
-    """Every prompt is answered once more, greedily, for the advantages."""
+    """Every prompt is also answered greedily, for the advantages."""
 
     @property
     def max_sequence_length(self) -> int:
@@ -75,7 +75,7 @@ class RLVRPlan(PolicyPlan):
 
 
 TRAINING_ROLES = ("actor_train", "reference", "critic")
-"""Those that a validation asks nothing of."""
+"""Roles that take no part in a validation."""
 
 
 def validation_sets(config: RLVRConfig, sequence_length: int, written: Written) -> tuple[ValidationSet, ...]:
@@ -99,8 +99,8 @@ def validation_sets(config: RLVRConfig, sequence_length: int, written: Written) 
 
 
 def sharing_roles(roles: Mapping[str, WorkerConfig]) -> dict[str, list[str]]:
-    """The roles that answer or score questions and share devices, each with those that it shares them with: none of
-    them can be at work whenever it likes."""
+    """The roles that answer or score questions and share devices, each with the roles that it shares them with. None
+    of them can work at any time."""
     devices = {name: set(role.device_mapping or ()) for name, role in roles.items()}
     sharing = {name: [other for other in roles if other != name and devices[name] & devices[other]] for name in roles}
     return {
@@ -111,8 +111,8 @@ def sharing_roles(roles: Mapping[str, WorkerConfig]) -> dict[str, list[str]]:
 
 
 def validates_concurrently(config: RLVRConfig, roles: Mapping[str, WorkerConfig]) -> bool:
-    """True where validation goes on while ``roles`` train: where devices allow it, unless the file says no. The program
-    of a harness has the engines to itself."""
+    """True where validation runs while ``roles`` train: where devices allow it, unless the file says no. The program
+    of a harness needs the engines to itself."""
     section = config.validation
     if section is None or section.concurrent is False or section.harness is not None:
         return False
@@ -141,39 +141,6 @@ def planned_set(name: str, filled: ValidationSetConfig, config: RLVRConfig, sequ
     )
 
 
-def batch_facts(plan: RLVRPlan) -> list[tuple[str, str]]:
-    samples = count(plan.samples_per_step, "sample")
-    total = f"{count(plan.prompts_per_step, 'prompt')} x {plan.group_size} = {samples}"
-    return [
-        ("batch" if name == "actor_train" else name, f"{total}; {training.sentence()}")
-        for name, training in plan.training.items()
-    ]
-
-
-def rlvr_facts(plan: RLVRPlan) -> list[tuple[str, str]]:
-    lengths = (
-        f"prompt {plan.prompt_length} + response {plan.response_length} = {plan.sequence_length} tokens"
-        f" (at most {plan.max_new_tokens} new)"
-    )
-    for one in plan.validation_sets if plan.eval_steps else ():
-        response = one.sequence_length - one.prompt_length
-        lengths += (
-            f"; validation {one.name}{' ' if one.name else ''}{one.prompt_length} + {response} = {one.sequence_length}"
-            f" (at most {one.max_new_tokens} new)"
-        )
-    reference = "reference log-probs" + ("" if "reference" in plan.roles else " (actor_train without its adapters)")
-    passes = {
-        reference: plan.needs_reference,
-        "greedy baseline": plan.needs_greedy_baseline,
-        "old log-probs": plan.needs_old_log_probs,
-        "teachers": any(name.partition(".")[0] == TEACHER for name in plan.roles),
-        "values": plan.needs_critic,
-    }
-    needed = ", ".join(name for name, needed in passes.items() if needed) or "none"
-    facts = [("lengths", lengths), ("passes", f"{needed} (in addition to generation and training)")]
-    return [*facts, ("ahead", run_ahead_sentence(plan))] if plan.is_async else facts
-
-
 def run_ahead_sentence(plan: RLVRPlan) -> str:
     """Say how far generation may run ahead, how old samples may be, and which policy the loss takes for theirs."""
     ahead = RunAhead.of(plan.async_generation_ratio, plan.prompts_per_step, plan.num_additional_prompts)
@@ -191,12 +158,6 @@ def reward_pretrain(config: RLVRConfig, name: str) -> str | None:
     return config.reward_pretrain or None if is_scorer else None
 
 
-def model_path(config: RLVRConfig, name: str, role: WorkerConfig) -> str | None:
-    """The role's own model, else the pipeline's."""
-    own = role.model_args.model_name_or_path
-    return own if own is not None else reward_pretrain(config, name) or config.pretrain or None
-
-
 def model_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
     """The sections of roles that hold a model and that this run starts."""
     roles = policy_roles(config)
@@ -206,27 +167,19 @@ def model_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
     return roles | {name: with_engine_size(role) for name, role in own_judges(config.rewards).items()}
 
 
+def reward_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
+    """The sections of the reward domains, whose workers hold no model."""
+    return {f"rewards.{name}": reward_workers(name, role) for name, role in config.rewards.items()}
+
+
 def started_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
     """Every role whose workers this run starts."""
-    rewards = {f"rewards.{name}": reward_workers(name, role) for name, role in config.rewards.items()}
-    return {**model_roles(config), **rewards}
-
-
-def reward_name(section: str, role: RewardConfig) -> str:
-    """A reward domain without ``worker_cls`` is scored by the reward of its own name, or by its components."""
-    if role.components:
-        return " + ".join(role.components)
-    return worker_name(role.worker_cls) or section.removeprefix("rewards.")
-
-
-def lengths(config: RLVRConfig) -> tuple[int, int]:
-    """Response and sequence length; one follows from the other."""
-    return config.response_and_sequence
+    return model_roles(config) | reward_roles(config)
 
 
 def max_new_tokens(config: RLVRConfig) -> int:
-    """Most tokens that a response is given in training."""
-    response = lengths(config)[0]
+    """Most tokens of a response in training."""
+    response = config.response_and_sequence[0]
     return min(response, config.actor_infer.generating_args.max_new_tokens or response)
 
 
@@ -252,8 +205,8 @@ def finished(config: RLVRConfig, longest: int, name: str, section: WorkerConfig)
 
 def judge_roles(config: RLVRConfig) -> set[str]:
     """The roles whose engines answer judges."""
-    asked = {judge_role(name, section) for name, section in config.rewards.items()}
-    return {role for role in asked if role is not None}
+    judging = {judge_role(name, section) for name, section in config.rewards.items()}
+    return {role for role in judging if role is not None}
 
 
 def reward_calls(domain: str, section: RewardConfig) -> int | None:
@@ -268,7 +221,7 @@ def reward_calls(domain: str, section: RewardConfig) -> int | None:
 
 def plan_rlvr(definition: PipelineDefinition, config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
     """The plan of a checked RLVR configuration."""
-    response, sequence = lengths(config)
+    response, sequence = config.response_and_sequence
     validation = config.validation
     sets = validation_sets(config, sequence, written)
     longest = max(sequence, *(one.sequence_length for one in sets), 0)

@@ -1,41 +1,141 @@
-"""The rollout phase of RLVR: prompts in, a batch of scored samples out."""
+"""The rollout phase of RLVR: prompts in, a batch of scored samples out; and validation, which answers the prompts of
+every set by sampling and greedily."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from roll.config.plan.plan import RunAhead
 from roll.config.rewards import model_inputs
+from roll.datasets.types import PromptRow
 from roll.pipelines.engine_rollout import EngineRollout, RunsAhead
 from roll.pipelines.files import dumped_table, pad_token_id
 from roll.pipelines.policy import is_taught
+from roll.pipelines.rlvr.accuracy import Answers, overall, pass_metrics
 from roll.pipelines.rlvr.clusters import Clusters
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData
-from roll.pipelines.rlvr.given import GivenResponses, TeacherPrompts, is_given
-from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.validation import Validation, ValidationPlan, draw_from, validate
+from roll.pipelines.rlvr.distillation import DatasetResponses, TeacherPrompts, is_off_policy
+from roll.pipelines.rlvr.plan import RLVRPlan, ValidationSet
 from roll.pipelines.sample_records import sample_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
 from roll.rollout.filters import build_filter
-from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
+from roll.rollout.flow import DrawPrompts, GroupSettings, PromptFlow, greedy, sampling_params
 from roll.rollout.groups import SampleGroup, build_batch, greedy_baseline, reward_components
 from roll.rollout.loops import rollout_loops
 from roll.rollout.replay import PromptCodec, ReplayBuffer
 from roll.rollout.rewarding import ModelScorer, RewardClient, SampleQuarantine
 from roll.rollout.scheduling import AsyncScheduler, RolloutResult, RolloutScheduler
+from roll.strategies.engines.requests import SamplingParams
 from roll.tracking import SampleTable
 
 
+@dataclass(frozen=True)
+class ValidationPass:
+    """One way of answering the prompts of a set."""
+
+    name: str
+    """``sampled`` or ``greedy``, behind the set's name if it has one; part of the metrics' names."""
+    params: SamplingParams
+    num_samples: int
+
+
+def passes_of(validation_set: ValidationSet) -> list[ValidationPass]:
+    """By sampling and, unless switched off, greedily."""
+    prefix, length = f"{validation_set.name}." if validation_set.name else "", validation_set.max_new_tokens
+    params = sampling_params(validation_set.generating_args, length)
+    passes = [ValidationPass(f"{prefix}sampled", params, validation_set.samples_per_prompt)]
+    if validation_set.greedy:
+        passes.append(ValidationPass(f"{prefix}greedy", greedy(length, params), 1))
+    return passes
+
+
+@dataclass(frozen=True)
+class Round:
+    """Prompts of a set that are answered together."""
+
+    way: ValidationPass
+    rows: Sequence[PromptRow]
+    first: int
+    """The number of the first: draws are counted from 0 in every pass of every validation, so the same seeds are used
+    each time and two validations differ by the policy alone."""
+
+
+class ValidationPlan:
+    """Prompts of every validation of a run.
+
+    Args:
+        rows: the questions of each set, by its name.
+        batch_size: questions of a round.
+    """
+
+    def __init__(self, sets: Sequence[ValidationSet], rows: Mapping[str, Sequence[PromptRow]], batch_size: int) -> None:
+        self.passes = {one.name: passes_of(one) for one in sets}
+        self._rows = rows
+        self._batch_size = batch_size
+
+    def rounds(self) -> Iterator[Round]:
+        """Rounds in the order in which they are answered."""
+        for name, passes in self.passes.items():
+            rows = self._rows[name]
+            for one in passes:
+                for first in range(0, len(rows), self._batch_size):
+                    yield Round(one, rows[first : first + self._batch_size], first)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The scored responses of a validation."""
+
+    plan: ValidationPlan
+    answered: Mapping[str, list[SampleGroup]]
+    """By pass."""
+    seconds: float
+    """From the first prompt to the last score."""
+
+    def report(self) -> tuple[dict[str, float], dict[str, list[SampleGroup]]]:
+        """Metrics (see :func:`pass_metrics`), and the groups of each set's first pass. With several sets
+        ``val_correct`` is over the questions of all of them."""
+        metrics: dict[str, float] = {}
+        primary: dict[str, list[Answers]] = {}
+        for name, passes in self.plan.passes.items():
+            for one in passes:
+                answers = [Answers.of(group) for group in self.answered[one.name]]
+                metrics |= pass_metrics(answers, one.name, one is passes[0], in_training=True)
+                primary.setdefault(name, answers)
+        shown = {name: self.answered[passes[0].name] for name, passes in self.plan.passes.items()}
+        return metrics | (overall(primary) if len(primary) > 1 else {}), shown
+
+
+async def validate(plan: ValidationPlan, scheduler: RolloutScheduler) -> Validation:
+    """Answer and score the prompts of every set, round after round, alongside whatever else the engines do."""
+    began = time.perf_counter()
+    answered: dict[str, list[SampleGroup]] = defaultdict(list)
+    for one in plan.rounds():
+        way, count = one.way, len(one.rows)
+        result = await scheduler.collect(draw_from(one.rows), count, way.num_samples, way.params, one.first)
+        answered[way.name] += result.groups
+    return Validation(plan, answered, time.perf_counter() - began)
+
+
+def draw_from(rows: Sequence[PromptRow]) -> DrawPrompts:
+    """A source that gives ``rows`` in order, once."""
+    remaining = iter(rows)
+    return lambda count: list(islice(remaining, count))
+
+
 class RolloutPhase(EngineRollout[Validation]):
-    """Draws prompts, has them answered and scored; counts the draws, which seeds and order depend on."""
+    """Draws prompts, has them answered and scored, and counts the draws, on which seeds and order depend."""
 
     def __init__(self, config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, data: RunData) -> None:
         super().__init__(config, plan, clusters.actor_infer)
@@ -45,7 +145,11 @@ class RolloutPhase(EngineRollout[Validation]):
         self._pad_token_id = pad_token_id(data.tokenizer)
         self._dump_dir = plan.dump_dir
         quarantine = SampleQuarantine(plan.log_dir)
-        self._rewards = RewardClient(clusters.rewards, model_scorer(config, plan, clusters, quarantine), quarantine)
+        scorer = None
+        if clusters.reward_model is not None:
+            columns = [config.actor_train.data_args, *(one.data_args for one in plan.validation_sets)]
+            scorer = ModelScorer(clusters.reward_model, model_inputs(config.rewards), columns, quarantine)
+        self._rewards = RewardClient(clusters.rewards, scorer, quarantine)
         self._validation_plan = ValidationPlan(plan.validation_sets, data.validation, config.val_batch_size)
         self._scheduler = RolloutScheduler(self._engines, self._rewards, config.seed, deadline=config.rpc_timeout)
         self._params = sampling_params(config.actor_infer.generating_args, plan.max_new_tokens)
@@ -55,10 +159,10 @@ class RolloutPhase(EngineRollout[Validation]):
         }
         path = config.user_defined_rollout_loop_cls
         self._loop = None if path is None else rollout_loops.resolve(path)()
-        self._given = None
+        self._dataset_responses = None
         if config.lmbda < 1.0 and is_taught(config):
-            data_args = config.actor_train.data_args
-            self._loop = self._given = GivenResponses(data_args, data.tokenizer, config.lmbda, plan.max_new_tokens)
+            self._dataset_responses = DatasetResponses(config, data.tokenizer, plan.max_new_tokens)
+            self._loop = self._dataset_responses
         privileged = config.opd_teacher_prompt is not None and is_taught(config)
         self._teacher_prompts = TeacherPrompts(config, data.tokenizer) if privileged else None
         self.num_drawn = 0
@@ -89,8 +193,8 @@ class RolloutPhase(EngineRollout[Validation]):
 
     def _groups_of(self, step: int) -> tuple[list[SampleGroup], Metrics]:
         self._busy_before = self._engines.busy_seconds
-        if self._given is not None:
-            self._given.version = step
+        if self._dataset_responses is not None:
+            self._dataset_responses.version = step
         result = self._collected(
             draw=self._data.sampler.next_batch,
             num_prompts=self._plan.prompts_per_step,
@@ -102,11 +206,11 @@ class RolloutPhase(EngineRollout[Validation]):
             loop=self._loop,
         )
         self.num_drawn += result.num_drawn
-        given: Metrics = {}
-        if self._given is not None:
-            sampled = [not is_given(group.order, self._config.lmbda) for group in result.groups]
-            given["opd/on_policy_share"] = Mean(sum(sampled), len(sampled))
-        return result.groups, given | {
+        shares: Metrics = {}
+        if self._dataset_responses is not None:
+            sampled = [not is_off_policy(group.order, self._config.lmbda) for group in result.groups]
+            shares["opd/on_policy_share"] = Mean(sum(sampled), len(sampled))
+        return result.groups, shares | {
             "scheduler/collect_query_count": Mean(result.num_drawn),
             "scheduler/query_use_count": Mean(len(result.groups)),
             "scheduler/filtered_query_count": Mean(result.num_filtered),
@@ -125,13 +229,13 @@ class RolloutPhase(EngineRollout[Validation]):
 
     def _sizes(self, groups: list[SampleGroup]) -> Metrics:
         tokens = float(sum(group.finished.sampled.sum() for group in groups))
-        given = sum(group.finished.lengths.sum() for group in groups) - tokens
-        prompt_tokens = sum(len(group.prompt.token_ids) * group.num_samples for group in groups) + float(given)
+        unsampled = sum(group.finished.lengths.sum() for group in groups) - tokens
+        prompt_tokens = sum(len(group.prompt.token_ids) * group.num_samples for group in groups) + float(unsampled)
         return self._size_metrics(sum(group.num_samples for group in groups), tokens, prompt_tokens)
 
     def _add_greedy_baseline(self, batch: DataProto, groups: list[SampleGroup]) -> Metrics:
-        """Answer the prompts of ``groups`` once more, greedily. Samples whose baseline cannot be scored lose their own
-        score: without it nothing is known of them."""
+        """Answer the prompts of ``groups`` again, greedily. Samples whose baseline cannot be scored lose their own
+        score, since their advantage is unknown."""
         prompts = [group.prompt for group in groups]
         params = greedy(self._plan.max_new_tokens, self._params)
         baselines = self._collected(
@@ -154,16 +258,6 @@ class RolloutPhase(EngineRollout[Validation]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_drawn = int(state["num_drawn"])
         self._data.sampler.load_state_dict(state["sampler"])
-
-
-def model_scorer(
-    config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, quarantine: SampleQuarantine
-) -> ModelScorer | None:
-    """The way to the role ``reward_model``, where a domain asks it; ``quarantine`` takes what kills its workers."""
-    if clusters.reward_model is None:
-        return None
-    columns = [config.actor_train.data_args, *(one.data_args for one in plan.validation_sets)]
-    return ModelScorer(clusters.reward_model, model_inputs(config.rewards), columns, quarantine)
 
 
 def reward_metrics(groups: list[SampleGroup]) -> Metrics:
@@ -209,7 +303,7 @@ class AsyncRolloutPhase(RunsAhead[Validation, SampleGroup], RolloutPhase):
         self._run_ahead(scheduler)
 
     def _groups_of(self, step: int) -> tuple[list[SampleGroup], Metrics]:
-        groups, metrics = self._taken(step)
+        groups, metrics = self._collected_ahead(step)
         return groups, metrics | staleness_metrics(groups, step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -219,7 +313,7 @@ class AsyncRolloutPhase(RunsAhead[Validation, SampleGroup], RolloutPhase):
         return super().state_dict() | {"ahead": ahead}
 
     def state_between_steps(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, without a word to the engines: samples have what an engine last got of them."""
+        """As :meth:`state_dict`, without interrupting the engines: samples are as an engine last reported them."""
         self.num_drawn = self._flow.next_order
         return super().state_dict() | {"ahead": self._ahead.state_between_steps()}
 
@@ -230,7 +324,7 @@ class AsyncRolloutPhase(RunsAhead[Validation, SampleGroup], RolloutPhase):
 
 
 def staleness_metrics(groups: Sequence[SampleGroup], step: int) -> Metrics:
-    """Steps by which the weights that sampled are behind those that are trained, by sample and by token."""
+    """Lag of the weights that sampled behind those that are trained, in steps, by sample and by token."""
     samples = [spans for group in groups for spans in group.finished.weight_versions]
     oldest = np.array([step - spans[0][0] for spans in samples])
     lags = np.array([(step - version, end - start) for spans in samples for version, start, end in spans])

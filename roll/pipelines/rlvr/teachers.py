@@ -1,7 +1,7 @@
 """Teachers of on-policy distillation: their roles, and the checks of their keys. Torch-free.
 
 The student samples; at every token that it sampled, or for every distribution that it sampled from, a teacher says what
-it would have done. Arithmetic is in :mod:`roll.pipelines.rlvr.teaching`.
+it would have done. Arithmetic is in :mod:`roll.pipelines.rlvr.distillation`.
 """
 
 from __future__ import annotations
@@ -127,19 +127,17 @@ def check_opd(
         checks.add("opd_kl_coef", 0.0, "leaves nothing to learn from: every teacher's weight is 0", 1.0)
     temperature = arguments.temperature if arguments.do_sample else 1.0
     for name, section in config.teacher.items():
-        whole = config.opd_form == "full_vocabulary"
-        instead = "; opd_form full_vocabulary allows any"
-        check_temperature(
-            teacher_role(name), section, temperature, whole, f"{sampling_key}.temperature", instead, checks
-        )
-    _check_given(config, checks, runs_as)
+        whole, instead = config.opd_form == "full_vocabulary", "; opd_form full_vocabulary allows any"
+        key = f"{sampling_key}.temperature"
+        check_temperature(teacher_role(name), section, temperature, whole, key, instead, checks)
+    _check_rows(config, checks, runs_as)
     if config.opd_form != "advantage":
         _check_routes(config, checks)
     _note_estimator(config, checks, arguments, sampling_key)
 
 
-def _check_given(config: PolicyRunConfig, checks: Checks, runs_as: str) -> None:
-    """``lmbda`` and ``opd_teacher_prompt``, which take more than prompts from the rows."""
+def _check_rows(config: PolicyRunConfig, checks: Checks, runs_as: str) -> None:
+    """``lmbda`` and ``opd_teacher_prompt``, which need more than prompts from the rows."""
     if config.opd_teacher_prompt is not None:
         try:
             names = {name for _, name, _, _ in Formatter().parse(config.opd_teacher_prompt) if name is not None}
@@ -159,10 +157,7 @@ def _check_given(config: PolicyRunConfig, checks: Checks, runs_as: str) -> None:
     rules = (
         (runs_as == "rlvr", "must be 1 for episodes, of which the data has none"),
         (config.is_pure_opd, "must be 1 with use_opd: rewards and advantages are for what the student sampled"),
-        (
-            config.opd_form != "advantage",
-            "must be 1 with opd_form advantage, an estimate from the student's samples",
-        ),
+        (config.opd_form != "advantage", "must be 1 with opd_form advantage, an estimate from the student's samples"),
         (config.async_generation_ratio == 0, "must be 1 where generation runs ahead (async_generation_ratio above 0)"),
         (group == 1, f"needs num_return_sequences_in_group 1, not {group}: a row has one response"),
         (getattr(config, "user_defined_rollout_loop_cls", None) is None, "must be 1 with a rollout loop of your own"),
@@ -202,12 +197,10 @@ def _note_estimator(config: PolicyRunConfig, checks: Checks, arguments: Generati
         text = f"{config.kl_penalty} as an advantage has another minimum than the reverse KL's; k1 is unbiased"
         checks.note("kl_penalty", text)
     if config.is_pure_opd:
-        unread = ["gamma", "adv_estimator"] if checks.written("gamma") else []
-        for name in unread:
-            if config.adv_estimator != "reinforce" or name == "gamma":
+        for name in ("gamma", "adv_estimator") if config.adv_estimator != "reinforce" else ("gamma",):
+            if checks.written(name):
                 checks.note(name, "has no effect with is_pure_opd: opd_form and opd_gamma decide")
         for name in REWARD_KEYS:
             if checks.written(name) and getattr(config, name) not in (None, False, "auto"):
-                checks.note(
-                    name, "has no effect with is_pure_opd: rewards are measured, and nothing is learnt from them"
-                )
+                text = "has no effect with is_pure_opd: rewards are measured, and nothing is learnt from them"
+                checks.note(name, text)

@@ -1,18 +1,54 @@
-"""The definition of the rm pipeline. Torch-free."""
+"""The rm pipeline: its configuration, checks and definition. Torch-free."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Literal
 
 from roll.config.checks.base import Checks
-from roll.config.losses import RewardLossConfig
-from roll.config.pipelines import TRAINS, Headline, Panel, Role, Written
+from roll.config.losses import JUDGEMENTS, RANKS, RewardLossConfig, reward_loss_problems
+from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.pipelines import TRAINS, Headline, Panel, Role
+from roll.config.reading.fields import setting
+from roll.config.rewards import CLASSIFIER
+from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
-from roll.pipelines.rm.config import RMConfig, RMPlan, check_rm, plan_rm
-from roll.pipelines.supervised import SupervisedDefinition
+from roll.pipelines.supervised import HeldOutConfig, SupervisedDefinition
 
-if TYPE_CHECKING:
-    from roll.pipelines.rm.pipeline import RMPipeline
+
+@dataclass(frozen=True)
+class RMConfig(RewardLossConfig, RunConfig):
+    """The keys of an rm run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
+
+    pretrain: str = ""
+    """Model that the reward model starts from: a folder or a hub name. A language model gets a new head."""
+    max_steps: int | None = setting(None, ge=1)
+    """Optimizer steps; null: ``num_train_epochs`` passes over the data."""
+    sequence_length: int = setting(1024, ge=2)
+    """Most tokens of a prompt with one response; rows with a longer side are left out and counted."""
+    global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
+    """Chat template under ``score_input: tokens``; null: ``data_args.template`` of the role."""
+    score_input: Literal["chat", "tokens"] = "chat"
+    """Tokens that are scored: ``chat``, the conversation by the tokenizer's chat template; ``tokens``, the rendered
+    prompt, the response and the end-of-turn token, as the policy has them. The reward ``reward_model`` must say the
+    same (its option ``input``)."""
+    chosen_key: str = "chosen"
+    """Column of the preferred response: a text, or a conversation that ends with it."""
+    rejected_key: str = "rejected"
+    """Column of the other response."""
+    margin_key: str | None = None
+    """Column of the number by which the chosen response is better; null: no margin."""
+    responses_key: str = "responses"
+    """Column of several responses to a prompt (or of a single one; of the steps under ``process``)."""
+    scores_key: str = "scores"
+    """Column of their scores, ranks (higher is better), grades or labels; where rankings have none, the best response
+    is the first."""
+    step_separator: str = "\n"
+    """``process``: text behind every step but the last."""
+    reward_train: WorkerConfig = field(default_factory=WorkerConfig)
+    """The reward model; its ``data_args`` name the rows. ``per_device_train_batch_size`` counts prompts."""
+    validation: HeldOutConfig | None = None
+    """Held-out rows; null: none."""
 
 
 class RewardModel(SupervisedDefinition):
@@ -20,6 +56,8 @@ class RewardModel(SupervisedDefinition):
 
     name = "rm"
     config_class = RMConfig
+    role = "reward_train"
+    pipeline_class = "roll.pipelines.rm.pipeline.RMPipeline"
     roles = (Role("reward_train", TRAINS),)
     headlines = (
         Headline("reward/loss", "loss", "{:.4f}"),
@@ -39,16 +77,28 @@ class RewardModel(SupervisedDefinition):
         ("Reward models: losses (top level)", RewardLossConfig, ()),
     )
 
-    def check(self, config: RMConfig, checks: Checks) -> None:
-        check_rm(config, checks)
-
-    def plan(self, config: RMConfig, exp_name: str, written: Written) -> RMPlan:
-        return plan_rm(self, config, exp_name, written)
-
-    def pipeline(self) -> type[RMPipeline]:
-        from roll.pipelines.rm.pipeline import RMPipeline
-
-        return RMPipeline
+    def check_keys(self, config: RMConfig, checks: Checks) -> None:
+        role = config.reward_train
+        if config.chosen_key == config.rejected_key:
+            checks.add("rejected_key", config.rejected_key, "is the column of the chosen responses too", "rejected")
+        if role.strategy_args.strategy_name.startswith("megatron"):
+            rule = (
+                "Megatron's layers carry a critic's head, which begins at zero and has a bias that a reward model's "
+                "file has no place for; use fsdp2_train, fsdp_train or deepspeed_train"
+            )
+            key = "reward_train.strategy_args.strategy_name"
+            checks.add(key, role.strategy_args.strategy_name, rule, "fsdp2_train")
+        if role.model_args.model_type not in (None, CLASSIFIER):
+            rule = f"must be {CLASSIFIER}: one score on top of the model"
+            checks.add("reward_train.model_args.model_type", role.model_args.model_type, rule, CLASSIFIER)
+        if config.loss_type in JUDGEMENTS:
+            for key, value, rule in reward_loss_problems(config, config.margin_key):
+                checks.add(key, value, rule)
+            if config.loss_type == "process" and config.score_input == "chat":
+                rule = "steps are scored behind their own tokens, which a template for whole conversations does not "
+                checks.add("score_input", "chat", f"{rule}show", "tokens")
+            if config.margin_key is not None and config.loss_type not in RANKS:
+                checks.note("margin_key", f"not used: loss_type {config.loss_type} compares no responses")
 
     def longest_row(self, config: RMConfig) -> int:
         """Of a pair: all responses to a prompt are computed in one micro-batch. Longer rankings need a larger budget,

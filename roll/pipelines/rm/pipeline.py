@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,9 @@ from roll.algorithms.reward_models import (
     scoring_batch,
 )
 from roll.config.losses import JUDGEMENTS, RANKS, SCORE_INPUT, SCORE_MEAN, SCORE_STD
-from roll.config.roles import DataArguments
 from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow
 from roll.models.partitions import balance_partitions, workload
-from roll.pipelines.rm.config import RMConfig, RMPlan
+from roll.pipelines.rm.definition import RMConfig
 from roll.pipelines.supervised_pipeline import SupervisedPipeline, image_column
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics, to_floats
@@ -29,15 +28,13 @@ from roll.workers import REWARD_TRAIN_WORKER
 from roll.workers.supervised import RewardTrainSettings, RewardTrainWorker
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from roll.protocol.vision import VisionInputs
 
 STATISTICS_ROWS = 512
 """Training rows whose scores give mean and deviation where nothing is held out."""
 
 
-class RMPipeline(SupervisedPipeline[RMConfig, RMPlan, JudgedRow]):
+class RMPipeline(SupervisedPipeline[RMConfig, JudgedRow]):
     """Learning to score responses as judges have."""
 
     role = "reward_train"
@@ -50,9 +47,7 @@ class RMPipeline(SupervisedPipeline[RMConfig, RMPlan, JudgedRow]):
         return RewardTrainSettings(self.config.max_grad_norm, loss=self.config)
 
     @classmethod
-    def read(
-        cls, config: RMConfig, plan: RMPlan, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
-    ) -> JudgedDataset:
+    def build(cls, config: RMConfig) -> Callable[..., JudgedDataset]:
         columns = JudgedColumns(
             config.chosen_key,
             config.rejected_key,
@@ -61,13 +56,8 @@ class RMPipeline(SupervisedPipeline[RMConfig, RMPlan, JudgedRow]):
             config.scores_key,
             config.step_separator,
         )
-        build = partial(
-            JudgedDataset.build,
-            columns=columns,
-            judgement=JUDGEMENTS[config.loss_type],
-            score_input=config.score_input,
-        )
-        return cls.rendered(build, config, plan, data_args, tokenizer)
+        judgement, score_input = JUDGEMENTS[config.loss_type], config.score_input
+        return partial(JudgedDataset.build, columns=columns, judgement=judgement, score_input=score_input)
 
     def next_batch(self, step: int) -> DataProto:
         rows = self.rows.next_batch(self.plan.global_batch_size)
@@ -129,29 +119,18 @@ def judged_batch(rows: Sequence[JudgedRow], dp_size: int) -> DataProto:
         costs = [float(workload([len(side) for side in row.sides]).sum()) for row in rows]
         shares = balance_partitions(costs, dp_size, equal_counts=len(rows) % dp_size == 0)
     widest = max(sum(len(rows[index].responses) for index in share) for share in shares)
-    sequences, places, targets = list[list[int]](), list[list[int]](), list[list[float]]()
-    shared, units, margins = list[int](), list[int](), list[float | None]()
-    images: list[VisionInputs | None] = []
+    entries: list[tuple[list[int], int, int, list[int], list[float], float | None, VisionInputs | None]] = []
     for share in shares:
-        filled = len(sequences) + widest
+        filled = len(entries) + widest
         for index in share:
             row = rows[index]
+            prompt = len(row.prompt_ids)
             for response, side in enumerate(row.sides):
-                sequences.append(side)
-                shared.append(len(row.prompt_ids))
-                units.append(index)
-                places.append([len(row.prompt_ids) + end for end in row.step_ends] or [len(side)])
-                targets.append(row.scores if row.step_ends else [row.scores[response]])
-                margins.append(row.margin)
-                images.append(row.vision)
-        for _ in range(filled - len(sequences)):
-            sequences.append([0])
-            shared.append(2)
-            units.append(-1)
-            places.append([])
-            targets.append([])
-            margins.append(None)
-            images.append(None)
+                ends = [prompt + end for end in row.step_ends] or [len(side)]
+                scores = row.scores if row.step_ends else [row.scores[response]]
+                entries.append((side, prompt, index, ends, scores, row.margin, row.vision))
+        entries += [([0], 2, -1, [], [], None, None)] * (filled - len(entries))
+    sequences, shared, units, places, targets, margins, images = zip(*entries, strict=True)
     tensors = scoring_batch(sequences, shared, places)
     of_steps = any(row.step_ends for row in rows)
     wanted = torch.zeros(tensors["score_mask"].shape)

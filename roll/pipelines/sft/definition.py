@@ -1,17 +1,44 @@
-"""The definition of the SFT pipeline. Torch-free."""
+"""The SFT pipeline: its configuration, checks and definition. Torch-free."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from roll.config.checks.base import Checks
-from roll.config.pipelines import TRAINS, Headline, Panel, Role, Written
+from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.pipelines import TRAINS, Headline, Panel, Role
+from roll.config.reading.fields import setting
+from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
-from roll.pipelines.sft.config import SFTConfig, SFTPlan, check_sft, plan_sft
-from roll.pipelines.supervised import SupervisedDefinition
+from roll.pipelines.supervised import HeldOutConfig, SupervisedDefinition
 
-if TYPE_CHECKING:
-    from roll.pipelines.sft.pipeline import SFTPipeline
+
+@dataclass(frozen=True)
+class SFTConfig(RunConfig):
+    """The keys of an SFT run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
+
+    pretrain: str = ""
+    """Model to start from: a folder or a hub name."""
+    max_steps: int | None = setting(None, ge=1)
+    """Optimizer steps; null: ``num_train_epochs`` passes over the data."""
+    sequence_length: int = setting(1024, ge=2)
+    """Longest prompt plus response in tokens; longer rows are left out."""
+    global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
+    """Chat template; null: ``data_args.template`` of the role."""
+    prompt_key: str | None = None
+    """Column of the instruction; null: ``messages`` or ``prompt`` of ``data_args``."""
+    query_key: str | None = None
+    """Column of further input, appended to the instruction."""
+    response_key: str | None = None
+    """Column of the response; null: ``data_args.response``."""
+    train_on: Literal["last", "assistant"] = "last"
+    """Which turns of a conversation carry the loss: the ``last`` response, in front of which all is prompt; or every
+    turn of the ``assistant``, tool calls included, with tools from the column ``tools``."""
+    sft_train: WorkerConfig = field(default_factory=WorkerConfig)
+    """The model that learns; its ``data_args`` name the demonstrations."""
+    validation: HeldOutConfig | None = None
+    """Held-out demonstrations; null: none."""
 
 
 class SFT(SupervisedDefinition):
@@ -19,6 +46,8 @@ class SFT(SupervisedDefinition):
 
     name = "sft"
     config_class = SFTConfig
+    role = "sft_train"
+    pipeline_class = "roll.pipelines.sft.pipeline.SFTPipeline"
     roles = (Role("sft_train", TRAINS),)
     headlines = (
         Headline("sft_train/loss", "loss", "{:.4f}"),
@@ -35,13 +64,20 @@ class SFT(SupervisedDefinition):
     published_workers = ("SFTWorker",)
     reference = (("SFT (top level)", SFTConfig, (RunConfig,)),)
 
-    def check(self, config: SFTConfig, checks: Checks) -> None:
-        check_sft(config, checks)
+    def training_data(self, config: SFTConfig) -> DataArguments:
+        own = config.sft_train.data_args
+        return replace(own, prompt=config.prompt_key or own.prompt, response=config.response_key or own.response)
 
-    def plan(self, config: SFTConfig, exp_name: str, written: Written) -> SFTPlan:
-        return plan_sft(self, config, exp_name, written)
-
-    def pipeline(self) -> type[SFTPipeline]:
-        from roll.pipelines.sft.pipeline import SFTPipeline
-
-        return SFTPipeline
+    def check_keys(self, config: SFTConfig, checks: Checks) -> None:
+        if config.query_key is not None and config.prompt_key is None:
+            checks.missing("prompt_key", "goes with query_key: the column that it is appended to", "instruction")
+        if config.query_key is not None and config.train_on == "assistant":
+            rule = "goes with train_on: last: conversations have no further input"
+            checks.add("query_key", config.query_key, rule, "~")
+        data_args = config.sft_train.data_args
+        if data_args.streaming and config.max_steps is None:
+            rule = "is needed with data_args.streaming: nobody knows how many rows there are"
+            checks.missing("max_steps", rule, 1000)
+        if data_args.streaming and data_args.curriculum is not None:
+            rule = "goes with streaming: false: a stream does not know the difficulties of later rows"
+            checks.add("sft_train.data_args.curriculum", data_args.curriculum.column, rule, "~")

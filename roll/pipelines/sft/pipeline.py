@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from roll.config.loader import LoadedConfig
-from roll.config.roles import DataArguments
 from roll.datasets import DataError, SftDataset, SftRow
 from roll.datasets.images import ImageReader
 from roll.datasets.sft import sft_maker
@@ -21,7 +20,8 @@ from roll.datasets.templates import TemplateChoice
 from roll.datasets.vision_model import VisionModel
 from roll.distributed import PendingCall
 from roll.pipelines.row_order import balanced_order
-from roll.pipelines.sft.config import SFTConfig, SFTPlan
+from roll.pipelines.sft.definition import SFTConfig
+from roll.pipelines.supervised import SupervisedPlan
 from roll.pipelines.supervised_pipeline import SupervisedPipeline, image_column, right_padded
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics, to_floats
@@ -35,7 +35,7 @@ STEPS_IN_FLIGHT = 2
 """Workers find the next batch waiting when they finish one."""
 
 
-class SFTPipeline(SupervisedPipeline[SFTConfig, SFTPlan, SftRow]):
+class SFTPipeline(SupervisedPipeline[SFTConfig, SftRow]):
     """Imitation of demonstrations, two steps in flight at a time."""
 
     role = "sft_train"
@@ -65,11 +65,8 @@ class SFTPipeline(SupervisedPipeline[SFTConfig, SFTPlan, SftRow]):
         self.context.end_step(step)
 
     @classmethod
-    def read(
-        cls, config: SFTConfig, plan: SFTPlan, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
-    ) -> SftDataset:
-        build = partial(SftDataset.build, query_key=config.query_key, train_on=config.train_on)
-        return cls.rendered(build, config, plan, data_args, tokenizer)
+    def build(cls, config: SFTConfig) -> Callable[..., SftDataset]:
+        return partial(SftDataset.build, query_key=config.query_key, train_on=config.train_on)
 
     def rows_to_learn(self) -> tuple[Drawn[SftRow], int]:
         if not self.plan.data_args.streaming:
@@ -105,7 +102,7 @@ class SFTPipeline(SupervisedPipeline[SFTConfig, SFTPlan, SftRow]):
 
 
 def stream_demonstrations(
-    config: SFTConfig, plan: SFTPlan, tokenizer: PreTrainedTokenizerBase
+    config: SFTConfig, plan: SupervisedPlan, tokenizer: PreTrainedTokenizerBase
 ) -> StreamedEpochs[SftRow]:
     """The training set, prepared as it is drawn."""
     data_args, path = plan.data_args, str(plan.roles["sft_train"].model_path)
