@@ -113,7 +113,8 @@ class GenericDecoder(Decoder):
             )
         ]
         logits = torch.cat([part for part, _ in parts])
-        return PromptStates(keys_values, logits, [offset for _, offsets in parts for offset in offsets])
+        # A prompt of text, which may stand between prompts with images, has none.
+        return PromptStates(keys_values, logits, [offsets[0] if offsets else 0 for _, offsets in parts])
 
     def _extend(
         self, keys_values: torch.Tensor, known: int, prompt: Sequence[int], vision: VisionInputs | None

@@ -184,6 +184,21 @@ def test_prefix_cache_knows_images(model: Any, prompts: list[VisionPrompt], toke
     assert engine._prefixes.num_reused >= len(first.token_ids) + len(answer) - 1
 
 
+def test_text_and_images_continue_together(model: Any, prompts: list[VisionPrompt]) -> None:
+    """Each behind its own prefix, with the positions of its own."""
+    engine = build_engine(model, prefix_cache_tokens=1000)
+    starts = {"text": prompts[2], "image": prompts[0]}
+    answers = run(engine, [request(name, start, greedy(6)) for name, start in starts.items()])
+    longer = {
+        name: VisionPrompt([*start.token_ids, *answers[name, 0].token_ids, 9, 10, 11], start.vision)
+        for name, start in starts.items()
+    }
+    outputs = run(engine, [request(name, prompt, greedy(8)) for name, prompt in longer.items()])
+    assert engine._prefixes.num_reused >= sum(len(prompt.token_ids) - 4 for prompt in longer.values())
+    for name, prompt in longer.items():
+        check(model, prompt, outputs[name, 0])
+
+
 def test_prompts_that_do_not_go_with_their_images(model: Any, prompts: list[VisionPrompt]) -> None:
     engine, image = build_engine(model), model.config.image_token_id
     cut = prompts[0].token_ids[:]
