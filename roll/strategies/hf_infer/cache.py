@@ -67,6 +67,11 @@ class SlotCache:
                 held[first_row : first_row + count] = new[prompt]
             first_row += count
 
+    def clear(self, rows: np.ndarray) -> None:
+        """Zero rows that may hold NaN: attention multiplies what lies behind a row's end by 0, which has to give 0 for
+        the next sample in that row."""
+        self.data[:, :, rows] = 0
+
     def rows(self, first_row: int, count: int, length: int) -> torch.Tensor:
         """The first ``length`` places of some rows, a view: (num_layers, 2, count, num_kv_heads, length, head_dim)."""
         return self.data[:, :, first_row : first_row + count, :, :length]

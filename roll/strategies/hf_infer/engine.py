@@ -190,6 +190,7 @@ class GenerationEngine:
         """The requests of rows without a distribution to draw from."""
         if len(rows):
             self._prefixes.clear()  # their prompts may be in it
+            self._cache.clear(rows)
         for row in rows:
             sample = self._rows.samples[row]
             sample.stale = True
@@ -214,6 +215,7 @@ class GenerationEngine:
         self._queue.clear()
         self._unfinished.clear()
         self._prefixes.clear()
+        self._cache.data.zero_()  # some of it may not be finite
         self._rows = RunningRows(self._rows.capacity, self._max_model_len)
         decoder = self._decoder
         self._sampler = Sampler(self._rows, decoder.vocab_size, decoder.device, decoder.masked_token_ids)
