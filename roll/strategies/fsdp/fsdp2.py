@@ -116,9 +116,10 @@ class Fsdp2Strategy(ShardedStrategy):
     def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Pieces]]] = {}
         whole: dict[int, torch.Tensor] = {}
-        for index, tensor in enumerate(map(self._whole, tensors)):
-            if isinstance(tensor, DTensor):
-                shard = (index, tensor.to_local(), row_pieces(tensor))
+        for index, tensor in enumerate(tensors):
+            of_all_experts = self._whole(tensor)
+            if isinstance(of_all_experts, DTensor):
+                shard = (index, of_all_experts.to_local(), row_pieces(of_all_experts))
                 by_dtype.setdefault(self._wire_dtype(tensor), []).append(shard)
             else:
                 whole[index] = self._on_wire(tensor)
