@@ -259,7 +259,10 @@ class VllmStrategy(GenerationStrategy):
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
         """See the base class; unknown or finished requests are passed over."""
-        keys = self._keys(self._unfinished if request_ids is None else request_ids)
+        names = list(self._unfinished if request_ids is None else request_ids)
+        early = self._finished_early if request_ids is not None else []
+        self._finished_early = [output for output in early if output.request_id not in names]
+        keys = self._keys(names)
         results = self._so_far(keys)  # before the abort: the engine forgets what an aborted request had
         self._running_engine().abort_request([self._samples[key].internal_id for key in keys], internal=True)
         return [self._take(result) for result in results]
