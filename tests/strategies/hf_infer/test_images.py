@@ -12,7 +12,8 @@ import torch
 from roll.protocol.vision import vision_token_ids
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
 from roll.strategies.hf_infer.engine import GenerationEngine
-from roll.strategies.hf_infer.generic import VisionDecoder, create_decoder
+from roll.strategies.hf_infer.strategy import create_decoder
+from roll.strategies.hf_infer.vision import VisionDecoder
 from tests import vision_models
 from tests.strategies.hf_infer.helpers import greedy, run
 from tests.strategies.vision_cases import video_prompts, vision_keywords
