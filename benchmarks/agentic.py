@@ -280,7 +280,7 @@ def engine_of(conversations: int, hidden: int, layers: int) -> None:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from roll.strategies.hf_infer.engine import GenerationEngine
-    from roll.strategies.hf_infer.generic import create_decoder
+    from roll.strategies.hf_infer.strategy import create_decoder
 
     torch.set_num_threads(1)
     config = Qwen2Config(
@@ -364,7 +364,7 @@ async def _hot(template: Any, episodes: int) -> dict[str, float]:
     from roll.pipelines.agentic.metrics import token_checks
     from roll.rollout.episode_batch import build_episode_batch
     from roll.strategies.hf_infer.engine import GenerationEngine
-    from roll.strategies.hf_infer.generic import create_decoder
+    from roll.strategies.hf_infer.strategy import create_decoder
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.generation import EOS, MODELS, cpu_seconds
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.hf_infer.engine import GenerationEngine
-from roll.strategies.hf_infer.generic import create_decoder
+from roll.strategies.hf_infer.strategy import create_decoder
 
 CONVERSATIONS, FIRST, ANSWER, NEW = 16, 256, 32, 32
 SAMPLES, PROMPT, HALF = 64, 64, 128

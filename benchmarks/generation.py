@@ -31,7 +31,7 @@ from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.factory import create_generation_strategy
 from roll.strategies.hf_infer.engine import GenerationEngine
-from roll.strategies.hf_infer.generic import create_decoder
+from roll.strategies.hf_infer.strategy import create_decoder
 
 GROUP_SIZE = 8
 PROMPT_LENGTH = 32

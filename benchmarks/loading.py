@@ -72,9 +72,9 @@ def strategy_loading(contender: Contender, ranks: int, model: str, dtype: str) -
     )
     strategy = create_strategy(role)
     if contender.strategy == "deepspeed_train":
-        from roll.strategies.deepspeed.strategy import import_deepspeed, join_process_group
+        from roll.strategies.deepspeed.strategy import join_process_group
 
-        join_process_group(import_deepspeed(strategy.platform), strategy.platform)
+        join_process_group(strategy.platform)
     return partial(strategy.initialize, num_training_steps=1)
 
 

@@ -4,7 +4,7 @@ Everything above a strategy sees right-padded batches: a dict of tensors with on
 every per-token column of shape (B, L) and aligned to the token it describes.  ``log_probs[b, t]`` is the
 log-probability of ``input_ids[b, t]`` given the tokens before it; it is 0 where ``response_mask`` is False (and always
 at t = 0).  ``values[b, t]`` is the value of the state in which that token was sampled, so of the tokens before it.
-Packing, padding removal, sharding and micro-batching are a strategy's own business and never change these layouts.
+Packing, padding removal, sharding and micro-batching are internal to a strategy and never change these layouts.
 
 Every method marked *collective* must be called on all ranks of the cluster at the same time.
 """
@@ -30,8 +30,8 @@ from roll.protocol.metrics import Metrics
 from roll.protocol.metrics import RankInfo as RankInfo
 
 TensorBatch = dict[str, torch.Tensor]
-"""Columns of one batch. Always there: ``input_ids`` int64 (B, L), ``attention_mask`` bool (B, L, right-padded),
-``response_mask`` bool (B, L). A vision-language model may be given an object column of images as well
+"""Columns of one batch. Always present: ``input_ids`` int64 (B, L), ``attention_mask`` bool (B, L, right-padded),
+``response_mask`` bool (B, L). For a vision-language model also an optional object column of images
 (:data:`roll.protocol.vision.IMAGES`)."""
 
 
@@ -73,7 +73,7 @@ class WeightSelection:
     trained_only: bool = False
     """Without the parameters that training never changes."""
     adapters_apart: bool = False
-    """W, A and B of a LoRA weight each by itself, not W + scaling B A; see :meth:`MergedWeight.separate`."""
+    """W, A and B of a LoRA weight as separate tensors, not W + scaling B A; see :meth:`MergedWeight.separate`."""
 
 
 ALL_WEIGHTS = WeightSelection()
@@ -110,7 +110,7 @@ def teacher_columns(name: str) -> tuple[str, ...]:
 class LossFunction(Protocol):
     """A micro-batch's share of the loss of the whole optimizer step.
 
-    ``outputs`` holds the asked-for :class:`Output` tensors (with gradient), ``batch`` the micro-batch's columns.  The
+    ``outputs`` holds the requested :class:`Output` tensors (with gradient), ``batch`` the micro-batch's columns.  The
     returned scalar is already divided by the *global* denominators (tokens or samples over all ranks and micro-batches
     of the optimizer step), so the strategy makes the gradient the plain SUM over micro-batches and ranks.
     """
@@ -150,7 +150,7 @@ class ModelStrategy(ABC):
         self._configure()
 
     def _configure(self) -> None:
-        """Read the backend's own options of the role; nothing is built yet."""
+        """Read the backend's options from the role; nothing is built yet."""
 
     @abstractmethod
     def initialize(self, num_training_steps: int = 0) -> None:
@@ -160,7 +160,7 @@ class ModelStrategy(ABC):
         them.
 
         Raises:
-            ValueError: optimizer steps asked of a forward-only strategy; a model or sizes that the backend cannot have.
+            ValueError: optimizer steps requested of a forward-only strategy; an unsupported model or unsupported sizes.
         """
 
     @property
@@ -183,11 +183,11 @@ class ModelStrategy(ABC):
         return self._forward(batch, Computation(outputs, temperature, teachers))
 
     @abstractmethod
-    def _forward(self, batch: TensorBatch, asked: Computation) -> TensorBatch:
+    def _forward(self, batch: TensorBatch, computation: Computation) -> TensorBatch:
         """The backend's part of :meth:`forward`."""
 
     def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:
-        """Collective. The most probable tokens in place of each response token, of ``softmax(logits / temperature)``.
+        """Collective. The most probable tokens at each response position, of ``softmax(logits / temperature)``.
 
         Returns:
             ``top_log_probs`` float32 (B, L, k), descending; ``top_ids`` int32 (B, L, k); ``tail_log_prob`` float32
@@ -196,7 +196,7 @@ class ModelStrategy(ABC):
         raise AssertionError(f"{self.role.strategy_args.strategy_name} gives no distributions")
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Forward passes inside the block are those of the model without its LoRA adapters, if it has some."""
+        """Compute forward passes inside the block without the model's LoRA adapters, if it has any."""
         return nullcontext()
 
     @abstractmethod
@@ -224,7 +224,7 @@ class ModelStrategy(ABC):
                 continue
             tensors = self._device_tensors(kind)
             if kind is StateKind.OPTIMIZER_STATES and tensors:
-                # Some backends update the parameters in place: those go and come with the model.
+                # Some backends update the parameters in place: those are offloaded with the model.
                 parameters = storages_of(self._device_tensors(StateKind.MODEL_PARAMS))
                 tensors = [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in parameters]
             # Gradients are zeros between optimizer steps.
@@ -240,8 +240,8 @@ class ModelStrategy(ABC):
 
     @contextmanager
     def _without_optimizer(self) -> Iterator[None]:
-        """The block is a step's forward and backward passes: the optimizer's states come back after it, even where the
-        block raises, so that a checkpoint written on the way out has them."""
+        """Offload the optimizer's states during a step's forward and backward passes. They come back even if the block
+        raises, so that a checkpoint written on the way out has them."""
         if not self.offloads_optimizer_in_steps:
             yield
             return
@@ -274,7 +274,7 @@ class ModelStrategy(ABC):
         self._check_outputs(outputs)
         return self._train_step(batch, loss_fn, Computation(outputs, temperature, teachers))
 
-    def _train_step(self, batch: TensorBatch, loss_fn: LossFunction, asked: Computation) -> Metrics:
+    def _train_step(self, batch: TensorBatch, loss_fn: LossFunction, computation: Computation) -> Metrics:
         """The backend's part of :meth:`train_step`."""
         raise self._takes_no_steps()
 
@@ -307,7 +307,7 @@ class ModelStrategy(ABC):
     def _refuse_steps(self, num_training_steps: int) -> None:
         """
         Raises:
-            ValueError: optimizer steps are asked of a forward-only strategy.
+            ValueError: optimizer steps are requested of a forward-only strategy.
         """
         name = self.role.strategy_args.strategy_name
         if num_training_steps and not self.trains:

@@ -16,12 +16,12 @@ from roll.strategies.engines.scoring import ALL, ScoringStrategy
 
 MAX_REPLY = 512 * 2**20
 """Bytes of an answer: about 70 for each token that is listed."""
-LOOK_SECONDS = 10.0
+LOOKUP_SECONDS = 10.0
 """Limit for the list of models."""
 
 
 class ServiceRefused(RuntimeError):
-    """The service does not answer, or not with what was asked for; the message says what it said."""
+    """The service does not answer, or its reply is unusable; the message quotes it."""
 
 
 class RemoteService:
@@ -31,7 +31,7 @@ class RemoteService:
         path: of the requests, below ``base_url``.
 
     Raises:
-        ServiceRefused: it cannot be reached, or the name of its model cannot be found out.
+        ServiceRefused: it cannot be reached, or the name of its model cannot be determined.
     """
 
     def __init__(self, options: RemoteStrategyConfig, path: str) -> None:
@@ -54,7 +54,7 @@ class RemoteService:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         trust = httpx2.URL(url).host not in LOOPBACK
         try:
-            with httpx2.Client(timeout=LOOK_SECONDS, trust_env=trust, headers=headers) as client:
+            with httpx2.Client(timeout=LOOKUP_SECONDS, trust_env=trust, headers=headers) as client:
                 response = client.get(url)
             response.raise_for_status()
             found = {str(entry["id"]): entry for entry in response.json()["data"]}
@@ -131,7 +131,7 @@ def as_score(rows: Sequence[Mapping[str, Any] | None], prompt: Sequence[int], to
     for token, row in zip(prompt[1:], rows[1:], strict=True):
         assert row is not None
         try:
-            entries = [(int(one), float(said["logprob"])) for one, said in row.items()]
+            entries = [(int(key), float(entry["logprob"])) for key, entry in row.items()]
             rank = row[str(token)].get("rank")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServiceRefused(f"prompt_logprobs: {type(error).__name__}: {error}") from error

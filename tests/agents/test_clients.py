@@ -259,7 +259,7 @@ async def test_a_hot_untrained_model_behind_the_clients() -> None:
 
     from roll.strategies.engines.requests import GenerationRequest, SamplingParams
     from roll.strategies.hf_infer.engine import GenerationEngine
-    from roll.strategies.hf_infer.generic import create_decoder
+    from roll.strategies.hf_infer.strategy import create_decoder
 
     template = next(family for family in published() if family.name == "qwen3").chat_template()
     tokenizer = template._tokenizer

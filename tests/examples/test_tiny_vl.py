@@ -21,7 +21,7 @@ from roll.cli import main
 from roll.protocol.vision import EncodedImage, VisionInputs, token_types, vision_inputs, vision_token_ids
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.hf_infer.engine import GenerationEngine
-from roll.strategies.hf_infer.generic import create_decoder
+from roll.strategies.hf_infer.strategy import create_decoder
 from tests import vision_models
 from tests.strategies.hf_infer.helpers import run
 from tests.vision_models import shapes, tiny_vl_model

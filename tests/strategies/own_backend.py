@@ -16,7 +16,7 @@ from roll.protocol.metrics import to_floats
 from roll.strategies.base import StateKind
 from roll.strategies.factory import create_strategy
 from roll.strategies.training.data_parallel import DataParallelStrategy
-from roll.strategies.training.optimizer import TrainingProgress, build_adamw
+from roll.strategies.training.optimizer import TrainingProgress, adamw, decay_groups
 from tests.strategies.samples import TensorBatch, policy_loss
 from tests.strategies.sharded_cases import POLICY, weights_of
 
@@ -36,7 +36,8 @@ class ReplicatedStrategy(DataParallelStrategy):
         self.model.train(num_training_steps > 0)
         if num_training_steps:
             self.progress = TrainingProgress(self.role.training_args, num_training_steps, torch.float32)
-            self.optimizer = build_adamw(self.model, self.role.training_args)
+            args = self.role.training_args
+            self.optimizer = adamw(decay_groups(self.model, args.weight_decay), args)
 
     def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         return self.model(layout, outputs, temperature)

@@ -68,6 +68,13 @@ def test_a_bias_that_balances_leaves_in_float32(run_ranks: RunRanks, tmp_path: P
     assert {tensor.dtype for name, tensor in buckets.items() if name not in biases} == {torch.bfloat16}
 
 
+def test_divided_experts_travel_in_the_compute_type(run_ranks: RunRanks, folder: Path) -> None:
+    role = make_role(folder, dtype="bf16", config={"ep_size": 2})
+    (bucket,) = run_ranks(2, sharded_cases.buckets, role, 2**30)[0]
+    assert any(".experts." in name for name in bucket)
+    assert {name: tensor.dtype for name, tensor in bucket.items() if tensor.dtype is not torch.bfloat16} == {}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "config"),

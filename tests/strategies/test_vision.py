@@ -16,7 +16,7 @@ from roll.models.stored import StoredLayout
 from roll.protocol.vision import vision_token_ids
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.hf_infer.engine import GenerationEngine
-from roll.strategies.hf_infer.generic import create_decoder
+from roll.strategies.hf_infer.strategy import create_decoder
 from tests import vision_models
 from tests.strategies import sharded_cases, sync_cases, vision_cases
 from tests.strategies.comparison import STEPS, assert_step_equals

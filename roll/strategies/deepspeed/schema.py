@@ -13,11 +13,11 @@ from collections import defaultdict
 from typing import Any, get_args
 
 FREE_SECTIONS = ("autotuning", "data_efficiency", "pipeline", "expert_parallel", "tensor_parallel", "datastates_ckpt")
-"""Sections that are passed on as they are: nothing of them is used here."""
+"""Sections that are passed on unchecked: nothing here uses them."""
 
 
 class _Recorder(dict[str, Any]):
-    """A section that notes under ``read`` which keys are asked for."""
+    """A section that records in ``read`` which keys are looked up."""
 
     def __init__(self, data: dict[str, Any], path: str, read: dict[str, set[str]]) -> None:
         super().__init__(data)
@@ -36,7 +36,7 @@ class _Recorder(dict[str, Any]):
         return super().__contains__(key)
 
     def keys(self) -> Any:
-        """Itself: ``name in section.keys()`` is a question, too."""
+        """The section itself, so that ``name in section.keys()`` is recorded too."""
         return self
 
 

@@ -7,7 +7,7 @@ stage that wrote them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from roll.checkpoint.contents import ModelContents
 from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece
-from roll.models.loading import MetaModel
 from roll.strategies.training.checkpoint import resumed, save_training
 from roll.strategies.training.gather import Pieces, gather_to_rank0
 
@@ -36,20 +35,6 @@ def full_shape(tensor: Any) -> torch.Size:
 def full_size(tensor: Any) -> int:
     """Elements of the whole tensor, partitioned or not."""
     return int(tensor.ds_numel) if is_partitioned(tensor) else tensor.numel()
-
-
-def set_master_weights(parameter: Any, whole: Tensor) -> None:
-    """Put float32 ``whole`` into the optimizer's own weights of ``parameter``, of which each rank has a part.
-
-    Under ZeRO-3 by parts: DeepSpeed's function for whole tensors fails where ranks' parts are not of equal size (the
-    single bias of a value head on two ranks).
-    """
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
-
-    if is_partitioned(parameter):
-        safe_set_local_fp32_param(parameter, _own_part(parameter, whole))
-    else:
-        safe_set_full_fp32_param(parameter, whole)
 
 
 @dataclass(frozen=True)
@@ -69,7 +54,7 @@ class Run:
 
     @property
     def has_whole_parameter(self) -> bool:
-        """Every stage but 3 leaves the whole parameter, in the compute type, on every rank."""
+        """True under every stage but 3, which all leave the whole parameter, in the compute type, on every rank."""
         return not is_partitioned(self.parameter)
 
 
@@ -135,11 +120,8 @@ class MasterStates:
         """
         parameter = run.parameter
         if not run.has_whole_parameter:
-            from deepspeed.utils import safe_set_local_fp32_param
-
-            part = _fitted(weight, parameter.ds_tensor).to(parameter.ds_tensor.device)
-            safe_set_local_fp32_param(parameter, part)
-            parameter.ds_tensor.copy_(part.view_as(parameter.ds_tensor))
+            self.set_master(run, weight)
+            parameter.ds_tensor.copy_(_fitted(weight, parameter.ds_tensor).view_as(parameter.ds_tensor))
             return
         parameter.data.copy_(weight.view(parameter.shape))
         if run.length and (self._stage > 0 or self._copies):
@@ -174,7 +156,10 @@ class MasterStates:
                 for name in MOMENTS:
                     if name not in state:
                         state[name] = torch.zeros_like(master)
-                state["step"] = torch.full((), float(updates), device=_device_of_step(state, master))
+                # The fused AdamW counts where the weights are, others on the host; keep it where it is.
+                counter = state.get("step")
+                device = counter.device if isinstance(counter, Tensor) else master.device
+                state["step"] = torch.full((), float(updates), device=device)
 
     def _run(self, name: str, parameter: Any) -> Run:
         size = full_size(parameter)
@@ -184,10 +169,10 @@ class MasterStates:
             return Run(name, parameter, start, min(part, size - start))
         if self._stage == 0:
             return Run(name, parameter, 0, size)
-        mapping = parameter._hp_mapping
-        if mapping is None:
+        if parameter._hp_mapping is None:
             return Run(name, parameter, 0, 0)
-        return Run(name, parameter, mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
+        place = parameter._hp_mapping.lp_fragment_address
+        return Run(name, parameter, place.start, place.numel)
 
     def _masters(self) -> list[Tensor]:
         """The float32 tensors that the optimizer updates."""
@@ -207,21 +192,9 @@ class MasterStates:
             yield
 
 
-def _device_of_step(state: dict[str, Any], master: Tensor) -> torch.device:
-    """The fused AdamW counts where the weights are, others on the host; keep it where it is."""
-    return state["step"].device if isinstance(state.get("step"), Tensor) else master.device
-
-
 def _fitted(values: Tensor, partition: Tensor) -> Tensor:
     """``values`` with zeros behind them, as many as ZeRO-3 pads the last rank's part with."""
     return torch.nn.functional.pad(values, (0, partition.numel() - values.numel()))
-
-
-def _own_part(parameter: Any, whole: Tensor) -> Tensor:
-    """This rank's elements of the flattened whole, the last rank's padded."""
-    size, rank = parameter.ds_tensor.numel(), dist.get_rank()
-    own = whole.flatten()[rank * size : (rank + 1) * size]
-    return torch.nn.functional.pad(own, (0, size - own.numel()))
 
 
 def gather_partitions(
@@ -235,25 +208,29 @@ def gather_partitions(
         dtype: of the result.
         span: gather these elements of each, flattened, and no others.
     """
-    parts = [parameter.ds_tensor for parameter in parameters]
-    num_ranks = dist.get_world_size()
-    pieces = [Pieces.even(p.ds_shape, p.ds_tensor.numel(), num_ranks) for p in parameters]
     group = dist.group.WORLD
     assert group is not None
+    parts = [parameter.ds_tensor for parameter in parameters]
+    pieces = [Pieces.even(p.ds_shape, p.ds_tensor.numel(), group.size()) for p in parameters]
     return gather_to_rank0(parts, pieces, group, dtype, device, span)
 
 
 @torch.no_grad()
-def read_masters(engine: Any, meta: MetaModel) -> None:
-    """Read this rank's part of the float32 weights, in place of those that DeepSpeed made of rounded ones."""
+def set_masters(engine: Any, elements: Callable[[str, torch.Size, int, int], Tensor]) -> None:
+    """Replace the float32 weights that DeepSpeed made of rounded ones.
+
+    Args:
+        elements: float32 elements ``begin:end`` of a parameter, flattened, from its Hugging Face name, its shape,
+            ``begin`` and ``end``.
+    """
     masters = MasterStates(engine)
     if engine.zero_optimization_stage() == 0:
         # It also made a step of zeros to create the moments; AdamW would count it.
         engine.basic_optimizer.state.clear()
     for run in masters.runs():
         if run.length:
-            values = meta.elements(run.name, full_shape(run.parameter), run.start, run.start + run.length)
-            masters.set_master(run, values)
+            shape = full_shape(run.parameter)
+            masters.set_master(run, elements(run.name, shape, run.start, run.start + run.length))
 
 
 def save_states(path: Path, engine: Any, contents: ModelContents, state: dict[str, Any]) -> None:
@@ -272,16 +249,16 @@ def save_states(path: Path, engine: Any, contents: ModelContents, state: dict[st
 
 
 def load_states(path: Path, engine: Any, contents: ModelContents) -> dict[str, Any]:
-    """Collective. Put back what any strategy has saved, for any ranks and any stage; returns its ``state``.
+    """Collective. Load what any strategy has saved, on any number of ranks and under any stage; return its ``state``.
 
     Raises:
         FileNotFoundError: ``path`` is no such checkpoint.
-        CheckpointMismatchError: something of it would be left behind by a model with ``contents``.
+        CheckpointMismatchError: a model with ``contents`` would not take up all of it.
         CheckpointDamagedError: files are missing, or cannot be read.
     """
     masters = MasterStates(engine)
     if engine.zero_optimization_stage() == 3:
-        # A pass, such as the self-test of experts, leaves small parameters gathered; passes would go on with those.
+        # A pass, such as the self-test of experts, leaves small parameters gathered; later passes would use those.
         engine.optimizer.empty_partition_cache()
     with resumed(path, contents) as (state, stored):
         runs = masters.runs()

@@ -16,9 +16,8 @@ import torch
 from roll.config.strategies.deepspeed import ZeroPlan, numbers, plan_zero, switch
 from roll.config.strategies.registry import DeepSpeedStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES, enable_gradient_checkpointing
-from roll.models.experts import sparse_layers
 from roll.models.layouts import TokenLayout
-from roll.models.loading import MetaModel, ModuleReader, build_on_meta
+from roll.models.loading import MetaModel, ModuleReader
 from roll.models.log_probs import run_head_when_called
 from roll.platforms import Platform
 from roll.strategies.base import StateKind
@@ -28,9 +27,8 @@ from roll.strategies.deepspeed.states import (
     gather_partitions,
     is_partitioned,
     load_states,
-    read_masters,
     save_states,
-    set_master_weights,
+    set_masters,
 )
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import calls_recorded, check_choices_may_differ, check_same_on_all_ranks
@@ -45,7 +43,8 @@ from roll.strategies.training.optimizer import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-logger = logging.getLogger(__name__)
+PASSED_THROUGH = ("activation_checkpointing", "aio", "comms_logger", "flops_profiler", "communication_data_type")
+"""Sections and keys of the configuration that DeepSpeed gets as they are."""
 
 
 class DeepSpeedStrategy(DataParallelStrategy):
@@ -53,8 +52,6 @@ class DeepSpeedStrategy(DataParallelStrategy):
 
     ZeRO-3 shards parameters, also of forward-only roles; any other stage leaves the whole model on each rank.
     """
-
-    _meta: MetaModel | None = None
 
     def _configure(self) -> None:
         config = typed_strategy_config(self.role.strategy_args)
@@ -89,15 +86,16 @@ class DeepSpeedStrategy(DataParallelStrategy):
         enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
         self.progress = TrainingProgress(self.role.training_args, num_training_steps, self.compute_dtype)
         rounds = self.compute_dtype is not torch.float32
-        whole: dict[str, torch.Tensor] = {}  # holds every weight, which DeepSpeed replaces by parts of one flat tensor
+        loaded: dict[str, torch.Tensor] = {}  # every weight, which DeepSpeed replaces by parts of one flat tensor
         if rounds and meta is None:
-            whole = {name: p.data for name, p in self.model.named_parameters() if p.requires_grad}
+            named = self.model.language_model.named_parameters()
+            loaded = {name: p.data for name, p in named if p.requires_grad}
         self.engine = self._start_engine(adamw(self._decay_groups(), self.role.training_args), **options)
         if rounds and meta is not None:
-            read_masters(self.engine, meta)
+            set_masters(self.engine, meta.elements)
         elif rounds:
-            self._restore_master_weights(whole)
-        del whole
+            set_masters(self.engine, lambda name, shape, begin, end: loaded[name].flatten()[begin:end])
+        loaded.clear()
         self._watch_balance()
         self.model.train()
         # In fp16 the sums of gradients would have to be scaled.
@@ -154,11 +152,8 @@ class DeepSpeedStrategy(DataParallelStrategy):
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
         """Without weights where they can be read later, in the compute type; float32 ones are read apart."""
-        self._meta = build_on_meta(self.role.model_args, self.head.value, self.compute_dtype, self.seed)
-        if self._meta is None:
-            return super()._build_language_model(storage_dtype)
-        self.sparse_layers = sparse_layers(self._meta.language_model)
-        return self._meta.language_model
+        model = self._build_without_weights(self.compute_dtype)
+        return model or super()._build_language_model(storage_dtype)
 
     def _read_model(self, **options: Any) -> MetaModel | None:
         """Collective. Read the weights of a model without any: under ZeRO-3 module by module, each partitioned before
@@ -169,7 +164,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
         if self.plan.stage < 3:
             meta.read(self.model, self.device)
             return meta
-        deepspeed = self._joined_deepspeed()
+        deepspeed = join_process_group(self.platform)
         reader = ModuleReader(meta, self.device)
         partitioned: Any = None
         for module in meta.language_model.modules():
@@ -194,23 +189,55 @@ class DeepSpeedStrategy(DataParallelStrategy):
         # What ZeRO-3 has partitioned is flat.
         return decay_groups(self.model, self.role.training_args.weight_decay, lambda one: len(full_shape(one)))
 
-    def _joined_deepspeed(self) -> Any:
-        deepspeed = import_deepspeed(self.platform)
-        join_process_group(deepspeed, self.platform)
-        return deepspeed
+    def _options(self, fp32_accumulation: bool = False, max_grad_norm: float | None = None) -> dict[str, Any]:
+        """DeepSpeed's configuration.
 
-    def _options(self, **options: Any) -> dict[str, Any]:
-        return engine_options(
-            self.config,
-            self.plan,
-            dtype=self.role.model_args.dtype,
-            pin_memory=self.platform.pin_memory,
-            micro_batch_rows=self.role.training_args.per_device_train_batch_size,
-            **options,
-        )
+        Batch sizes are nominal: the strategy says which micro-batch is the last of an optimizer step, because their
+        number may change from step to step.  It is above 1 because DeepSpeed leaves accumulation out for 1.
+        """
+        config, dtype = self.config, self.compute_dtype
+        options: dict[str, Any] = numbers(config.deepspeed_config)
+        for name in PASSED_THROUGH:
+            value = numbers(getattr(config, name))
+            if value:
+                options[name] = value
+        options |= {
+            "train_micro_batch_size_per_gpu": self.role.training_args.per_device_train_batch_size,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": float(max_grad_norm or 0.0),
+            "steps_per_print": config.steps_per_print or sys.maxsize,
+            "wall_clock_breakdown": config.wall_clock_breakdown,
+            "zero_optimization": self._zero_section(),
+            # AdamW's fused CPU kernel comes with torch: nothing to compile for offload.
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        if dtype is torch.bfloat16:
+            options["bf16"] = {"check_grad_overflow": True, **numbers(config.bf16), "enabled": True}
+        if dtype is torch.float16:
+            # A scale that DeepSpeed does not move: the strategy does, as under every other backend.
+            options["fp16"] = {"enabled": True, "loss_scale": INITIAL_SCALE}
+        accumulates = fp32_accumulation and self.plan.stage > 0 and dtype is torch.bfloat16
+        data_types = ({"grad_accum_dtype": "fp32"} if accumulates else {}) | numbers(config.data_types)
+        if data_types:
+            options["data_types"] = data_types
+        return options
+
+    def _zero_section(self) -> dict[str, Any]:
+        plan, pin_memory = self.plan, self.platform.pin_memory
+        section: dict[str, Any] = {}
+        for name, device in (("offload_optimizer", plan.offload_optimizer), ("offload_param", plan.offload_param)):
+            if device != "none":
+                section[name] = {"device": device, "pin_memory": pin_memory}
+                if device == "nvme":
+                    section[name]["nvme_path"] = self.config.nvme_path
+        section |= numbers(self.config.zero_optimization)
+        for name in ("offload_optimizer", "offload_param"):
+            if not pin_memory and isinstance(section.get(name), dict):
+                section[name] = {**section[name], "pin_memory": False}
+        return section | {"stage": plan.stage}
 
     def _start_engine(self, optimizer: torch.optim.Optimizer | None, **options: Any) -> Any:
-        deepspeed = self._joined_deepspeed()
+        deepspeed = join_process_group(self.platform)
         if self.plan.stage == 3:
             self._use_units(deepspeed)
         engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self._options(**options))
@@ -243,21 +270,6 @@ class DeepSpeedStrategy(DataParallelStrategy):
         module = self.engine if hasattr(self, "engine") else self.model
         return module(layout, outputs, temperature)
 
-    def _restore_master_weights(self, loaded: dict[str, torch.Tensor]) -> None:
-        """DeepSpeed made its float32 weights from those it had just rounded; put the loaded ones in."""
-        if self.plan.stage == 0:
-            optimizer = self.engine.optimizer
-            names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-            for rounded, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-                for parameter, master in zip(rounded, masters, strict=True):
-                    master.data.copy_(loaded[names[id(parameter)]])
-            # It also made a step of zeros to create the moments; AdamW would count it.
-            self.engine.basic_optimizer.state.clear()
-            return
-        for name, parameter in self.model.named_parameters():
-            if name in loaded:
-                set_master_weights(parameter, loaded[name].to(self.device))
-
     def _begin_micro_batch(self, last: bool) -> None:
         self._is_last = last
         self.engine.set_gradient_accumulation_boundary(last)
@@ -279,22 +291,15 @@ class DeepSpeedStrategy(DataParallelStrategy):
     def _clip_and_step(self, learning_rate: float) -> float:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        return self._step_plain() if self._is_plain() else self._step_zero()
-
-    def _is_plain(self) -> bool:
-        """ZeRO-0 in float32: DeepSpeed sums the gradients, and torch's optimizer does the rest."""
-        return self.engine.optimizer is self.engine.basic_optimizer
-
-    def _step_plain(self) -> float:
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        if math.isfinite(norm):
-            self.engine.step()
-        else:
-            self.engine.zero_grad()
-        return norm
-
-    def _step_zero(self) -> float:
+        if self.engine.optimizer is self.engine.basic_optimizer:
+            # ZeRO-0 in float32: DeepSpeed sums the gradients, and torch's optimizer does the rest.
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+            if math.isfinite(norm):
+                self.engine.step()
+            else:
+                self.engine.zero_grad()
+            return norm
         self.engine.step()
         norm = float(self.engine.get_global_grad_norm())
         # ZeRO-0 gives the norm of the scaled gradient.
@@ -364,8 +369,9 @@ def import_deepspeed(platform: Platform) -> Any:
     return deepspeed
 
 
-def join_process_group(deepspeed: Any, platform: Platform) -> None:
-    """Collective. Let DeepSpeed use torch's default process group, which must exist."""
+def join_process_group(platform: Platform) -> Any:
+    """Collective. Let DeepSpeed use torch's default process group, which must exist; return its module."""
+    deepspeed = import_deepspeed(platform)
     # DeepSpeed reads the index of this rank's device here; a worker sees only its own.
     os.environ.setdefault("LOCAL_RANK", "0")
     if platform.device_type == "cpu":
@@ -373,66 +379,4 @@ def join_process_group(deepspeed: Any, platform: Platform) -> None:
         # a host without a C++ compiler). Nothing here calls it.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed(dist_backend=platform.collective_backend, auto_mpi_discovery=False, verbose=False)
-
-
-PASSED_THROUGH = ("activation_checkpointing", "aio", "comms_logger", "flops_profiler", "communication_data_type")
-
-
-def engine_options(
-    config: DeepSpeedStrategyConfig,
-    plan: ZeroPlan,
-    *,
-    dtype: str,
-    pin_memory: bool,
-    micro_batch_rows: int,
-    fp32_accumulation: bool = False,
-    max_grad_norm: float | None = None,
-) -> dict[str, Any]:
-    """DeepSpeed's configuration.
-
-    Batch sizes are nominal: the strategy says itself which micro-batch is the last of an optimizer step, because their
-    number may change from step to step.  It is above 1 because DeepSpeed leaves accumulation out for 1.
-
-    Args:
-        dtype: ``bf16``, ``fp16`` or ``fp32``, the compute type.
-        pin_memory: host memory can be page-locked.
-    """
-    options: dict[str, Any] = numbers(config.deepspeed_config)
-    for name in PASSED_THROUGH:
-        value = numbers(getattr(config, name))
-        if value:
-            options[name] = value
-    options |= {
-        "train_micro_batch_size_per_gpu": micro_batch_rows,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": float(max_grad_norm or 0.0),
-        "steps_per_print": config.steps_per_print or sys.maxsize,
-        "wall_clock_breakdown": config.wall_clock_breakdown,
-        "zero_optimization": _zero_section(config, plan, pin_memory),
-        # AdamW's fused CPU kernel comes with torch: nothing to compile for offload.
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    if dtype == "bf16":
-        options["bf16"] = {"check_grad_overflow": True, **numbers(config.bf16), "enabled": True}
-    if dtype == "fp16":
-        # A scale that DeepSpeed does not move: the strategy does, as under every other backend.
-        options["fp16"] = {"enabled": True, "loss_scale": INITIAL_SCALE}
-    accumulation = {"grad_accum_dtype": "fp32"} if fp32_accumulation and plan.stage > 0 and dtype == "bf16" else {}
-    data_types = accumulation | numbers(config.data_types)
-    if data_types:
-        options["data_types"] = data_types
-    return options
-
-
-def _zero_section(config: DeepSpeedStrategyConfig, plan: ZeroPlan, pin_memory: bool) -> dict[str, Any]:
-    section: dict[str, Any] = {}
-    for name, device in (("offload_optimizer", plan.offload_optimizer), ("offload_param", plan.offload_param)):
-        if device != "none":
-            section[name] = {"device": device, "pin_memory": pin_memory}
-            if device == "nvme":
-                section[name]["nvme_path"] = config.nvme_path
-    section |= numbers(config.zero_optimization)
-    for name in ("offload_optimizer", "offload_param"):
-        if not pin_memory and isinstance(section.get(name), dict):
-            section[name] = {**section[name], "pin_memory": False}
-    return section | {"stage": plan.stage}
+    return deepspeed

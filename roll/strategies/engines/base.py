@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from packaging.version import Version
 
-from roll.config.roles import ModelArguments, WorkerConfig
+from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import Backend
-from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore
+from roll.models.build import load_config
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore, longest_sequence
 from roll.weight_sync.encoding import Checksum, tensor_checksum
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,27 @@ class GenerationStrategy(ABC):
     def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
         self.role = role
         self.seed = seed
+        self._failures: dict[str, str] = {}
+
+    def _read_model_folder(self, max_model_len: int | None) -> tuple[Any, Any]:
+        """The model's Hugging Face configuration and its tokenizer; sets the longest sequence and the end tokens.
+
+        Args:
+            max_model_len: of ``strategy_config``.
+        """
+        from transformers import AutoTokenizer, GenerationConfig
+
+        args = self.role.model_args
+        path, config = args.model_name_or_path, load_config(args)
+        self._max_model_len = longest_sequence(max_model_len, config, path)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+        assert path
+        try:
+            generation_config = GenerationConfig.from_pretrained(path)
+        except OSError:  # a folder without one
+            generation_config = None
+        self._end_token_ids = end_token_ids(generation_config, config, tokenizer)
+        return config, tokenizer
 
     @abstractmethod
     def initialize(self) -> None:
@@ -63,11 +85,23 @@ class GenerationStrategy(ABC):
     def take_failures(self) -> dict[str, str]:
         """Return the requests that have failed by themselves since the last call: reasons by request id. They are no
         longer unfinished, and the others continue as if they had never been there."""
-        return {}
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def _without_failed(
+        self, outputs: Sequence[GenerationOutput], failed: Mapping[str, str] | None = None
+    ) -> list[GenerationOutput]:
+        """Outputs of the requests that have not failed. Those in ``failed``, and those with a sample that was not drawn
+        from finite log-probs, are aborted."""
+        reasons = {**(failed or {}), **not_finite(outputs)}
+        if reasons:
+            self.abort(reasons)
+            self._failures |= reasons
+        return [output for output in outputs if output.request_id not in reasons]
 
     def recover(self) -> list[GenerationOutput]:
-        """After :meth:`step` has raised: drop all samples and everything computed of them, so that what is added next
-        finds a clean engine; what the samples had. An engine that cannot do it raises."""
+        """After :meth:`step` has raised: drop all samples and everything computed for them, so that the next requests
+        find a clean engine; return what the samples had. An engine that cannot do this raises."""
         return self.abort()
 
     def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
@@ -82,7 +116,7 @@ class GenerationStrategy(ABC):
         return 0, 0
 
     def prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
-        """:meth:`prompt_score` of several."""
+        """:meth:`prompt_score` of each prompt."""
         return [self.prompt_score(token_ids, top) for token_ids in prompts]
 
     def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore:
@@ -107,8 +141,8 @@ class GenerationStrategy(ABC):
         """Make the new weights current; return a checksum per tensor of what the engine now holds
         (:func:`roll.weight_sync.encoding.tensor_checksum`), by rank where ranks of it disagree.
 
-        Samples that are running go on; their next tokens are the new weights'. What the engine has computed of their
-        earlier tokens is computed again with the new weights, or kept, as its ``in_flight_update`` says.
+        Running samples continue with the new weights. The keys and values of their earlier tokens are recomputed or
+        kept, as ``in_flight_update`` says.
         """
 
     def held_weights(self) -> Mapping[str, torch.Tensor] | None:
@@ -124,11 +158,11 @@ class GenerationStrategy(ABC):
 
     @property
     def takes_adapters(self) -> bool:
-        """True for an engine that computes with LoRA adapters of its own (:meth:`update_adapter`)."""
+        """True for an engine that computes with separate LoRA adapters (:meth:`update_adapter`)."""
         return False
 
     def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None:
-        """In the course of an update: compute ``W x + scaling * B (A x)`` from now on, in place of the last adapter.
+        """During an update: compute ``W x + scaling * B (A x)`` from now on, in place of the last adapter.
 
         Args:
             tensors: A (r, in) and B (out, r) by the name of W with ``#lora_A`` or ``#lora_B`` behind.
@@ -144,22 +178,6 @@ class GenerationStrategy(ABC):
 
     def shutdown(self) -> None:
         """Free everything; the engine is not used again."""
-
-
-def model_end_token_ids(args: ModelArguments, model_config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """:func:`end_token_ids` of the model in a folder or on the hub.
-
-    Args:
-        model_config: the model's Hugging Face config.
-    """
-    from transformers import GenerationConfig
-
-    assert args.model_name_or_path
-    try:
-        generation_config = GenerationConfig.from_pretrained(args.model_name_or_path)
-    except OSError:  # a folder without one
-        generation_config = None
-    return end_token_ids(generation_config, model_config, tokenizer)
 
 
 def end_token_ids(generation_config: Any, config: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -197,7 +215,7 @@ def check_version(backend: Backend, version: str, allow_untested: bool) -> None:
 
 
 def not_finite(outputs: Iterable[GenerationOutput]) -> dict[str, str]:
-    """Requests with a token that was drawn from no finite distribution, by id, and which token that is."""
+    """Reasons by request id for requests with a token whose log-prob is not finite."""
     found: dict[str, str] = {}
     for output in outputs:
         finite = np.isfinite(output.log_probs)
@@ -209,7 +227,7 @@ def not_finite(outputs: Iterable[GenerationOutput]) -> dict[str, str]:
 
 
 _NOTICE_SECONDS = 2.0
-"""Grace between an error that a rank's death has caused and the end of its process: a peer may report first."""
+"""Time between an error caused by a rank's death and the end of its process: a peer may report first."""
 _END_SECONDS = 10.0
 """Limit for killed ranks to be gone."""
 
@@ -222,16 +240,14 @@ class RankWatch:
 
     Args:
         ranks: child processes; none for an engine that has no rank outside of this process.
-        clean_up: called before the end.
     """
 
-    def __init__(self, ranks: Sequence[BaseProcess], clean_up: Callable[[], None]) -> None:
+    def __init__(self, ranks: Sequence[BaseProcess]) -> None:
         self._ranks = {rank.sentinel: rank for rank in ranks}
-        self._clean_up = clean_up
         self._is_over = Event()
         self._thread = Thread(target=self._watch, daemon=True, name="roll-rank-watch")
         if ranks:
-            # At an exit in good order the ranks end first.
+            # At a normal exit the ranks end first.
             Finalize(None, self.close, exitpriority=0)
             self._thread.start()
 
@@ -257,7 +273,6 @@ class RankWatch:
             if sentinel in dead:
                 logger.error("rank %d of the engine (pid %d) has died, and the engine ends with it", number, rank.pid)
         self._kill()
-        self._clean_up()
         logging.shutdown()
         os._exit(1)
 

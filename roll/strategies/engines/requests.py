@@ -23,14 +23,14 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class PromptScore:
-    """A text as a model judges it, each token after those in front of it."""
+    """A model's log-probs of a text, each token given those before it."""
 
     log_probs: list[float]
     """Of every token but the first, at temperature 1."""
     top: list[list[tuple[int, float]]]
-    """At the same positions the most probable tokens, as many as were asked for."""
+    """The most probable tokens at the same positions, as many as requested."""
     ranks: Sequence[int] = ()
-    """Of the text's own tokens among all; 1: the most probable."""
+    """Ranks of the text's own tokens in the vocabulary; 1: the most probable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class PartialSample:
     weight_versions: Sequence[VersionSpan]
     """Spans over all of ``token_ids``, in order."""
     top_log_probs: Sequence[list[tuple[int, float]]] = ()
-    """Of each token, where they were asked for."""
+    """Of each token, where they were requested."""
     routes: np.ndarray | None = None
     """As in :class:`GenerationOutput`."""
 
@@ -138,6 +138,23 @@ def interrupted(
         if output.token_ids
     }
     return replace(request, partial=begun, finished=tuple(sorted(finished, key=lambda output: output.sample_index)))
+
+
+def continued(begun: PartialSample, output: GenerationOutput) -> GenerationOutput:
+    """The whole response of a sample that was continued: what it came with, then the tokens of ``output``."""
+    spans, shift = list(begun.weight_versions), len(begun.token_ids)
+    for version, start, end in output.weight_versions:
+        if spans and version == spans[-1][0]:
+            spans[-1] = (version, spans[-1][1], end + shift)
+        elif end > start:
+            spans.append((version, start + shift, end + shift))
+    return replace(
+        output,
+        token_ids=[*begun.token_ids, *output.token_ids],
+        log_probs=[*begun.log_probs, *output.log_probs],
+        top_log_probs=[*begun.top_log_probs, *output.top_log_probs],
+        weight_versions=spans,
+    )
 
 
 def visible_text(text: str, params: SamplingParams) -> str:
@@ -267,23 +284,20 @@ class StopStringMatcher:
         self._pending.append(token_id)
         before = self._decode(self._pending[: self._num_decoded])
         text = self._decode(self._pending)[len(before) :]
-        found = self._ends_in(text.rstrip(_REPLACEMENT))
+        whole, start = self._tail + text.rstrip(_REPLACEMENT), len(self._tail)
+        found = any(whole.find(stop, max(0, start - len(stop) + 1)) >= 0 for stop in self._stop_strings)
         if text and not text.endswith(_REPLACEMENT):
             self._tail = (self._tail + text)[-(self._longest - 1) :] if self._longest > 1 else ""
             self._pending = self._pending[-_CONTEXT_TOKENS:]
             self._num_decoded = len(self._pending)
         return found
 
-    def _ends_in(self, new_text: str) -> bool:
-        text, start = self._tail + new_text, len(self._tail)
-        return any(text.find(stop, max(0, start - len(stop) + 1)) >= 0 for stop in self._stop_strings)
 
-
-def longest_sequence(asked: int | None, config: Any, model_path: str | None) -> int:
+def longest_sequence(max_model_len: int | None, config: Any, model_path: str | None) -> int:
     """Most tokens of prompt and response together.
 
     Args:
-        asked: ``strategy_config.max_model_len``; None: as many as the model has positions.
+        max_model_len: ``strategy_config.max_model_len``; None: as many as the model has positions.
         config: the model's Hugging Face config.
         model_path: for messages.
 
@@ -291,18 +305,18 @@ def longest_sequence(asked: int | None, config: Any, model_path: str | None) -> 
         ValueError: more than the model has positions, or no number at all.
     """
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if asked is None:
+    if max_model_len is None:
         if longest is None:
             raise ValueError(
                 "strategy_config.max_model_len: null, and the model names no longest sequence; give a number"
             )
         return int(longest)
-    if longest is not None and asked > longest:
+    if longest is not None and max_model_len > longest:
         raise ValueError(
-            f"strategy_config.max_model_len: {asked} is more than the {longest} positions of {model_path}; "
+            f"strategy_config.max_model_len: {max_model_len} is more than the {longest} positions of {model_path}; "
             f"give at most {longest}"
         )
-    return asked
+    return max_model_len
 
 
 _MASK = (1 << 64) - 1

@@ -50,9 +50,10 @@ class ScoringStrategy(ModelStrategy):
     def rank_info(self) -> RankInfo:
         return RankInfo()
 
-    def _forward(self, batch: TensorBatch, asked: Computation) -> TensorBatch:
+    def _forward(self, batch: TensorBatch, computation: Computation) -> TensorBatch:
         """Log-probs of the response tokens, at temperature 1 only."""
-        assert set(asked.outputs) <= {Output.LOG_PROBS} and not asked.teachers and asked.temperature == 1.0, asked
+        assert set(computation.outputs) <= {Output.LOG_PROBS} and not computation.teachers, computation
+        assert computation.temperature == 1.0, computation
         log_probs = torch.zeros(batch["response_mask"].shape)
         for row, (positions, score) in enumerate(self._scored(batch, 0)):
             log_probs[row, positions] = torch.tensor([score.log_probs[at - 1] for at in positions.tolist()])
@@ -63,7 +64,7 @@ class ScoringStrategy(ModelStrategy):
         tail is one minus the listed mass.
 
         Raises:
-            ValueError: fewer tokens than asked for, for instance where the teacher's most probable ones have ids that
+            ValueError: fewer tokens than requested, for instance where the teacher's most probable ones have ids that
                 the student does not know.
         """
         assert temperature == 1.0 or not wanted.count, (wanted, temperature)
@@ -142,7 +143,7 @@ def listed_tokens(
 
 
 class EngineScoring(ScoringStrategy):
-    """A generation engine in this worker's process, which only reads what it is given."""
+    """A generation engine in this worker's process that only scores given tokens."""
 
     def _configure(self) -> None:
         from roll.strategies.factory import create_generation_strategy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from types import MethodType
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -22,17 +21,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from roll.config.roles import ModelArguments
 from roll.config.strategies.fsdp import FSDP1_OFFLOAD
 from roll.config.strategies.registry import Fsdp1StrategyConfig
 from roll.models.build import DTYPES
-from roll.models.experts import SparseLayer, sparse_layers
 from roll.models.layouts import TokenLayout
-from roll.models.loading import MetaModel, ModuleReader, build_on_meta
-from roll.models.log_probs import ResponseModel, output_matrices, run_head_when_called
+from roll.models.loading import ModuleReader
+from roll.models.log_probs import output_matrices, run_head_when_called
 from roll.models.vision import vision_modules
-from roll.platforms import current_platform
-from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, compute_dtype, wrapped_units
+from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, wrapped_units
 from roll.strategies.training.gather import Pieces, exchange_sizes
 from roll.strategies.training.optimizer import decay_groups
 
@@ -45,7 +41,6 @@ class FsdpStrategy(ShardedStrategy):
 
     config: Fsdp1StrategyConfig
     mixes_types = False
-    _meta: MetaModel | None = None
 
     def initialize(self, num_training_steps: int = 0) -> None:
         """Collective. See :meth:`ShardedStrategy.initialize`.
@@ -63,7 +58,7 @@ class FsdpStrategy(ShardedStrategy):
         shapes = {name: tensor.shape for name, tensor in self._named_tensors()}
         self._names = list(shapes)
         self.mesh = build_mesh(self.device.type, self.world_size, self.config.fsdp_size)
-        self.root = wrap_model(self.model, self.mesh, self.role.model_args, self.config, self.sparse_layers, self._meta)
+        self.root = self._wrap_model()
         self._meta = None
         self._pieces: dict[torch.Tensor, Pieces] = {}
         if self.root is not None:
@@ -73,26 +68,109 @@ class FsdpStrategy(ShardedStrategy):
             self._pieces = dict(zip(parameters.values(), pieces, strict=True))
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
-        """Without weights where they can be read unit by unit later."""
-        self._meta = build_on_meta(self.role.model_args, self.head.value, storage_dtype, self.seed)
-        if self._meta is None:
-            return super()._build_language_model(storage_dtype)
-        self.sparse_layers = sparse_layers(self._meta.language_model)
-        return self._meta.language_model
+        return self._build_without_weights(storage_dtype) or super()._build_language_model(storage_dtype)
+
+    def _wrap_model(self) -> FullyShardedDataParallel | None:
+        """Wrap the model and its units over the mesh; gradients become means over all ranks.
+
+        | mesh             | ``reshard_after_forward: true`` | ``false``            |
+        |------------------|---------------------------------|----------------------|
+        | ``(1,)``         | ``NO_SHARD``                    | ``NO_SHARD``         |
+        | ``(fsdp,)``      | ``FULL_SHARD``                  | ``SHARD_GRAD_OP``    |
+        | ``(ddp, fsdp)``  | ``HYBRID_SHARD``                | ``_HYBRID_SHARD_ZERO2`` |
+
+        A model without weights reads those of each unit when it is wrapped.
+
+        Returns:
+            The root, or None for one rank in float32 without offload: nothing is sharded, cast or moved there.
+
+        Raises:
+            ValueError: a wrap policy that names no module of this model.
+        """
+        model, config, meta, device = self.model, self.config, self._meta, self.device
+        # On a CPU host everything is in host memory as it is.
+        offload = config.offload_policy and device.type != "cpu"
+        if self.mesh.size() == 1 and self.compute_dtype is torch.float32 and not offload:
+            if meta is None:
+                model.to(device)
+            else:
+                meta.read(model, device)
+            return None
+        units = {id(unit) for unit in wrapped_units(model, config.wrap_policy, self.sparse_layers)}
+        tower = vision_modules(model.language_model)
+        precision = MixedPrecision(
+            # Token ids and positions are all that goes in, so there is nothing to cast; an image is cast where it is
+            # cut.
+            param_dtype=self.compute_dtype,
+            reduce_dtype=DTYPES[config.reduce_dtype],
+            cast_root_forward_inputs=False,
+        )
+
+        def unit_options(module: nn.Module) -> bool | dict[str, Any]:
+            if id(module) in units and id(module) in tower:
+                # The angles that rotate patches stay in float32.
+                return {"mixed_precision": replace(precision, cast_forward_inputs=False)}
+            return id(module) in units
+
+        head = model.language_model.get_output_embeddings()
+        if config.wrap_policy.wrap_lm_output:
+            if len(output_matrices(model.language_model)) > 1:
+                raise ValueError(
+                    "strategy_config.wrap_policy.wrap_lm_output: does not go with additional_target (the output matrix "
+                    "trained in full alongside adapters) under FSDP1; set it to false"
+                )
+            run_head_when_called(model.language_model)
+        with warnings.catch_warnings():
+            # On one rank there is no other strategy.
+            warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy", category=FutureWarning)
+            root = FullyShardedDataParallel(
+                model,
+                device_mesh=self.mesh,
+                sharding_strategy=self._sharding_strategy(),
+                cpu_offload=CPUOffload(offload_params=True) if offload else None,
+                auto_wrap_policy=CustomPolicy(unit_options),
+                backward_prefetch=None
+                if config.backward_prefetch == "none"
+                else BackwardPrefetch[config.backward_prefetch],
+                mixed_precision=precision,
+                device_id=device,
+                use_orig_params=True,
+                param_init_fn=None if meta is None else ModuleReader(meta, device),
+            )
+        if config.wrap_policy.wrap_lm_output:
+            # The output matrix has its own wrapper now: its log-probs are computed by calling that.
+            wrapper = model.language_model.get_output_embeddings()
+            assert isinstance(wrapper, FullyShardedDataParallel) and wrapper.module is head
+            wrapper.__dict__["log_probs"] = MethodType(FullyShardedDataParallel.__call__, wrapper)
+        return root
+
+    def _sharding_strategy(self) -> ShardingStrategy:
+        reshards = self.config.reshard_after_forward
+        if self.mesh.size() == 1:
+            return ShardingStrategy.NO_SHARD
+        if self.mesh.ndim == 2:
+            return ShardingStrategy.HYBRID_SHARD if reshards else ShardingStrategy._HYBRID_SHARD_ZERO2
+        return ShardingStrategy.FULL_SHARD if reshards else ShardingStrategy.SHARD_GRAD_OP
 
     def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         return (self.root or self.model)(layout, outputs, temperature)
 
     def _reshard(self) -> None:
-        if self.root is not None:
-            free_gathered(self.root)
+        """Give back parameters that are still gathered; a no-op before the first forward pass."""
+        if self.root is None or not self.root._is_root:
+            return
+        for unit in FullyShardedDataParallel.fsdp_modules(self.root):
+            handle = unit._handle
+            if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+                # Private: torch has no public way to free what a forward pass without a backward pass leaves gathered.
+                _reshard(unit, handle, True)
 
     def _decay_groups(self) -> list[dict[str, Any]]:
         # Every parameter is a run of elements here: which of them is a matrix shows in its whole shape.
-        return decay_groups(self.model, self.role.training_args.weight_decay, self._num_dims)
+        def num_dims(parameter: torch.Tensor) -> int:
+            return len(self._pieces[parameter].shape) if parameter in self._pieces else parameter.ndim
 
-    def _num_dims(self, parameter: torch.Tensor) -> int:
-        return len(self._pieces[parameter].shape) if parameter in self._pieces else parameter.ndim
+        return decay_groups(self.model, self.role.training_args.weight_decay, num_dims)
 
     def _begin_micro_batch(self, last: bool) -> None:
         self._reduces = last or self.config.reduce_scatter_during_grad_accumulation
@@ -134,118 +212,8 @@ class FsdpStrategy(ShardedStrategy):
         return self._gather_parts([(tensor, self._pieces[tensor])], self.compute_dtype, (begin, end))[0]
 
 
-# Of the runtime: torch has no public way to free what a forward pass without a backward pass leaves gathered.
-
-
 WRAPPER = "_fsdp_wrapped_module."
 """Part that the wrapper of a module adds to the names of its parameters."""
-
-
-def wrap_model(
-    model: ResponseModel,
-    mesh: DeviceMesh,
-    args: ModelArguments,
-    config: Fsdp1StrategyConfig,
-    layers: Sequence[SparseLayer] = (),
-    meta: MetaModel | None = None,
-) -> FullyShardedDataParallel | None:
-    """Wrap ``model`` and its units over ``mesh``; gradients become means over all ranks.
-
-    | mesh             | ``reshard_after_forward: true`` | ``false``            |
-    |------------------|---------------------------------|----------------------|
-    | ``(1,)``         | ``NO_SHARD``                    | ``NO_SHARD``         |
-    | ``(fsdp,)``      | ``FULL_SHARD``                  | ``SHARD_GRAD_OP``    |
-    | ``(ddp, fsdp)``  | ``HYBRID_SHARD``                | ``_HYBRID_SHARD_ZERO2`` |
-
-    Args:
-        meta: of a model without weights: each unit's are read when it is wrapped.
-
-    Returns:
-        The root, or None for one rank in float32 without offload: nothing is sharded, cast or moved there.
-
-    Raises:
-        ValueError: a wrap policy that names no module of this model.
-    """
-    device = current_platform().device()
-    # On a CPU host everything is in host memory as it is.
-    offload = config.offload_policy and device.type != "cpu"
-    dtype = compute_dtype(args, config)
-    if mesh.size() == 1 and dtype is torch.float32 and not offload:
-        if meta is None:
-            model.to(device)
-        else:
-            meta.read(model, device)
-        return None
-    units = {id(unit) for unit in wrapped_units(model, config.wrap_policy, layers)}
-    tower = vision_modules(model.language_model)
-    precision = MixedPrecision(
-        # Token ids and positions are all that goes in, so there is nothing to cast; an image is cast where it is cut.
-        param_dtype=dtype,
-        reduce_dtype=DTYPES[config.reduce_dtype],
-        cast_root_forward_inputs=False,
-    )
-
-    def unit_options(module: nn.Module) -> bool | dict[str, Any]:
-        if id(module) in units and id(module) in tower:
-            # The angles that rotate patches stay in float32.
-            return {"mixed_precision": replace(precision, cast_forward_inputs=False)}
-        return id(module) in units
-
-    head = model.language_model.get_output_embeddings()
-    if config.wrap_policy.wrap_lm_output:
-        if len(output_matrices(model.language_model)) > 1:
-            raise ValueError(
-                "strategy_config.wrap_policy.wrap_lm_output: does not go with additional_target (the output matrix "
-                "trained in full alongside adapters) under FSDP1; set it to false"
-            )
-        run_head_when_called(model.language_model)
-    with warnings.catch_warnings():
-        # On one rank there is no other strategy.
-        warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy", category=FutureWarning)
-        root = FullyShardedDataParallel(
-            model,
-            device_mesh=mesh,
-            sharding_strategy=_sharding_strategy(mesh, config.reshard_after_forward),
-            cpu_offload=CPUOffload(offload_params=True) if offload else None,
-            auto_wrap_policy=CustomPolicy(unit_options),
-            backward_prefetch=_backward_prefetch(config.backward_prefetch),
-            mixed_precision=precision,
-            device_id=device,
-            use_orig_params=True,
-            param_init_fn=None if meta is None else ModuleReader(meta, device),
-        )
-    if config.wrap_policy.wrap_lm_output:
-        _gather_head_when_used(model, head)
-    return root
-
-
-def _sharding_strategy(mesh: DeviceMesh, reshard_after_forward: bool) -> ShardingStrategy:
-    if mesh.size() == 1:
-        return ShardingStrategy.NO_SHARD
-    if mesh.ndim == 2:
-        return ShardingStrategy.HYBRID_SHARD if reshard_after_forward else ShardingStrategy._HYBRID_SHARD_ZERO2
-    return ShardingStrategy.FULL_SHARD if reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
-
-
-def _backward_prefetch(name: str) -> BackwardPrefetch | None:
-    return None if name == "none" else BackwardPrefetch[name]
-
-
-def _gather_head_when_used(model: ResponseModel, head: nn.Module) -> None:
-    """The output matrix has a wrapper of its own now: its log-probs are computed by calling that."""
-    wrapper = model.language_model.get_output_embeddings()
-    assert isinstance(wrapper, FullyShardedDataParallel) and wrapper.module is head
-    wrapper.__dict__["log_probs"] = MethodType(FullyShardedDataParallel.__call__, wrapper)
-
-
-def free_gathered(root: FullyShardedDataParallel) -> None:
-    """Give back parameters that are gathered still; a no-op before the first forward pass."""
-    if not root._is_root:
-        return
-    for unit in FullyShardedDataParallel.fsdp_modules(root):
-        handle = unit._handle
-        if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
-            _reshard(unit, handle, True)
 
 
 def clean_name(name: str) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -17,17 +16,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from roll.config.roles import ModelArguments
 from roll.config.strategies.fsdp import Fsdp2StrategyConfig
 from roll.models.build import DTYPES, tile_mlp_layers
 from roll.models.expert_parallel import ExpertMesh, row_runs
-from roll.models.experts import SparseLayer, sparse_layers
 from roll.models.layouts import TokenLayout
-from roll.models.loading import MetaModel, build_on_meta
-from roll.models.log_probs import ResponseModel, output_matrices
+from roll.models.log_probs import output_matrices
 from roll.models.vision import vision_modules
-from roll.platforms import current_platform
-from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, compute_dtype, wrapped_units
+from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, wrapped_units
 from roll.strategies.training.gather import Pieces
 
 if TYPE_CHECKING:
@@ -38,7 +33,6 @@ class Fsdp2Strategy(ShardedStrategy):
     """Shards made by ``fully_shard``."""
 
     config: Fsdp2StrategyConfig
-    _meta: MetaModel | None
     _expert_mesh: ExpertMesh | None = None
     """None: experts are not divided over ranks."""
 
@@ -47,9 +41,7 @@ class Fsdp2Strategy(ShardedStrategy):
         self.mesh = build_mesh(self.device.type, self.world_size, self.config.fsdp_size)
         if self.config.ep_size > 1:
             self._expert_mesh = ExpertMesh.build(self.device.type, self.world_size, self.config.ep_size)
-        self.root = shard_model(
-            self.model, self.mesh, self.role.model_args, self.config, self.sparse_layers, self._expert_mesh
-        )
+        self.root = self._shard_model()
         if self._meta is not None:
             device = torch.device("cpu") if self.config.offload_policy else self.device
             self._meta.read(self.model, device, self._whole)
@@ -58,16 +50,56 @@ class Fsdp2Strategy(ShardedStrategy):
             self.model.to(self.device)
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
-        """Without weights where each rank can read its own shard of them later."""
-        self._meta = build_on_meta(self.role.model_args, self.head.value, storage_dtype, self.seed)
-        if self._meta is None:
-            model = super()._build_language_model(storage_dtype)
-        else:
-            model = self._meta.language_model
-            self.sparse_layers = sparse_layers(model)
+        model = self._build_without_weights(storage_dtype) or super()._build_language_model(storage_dtype)
         if self.config.apply_tiled_mlp:
             tile_mlp_layers(model, self.config.tiled_num_shards)
         return model
+
+    def _shard_model(self) -> FSDPModule | None:
+        """Turn the model into an FSDP root, in place; gradients become plain sums over all ranks.
+
+        Returns:
+            The root, or None for one rank in float32 without offload: nothing is sharded, cast or moved there, so the
+            module stays as it is and pays for no hooks.
+
+        Raises:
+            ValueError: a wrap policy that names no module of this model.
+        """
+        model, mesh, config = self.model, self.mesh, self.config
+        if mesh.size() == 1 and self.compute_dtype is torch.float32 and not config.offload_policy:
+            return None
+        precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=DTYPES[config.reduce_dtype])
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": config.reshard_after_forward,
+            "mp_policy": precision,
+        }
+        if config.offload_policy:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.platform.pin_memory)
+        tower = vision_modules(model.language_model)
+        divided: list[torch.nn.Module] = []
+        if self._expert_mesh is not None:
+            divided = self._expert_mesh.divide(self.sparse_layers)
+            # The weights of chosen experts come in the router's type.
+            own = {"mesh": self._expert_mesh.sharding, "mp_policy": replace(precision, cast_forward_inputs=False)}
+            for experts in divided:
+                fully_shard(experts, **(options | own))
+        for unit in wrapped_units(model, config.wrap_policy, self.sparse_layers):
+            if unit in divided:
+                continue
+            # The angles that rotate patches stay in float32.
+            casts = {"mp_policy": replace(precision, cast_forward_inputs=False)} if id(unit) in tower else {}
+            fully_shard(unit, **(options | casts))
+        if config.wrap_policy.wrap_lm_output:
+            for head in output_matrices(model.language_model):
+                register_fsdp_forward_method(head, "log_probs")
+        root = fully_shard(model, **options)
+        for module in model.modules():
+            if isinstance(module, FSDPModule) and mesh.size() > 1:
+                # The loss is already divided by global denominators. gloo has no reduction with a factor: a plain sum.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        return root
 
     def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         return self.model(layout, outputs, temperature)
@@ -89,7 +121,7 @@ class Fsdp2Strategy(ShardedStrategy):
             self.root.set_requires_all_reduce(last)
 
     def _decay_groups(self) -> list[dict[str, Any]]:
-        """Groups of parameters on one mesh each: a fused step takes no others."""
+        """Groups of parameters on one mesh each, as a fused step requires."""
         groups = super()._decay_groups()
         if self._expert_mesh is None:
             return groups
@@ -116,9 +148,10 @@ class Fsdp2Strategy(ShardedStrategy):
     def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Pieces]]] = {}
         whole: dict[int, torch.Tensor] = {}
-        for index, tensor in enumerate(map(self._whole, tensors)):
-            if isinstance(tensor, DTensor):
-                shard = (index, tensor.to_local(), row_pieces(tensor))
+        for index, tensor in enumerate(tensors):
+            of_all_experts = self._whole(tensor)
+            if isinstance(of_all_experts, DTensor):
+                shard = (index, of_all_experts.to_local(), row_pieces(of_all_experts))
                 by_dtype.setdefault(self._wire_dtype(tensor), []).append(shard)
             else:
                 whole[index] = self._on_wire(tensor)
@@ -138,59 +171,3 @@ def row_pieces(tensor: DTensor) -> Pieces:
     """Rows of a parameter on the ranks of its shard group."""
     size = tensor.shape[1:].numel()
     return Pieces(tensor.shape, tuple((run.stop - run.start) * size for run in row_runs(tensor)))
-
-
-def shard_model(
-    model: ResponseModel,
-    mesh: DeviceMesh,
-    args: ModelArguments,
-    config: Fsdp2StrategyConfig,
-    sparse_layers: Sequence[SparseLayer] = (),
-    expert_mesh: ExpertMesh | None = None,
-) -> FSDPModule | None:
-    """Turn ``model`` into an FSDP root over ``mesh``, in place; gradients become plain sums over all ranks.
-
-    Args:
-        expert_mesh: divide the experts of ``sparse_layers`` over it.
-
-    Returns:
-        The root, or None for one rank in float32 without offload: nothing is sharded, cast or moved there, so the
-        module stays as it is and pays for no hooks.
-
-    Raises:
-        ValueError: a wrap policy that names no module of this model.
-    """
-    if mesh.size() == 1 and compute_dtype(args, config) is torch.float32 and not config.offload_policy:
-        return None
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype(args, config), reduce_dtype=DTYPES[config.reduce_dtype])
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "reshard_after_forward": config.reshard_after_forward,
-        "mp_policy": precision,
-    }
-    if config.offload_policy:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=current_platform().pin_memory)
-    tower = vision_modules(model.language_model)
-    divided: list[torch.nn.Module] = []
-    if expert_mesh is not None:
-        divided = expert_mesh.divide(sparse_layers)
-        # The weights of chosen experts come in the router's type.
-        own = {"mesh": expert_mesh.sharding, "mp_policy": replace(precision, cast_forward_inputs=False)}
-        for experts in divided:
-            fully_shard(experts, **(options | own))
-    for unit in wrapped_units(model, config.wrap_policy, sparse_layers):
-        if unit in divided:
-            continue
-        # The angles that rotate patches stay in float32.
-        casts = {"mp_policy": replace(precision, cast_forward_inputs=False)} if id(unit) in tower else {}
-        fully_shard(unit, **(options | casts))
-    if config.wrap_policy.wrap_lm_output:
-        for head in output_matrices(model.language_model):
-            register_fsdp_forward_method(head, "log_probs")
-    root = fully_shard(model, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and mesh.size() > 1:
-            # The loss is already divided by global denominators. gloo has no reduction with a factor: a plain sum.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    return root

@@ -11,17 +11,15 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from roll.config.roles import ModelArguments
 from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.config.strategies.registry import typed_strategy_config
 from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings
@@ -71,10 +69,6 @@ def build_mesh(device_type: str, world_size: int, fsdp_size: int) -> DeviceMesh:
     return init_device_mesh(device_type, shape, mesh_dim_names=("ddp", "fsdp")[-len(shape) :])
 
 
-def compute_dtype(args: ModelArguments, config: ShardedStrategyConfig) -> torch.dtype:
-    return DTYPES[config.param_dtype or args.dtype]
-
-
 def wrapped_units(
     model: ResponseModel, policy: WrapPolicy, sparse_layers: Sequence[SparseLayer] = ()
 ) -> list[nn.Module]:
@@ -85,11 +79,16 @@ def wrapped_units(
     """
     language_model = model.language_model
     chosen = policy.transformer_layer_cls_to_wrap
-    # An empty list is a choice too: one unit for everything, the cheapest way for a very small model.
+    # An empty list is valid: one unit for everything is cheapest for a very small model.
     names = set(getattr(language_model, "_no_split_modules", None) or () if chosen is None else chosen)
     units = _expert_units(sparse_layers, set(policy.moe_experts or ()))
     units += [module for module in model.modules() if type(module).__name__ in names]
-    _check_found(names, units, model)
+    if names and not units:
+        known = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(
+            f"strategy_config.wrap_policy: the model has no module of class {', '.join(sorted(names))}; "
+            f"its classes are {', '.join(known)}"
+        )
     if policy.wrap_embeddings or policy.wrap_lm_output:
         if has_tied_embeddings(language_model):
             raise ValueError(
@@ -104,7 +103,7 @@ def wrapped_units(
 
 
 def _expert_units(layers: Sequence[SparseLayer], names: set[str]) -> list[nn.Module]:
-    """The modules inside sparse layers that ``moe_experts`` names; all fused experts for a name that none has."""
+    """The modules inside sparse layers that ``moe_experts`` names; all fused experts for a name without a match."""
     inside = [module for layer in layers for module in layer.block.modules()]
     units = [module for module in inside if type(module).__name__ in names]
     other = names - {type(unit).__name__ for unit in units}
@@ -122,16 +121,6 @@ def _expert_units(layers: Sequence[SparseLayer], names: set[str]) -> list[nn.Mod
     return [wrapped.get(id(unit), unit) for unit in units]
 
 
-def _check_found(names: set[str], units: list[nn.Module], model: nn.Module) -> None:
-    missing = names - {type(unit).__name__ for unit in units}
-    if missing and not units:
-        known = sorted({type(module).__name__ for module in model.modules()})
-        raise ValueError(
-            f"strategy_config.wrap_policy: the model has no module of class {', '.join(sorted(missing))}; "
-            f"its classes are {', '.join(known)}"
-        )
-
-
 class ShardedStrategy(DataParallelStrategy):
     """A model sharded over ranks: parameters in the compute dtype, or in ``master_dtype`` where it trains, with AdamW
     moments likewise and forward and backward in the compute dtype."""
@@ -144,8 +133,8 @@ class ShardedStrategy(DataParallelStrategy):
         config = typed_strategy_config(self.role.strategy_args)
         assert isinstance(config, ShardedStrategyConfig), config
         self.config = config
-        self.compute_dtype = compute_dtype(self.role.model_args, config)
-        # A second view of the same ranks: parameters are sharded over all of them, as ever.
+        self.compute_dtype = DTYPES[config.param_dtype or self.role.model_args.dtype]
+        # A second view of the same ranks: parameters are still sharded over all of them.
         self.context_size = self.role.model_args.ulysses_size
         self._background: ThreadPoolExecutor | None = None
         self._writing: Future[Any] | None = None
@@ -229,10 +218,6 @@ class ShardedStrategy(DataParallelStrategy):
     def _decay_groups(self) -> list[dict[str, Any]]:
         return decay_groups(self.model, self.role.training_args.weight_decay)
 
-    def _shard_group(self) -> ProcessGroup | None:
-        """The ranks that hold the other shards of this rank's parameters; None when there are none."""
-        return self.mesh.get_group("fsdp") if self.mesh["fsdp"].size() > 1 else None
-
     def _gather_parts(
         self, parts: list[tuple[torch.Tensor, Pieces]], dtype: torch.dtype, span: tuple[int, int] | None = None
     ) -> list[torch.Tensor]:
@@ -263,7 +248,8 @@ class ShardedStrategy(DataParallelStrategy):
         assert self.optimizer is not None
         gradients = local_gradients(self.trainable)
         scale = self.progress.scale
-        norm = float(global_norm(gradients, self._shard_group(), self.device)) / scale
+        shard_group = self.mesh.get_group("fsdp") if self.mesh["fsdp"].size() > 1 else None
+        norm = float(global_norm(gradients, shard_group, self.device)) / scale
         if math.isfinite(norm):
             scale_(gradients, clip_factor(norm, self.max_grad_norm) / scale)
             for group in self.optimizer.param_groups:
@@ -303,11 +289,8 @@ class ShardedStrategy(DataParallelStrategy):
         self.saved()
         with resumed(path, self.contents) as (state, stored):
             restore_shards(self._shards(), self.optimizer, stored)
-            self._restore_buffers(stored.buffers())
+            held = stored.buffers()
+            for name, buffer in self._buffers().items():
+                if name in held:
+                    buffer.copy_(held[name])
         self.progress.restore(state)
-
-    @torch.no_grad()
-    def _restore_buffers(self, stored: Mapping[str, torch.Tensor]) -> None:
-        for name, buffer in self._buffers().items():
-            if name in stored:
-                buffer.copy_(stored[name])

@@ -48,7 +48,6 @@ class SlotCache:
         return sum(tensor.nbytes for tensor in (self.data, *self.states))
 
     def release(self) -> None:
-        """Free the memory."""
         self.data, self.states = self.data.new_empty(0), []
 
     def write_prompts(
@@ -66,6 +65,11 @@ class SlotCache:
             for held, new in zip(self.states, states, strict=True):
                 held[first_row : first_row + count] = new[prompt]
             first_row += count
+
+    def clear(self, rows: np.ndarray) -> None:
+        """Zero rows that may hold NaN: attention multiplies what lies behind a row's end by 0, which has to give 0 for
+        the next sample in that row."""
+        self.data[:, :, rows] = 0
 
     def rows(self, first_row: int, count: int, length: int) -> torch.Tensor:
         """The first ``length`` places of some rows, a view: (num_layers, 2, count, num_kv_heads, length, head_dim)."""
@@ -142,7 +146,7 @@ class DecodeSlots:
         """(size, end): 0 where a row has a token, the lowest number elsewhere; None when all rows are equally long.
 
         Args:
-            window: of the tokens of a row, only the last so many are seen.
+            window: number of a row's last tokens that are seen.
         """
         is_seen_whole = window is None or self.end <= window
         if not self._ragged and is_seen_whole:
@@ -187,7 +191,7 @@ class PrefixCache:
     """Keys and values of ended samples, for prompts that begin with them (the next turn of a conversation).
 
     A table of blocks of tokens, each chained to those before it, leads to the sequence that holds a prefix, so a
-    look-up costs the length of a prompt, however many sequences there are.  A sequence that goes on is appended to in
+    look-up costs the length of a prompt, however many sequences there are.  A sequence that continues is appended to in
     place.
 
     Args:

@@ -212,7 +212,7 @@ class _Layer:
 
 
 class FusedDecoder(Decoder):
-    """Computes the model with a third of the operations of its own forward pass.
+    """Computes the model with a third of the operations of transformers' forward pass.
 
     Args:
         max_model_len: positions for which rotary angles are prepared.
@@ -255,18 +255,7 @@ class FusedDecoder(Decoder):
             queries, keys, values = self._split(heads)
             keys_values[index, 0], keys_values[index, 1] = keys, values
             # Padding stands behind the prompt, where causal attention does not see it.
-            mixed = F.scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                is_causal=True,
-                scale=self._scale,
-                enable_gqa=self._num_heads != self._num_kv_heads,
-            )
-            mixed = grid.unpad(mixed.transpose(1, 2).flatten(2))
-            if index == len(self._layers) - 1:  # only the last token of a prompt is wanted from here on
-                x, mixed = x[grid.last], mixed[grid.last]
-            x = self._finish_layer(layer, x, mixed)
+            x = self._attend(index, grid, x, queries, keys, values)
         return PromptStates(keys_values, self._logits(x)[: grid.num_prompts])
 
     def extend(
@@ -291,19 +280,28 @@ class FusedDecoder(Decoder):
             for part, new in zip(keys_values[index], (keys, values), strict=True):
                 part[rows, :, places] = new[: len(rows)]
             queries, _, _ = self._split(grid.pad(heads).transpose(1, 2))
-            mixed = F.scaled_dot_product_attention(
-                queries,
-                keys_values[index, 0],
-                keys_values[index, 1],
-                attn_mask=mask,
-                scale=self._scale,
-                enable_gqa=self._num_heads != self._num_kv_heads,
-            )
-            mixed = grid.unpad(mixed.transpose(1, 2).flatten(2))
-            if index == len(self._layers) - 1:  # only the last token of a prompt is wanted from here on
-                x, mixed = x[grid.last], mixed[grid.last]
-            x = self._finish_layer(layer, x, mixed)
+            x = self._attend(index, grid, x, queries, keys_values[index, 0], keys_values[index, 1], mask)
         return PromptStates(keys_values, self._logits(x)[: grid.num_prompts])
+
+    def _attend(
+        self,
+        index: int,
+        grid: _PromptGrid,
+        x: torch.Tensor,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The output of layer ``index`` for a grid of prompts: after the last layer, of their last tokens only."""
+        has_groups = self._num_heads != self._num_kv_heads
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=has_groups
+        )
+        mixed = grid.unpad(mixed.transpose(1, 2).flatten(2))
+        if index == len(self._layers) - 1:
+            x, mixed = x[grid.last], mixed[grid.last]
+        return self._finish_layer(self._layers[index], x, mixed)
 
     def decode(self, tokens: torch.Tensor, slots: DecodeSlots) -> torch.Tensor:
         x = F.embedding(tokens, self._embedding)
@@ -382,11 +380,12 @@ class _PromptGrid:
 
 def _fuse_layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
+    has_norms = hasattr(attention, "q_norm")
     return _Layer(
         input_norm=layer.input_layernorm.weight.detach(),
         qkv=_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
-        query_norm=_weight_of(getattr(attention, "q_norm", None)),
-        key_norm=_weight_of(getattr(attention, "k_norm", None)),
+        query_norm=attention.q_norm.weight.detach() if has_norms else None,
+        key_norm=attention.k_norm.weight.detach() if has_norms else None,
         output=_fuse(attention.o_proj),
         mlp_norm=layer.post_attention_layernorm.weight.detach(),
         gate_up=_fuse(mlp.gate_proj, mlp.up_proj),
@@ -409,10 +408,6 @@ def _fuse(*modules: nn.Linear) -> _Linear:
     for module, part in zip(modules, bias.split(sizes), strict=True):
         module.bias.data = part
     return _Linear(weight, bias)
-
-
-def _weight_of(norm: Any) -> torch.Tensor | None:
-    return None if norm is None else norm.weight.detach()
 
 
 def _detached(tensor: Any) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from roll.strategies.engines.requests import (
     SamplingParams,
     StopStringMatcher,
     check_request,
+    continued,
     stream_key,
 )
 from roll.strategies.hf_infer.cache import CachedSequence, DecodeSlots, PrefixCache, SlotCache, gather
@@ -50,16 +51,11 @@ class _QueuedGroup:
         return prompt if self.carried is None else [*prompt, *self.carried.token_ids]
 
     def aborted(self) -> list[GenerationOutput]:
-        """The samples as they are."""
-        name, carried = self.request.request_id, self.carried
-        if carried is None:
-            return [GenerationOutput(name, index, [], [], "abort") for index in self.waiting]
-        token_ids, log_probs, spans = list(carried.token_ids), list(carried.log_probs), list(carried.weight_versions)
-        top = list(carried.top_log_probs)
-        routes = carried.routes
-        return [
-            GenerationOutput(name, index, token_ids, log_probs, "abort", spans, top, routes) for index in self.waiting
-        ]
+        """Outputs of the samples as they are."""
+        outputs = [GenerationOutput(self.request.request_id, index, [], [], "abort") for index in self.waiting]
+        if self.carried is not None:
+            outputs = [replace(continued(self.carried, output), routes=self.carried.routes) for output in outputs]
+        return outputs
 
 
 @dataclass(slots=True)
@@ -74,7 +70,7 @@ class _Admission:
     """Most tokens of them, those of prefixes included."""
 
     def has_room(self, rest: int, whole: int) -> bool:
-        """One more prompt of so many tokens fits, of which ``rest`` are to be computed."""
+        """True if one more prompt of ``whole`` tokens fits, of which ``rest`` are to be computed."""
         count = len(self.groups) + 1
         return (
             max(self.longest, rest) * count <= _MAX_PREFILL_TOKENS
@@ -126,7 +122,7 @@ class GenerationEngine:
         self._prefixes = PrefixCache(0 if decoder.cache_shape.states else prefix_cache_tokens)
         self.num_prompt_tokens = 0
         """Of all prompts so far, each counted when its first samples start."""
-        self._sampler = Sampler(self._rows, decoder.vocab_size, decoder.device, decoder.masked_token_ids)
+        self._sampler = self._new_sampler()
 
     @property
     def prompt_counts(self) -> tuple[int, int]:
@@ -190,6 +186,7 @@ class GenerationEngine:
         """The requests of rows without a distribution to draw from."""
         if len(rows):
             self._prefixes.clear()  # their prompts may be in it
+            self._cache.clear(rows)
         for row in rows:
             sample = self._rows.samples[row]
             sample.stale = True
@@ -203,7 +200,7 @@ class GenerationEngine:
         return failures
 
     def recover(self) -> list[GenerationOutput]:
-        """Drop everything after an error in :meth:`step`; the samples as they were before it."""
+        """Drop everything after an error in :meth:`step`; return the samples as they were before it."""
         if self._has_recorded:
             # These tokens have not been reported; some may have ended their samples.
             self._rows.generated[: self._rows.size] -= 1
@@ -214,9 +211,9 @@ class GenerationEngine:
         self._queue.clear()
         self._unfinished.clear()
         self._prefixes.clear()
+        self._cache.data.zero_()  # some of it may not be finite
         self._rows = RunningRows(self._rows.capacity, self._max_model_len)
-        decoder = self._decoder
-        self._sampler = Sampler(self._rows, decoder.vocab_size, decoder.device, decoder.masked_token_ids)
+        self._sampler = self._new_sampler()
         return outputs
 
     @torch.inference_mode()
@@ -239,7 +236,7 @@ class GenerationEngine:
         return [self._rows.output(row, "abort") for row in rows]
 
     def set_version(self, version: int) -> None:
-        """Tokens sampled from now on come from weights ``version``; prompts that wait half admitted are recomputed."""
+        """Sample with weights ``version`` from now on; prompts that are admitted in part are recomputed."""
         self._version = version
         self._prefixes.clear()
         self._decoder.forget_weights()
@@ -251,15 +248,15 @@ class GenerationEngine:
 
     @torch.inference_mode()
     def recompute_running(self) -> None:
-        """Compute the keys and values of all running samples anew, with the weights as they are now."""
+        """Recompute the keys and values of all running samples with the current weights."""
         rows, begin = self._rows, 0
         while begin < rows.size:
             end = begin + 1
             # The last token of a sample is not in the cache yet: the next step puts it there.
             while end < rows.size and rows.lengths[begin : end + 1].max() * (end + 1 - begin) <= _MAX_PREFILL_TOKENS:
                 end += 1
-            images = [rows.samples[row].request.vision for row in range(begin, end)]
-            states = self._prefill([rows.token_ids(row)[:-1] for row in range(begin, end)], images)
+            requests = [sample.request for sample in rows.samples[begin:end]]
+            states = self._prefill([rows.token_ids(row)[:-1] for row in range(begin, end)], requests)
             self._cache.write_prompts(begin, states.keys_values, [1] * (end - begin), states.states)
             begin = end
         for sample in rows.samples:
@@ -275,6 +272,10 @@ class GenerationEngine:
         """Undo :meth:`release_cache`."""
         if not self._cache.data.numel():
             self._cache = self._new_cache()
+
+    def _new_sampler(self) -> Sampler:
+        decoder = self._decoder
+        return Sampler(self._rows, decoder.vocab_size, decoder.device, decoder.masked_token_ids)
 
     def _new_cache(self) -> SlotCache:
         decoder = self._decoder
@@ -294,9 +295,8 @@ class GenerationEngine:
         if behind.groups:
             logits.append(self._start_behind(behind.groups, behind.counts))
         if missing.groups:
-            computed = self._prefill(
-                [group.token_ids for group in missing.groups], [group.request.vision for group in missing.groups]
-            )
+            prompts = [group.token_ids for group in missing.groups]
+            computed = self._prefill(prompts, [group.request for group in missing.groups])
             logits.append(self._start_samples(missing.groups, missing.counts, computed))
         while self._queue and not self._queue[0].waiting:
             self._queue.popleft()
@@ -316,26 +316,23 @@ class GenerationEngine:
         gather(room, found)
         self._prefixes.num_reused += sum(known for _, known in found)
         self.num_prompt_tokens += sum(map(len, prompts))
-        images = [group.request.vision for group in groups]
-        more = () if all(vision is None for vision in images) else (images,)
-        states = self._decoder.extend(room, [known for _, known in found], prompts, *more)
+        images = _images([group.request for group in groups])
+        states = self._decoder.extend(room, [known for _, known in found], prompts, images)
         return self._start_samples(groups, counts, states)
 
-    def _prefill(self, prompts: Sequence[Sequence[int]], images: Images) -> PromptStates:
+    def _prefill(self, prompts: Sequence[Sequence[int]], requests: Sequence[GenerationRequest]) -> PromptStates:
         self.num_prompt_tokens += sum(map(len, prompts))
-        if all(vision is None for vision in images):
-            return self._decoder.prefill(prompts)
-        return self._decoder.prefill(prompts, images)
-
-    def _key_of(self, group: _QueuedGroup) -> Sequence[int]:
-        return self._decoder.prefix_key(group.token_ids, group.request.vision)
+        return self._decoder.prefill(prompts, _images(requests))
 
     def _select(self) -> _Admission:
         admission, free = _Admission(), self._rows.capacity - self._rows.size
         for group in self._queue:
             if not free:
                 break
-            group.found = self._prefixes.find(self._key_of(group)) if group.prompt is None else None
+            group.found = None
+            if group.prompt is None:
+                key = self._decoder.prefix_key(group.token_ids, group.request.vision)
+                group.found = self._prefixes.find(key)
             whole = len(group.token_ids)
             rest = whole - (group.found[1] if group.found is not None else 0)
             if admission.groups and not admission.has_room(rest, whole):
@@ -422,3 +419,9 @@ class GenerationEngine:
             return params.seed
         self._requests_without_seed += 1
         return stream_key(self._seed, self._requests_without_seed)
+
+
+def _images(requests: Sequence[GenerationRequest]) -> Images | None:
+    """Images of each request's prompt; None where all are text."""
+    images = [request.vision for request in requests]
+    return None if all(vision is None for vision in images) else images

@@ -1,35 +1,18 @@
-"""Any transformers causal language model as a decoder, through its own forward pass; and the choice of a decoder."""
+"""Any transformers causal language model as a decoder, through its own forward pass."""
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from roll.models.routes import encoded
-from roll.protocol.vision import (
-    EncodedVideo,
-    Seen,
-    VisionInputs,
-    patches_of,
-    placeholder_problem,
-    token_types,
-    vision_token_ids,
-)
+from roll.protocol.vision import VisionInputs
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
-from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder, Images, PromptStates, is_fusable
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-logger = logging.getLogger(__name__)
+from roll.strategies.hf_infer.decoder import Decoder, Images, PromptStates
 
 
 class GenericDecoder(Decoder):
@@ -49,13 +32,17 @@ class GenericDecoder(Decoder):
         probe = self._probe()
         self._widths = [(pair[0].shape[-1], pair[1].shape[-1]) for pair in _written(probe)]
         self._shape = self._shape_of(probe)
-        numbers = iter(range(self._shape.num_layers))
-        layers: list[Any] = [
-            LinearAttentionLayer() if _is_linear(layer) else _RowsLayer(index := next(numbers), self._widths[index])
-            for layer in probe.layers
-        ]
-        self._layers = [layer for layer in layers if isinstance(layer, _RowsLayer)]
-        self._linear = [layer for layer in layers if not isinstance(layer, _RowsLayer)]
+        self._layers: list[_RowsLayer] = []
+        self._linear: list[LinearAttentionLayer] = []
+        layers: list[Any] = []
+        for layer in probe.layers:
+            if isinstance(layer, LinearAttentionLayer):
+                self._linear.append(LinearAttentionLayer())
+                layers.append(self._linear[-1])
+            else:
+                index = len(self._layers)
+                self._layers.append(_RowsLayer(index, self._widths[index]))
+                layers.append(self._layers[-1])
         self._cache = Cache(layers=layers)
 
     @property
@@ -113,7 +100,8 @@ class GenericDecoder(Decoder):
             )
         ]
         logits = torch.cat([part for part, _ in parts])
-        return PromptStates(keys_values, logits, [offset for _, offsets in parts for offset in offsets])
+        # A prompt of text, which may stand between prompts with images, has none.
+        return PromptStates(keys_values, logits, [offsets[0] if offsets else 0 for _, offsets in parts])
 
     def _extend(
         self, keys_values: torch.Tensor, known: int, prompt: Sequence[int], vision: VisionInputs | None
@@ -212,171 +200,23 @@ class GenericDecoder(Decoder):
         return CacheShape(len(written), heads.pop(), max(max(pair) for pair in self._widths), states)
 
 
-FEATURE_CACHE_TOKENS = 16384
-"""Placeholders of images whose features an engine keeps."""
-
-
-class VisionDecoder(GenericDecoder):
-    """A vision-language model of the Qwen-VL kind: images come before the tokens, positions have three dimensions.
-
-    The vision tower sees each image once for the weights that it has, however many prompts and samples have it.
-
-    Raises:
-        ValueError: a family whose forward pass does not take the tower's outputs.
-    """
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        self._body = model.model
-        if not hasattr(self._body, "get_rope_index") or not hasattr(self._body, "visual"):
-            raise ValueError(
-                f"hf_infer: {type(model).__name__} is not a vision-language model that it computes; those are "
-                "Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE"
-            )
-        self._config = model.config
-        self.masked_token_ids = vision_token_ids(model.config)
-        self._features: OrderedDict[str, _ImageFeatures] = OrderedDict()
-        self.num_towers = 0
-        """Images that the tower has seen, since the decoder was made."""
-
-    def check_images(self, name: str, prompt: Sequence[int], vision: VisionInputs | None) -> None:
-        problem = placeholder_problem(prompt, vision, self._config)
-        if problem is not None:
-            raise ValueError(f"{name}: {problem}")
-        if vision is not None and vision.processing.patch_dim != self._patch_dim:
-            raise ValueError(
-                f"{name}: patches of {vision.processing.patch_dim} numbers, and the model's have {self._patch_dim}"
-            )
-
-    def prefix_key(self, token_ids: Sequence[int], vision: VisionInputs | None) -> Sequence[int]:
-        """Where an image or a video stands, a negative number made of it."""
-        if vision is None:
-            return token_ids
-        keys = (-(int(key[:14], 16) + 1) for key in vision.image_keys)
-        names = (name for name, count in zip(keys, vision.num_tokens, strict=True) for _ in range(count))
-        placeholders = (self._config.image_token_id, self._config.video_token_id)
-        return [next(names) if token in placeholders else token for token in token_ids]
-
-    def forget_weights(self) -> None:
-        self._features.clear()
-
-    @property
-    def _patch_dim(self) -> int:
-        vision = self._config.vision_config
-        return 3 * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
-
-    def _inputs(
-        self, tokens: torch.Tensor, lengths: Sequence[int], images: Images | None, known: int = 0
-    ) -> tuple[dict[str, Any], Sequence[int]]:
-        if images is None:
-            # Three equal positions a token, spelled out: the model would remember those of an earlier call.
-            positions = torch.arange(known, tokens.shape[1], device=self.device).expand(3, len(tokens), -1)
-            return {"position_ids": positions}, ()
-        behind = torch.arange(tokens.shape[1], device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
-        types = token_types(tokens, self._config)
-        given = [vision for vision in images if vision is not None]
-        seen = [
-            (one, grid, vision) for vision in given for one, grid in zip(vision.images, vision.grids(), strict=True)
-        ]
-        grids = {
-            is_video: [grid for one, grid, _ in seen if isinstance(one, EncodedVideo) == is_video]
-            for is_video in (False, True)
-        }
-        seconds = [one.seconds_per_grid(vision.processing) for one, _, vision in seen if isinstance(one, EncodedVideo)]
-        positions, _ = self._body.get_rope_index(
-            tokens,
-            mm_token_type_ids=types,
-            image_grid_thw=torch.stack(grids[False]).to(self.device) if grids[False] else None,
-            video_grid_thw=torch.stack(grids[True]).to(self.device) if grids[True] else None,
-            second_per_grid_ts=seconds or None,
-            attention_mask=behind.long(),
-        )
-        # One behind the last token, as in training. The model's own deltas count from the largest position, which
-        # the times of a long video can be beyond.
-        ends = torch.tensor(lengths, device=self.device)
-        last = positions.amax(0).gather(1, ends[:, None] - 1)[:, 0]
-        inputs: dict[str, Any] = {"position_ids": positions[..., known:]}
-        new = types[:, known:]
-        outputs = {
-            name: self._features_of(given, count, kind == 2)
-            for kind, name in ((1, "image"), (2, "video"))
-            if (count := int((new == kind).sum()))
-        }
-        if outputs:
-            inputs["mm_encoder_outputs"] = outputs
-        return inputs, (last + 1 - ends).tolist()
-
-    def _rotary_positions(self, slots: DecodeSlots) -> torch.Tensor:
-        return slots.rotary_positions[None, :, None].expand(3, -1, -1)
-
-    def _features_of(self, given: Sequence[VisionInputs], placeholders: int, of_videos: bool) -> SimpleNamespace:
-        """The tower's features of the last ``placeholders`` tokens of images, or of videos, of the prompts."""
-        missing = {
-            key: (image, grid, vision)
-            for vision in given
-            for key, image, grid in zip(vision.image_keys, vision.images, vision.grids(), strict=True)
-            if key not in self._features
-        }
-        if missing:
-            self._run_tower(missing)
-        found = []
-        for vision in given:
-            for key, image in zip(vision.image_keys, vision.images, strict=True):
-                self._features.move_to_end(key)
-                if isinstance(image, EncodedVideo) == of_videos:
-                    found.append(self._features[key])
-        while len(self._features) > len(missing) and self._held_tokens() > FEATURE_CACHE_TOKENS:
-            self._features.popitem(last=False)
-        pooled = torch.cat([one.pooled for one in found])[-placeholders:]
-        layers = zip(*(one.deepstack for one in found), strict=True)
-        deepstack = [(torch.cat(layer)[-placeholders:],) for layer in layers]
-        return SimpleNamespace(pooler_output=(pooled,), deepstack_features=deepstack)
-
-    def _run_tower(self, missing: Mapping[str, tuple[Seen, torch.Tensor, VisionInputs]]) -> None:
-        pixels = [patches_of(image, vision.processing) for image, _, vision in missing.values()]
-        grids = torch.stack([grid for _, grid, _ in missing.values()])
-        outputs = self._body.get_image_features(
-            torch.cat(pixels).to(self.device), grids.to(self.device), return_dict=True
-        )
-        layers = getattr(outputs, "deepstack_features", None) or []
-        for index, key in enumerate(missing):
-            deepstack = [layer[index] for layer in layers]
-            self._features[key] = _ImageFeatures(outputs.pooler_output[index], deepstack)
-        self.num_towers += len(missing)
-
-    def _held_tokens(self) -> int:
-        return sum(len(one.pooled) for one in self._features.values())
-
-
-@dataclass(frozen=True)
-class _ImageFeatures:
-    """The vision tower's features of an image: (tokens, hidden size), and the same for some layers of the text."""
-
-    pooled: torch.Tensor
-    deepstack: list[torch.Tensor]
-
-
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of layers, as configurations name them."""
 
 
-def _is_linear(layer: Any) -> bool:
-    return isinstance(layer, LinearAttentionLayer)
-
-
 def _written(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of every layer that has any, (batch, num_kv_heads, length, head_dim)."""
-    return [(layer.keys, layer.values) for layer in cache.layers if not _is_linear(layer)]
+    return [(layer.keys, layer.values) for layer in cache.layers if not isinstance(layer, LinearAttentionLayer)]
 
 
 def _states(layers: Sequence[Any]) -> list[torch.Tensor]:
-    """Two of each layer of linear attention, (batch, ...): what its convolution and its recurrence go on from."""
-    linear = [layer for layer in layers if _is_linear(layer)]
+    """Two states of each layer of linear attention, (batch, ...): of its convolution and of its recurrence."""
+    linear: list[Any] = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
     return [state for layer in linear for state in (layer.conv_states[0], layer.recurrent_states[0])]
 
 
 def _give_states(layer: Any, conv: torch.Tensor, recurrent: torch.Tensor) -> None:
-    """Let a layer of linear attention go on from here; it writes into these tensors."""
+    """Set the states of a layer of linear attention; it writes into these tensors."""
     layer.conv_states[0], layer.recurrent_states[0] = conv, recurrent
     layer.conv_kernel_size[0] = conv.shape[-1]
     layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = True
@@ -473,33 +313,3 @@ class _RowsLayer(_EngineLayer):
 
     def get_seq_length(self) -> int:
         return self.slots.end - 1
-
-
-def create_decoder(model: PreTrainedModel, max_model_len: int) -> Decoder:
-    """The fused decoder where the model's family allows it, the generic one elsewhere.
-
-    Raises:
-        ValueError: layers of another kind than causal attention, to all tokens or a window, and linear attention.
-    """
-    _refuse_other_layers(model)
-    model.requires_grad_(False).eval()
-    decoder: Decoder
-    if getattr(model.config, "vision_config", None) is not None:
-        decoder = VisionDecoder(model)
-    else:
-        window = getattr(model.config, "sliding_window", None)
-        has_window = window and max_model_len > window and not getattr(model.config, "layer_types", None)
-        is_fused = is_fusable(model) and not has_window
-        decoder = FusedDecoder(model, max_model_len) if is_fused else GenericDecoder(model)
-    logger.info("hf_infer: %s is computed by %s", type(model).__name__, type(decoder).__name__)
-    return decoder
-
-
-def _refuse_other_layers(model: PreTrainedModel) -> None:
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    known = {FULL, SLIDING, LINEAR} if getattr(model.config, "vision_config", None) is None else {FULL}
-    if kinds - known:
-        raise ValueError(
-            f"hf_infer: {type(model).__name__} has layers of type {', '.join(sorted(kinds - known))}; the engine "
-            f"computes {', '.join(sorted(known))}"
-        )

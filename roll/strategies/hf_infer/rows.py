@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -50,24 +51,6 @@ class RunningSample:
             self.version_starts.pop()
         if not self.version_starts or self.version_starts[-1][0] != version:
             self.version_starts.append((version, num_tokens))
-
-    def output(self, token_ids: list[int], log_probs: list[float], reason: FinishReason) -> GenerationOutput:
-        starts = [start for _, start in self.version_starts] + [len(token_ids)]
-        spans = [
-            (version, start, end)
-            for (version, start), end in zip(self.version_starts, starts[1:], strict=True)
-            if end > start
-        ]
-        return GenerationOutput(
-            self.request.request_id,
-            self.sample_index,
-            token_ids,
-            log_probs,
-            reason,
-            weight_versions=spans,
-            top_log_probs=self.top_log_probs,
-            routes=self.routes,
-        )
 
 
 @dataclass
@@ -136,7 +119,13 @@ class RunningRows:
         row, params = self.size, sample.request.params
         assert row < self.capacity, "no free row"
         prompt_length = len(sample.request.prompt_token_ids)
-        self.generated[row] = self._carry_over(sample, carried) if carried is not None else 0
+        self.generated[row] = 0
+        if carried is not None:
+            count = self.generated[row] = len(carried.token_ids)
+            self.tokens[row, :count] = carried.token_ids
+            self.log_probs[row, :count] = carried.log_probs
+            sample.version_starts = [(version, start) for version, start, _ in carried.weight_versions]
+            sample.top_log_probs = list(carried.top_log_probs)
         self.lengths[row] = prompt_length + self.generated[row]
         self.min_new[row] = params.min_new_tokens
         self.max_new[row] = min(params.max_new_tokens, self.max_model_len - prompt_length)
@@ -160,15 +149,6 @@ class RunningRows:
         self.num_matchers += sample.matcher is not None
         self.size += 1
         self.epoch += 1
-
-    def _carry_over(self, sample: RunningSample, carried: PartialSample) -> int:
-        """Put down what a sample has already in the row behind the last; how many tokens that is."""
-        count = len(carried.token_ids)
-        self.tokens[self.size, :count] = carried.token_ids
-        self.log_probs[self.size, :count] = carried.log_probs
-        sample.version_starts = [(version, start) for version, start, _ in carried.weight_versions]
-        sample.top_log_probs = list(carried.top_log_probs)
-        return count
 
     def token_ids(self, row: int) -> list[int]:
         """Prompt and response of a row."""
@@ -202,7 +182,17 @@ class RunningRows:
         if self.routes is not None:
             # The last token has not been an input.
             sample.routes = self.routes[row, : max(0, len(sample.request.prompt_token_ids) + count - 1)].copy()
-        return self.samples[row].output(self.tokens[row, :count].tolist(), self.log_probs[row, :count].tolist(), reason)
+        bounds = pairwise([*sample.version_starts, (0, count)])
+        return GenerationOutput(
+            sample.request.request_id,
+            sample.sample_index,
+            self.tokens[row, :count].tolist(),
+            self.log_probs[row, :count].tolist(),
+            reason,
+            weight_versions=[(version, start, end) for (version, start), (_, end) in bounds if end > start],
+            top_log_probs=sample.top_log_probs,
+            routes=sample.routes,
+        )
 
     def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Drop rows (sorted, unique); the last rows that stay take their places.
@@ -216,8 +206,9 @@ class RunningRows:
         destination = rows[rows < new_size]
         source = np.arange(new_size, self.size)[~leaving[new_size:]]
         longest = int(self.generated[source].max(initial=0))
-        for array in self._per_row_arrays():
-            array[destination] = array[source]
+        for name, array in vars(self).items():
+            if isinstance(array, np.ndarray) and name not in ("tokens", "log_probs", "routes"):
+                array[destination] = array[source]
         for history in (self.tokens, self.log_probs):
             history[destination, :longest] = history[source, :longest]
         if self.routes is not None:
@@ -230,24 +221,6 @@ class RunningRows:
         self.size = new_size
         self.epoch += 1
         return destination, source
-
-    def _per_row_arrays(self) -> tuple[np.ndarray, ...]:
-        return (
-            self.lengths,
-            self.generated,
-            self.last_tokens,
-            self.min_new,
-            self.max_new,
-            self.stream_keys,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            self.repetition_penalty,
-            self.num_top,
-            self.offsets,
-            self.stop_ids,
-        )
 
 
 class Sampler:

@@ -21,9 +21,10 @@ from roll.protocol.columns import copy_into
 from roll.strategies.base import OffloadedStorages, StateKind
 from roll.strategies.engines.base import GenerationStrategy, end_token_ids
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore, longest_sequence
-from roll.strategies.hf_infer.decoder import Decoder
+from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder, is_fusable
 from roll.strategies.hf_infer.engine import GenerationEngine
-from roll.strategies.hf_infer.generic import create_decoder
+from roll.strategies.hf_infer.generic import FULL, LINEAR, SLIDING, GenericDecoder
+from roll.strategies.hf_infer.vision import VisionDecoder
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.weight_sync.encoding import tensor_checksum
 
@@ -122,16 +123,17 @@ class HfInferStrategy(GenerationStrategy):
 
     @torch.no_grad()
     def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore:
-        """By a pass of its own, without cache; logits of a few hundred positions are in memory at a time."""
+        """See the base class; a separate pass without cache, with the logits of a few hundred positions at a time."""
         decoder = self._decoder
         assert decoder is not None, "initialize() comes first"
         ids = torch.tensor([list(token_ids)], device=decoder.device)
-        hidden = decoder.model.model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+        model: Any = decoder.model
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
         log_probs: list[float] = []
         ranks: list[int] = []
         tops: list[list[tuple[int, float]]] = []
         for begin in range(0, len(hidden), SCORED_POSITIONS):
-            part = decoder.model.lm_head(hidden[begin : begin + SCORED_POSITIONS]).float().log_softmax(-1)
+            part = model.get_output_embeddings()(hidden[begin : begin + SCORED_POSITIONS]).float().log_softmax(-1)
             targets = ids[0, 1 + begin : 1 + begin + len(part), None]
             own = part.gather(1, targets)
             log_probs += own[:, 0].tolist()
@@ -156,7 +158,7 @@ class HfInferStrategy(GenerationStrategy):
         """
         if self._new_version is None:
             raise RuntimeError("hf_infer: update_weights outside of start_weight_update and finish_weight_update")
-        weights = self._held_weights()
+        weights = self.held_weights()
         for name, tensor in tensors.items():
             if name not in weights:
                 raise ValueError(f"hf_infer: the model has no tensor {name!r}; it has e.g. {next(iter(weights))!r}")
@@ -180,7 +182,9 @@ class HfInferStrategy(GenerationStrategy):
         return dict(self._updated)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
-        return self._held_weights()
+        """See the base class; views of what the engine computes with."""
+        assert self._decoder is not None, "initialize() comes first"
+        return self._stored.views(self._decoder.weights)
 
     def sleep(self) -> None:
         """Free the KV cache and move the weights to host memory. Only between requests."""
@@ -207,14 +211,39 @@ class HfInferStrategy(GenerationStrategy):
         assert self._engine is not None, "initialize() comes first"
         return self._engine
 
-    def _held_weights(self) -> dict[str, torch.Tensor]:
-        """Under the names by which weights travel; views of what the engine computes with."""
-        assert self._decoder is not None, "initialize() comes first"
-        return self._stored.views(self._decoder.weights)
+
+def create_decoder(model: Any, max_model_len: int) -> Decoder:
+    """The fused decoder where the model's family allows it, the generic one elsewhere.
+
+    Raises:
+        ValueError: layers of another kind than causal attention, to all tokens or a window, and linear attention.
+    """
+    _refuse_other_layers(model)
+    model.requires_grad_(False).eval()
+    decoder: Decoder
+    if getattr(model.config, "vision_config", None) is not None:
+        decoder = VisionDecoder(model)
+    else:
+        window = getattr(model.config, "sliding_window", None)
+        has_window = window and max_model_len > window and not getattr(model.config, "layer_types", None)
+        is_fused = is_fusable(model) and not has_window
+        decoder = FusedDecoder(model, max_model_len) if is_fused else GenericDecoder(model)
+    logger.info("hf_infer: %s is computed by %s", type(model).__name__, type(decoder).__name__)
+    return decoder
+
+
+def _refuse_other_layers(model: Any) -> None:
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    known = {FULL, SLIDING, LINEAR} if getattr(model.config, "vision_config", None) is None else {FULL}
+    if kinds - known:
+        raise ValueError(
+            f"hf_infer: {type(model).__name__} has layers of type {', '.join(sorted(kinds - known))}; the engine "
+            f"computes {', '.join(sorted(known))}"
+        )
 
 
 def _load_model(role: WorkerConfig, load_format: str) -> Any:
-    # The engine gives masks of its own, which flash-attention kernels do not take.
+    # The engine passes its own masks, which flash-attention kernels do not take.
     eager = attention_implementation(role.model_args) == "eager"
     # null: sdpa where the model has it, else eager.
     args = replace(role.model_args, attn_implementation="eager" if eager else None)
@@ -244,7 +273,7 @@ class HfForwardStrategy(DataParallelStrategy):
         """Load the model.
 
         Raises:
-            ValueError: optimizer steps asked of a forward-only strategy; see also :func:`build_model`.
+            ValueError: optimizer steps requested of a forward-only strategy; see also :func:`build_model`.
         """
         self._refuse_steps(num_training_steps)
         self.compute_dtype = DTYPES[self.role.model_args.dtype]

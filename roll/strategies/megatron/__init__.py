@@ -12,7 +12,7 @@ from importlib import import_module
 # that order. CUDA reads this when the process first uses a device.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-# Megatron Core warns of fused kernels that it does not find and is not asked for here, and calls collectives by their
+# Megatron Core warns of missing fused kernels that are not used here, and calls collectives by their
 # names before PyTorch 2.13; on every rank, at every start.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

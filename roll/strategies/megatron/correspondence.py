@@ -171,8 +171,8 @@ class FusedHeads(Layout):
 
 @dataclass(frozen=True)
 class ShardedExperts(Layout):
-    """A matrix of all experts of a layer: its experts, along one dimension, are dealt out to expert-parallel ranks, and
-    the other dimension to the ``tensor_size`` ranks, next to each other, that share an expert."""
+    """A matrix of all experts of a layer: its experts, along one dimension, are sharded over expert-parallel ranks, and
+    the other dimension over the ``tensor_size`` ranks, next to each other, that share an expert."""
 
     experts_dim: int
     tensor_size: int

@@ -72,7 +72,7 @@ def construction() -> Iterator[None]:
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron's own leaves a CPU tensor as it is, also where an array is asked for."""
+    """Megatron's own function leaves a CPU tensor as it is even where an array is requested."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""Whole distributions from an output matrix whose rows are dealt out to tensor-parallel ranks: what
+"""Whole distributions from an output matrix whose rows are sharded over tensor-parallel ranks: what
 :mod:`roll.models.distributions` computes, without gathering logits.
 
 Each rank has the logits of its own tokens. Ranks sum normalisers, the listed tokens' log-probs (0 but on the rank that

@@ -125,7 +125,8 @@ class Chunking:
         plan = plan_micro_batches(batch, rule, self._count, self.shares_prompts)
         parts = [micro_batch(batch, rows) for rows in plan]
         layouts = [lay_out(part, rule, self.shares_prompts) for part in parts]
-        shapes = [(layout.input_ids.shape[0], self._width(layout)) for layout in layouts]
+        sizes = [layout.input_ids.shape for layout in layouts]
+        shapes = [(rows, width + -width % self.divisor) for rows, width in sizes]
         if self.same_shape:
             shapes = [(max(rows for rows, _ in shapes), max(width for _, width in shapes))] * len(shapes)
         if self.peers_share_shapes:
@@ -152,10 +153,6 @@ class Chunking:
         count = max(1, count if self.peers is None else int(self._largest(count)))
         return count + -count % self.count_divisor if self.same_shape else count
 
-    def _width(self, layout: TokenLayout) -> int:
-        width = layout.input_ids.shape[1]
-        return width + -width % self.divisor
-
     def _build(
         self, rows: Rows, part: TensorBatch, layout: TokenLayout, shape: tuple[int, int], share: float
     ) -> MicroBatch:
@@ -165,18 +162,18 @@ class Chunking:
         start = self.context_rank * chunk
         row, column = whole.predictors // width, whole.predictors % width
         mine = (column >= start) & (column < start + chunk)
-        arrangement = None
+        columns = slice(start, start + chunk)
+        arrangement = positions = None
         if whole.pattern is not None:
             assert whole.position_ids is not None
-            arrangement = Arrangement(whole.position_ids[0, start : start + chunk], whole.pattern)
+            positions = whole.position_ids[0, columns]
+            arrangement = Arrangement(positions, whole.pattern)
         if self.routes:
-            positions, pattern = (arrangement.position_ids, arrangement.pattern) if arrangement else (None, None)
-            columns = slice(start, start + chunk)
             sources = whole.sources[:, columns].t()
             routes = routes_of(whole, part[Output.ROUTES].to(self.device)) if Output.ROUTES in part else None
             arrangement = Arrangement(
                 positions,
-                pattern,
+                whole.pattern,
                 is_padding=sources < 0,
                 share=0.0 if is_empty(part) else share,
                 routes=None if routes is None else routes[:, columns].transpose(0, 1),
@@ -185,7 +182,7 @@ class Chunking:
         return MicroBatch(
             rows=rows,
             columns={name: column.to(self.device, non_blocking=True) for name, column in part.items()},
-            input_ids=whole.input_ids[:, start : start + chunk].contiguous(),
+            input_ids=whole.input_ids[:, columns].contiguous(),
             arrangement=arrangement,
             predictors=(column[mine] - start) * height + row[mine],
             targets=whole.targets[mine],

@@ -37,8 +37,7 @@ from roll.models.layouts import TeacherTargets, TopTokens
 from roll.models.log_probs import HeadMemory
 from roll.strategies.base import ModelHead
 from roll.strategies.megatron.distributions import vocab_parallel_comparison, vocab_parallel_top_tokens
-from roll.strategies.megatron.experts import RoutedLayer, Router
-from roll.strategies.megatron.layers import RotaryAngles, block
+from roll.strategies.megatron.layers import RotaryAngles, RoutedLayer, Router, block
 from roll.strategies.megatron.micro_batches import MicroBatch
 from roll.strategies.megatron.parallel import sparse_layers
 

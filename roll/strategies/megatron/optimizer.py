@@ -47,7 +47,7 @@ def build_optimizer(
     """
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     trainable = torch.tensor(sum(parameter.requires_grad for parameter in parameters), device=parameters[0].device)
-    dist.all_reduce(trainable)  # a stage of its own may well be frozen as a whole
+    dist.all_reduce(trainable)  # a single stage may well be frozen as a whole
     if not int(trainable):
         raise ValueError("model_args.freeze_module_prefix: every parameter of the model is frozen; freeze fewer")
     config = OptimizerConfig(

@@ -7,7 +7,7 @@
 | data      | the rows of the batch                        | 3rd                      |
 | pipeline  | the layers, in stages                        | last                     |
 
-The world is their product. Experts are dealt out otherwise: within a pipeline stage, a matrix of an expert is sharded
+The world is their product. Experts are sharded differently: within a pipeline stage, a matrix of an expert is sharded
 over ``expert_tensor`` ranks next to each other, the experts over ``expert`` such groups, and what is left repeats them.
 """
 
@@ -60,8 +60,8 @@ class ParallelSizes:
         )
 
     @property
-    def deals_out_experts(self) -> bool:
-        """Experts have ranks of their own: they are not sharded and repeated as everything else is."""
+    def has_expert_groups(self) -> bool:
+        """True where experts have their own process groups: they are not sharded and replicated as all else is."""
         return self.expert > 1 or self.expert_tensor != self.tensor
 
     @property

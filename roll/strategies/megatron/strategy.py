@@ -48,7 +48,7 @@ from roll.strategies.base import (
 from roll.strategies.megatron import adapters as megatron_adapters
 from roll.strategies.megatron import cpu_compat
 from roll.strategies.megatron.correspondence import Replicated, parameters_of
-from roll.strategies.megatron.experts import Router
+from roll.strategies.megatron.layers import Router
 from roll.strategies.megatron.micro_batches import Chunking, MicroBatch, run_forward, run_training
 from roll.strategies.megatron.model import ResponseGPT
 from roll.strategies.megatron.optimizer import MasterStates, Named, build_optimizer, load_states, save_states
@@ -91,8 +91,8 @@ class MegatronStrategy(ModelStrategy):
         """Collective. Divide the model over the ranks and read this rank's part of the weights.
 
         Raises:
-            ValueError: optimizer steps asked of a forward-only strategy; sizes that do not fit the ranks or the model;
-                a model that is not translated.
+            ValueError: optimizer steps requested of a forward-only strategy; sizes that do not fit the ranks or the
+                model; an unsupported model.
             OSError: no such folder, or a folder without a model.
         """
         self._refuse_steps(num_training_steps)
@@ -112,7 +112,6 @@ class MegatronStrategy(ModelStrategy):
         args = self.role.model_args
         self._skeleton = skeleton(args, self.head)
         live = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
-        names = list(live)
         self._stored = StoredLayout(self._skeleton, live)
         self._shapes = self._stored.stored_shapes()
         self._adapter_tensors: dict[str, torch.Tensor] = {}
@@ -137,8 +136,8 @@ class MegatronStrategy(ModelStrategy):
             own.parameter.tensor_model_parallel = not isinstance(own.correspondence.layout, Replicated)  # type: ignore[attr-defined]
             if own.correspondence.of_expert:
                 # Megatron asks for ranks of their own with several expert-parallel ranks only.
-                own.parameter.allreduce = not self.sizes.deals_out_experts  # type: ignore[attr-defined]
-        freeze(self.parameters, names, args.freeze_module_prefix, self._stored)
+                own.parameter.allreduce = not self.sizes.has_expert_groups  # type: ignore[attr-defined]
+        freeze(self.parameters, list(live), args.freeze_module_prefix, self._stored)
         if self.adapters is not None:
             trained = {source_name(name) for name, p in self._skeleton.named_parameters() if p.requires_grad}
             for own in self.parameters:
@@ -153,9 +152,8 @@ class MegatronStrategy(ModelStrategy):
         args = self.role.model_args
         self.adapters = megatron_adapters.adapted_skeleton(self._skeleton, args, self.seed, self.compute_dtype)
         tensors = {name: p.detach() for name, p in self._skeleton.named_parameters() if p.requires_grad}
-        named = dict(
-            megatron_adapters.of_experts_as_matrices(tensors, self.adapters, num_experts(self._skeleton.config))
-        )
+        experts = num_experts(self._skeleton.config)
+        named = dict(megatron_adapters.of_experts_as_matrices(tensors, self.adapters, experts))
         self._shapes |= {source_name(name): tensor.shape for name, tensor in named.items()}
         # A critic's head is the model folder's, unless it continues from an adapter that has one.
         from_adapter = args.adapter_name_or_path is not None
@@ -181,13 +179,11 @@ class MegatronStrategy(ModelStrategy):
     def _read_weights(self) -> None:
         files = TensorFiles(str(self.role.model_args.model_name_or_path))
         for own in self.parameters:
-            self._set_weight(own, read_parameter(own, files, self._adapter_tensors, self._stored))
-
-    def _set_weight(self, own: OwnParameter, weight: torch.Tensor) -> None:
-        if self.masters is None:
-            own.parameter.copy_(weight)
-        else:
-            self.masters.set_weight(own.parameter, weight.to(self.device))
+            weight = read_parameter(own, files, self._adapter_tensors, self._stored)
+            if self.masters is None:
+                own.parameter.copy_(weight)
+            else:
+                self.masters.set_weight(own.parameter, weight.to(self.device))
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -236,47 +232,26 @@ class MegatronStrategy(ModelStrategy):
             balances=bool(self.transformer_config.moe_aux_loss_coeff),
         )
 
-    def _forward(self, batch: TensorBatch, asked: Computation) -> TensorBatch:
+    def _forward(self, batch: TensorBatch, computation: Computation) -> TensorBatch:
         """Collective. All ranks of a replica are given the same rows and return the same outputs."""
-        names = [str(name) for name in asked.outputs if name is not Output.ROUTES]
-        names += [f"{one.name}/{name}" for one in asked.teachers for name in COMPARED]
-        modes = [chunk.training for chunk in self.chunks]
-        for chunk in self.chunks:
-            chunk.eval()
-        chunking = replace(self._chunking(), comparisons=asked.teachers)
-        parts = chunking.micro_batches(batch, micro_batching(self.role, trains=False))
-        for router in self._routers:
-            router.records = Output.ROUTES in asked.outputs
-        computed = run_forward(self.chunks, parts, names, asked.temperature)
-        for router in self._routers:
-            router.records = False
-        for chunk, mode in zip(self.chunks, modes, strict=True):
-            chunk.train(mode)
+        names = [str(name) for name in computation.outputs if name is not Output.ROUTES]
+        names += [f"{one.name}/{name}" for one in computation.teachers for name in COMPARED]
         shape = batch["input_ids"].shape
         whole = torch.zeros(len(names), *shape, dtype=torch.float32, device=self.device)
-        # Other stages than the last have computed nothing to put in place.
-        for part, by_name in zip(parts, computed, strict=False):
-            for place, name in enumerate(names if part.rows else ()):
-                values = by_name[name].detach()
-                whole[place, row_index(part.rows), : values.shape[1]] = values
-        if self._info.pp_size > 1:
-            group = parallel_state.get_pipeline_model_parallel_group()
-            dist.broadcast(whole, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        for router in self._routers:
+            router.records = Output.ROUTES in computation.outputs
+        results = dict(zip(names, whole.unbind(), strict=True))
+        chunking = replace(self._chunking(), comparisons=computation.teachers)
+        parts = self._compute_rows(batch, chunking, names, computation.temperature, results, [whole])
+        for router in self._routers:
+            router.records = False
         results = dict(zip(names, whole.to(batch["input_ids"].device).unbind(), strict=True))
-        if Output.ROUTES in asked.outputs:
+        if Output.ROUTES in computation.outputs:
             results[Output.ROUTES] = self._recorded_routes(parts, batch)
         return results
 
     def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:
         self._check_outputs([Output.LOG_PROBS])
-        modes = [chunk.training for chunk in self.chunks]
-        for chunk in self.chunks:
-            chunk.eval()
-        chunking = replace(self._chunking(), top_tokens=wanted)
-        parts = chunking.micro_batches(batch, micro_batching(self.role, trains=False))
-        computed = run_forward(self.chunks, parts, [str(Output.LOG_PROBS)], temperature)
-        for chunk, mode in zip(self.chunks, modes, strict=True):
-            chunk.train(mode)
         shape, limit = batch["input_ids"].shape, min(wanted.limit, self._skeleton.config.vocab_size)
         count = min(wanted.count or limit, limit)
         results = {
@@ -284,14 +259,42 @@ class MegatronStrategy(ModelStrategy):
             "top_ids": torch.zeros(*shape, count, dtype=torch.int32, device=self.device),
             "tail_log_prob": torch.zeros(*shape, device=self.device),
         }
+        chunking, tensors = replace(self._chunking(), top_tokens=wanted), list(results.values())
+        self._compute_rows(batch, chunking, [str(Output.LOG_PROBS)], temperature, results, tensors)
+        return {name: whole.to(batch["input_ids"].device) for name, whole in results.items()}
+
+    def _compute_rows(
+        self,
+        batch: TensorBatch,
+        chunking: Chunking,
+        outputs: list[str],
+        temperature: float,
+        results: TensorBatch,
+        tensors: list[torch.Tensor],
+    ) -> list[MicroBatch]:
+        """Collective. Compute all rows without gradient; return the micro-batches.
+
+        Args:
+            results: tensors (B, L, ...) on the device, filled in on every rank.
+            tensors: the memory of ``results``, sent from the last stage to the others.
+        """
+        modes = [chunk.training for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.eval()
+        parts = chunking.micro_batches(batch, micro_batching(self.role, trains=False))
+        computed = run_forward(self.chunks, parts, outputs, temperature)
+        for chunk, mode in zip(self.chunks, modes, strict=True):
+            chunk.train(mode)
+        # Other stages than the last have computed nothing to put in place.
         for part, by_name in zip(parts, computed, strict=False):
             for name, whole in results.items() if part.rows else ():
-                whole[row_index(part.rows), : by_name[name].shape[1]] = by_name[name].to(whole.dtype)
+                values = by_name[name].detach()
+                whole[row_index(part.rows), : values.shape[1]] = values.to(whole.dtype)
         if self._info.pp_size > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
-            for whole in results.values():
-                dist.broadcast(whole, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-        return {name: whole.to(batch["input_ids"].device) for name, whole in results.items()}
+            for tensor in tensors:
+                dist.broadcast(tensor, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        return parts
 
     @property
     def _routers(self) -> list[Router]:
@@ -328,7 +331,7 @@ class MegatronStrategy(ModelStrategy):
         return self._full_weights.buckets(bucket_bytes, selection)
 
     def save_hf(self, path: Path) -> None:
-        """Collective. Weights are written in the compute dtype; adapters merged, and by themselves in ``adapter/``."""
+        """Collective. Weights are written in the compute dtype; adapters merged, and separately in ``adapter/``."""
         weights: dict[str, torch.Tensor] = {}
         for bucket in self.named_full_weights(EXPORT_BUCKET_BYTES):
             weights |= {name: tensor.cpu() for name, tensor in bucket}
@@ -359,9 +362,13 @@ class MegatronStrategy(ModelStrategy):
         self.progress = TrainingProgress(args, num_training_steps, self.compute_dtype)
         self.ddp_chunks = [self._with_gradients(chunk, index) for index, chunk in enumerate(self.gpt_chunks)]
         self.chunks = list(self.ddp_chunks)
-        self._set_reductions()
+        config = self.transformer_config
+        config.finalize_model_grads_func = _sum_gradients
+        if self.config.overlap_grad_reduce:
+            functions = [chunk.no_sync for chunk in self.ddp_chunks]
+            config.no_sync_func = functions if len(functions) > 1 else functions[0]
         if self.progress.loss_scale is not None:
-            self.transformer_config.grad_scale_func = lambda loss: loss * self.progress.scale
+            config.grad_scale_func = lambda loss: loss * self.progress.scale
         self.optimizer = build_optimizer(
             self.chunks, args, self.compute_dtype, distributed=self.config.use_distributed_optimizer
         )
@@ -380,41 +387,30 @@ class MegatronStrategy(ModelStrategy):
         with cpu_compat.construction():
             return DistributedDataParallel(self.transformer_config, options, chunk, disable_bucketing=index > 0)
 
-    def _set_reductions(self) -> None:
-        config = self.transformer_config
-        config.finalize_model_grads_func = _sum_gradients
-        if self.config.overlap_grad_reduce:
-            functions = [chunk.no_sync for chunk in self.ddp_chunks]
-            config.no_sync_func = functions if len(functions) > 1 else functions[0]
-
-    def _train_step(self, batch: TensorBatch, loss_fn: LossFunction, asked: Computation) -> Metrics:
+    def _train_step(self, batch: TensorBatch, loss_fn: LossFunction, computation: Computation) -> Metrics:
         """Collective. All ranks of a replica are given the same rows; the loss function runs on the last stage, whose
         metrics are complete (other stages return ``grad_norm`` and ``lr``)."""
+        info = self._info
         if self.adapters is not None and self.role.model_args.lora_dropout:
-            self._seed_dropout()
+            # A random state that is the same on tensor-parallel ranks, and another on all others and in every step.
+            key = np.random.SeedSequence((self.seed, self.progress.step, info.dp_rank, info.cp_rank, info.pp_rank))
+            model_parallel_cuda_manual_seed(int(key.generate_state(1)[0]))
         self.optimizer.zero_grad()
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
-        chunking = replace(self._chunking(), comparisons=asked.teachers)
+        chunking = replace(self._chunking(), comparisons=computation.teachers)
         parts = chunking.micro_batches(batch, micro_batching(self.role, trains=True))
         for router in self._routers:
             router.counts = None
+        names = [str(name) for name in computation.outputs]
         with self._without_optimizer():
-            metrics = run_training(
-                self.chunks, parts, [str(name) for name in asked.outputs], asked.temperature, loss_fn
-            )
+            metrics = run_training(self.chunks, parts, names, computation.temperature, loss_fn)
         counts = [router.counts for router in self._routers if router.counts is not None]
         if counts and metrics:
             metrics.append(replay_metrics(torch.stack(counts).sum(0)))
         norm = self._clip_and_step(self.progress.learning_rate)
-        metrics.append(self.progress.finish_step(norm, self._info.dp_size))
+        metrics.append(self.progress.finish_step(norm, info.dp_size))
         return merged_floats(metrics)
-
-    def _seed_dropout(self) -> None:
-        """A random state that is the same on tensor-parallel ranks, and another on all others and in every step."""
-        info = self._info
-        key = np.random.SeedSequence((self.seed, self.progress.step, info.dp_rank, info.cp_rank, info.pp_rank))
-        model_parallel_cuda_manual_seed(int(key.generate_state(1)[0]))
 
     def _clip_and_step(self, learning_rate: float) -> float:
         """Clip, and step unless the gradient is not finite; its norm, unscaled, before that."""

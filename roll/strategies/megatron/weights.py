@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,7 @@ from roll.platforms import current_platform
 from roll.protocol.metrics import RankInfo
 from roll.strategies.base import ALL_WEIGHTS, WeightSelection
 from roll.strategies.megatron.correspondence import Correspondence, ShardedExperts
-
-if TYPE_CHECKING:
-    pass
+from roll.strategies.training.gather import in_buckets
 
 
 @dataclass(frozen=True)
@@ -98,6 +95,10 @@ def freeze(
                 own.parameter.requires_grad_(False)
 
 
+Collect = Callable[[], list[Tensor]]
+"""Collective. Gives the whole tensors of a parameter on rank 0, and none elsewhere."""
+
+
 class FullWeights:
     """Collects whole tensors on rank 0, parameter by parameter, from all pipeline stages and tensor-parallel ranks."""
 
@@ -147,7 +148,9 @@ class FullWeights:
         """Collective over all ranks where there are experts: those of each stage, by expert, on whichever rank."""
         own = [one for one in parameters if one.correspondence.of_expert]
         stages: list[list[Correspondence]] = [[] for _ in range(self._info.pp_size)]
-        if not _any_rank(bool(own), self._device):
+        most = torch.tensor(len(own), device=self._device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        if not int(most):
             return stages
         joins = [one for one in own if not one.replicas.rank() and not one.shards.rank()]
         frozen = {one.correspondence.name for one in joins if not one.parameter.requires_grad}
@@ -167,18 +170,9 @@ class FullWeights:
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Collective. See :meth:`roll.strategies.base.ModelStrategy.named_full_weights`."""
-        bucket: list[tuple[str, Tensor]] = []
-        size = 0
-        for weight in self._selected(selection):
-            if size and size + weight.num_bytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            tensor = weight.read()
-            if tensor is not None:
-                bucket.append((weight.name, tensor))
-            size += weight.num_bytes
-        if size:
-            yield bucket
+        for bucket in in_buckets(self._selected(selection), bucket_bytes, lambda weight: weight.num_bytes):
+            read = [(weight.name, weight.read()) for weight in bucket]
+            yield [(name, tensor) for name, tensor in read if tensor is not None]
 
     def _selected(self, selection: WeightSelection) -> Iterator[_Weight]:
         for parts, scaling in self._weights():
@@ -191,11 +185,11 @@ class FullWeights:
 
         Matrices of experts come merged: A and B are of all experts of a layer, and are kept until the next layer.
         """
-        layer, of_experts = "", dict[str, tuple[_Collected, ...]]()
+        layer, of_experts = "", dict[str, list[Collect]]()
         for stage, entry in self._all:
             if entry.sources[0] in self._of_adapters:
                 continue
-            whole = _Collected(partial(self._collect, stage, entry))
+            whole = cache(partial(self._collect, stage, entry))
             for index, name in enumerate(entry.sources):
                 parts = [self._weight(name, stage, entry, whole, index)]
                 live = self._stored.live_name(name)
@@ -204,23 +198,24 @@ class FullWeights:
                         layer, of_experts = live.rpartition(".")[0], {}
                     if live not in of_experts:
                         places = [self._of_adapters[part] for part in adapter_names(live)]
-                        of_experts[live] = tuple(_Collected(partial(self._collect, *place)) for place in places)
+                        of_experts[live] = [cache(partial(self._collect, *place)) for place in places]
                     parts = [self._merged_expert(parts[0], live, of_experts[live])]
                 elif name in self._scalings:
                     for suffix, part in zip((DOWN_PART, UP_PART), adapter_names(name), strict=True):
                         place = self._of_adapters[part]
-                        parts.append(self._weight(name + suffix, *place, _Collected(partial(self._collect, *place)), 0))
+                        parts.append(self._weight(name + suffix, *place, partial(self._collect, *place), 0))
                 yield parts, self._scalings.get(name, 1.0)
 
-    def _merged_expert(self, weight: _Weight, live: str, adapters: Sequence[_Collected]) -> _Weight:
+    def _merged_expert(self, weight: _Weight, live: str, adapters: Sequence[Collect]) -> _Weight:
         """Some rows of the live tensor of all experts, with their adapters."""
         begin, shape = self._stored.part(weight.name).begin, self._stored.live_shape(live)
         is_trained = any(self._is_trained(*self._of_adapters[part]) for part in adapter_names(live))
 
         def read() -> Tensor | None:
-            rows, down, up = weight.read(), *(one.tensor(0) for one in adapters)
-            if rows is None or down is None or up is None:
+            rows, parts = weight.read(), [part for collect in adapters for part in collect()]
+            if rows is None:
                 return None
+            down, up = parts
             return merged_rows(rows, begin, shape, down, up.view(shape[1], -1), self._scalings[live])
 
         return _Weight(weight.name, weight.num_bytes, weight.is_trained or is_trained, read)
@@ -228,53 +223,39 @@ class FullWeights:
     def _is_trained(self, stage: int, entry: Correspondence) -> bool:
         return entry.name not in self._frozen[stage]
 
-    def _weight(self, name: str, stage: int, entry: Correspondence, whole: _Collected, index: int) -> _Weight:
+    def _weight(self, name: str, stage: int, entry: Correspondence, collect: Collect, index: int) -> _Weight:
         num_bytes = self._shapes[entry.sources[index]].numel() * self._dtype.itemsize
-        return _Weight(name, num_bytes, self._is_trained(stage, entry), partial(whole.tensor, index))
+
+        def read() -> Tensor | None:
+            tensors = collect()
+            return tensors[index] if tensors else None
+
+        return _Weight(name, num_bytes, self._is_trained(stage, entry), read)
 
     def _collect(self, stage: int, entry: Correspondence) -> list[Tensor]:
         """The tensors of one parameter on rank 0; nothing elsewhere. One replica does the work."""
-        if entry.of_expert:
-            return self._collect_expert(entry)
-        info = self._info
-        if info.dp_rank or info.cp_rank:
+        info, group = self._info, None
+        if entry.of_expert:  # on the ranks of no pipeline of rank 0, maybe
+            own, owner = self._own.get(entry.name), self._owners[entry.name]
+            tensors = self._joined(entry) if own is not None and not own.replicas.rank() else []
+        elif info.dp_rank or info.cp_rank:
             return []
-        tensors: list[Tensor] = []
-        if info.pp_rank == stage:
-            tensors = self._joined(entry)
-        if stage == 0 or info.tp_rank:
-            return tensors if info.rank == 0 else []
-        group = parallel_state.get_pipeline_model_parallel_group()
-        if info.pp_rank == stage:
+        else:
+            tensors = self._joined(entry) if info.pp_rank == stage else []
+            if info.tp_rank:
+                return []
+            group = parallel_state.get_pipeline_model_parallel_group()
+            owner = dist.get_global_rank(group, stage)
+        if info.rank == owner != 0:
             for tensor in tensors:
                 dist.send(tensor.contiguous(), dst=0, group=group)
-        elif info.pp_rank == 0:
-            sender = dist.get_global_rank(group, stage)
+        elif info.rank == 0 != owner:
             tensors = [
                 torch.empty(self._shapes[name], dtype=self._dtype, device=self._device) for name in entry.sources
             ]
             for tensor in tensors:
-                dist.recv(tensor, src=sender, group=group)
-            return tensors
-        return []
-
-    def _collect_expert(self, entry: Correspondence) -> list[Tensor]:
-        """:meth:`_collect` of an expert, which is on the ranks of no pipeline of rank 0, maybe."""
-        own, owner, rank = self._own.get(entry.name), self._owners[entry.name], self._info.rank
-        tensors = self._joined(entry) if own is not None and not own.replicas.rank() else []
-        if owner == 0:
-            return tensors if rank == 0 else []
-        if rank == owner:
-            for tensor in tensors:
-                dist.send(tensor.contiguous(), dst=0)
-        elif rank == 0:
-            tensors = [
-                torch.empty(self._shapes[name], dtype=self._dtype, device=self._device) for name in entry.sources
-            ]
-            for tensor in tensors:
-                dist.recv(tensor, src=owner)
-            return tensors
-        return []
+                dist.recv(tensor, src=owner, group=group)
+        return tensors if info.rank == 0 else []
 
     def _joined(self, entry: Correspondence) -> list[Tensor]:
         own = self._own[entry.name]
@@ -286,16 +267,9 @@ class FullWeights:
         return [] if shards is None else entry.layout.join(shards)
 
 
-def _any_rank(holds: bool, device: torch.device) -> bool:
-    """Collective over all ranks."""
-    found = torch.tensor(int(holds), device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found)
-
-
 @dataclass(frozen=True)
 class _Weight:
-    """A tensor that may be asked for; reading it is collective."""
+    """A tensor that can be read; reading it is collective."""
 
     name: str
     num_bytes: int
@@ -314,18 +288,3 @@ def _merged(parts: Sequence[_Weight], scaling: float) -> _Weight:
         return None if weight is None or down is None or up is None else merged_weight(weight, down, up, scaling)
 
     return _Weight(parts[0].name, sum(part.num_bytes for part in parts), any(p.is_trained for p in parts), read)
-
-
-@dataclass
-class _Collected:
-    """The tensors of one parameter, collected when the first of them is asked for."""
-
-    collect: Callable[[], list[Tensor]]
-
-    @cached_property
-    def _tensors(self) -> list[Tensor]:
-        return self.collect()
-
-    def tensor(self, index: int) -> Tensor | None:
-        """None on the ranks that do not get it."""
-        return self._tensors[index] if self._tensors else None

@@ -21,6 +21,7 @@ from roll.strategies.engines.requests import (
     SamplingParams,
     StopStringMatcher,
     VersionSpan,
+    continued,
 )
 from roll.strategies.sglang.scheduler import BACKEND
 from roll.strategies.sglang.weights import LOADER, REPORTER
@@ -28,7 +29,7 @@ from roll.strategies.sglang.weights import LOADER, REPORTER
 _MOST_CPU_CACHE_BYTES = 4 << 30
 _BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 _SPARE_TOKENS = 2
-"""SGLang ends a sample so many tokens before its longest sequence."""
+"""SGLang ends a sample this many tokens before its longest sequence."""
 
 
 def engine_arguments(
@@ -83,7 +84,7 @@ def engine_arguments(
 
 
 def _cpu_tokens(options: SglangStrategyConfig, model_config: Any, max_model_len: int) -> int:
-    """A cache that is as large as it can be used; SGLang's own choice is a share of the host's memory."""
+    """A cache no larger than can be used; by default SGLang takes a share of the host's memory."""
     text = model_config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -94,7 +95,7 @@ def _cpu_tokens(options: SglangStrategyConfig, model_config: Any, max_model_len:
 
 @contextmanager
 def bound_threads(num_ranks: int) -> Iterator[None]:
-    """Give each rank that is started within cores of its own, on a CPU; SGLang would give each a NUMA node, and refuse
+    """Give each rank started in the block its own cores, on a CPU; SGLang would give each a NUMA node, and refuse
     more ranks than nodes. What the environment says comes first."""
     if _BINDING in os.environ:
         yield
@@ -201,25 +202,16 @@ class Sample:
 
     def output(self) -> GenerationOutput:
         """The whole response, ``abort`` where it has not ended."""
-        token_ids, log_probs, top = self.token_ids, self.log_probs, self.top_log_probs
-        spans, shift = [], 0
-        if self.begun is not None:
-            token_ids = [*self.begun.token_ids, *token_ids]
-            log_probs = [*self.begun.log_probs, *log_probs]
-            top = [*self.begun.top_log_probs, *top]
-            spans, shift = list(self.begun.weight_versions), len(self.begun.token_ids)
         last = self.earlier_versions[-1][2] if self.earlier_versions else 0
-        for version, start, end in [*self.earlier_versions, (self.version, last, len(self.token_ids))]:
-            if spans and version == spans[-1][0]:
-                spans[-1] = (version, spans[-1][1], end + shift)
-            elif end > start:
-                spans.append((version, start + shift, end + shift))
-        return GenerationOutput(
+        own = GenerationOutput(
             self.request.request_id,
             self.index,
-            list(token_ids),
-            list(log_probs),
+            self.token_ids,
+            self.log_probs,
             self.finish_reason or "abort",
-            spans or [(self.version, 0, 0)],
-            list(top),
+            [*self.earlier_versions, (self.version, last, len(self.token_ids))],
+            self.top_log_probs,
         )
+        whole = continued(self.begun or PartialSample((), (), ()), own)
+        whole.weight_versions = whole.weight_versions or [(self.version, 0, 0)]
+        return whole

@@ -12,21 +12,18 @@ from typing import Any
 import sglang
 import torch
 from sglang.srt.managers import io_struct
-from transformers import AutoTokenizer
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import typed_strategy_config
 from roll.config.strategies.sglang import SGLANG, SglangStrategyConfig
-from roll.models.build import load_config
 from roll.platforms import current_platform
-from roll.strategies.engines.base import GenerationStrategy, check_version, model_end_token_ids, not_finite
+from roll.strategies.engines.base import GenerationStrategy, check_version
 from roll.strategies.engines.requests import (
     GenerationOutput,
     GenerationRequest,
     PartialSample,
     StopStringMatcher,
     check_request,
-    longest_sequence,
     stream_key,
 )
 from roll.strategies.sglang.arguments import Sample, bound_threads, engine_arguments, sampling_settings
@@ -52,7 +49,6 @@ class SglangStrategy(GenerationStrategy):
         self._engine: TokenEngine | None = None
         self._following: dict[Sample, asyncio.Task[None]] = {}
         """Unfinished samples, also those whose end no step has reported, in the order of their arrival."""
-        self._failures: dict[str, str] = {}
         self._progress = asyncio.Event()
         self._num_started = 0
         self._version = 0
@@ -70,13 +66,8 @@ class SglangStrategy(GenerationStrategy):
         check_version(SGLANG, sglang.__version__, self._config.allow_untested_version)
         # It warns of every token that comes after its sample was stopped.
         logging.getLogger("sglang.srt.managers.tokenizer_manager").setLevel(logging.ERROR)
-        args, platform = self.role.model_args, current_platform()
-        model_config = load_config(args)
-        self._max_model_len = longest_sequence(self._config.max_model_len, model_config, args.model_name_or_path)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(
-            args.model_name_or_path, trust_remote_code=args.trust_remote_code
-        )
-        self._end_token_ids = model_end_token_ids(args, model_config, self._tokenizer)
+        platform = current_platform()
+        model_config, self._tokenizer = self._read_model_folder(self._config.max_model_len)
         self._vocab_size = model_config.get_text_config().vocab_size
         arguments = engine_arguments(self.role, self._config, model_config, self._max_model_len, self.seed, platform)
         with bound_threads(self._config.tp_size):
@@ -117,7 +108,7 @@ class SglangStrategy(GenerationStrategy):
                 self._start(request, index, request.partial.get(index))
 
     def _start(self, request: GenerationRequest, index: int, begun: PartialSample | None) -> None:
-        """Every sample is a request of its own to SGLang; what a sample has already is a part of its prompt there."""
+        """Add a sample as a separate request to SGLang; tokens of a partial sample become part of its prompt."""
         params, prompt = request.params, list(request.prompt_token_ids)
         tokens = [] if begun is None else list(begun.token_ids)
         matcher = None
@@ -125,7 +116,7 @@ class SglangStrategy(GenerationStrategy):
             matcher = StopStringMatcher(self._decode, params.stop_strings, prompt)
             for token in tokens:
                 matcher.push(token)
-        # A stream of its own where the request names none: another one for each request, the same after an abort.
+        # Without a seed in the request, its id gives one: different for each request, the same after an abort.
         seed = zlib.crc32(request.request_id.encode(), self.seed) if params.seed is None else params.seed
         most = min(params.max_new_tokens, self._max_model_len - len(prompt))
         settings = sampling_settings(
@@ -180,15 +171,7 @@ class SglangStrategy(GenerationStrategy):
             if isinstance(error, Exception):
                 failed[sample.request.request_id] = f"{type(error).__name__}: {error}"
         outputs = [sample.output() for sample in done if sample.request.request_id not in failed]
-        failed |= not_finite(outputs)
-        if failed:
-            self.abort(failed)
-            self._failures |= failed
-        return [output for output in outputs if output.request_id not in failed]
-
-    def take_failures(self) -> dict[str, str]:
-        failures, self._failures = self._failures, {}
-        return failures
+        return self._without_failed(outputs, failed)
 
     async def _wait_for_tokens(self) -> None:
         if not self._progress.is_set():

@@ -1,9 +1,9 @@
-"""Training state on disk: what every strategy writes alike, so that each can go on from what another has written.
+"""Training state on disk, in one format for all strategies, so that each can resume from another's checkpoint.
 
 ``trainer_state.json`` (:mod:`roll.checkpoint.contents`), ``rng_rank<r>/`` (JSON and safetensors) for each rank r, and
-the trained weights and moments in pieces (:mod:`roll.checkpoint.tensors`), under their Hugging Face names.  Whoever
-calls makes the folder appear at once or not at all.  Hyperparameters of the optimizer are not written: they are those
-of the configuration that resumes.
+the trained weights and moments in pieces (:mod:`roll.checkpoint.tensors`), under their Hugging Face names.  The
+caller makes the folder appear at once or not at all.  Hyperparameters of the optimizer are not written: they come from
+the configuration of the resumed run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def save_trainer_state(path: Path, contents: ModelContents, state: dict[str, Any
     """Collective. Write ``state`` (JSON values) with the number of ranks, ``contents``, and this rank's RNG states.
 
     Raises:
-        OSError: a rank could not write its part (its disk is full, say); on all ranks, so that none waits for another.
+        OSError: on all ranks, if one could not write its part (its disk is full, say), so that none waits for another.
     """
     failure = ""
     try:
@@ -81,19 +81,6 @@ def save_trainer_state(path: Path, contents: ModelContents, state: dict[str, Any
     first = next((rank for rank, text in enumerate(failures) if text), None)
     if first is not None:
         raise OSError(f"rank {first} could not write its part of {path}: {failures[first]}")
-
-
-def load_trainer_state(path: Path, contents: ModelContents) -> dict[str, Any]:
-    """The state given to :func:`save_trainer_state`, and ``world_size``.
-
-    Raises:
-        FileNotFoundError: ``path`` is no such checkpoint.
-        CheckpointMismatchError: something of it would be left behind by a model with ``contents``.
-    """
-    state = read_trainer_state(path)
-    written = read_contents(state, path)
-    check_contents(written, contents, path, state["format"])
-    return state
 
 
 def save_training(
@@ -117,23 +104,24 @@ def save_training(
     rank = dist.get_rank()
     held = Pieces(pieces, buffers if rank == 0 else None)
     save_trainer_state(path, contents, state)
-    if background is None:
-        held.write(path, rank)
-        return None
-    return background.submit(held.write, path, rank)
+    if background is not None:
+        return background.submit(held.write, path, rank)
+    held.write(path, rank)
+    return None
 
 
 @contextmanager
 def resumed(path: Path, contents: ModelContents) -> Iterator[tuple[dict[str, Any], StoredTensors]]:
     """The state and the tensors that :func:`save_training` wrote, under whatever strategy and on however many ranks;
-    at the end of the block the RNG states are put back, and the log says what could not be taken up.
+    the RNG states are restored at the end of the block, and the log says what could not be restored.
 
     Raises:
         FileNotFoundError: ``path`` is no such checkpoint.
-        CheckpointMismatchError: something of it would be left behind by a model with ``contents``.
+        CheckpointMismatchError: a model with ``contents`` would not take up all of it.
         CheckpointDamagedError: the tensors cannot be read.
     """
-    state = load_trainer_state(path, contents)
+    state = read_trainer_state(path)
+    check_contents(read_contents(state, path), contents, path, state["format"])
     with stored_tensors(path, int(state.get("updates", 0))) as stored:
         yield state, stored
     if not state.get("has_optimizer", True):
@@ -142,8 +130,8 @@ def resumed(path: Path, contents: ModelContents) -> Iterator[tuple[dict[str, Any
 
 
 def restore_rng_states(path: Path, state: dict[str, Any], strategy: str) -> None:
-    """Put this rank's RNG states back, where as many ranks of the same strategy wrote them: ranks of another one hold
-    other parts of the model and see other rows."""
+    """Restore this rank's RNG states if the same strategy wrote them on as many ranks; otherwise ranks hold other parts
+    of the model and see other rows."""
     written = state["model"]["strategy"]
     if written == strategy and state["world_size"] == dist.get_world_size():
         restore_rng_state(load_state(_rng_folder(path)))
@@ -191,7 +179,7 @@ def pieces_of(shards: Iterable[Shard], optimizer: Optimizer, with_moments: bool)
 
 @torch.no_grad()
 def restore_shards(shards: Iterable[Shard], optimizer: Optimizer, stored: StoredTensors) -> None:
-    """Give parameters and AdamW what a checkpoint has of them; moments that it does not have are new."""
+    """Load parameters and AdamW moments from a checkpoint; moments that it lacks start new."""
     for shard in shards:
         local = shard.local
         begin, end = shard.start, shard.start + local.numel()

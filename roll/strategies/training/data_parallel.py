@@ -24,6 +24,7 @@ from roll.models.attention import check_context_size, sum_of_parts, use_layout_a
 from roll.models.build import build_model
 from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers
 from roll.models.layouts import TokenLayout, TopTokens, padded, with_token_rows
+from roll.models.loading import MetaModel, build_on_meta
 from roll.models.log_probs import ResponseModel
 from roll.models.lora import add_adapters, base_name
 from roll.models.routes import encoded, missing_mark, route_dtype, routes_of, with_prompts_of_leaders
@@ -67,10 +68,10 @@ class DataParallelStrategy(GatheredWeights):
     sparse_layers: Sequence[SparseLayer] = ()
     """Layers with experts; none of a dense model."""
     balance: ExpertBalance | None = None
+    _meta: MetaModel | None = None
+    """The weights to be read; None: they have been."""
     mixes_types = True
-    """A layer may hold parameters of two types: a frozen base and what is trained."""
-    _comparisons: Sequence[Comparison] = ()
-    """Teachers of the step that is being taken."""
+    """A layer may hold parameters of two dtypes: a frozen base and what is trained."""
     context_size = 1
     """Consecutive ranks that share each sequence, and so are given the same rows."""
 
@@ -79,18 +80,22 @@ class DataParallelStrategy(GatheredWeights):
         """Collective. The response model's forward pass."""
 
     def _begin_micro_batch(self, last: bool) -> None:
-        """Called before each micro-batch of a training step; ``last``: the optimizer step follows it."""
+        """Hook before each micro-batch of a training step; ``last``: the optimizer step follows it."""
 
     def _differentiate(self, loss: torch.Tensor) -> None:
-        """Collective. Add the gradient of ``loss`` to what the step has so far."""
+        """Collective. Accumulate the gradient of ``loss``."""
         loss.backward()
 
     def _clip_and_step(self, learning_rate: float) -> float:
-        """Collective. Clip, step unless the gradient is not finite, and clear it; its norm, unscaled, before that."""
+        """Collective. Clip the gradient, step unless it is not finite, and clear it.
+
+        Returns:
+            The norm of the gradient, unscaled, before clipping.
+        """
         raise self._takes_no_steps()
 
     def _load_model(self, storage_dtype: torch.dtype) -> None:
-        """The response model on the host, not yet sharded; seeds this rank's random numbers."""
+        """Build the response model on the host, not yet sharded, and seed this rank's random numbers."""
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(self.seed + self.rank)
         language_model = self._build_language_model(storage_dtype)
@@ -112,12 +117,12 @@ class DataParallelStrategy(GatheredWeights):
             self.model.routing = RoutingRecorder(self.sparse_layers)
 
     def _prepare_experts(self, language_model: PreTrainedModel) -> None:
-        """Refuse, or change in place, sparse layers that this backend would compute wrong (or slowly)."""
+        """Refuse sparse layers that this backend would compute wrong (or slowly), or change them in place."""
         if any(not layer.is_fused for layer in self.sparse_layers):
             run_every_expert(self.sparse_layers)
 
     def _watch_balance(self) -> None:
-        """Of a role that trains: add the balance loss and the gauges of the experts' load."""
+        """Add the balance loss and the gauges of the experts' load, for a role that trains."""
         if self.sparse_layers:
             args = self.role.model_args
             coefficient = balance_coefficient(args, self.model.language_model.config)
@@ -138,8 +143,8 @@ class DataParallelStrategy(GatheredWeights):
         return group
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
-        """With adapters where the role has them. Their base is frozen: float32 copies of weights that never change
-        would only be rounded to the compute dtype in every pass, so it is held in that."""
+        """Load the language model, with adapters where the role has them. Their base is frozen: float32 copies of
+        weights that never change would only be rounded to the compute dtype in every pass, so it is held in that."""
         args = self.role.model_args
         if not uses_lora(args):
             language_model = build_model(args, self.head.value, storage_dtype, self.seed)
@@ -150,6 +155,14 @@ class DataParallelStrategy(GatheredWeights):
         self.sparse_layers = sparse_layers(language_model)  # before adapters wrap some of it
         self.adapters = add_adapters(language_model, args, self.seed, storage_dtype)
         return language_model
+
+    def _build_without_weights(self, dtype: torch.dtype) -> PreTrainedModel | None:
+        """A model in ``_meta`` that each rank reads its own part of later; None where it has to be loaded whole."""
+        self._meta = build_on_meta(self.role.model_args, self.head.value, dtype, self.seed)
+        if self._meta is None:
+            return None
+        self.sparse_layers = sparse_layers(self._meta.language_model)
+        return self._meta.language_model
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -168,62 +181,55 @@ class DataParallelStrategy(GatheredWeights):
             cp_size=shared,
         )
 
-    @torch.no_grad()
-    def _forward(self, batch: TensorBatch, asked: Computation) -> TensorBatch:
-        self._comparisons = asked.teachers
-        batch, images = self._with_images(batch)
-        was_training = self.model.training
-        self.model.eval()
-        shape = batch["input_ids"].shape
-        device = batch["input_ids"].device
-        names = [str(name) for name in asked.outputs if name is not Output.ROUTES]
+    def _forward(self, batch: TensorBatch, computation: Computation) -> TensorBatch:
+        shape, device = batch["input_ids"].shape, batch["input_ids"].device
+        names = [str(name) for name in computation.outputs if name is not Output.ROUTES]
         results = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in names}
-        self.model.records_routes = Output.ROUTES in asked.outputs
+        self.model.records_routes = Output.ROUTES in computation.outputs
         if self.model.records_routes:
-            results[Output.ROUTES] = self._no_routes(shape, device)
-        rule = micro_batching(self.role, trains=False)
-        for rows in self._rows_of_passes(batch, rule):
-            part = micro_batch(batch, rows)
-            shape_of_part = part["input_ids"].shape
-            layout = self._layout(part, rule, images)
-            computed = self._outputs(layout, names, asked.temperature, shape_of_part)
-            if self.model.records_routes:
-                computed[Output.ROUTES] = self._chosen(layout, part)
-            if rows:
-                for name, values in computed.items():
-                    whole = results.setdefault(name, torch.zeros(shape, dtype=torch.float32, device=device))
-                    whole[row_index(rows), : shape_of_part[1]] = values.to(device)
+            layer = self.sparse_layers[0]
+            dtype, size = route_dtype(layer.num_experts), (*shape, len(self.sparse_layers), layer.top_k)
+            results[Output.ROUTES] = torch.full(size, missing_mark(dtype), dtype=dtype, device=device)
+        self._compute_rows(batch, results, names, computation.temperature, computation.teachers)
         self.model.records_routes = False
-        self._comparisons = ()
-        self._reshard()
-        self.model.train(was_training)
+        return results
+
+    def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:
+        self._check_outputs([Output.LOG_PROBS])
+        results = TensorBatch()
+        self._compute_rows(batch, results, [Output.LOG_PROBS], temperature, top_tokens=wanted)
         return results
 
     @torch.no_grad()
-    def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:
-        self._check_outputs([Output.LOG_PROBS])
+    def _compute_rows(
+        self,
+        batch: TensorBatch,
+        results: TensorBatch,
+        outputs: Collection[str],
+        temperature: float,
+        teachers: Sequence[Comparison] = (),
+        top_tokens: TopTokens | None = None,
+    ) -> None:
+        """Collective. Compute all rows without gradient and write what comes of them into ``results``, (B, L, ...)
+        each; missing ones are added."""
         batch, images = self._with_images(batch)
         was_training = self.model.training
         self.model.eval()
-        rule, results = micro_batching(self.role, trains=False), TensorBatch()
+        rule, ids = micro_batching(self.role, trains=False), batch["input_ids"]
         for rows in self._rows_of_passes(batch, rule):
             part = micro_batch(batch, rows)
             shape = part["input_ids"].shape
-            layout = replace(self._layout(part, rule, images), top_tokens=wanted)
-            for name, values in self._outputs(layout, [Output.LOG_PROBS], temperature, shape).items():
-                size = (*batch["input_ids"].shape, *values.shape[2:])
-                whole = results.setdefault(name, torch.zeros(size, dtype=values.dtype))
+            layout = replace(self._layout(part, rule, images, teachers), top_tokens=top_tokens)
+            computed = self._outputs(layout, outputs, temperature, shape)
+            if self.model.records_routes:
+                computed[Output.ROUTES] = self._chosen(layout, part)
+            for name, values in computed.items():
+                if name not in results:
+                    results[name] = torch.zeros(*ids.shape, *values.shape[2:], dtype=values.dtype, device=ids.device)
                 if rows:
-                    whole[row_index(rows), : shape[1]] = values.cpu()
+                    results[name][row_index(rows), : shape[1]] = values.to(ids.device)
         self._reshard()
         self.model.train(was_training)
-        return results
-
-    def _no_routes(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        layer = self.sparse_layers[0]
-        dtype = route_dtype(layer.num_experts)
-        size = (*shape, len(self.sparse_layers), layer.top_k)
-        return torch.full(size, missing_mark(dtype), dtype=dtype, device=device)
 
     def _chosen(self, layout: TokenLayout, part: TensorBatch) -> torch.Tensor:
         """Collective over ranks that share sequences. The choices of the last pass by the tokens of ``part``."""
@@ -270,15 +276,17 @@ class DataParallelStrategy(GatheredWeights):
         summed = sum_of_parts(torch.stack(list(aligned.values())), group)
         return dict(zip(aligned, summed.unbind(), strict=True))
 
-    def _layout(self, part: TensorBatch, rule: MicroBatching, images: ImagePool | None) -> TokenLayout:
-        """With as many columns for each of the ranks that share them."""
+    def _layout(
+        self, part: TensorBatch, rule: MicroBatching, images: ImagePool | None, teachers: Sequence[Comparison] = ()
+    ) -> TokenLayout:
+        """The tokens of a micro-batch, padded so that ranks that share sequences get as many columns each."""
         layout = lay_out(part, rule, self.role.use_prefix_sharing)
         if images is not None and FEATURES in part:
             layout = images.attach(layout, part)
         sequences, length = layout.input_ids.shape
         layout = padded(layout, sequences, length + -length % self.context_size)
-        if self._comparisons:
-            layout = replace(layout, teachers=targets_of(layout, part, self._comparisons))
+        if teachers:
+            layout = replace(layout, teachers=targets_of(layout, part, teachers))
         if Output.ROUTES not in part:
             return layout
         recorded, own = part[Output.ROUTES].shape[2], len(self.sparse_layers)
@@ -302,8 +310,7 @@ class DataParallelStrategy(GatheredWeights):
         """Description of the model in a checkpoint."""
         return describe_model(self.role, self._shapes, self._trained_names, self.adapter_scalings())
 
-    def _train_step(self, batch: TensorBatch, loss_fn: LossFunction, asked: Computation) -> Metrics:
-        self._comparisons = asked.teachers
+    def _train_step(self, batch: TensorBatch, loss_fn: LossFunction, computation: Computation) -> Metrics:
         batch, images = self._with_images(batch)
         rule = micro_batching(self.role, trains=True)
         plan = self._rows_of_passes(batch, rule)
@@ -313,8 +320,7 @@ class DataParallelStrategy(GatheredWeights):
                 self._begin_balance(self.balance, batch, plan, rule, images)
             for index, rows in enumerate(plan):
                 self._begin_micro_batch(last=index == len(plan) - 1)
-                metrics += self._backward(micro_batch(batch, rows), rule, images, loss_fn, asked)
-        self._comparisons = ()
+                metrics += self._backward(micro_batch(batch, rows), rule, images, loss_fn, computation)
         if self.balance is not None:
             metrics.append(self.balance.metrics())
         norm = self._clip_and_step(self.progress.learning_rate)
@@ -350,16 +356,17 @@ class DataParallelStrategy(GatheredWeights):
         rule: MicroBatching,
         images: ImagePool | None,
         loss_fn: LossFunction,
-        asked: Computation,
+        computation: Computation,
     ) -> list[Metrics]:
         """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
-        layout = self._layout(part, rule, images)
-        if self.model.routing is not None:
-            self.model.routing.replay_counts = None
+        layout = self._layout(part, rule, images, computation.teachers)
+        routing = self.model.routing
+        if routing is not None:
+            routing.replay_counts = None
         if self.balance is not None:
             layout = with_token_rows(layout)
-        names = [str(name) for name in asked.outputs]
-        aligned = self._outputs(layout, names, asked.temperature, part["input_ids"].shape)
+        names = [str(name) for name in computation.outputs]
+        aligned = self._outputs(layout, names, computation.temperature, part["input_ids"].shape)
         balance_loss = None if self.balance is None else self.balance.share()
         if is_empty(part):
             self._differentiate(_zero_loss(aligned))
@@ -368,15 +375,8 @@ class DataParallelStrategy(GatheredWeights):
         loss, metrics = loss_fn(aligned, columns)
         loss = loss if loss.requires_grad else _zero_loss(aligned)
         self._differentiate(loss if balance_loss is None else loss + balance_loss)
-        return [metrics, layout_metrics(layout), self._replay_metrics()]
-
-    def _replay_metrics(self) -> Metrics:
-        """Number of tokens of the last micro-batch that took recorded routes; empty without any."""
-        routing = self.model.routing
-        if routing is None or routing.replay_counts is None:
-            return {}
-        counts, routing.replay_counts = routing.replay_counts, None
-        return replay_metrics(counts)
+        replayed = None if routing is None else routing.replay_counts
+        return [metrics, layout_metrics(layout), {} if replayed is None else replay_metrics(replayed)]
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         total = value.to(self.device, copy=True)

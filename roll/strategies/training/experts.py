@@ -19,7 +19,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SHARES_SHOWN = 32
-"""Each expert's share is a metric of its own up to so many experts."""
+"""Up to this many experts, each expert's share is a separate metric."""
 TOLERANCE = 0.02
 """Of the test of the layout, relative. bf16 rounds to .004; another expert's weights are off by 0.2 or more."""
 
 
 def balance_coefficient(args: ModelArguments, config: PretrainedConfig) -> float:
-    """``moe_aux_loss_coef``; null: what the model's own configuration asks for."""
+    """``moe_aux_loss_coef``; null: the coefficient in the model's own configuration."""
     if args.moe_aux_loss_coef is not None:
         return args.moe_aux_loss_coef
-    asked_for = getattr(config, "output_router_logits", False)
-    return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if asked_for else 0.0
+    is_enabled = getattr(config, "output_router_logits", False)
+    return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if is_enabled else 0.0
 
 
 class ExpertBalance:
-    """The balance loss and the gauges of one optimizer step after another."""
+    """The balance loss and the load gauges of each optimizer step in turn."""
 
     def __init__(
         self, model: ResponseModel, layers: Sequence[SparseLayer], coefficient: float, scope: str, device: torch.device
@@ -61,17 +61,14 @@ class ExpertBalance:
         assert all(layer.num_experts == self.num_experts for layer in layers), "layers of one size"
 
     def begin(self, num_micro_batches: int) -> None:
-        """Collective. ``num_micro_batches``: of this rank, those with tokens."""
+        """Collective. Start a step with ``num_micro_batches`` non-empty micro-batches on this rank."""
         self._totals: RoutingSums | None = None
         self._counts: Tensor | None = None
         self._micro_batches = 1.0
         if self.coefficient and not self.is_global:
-            self._micro_batches = max(1.0, float(self._sum(torch.tensor(float(num_micro_batches))) / self._sharers))
-
-    @property
-    def _sharers(self) -> int:
-        group = self.model.context_group
-        return 1 if group is None else group.size()
+            group = self.model.context_group
+            sharers = 1 if group is None else group.size()
+            self._micro_batches = max(1.0, float(self._sum(torch.tensor(float(num_micro_batches))) / sharers))
 
     def looks_ahead(self, num_passes: int) -> bool:
         """The choices of all micro-batches must be counted before the first is differentiated."""
@@ -79,15 +76,16 @@ class ExpertBalance:
 
     def count(self, last: bool) -> None:
         """After a pass without gradient; collective where ``last``."""
-        counts = self._taken().counts
+        counts = self._pop_sums().counts
         self._counts = counts if self._counts is None else self._counts + counts
         if last:
             self._counts = self._sum(self._counts)
 
     def share(self) -> Tensor | None:
         """Collective. The last pass's share of the balance loss, with gradient; None without a coefficient."""
-        sums = self._taken()
-        self._add(sums)
+        sums = self._pop_sums()
+        own, total = replace(sums, probs=sums.probs.detach()), self._totals
+        self._totals = own if total is None else _added(total, own)
         if not self.coefficient:
             return None
         if self.is_global:
@@ -128,24 +126,10 @@ class ExpertBalance:
             values |= {f"moe_share/expert_{index:02d}": share for index, share in enumerate(shares)}
         return {name: Mean(value) for name, value in values.items()}
 
-    def _taken(self) -> RoutingSums:
+    def _pop_sums(self) -> RoutingSums:
         sums, self.model.routing_sums = self.model.routing_sums, None
         assert sums is not None
         return sums
-
-    def _add(self, sums: RoutingSums) -> None:
-        own = replace(sums, probs=sums.probs.detach())
-        total = self._totals
-        self._totals = (
-            own
-            if total is None
-            else RoutingSums(
-                total.counts + own.counts,
-                total.probs + own.probs,
-                total.entropy + own.entropy,
-                total.tokens + own.tokens,
-            )
-        )
 
     def _sum(self, value: Tensor) -> Tensor:
         """Over all ranks. Ranks that share sequences hold parts of them, so nothing is counted twice."""
@@ -153,6 +137,10 @@ class ExpertBalance:
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         return total
+
+
+def _added(one: RoutingSums, other: RoutingSums) -> RoutingSums:
+    return RoutingSums(*(getattr(one, item.name) + getattr(other, item.name) for item in fields(RoutingSums)))
 
 
 def check_choices_may_differ(
@@ -164,7 +152,7 @@ def check_choices_may_differ(
     device: torch.device,
     advice: str,
 ) -> None:
-    """Collective. Ranks that choose different experts compute what they compute when all choose the same.
+    """Collective. Check that ranks which choose different experts compute the same as when all choose alike.
 
     Two rows of a few tokens: even ranks compute the first, by the first experts, while odd ranks compute the second, by
     the last.  Then all ranks compute the first, and all the second, which is right under every layout.  Results and
@@ -174,12 +162,12 @@ def check_choices_may_differ(
         compute: the strategy's forward pass of a layout.
         differentiate: its backward pass; None where nothing is trained (or gradients cannot be read).
         gradients: this rank's shards.
-        clear: leaves no gradient behind. It may raise a RuntimeError, on all ranks, over how they got here.
+        clear: drops all gradients. It may raise a RuntimeError, on all ranks, if the ranks called different modules.
         device: where the passes run.
         advice: the end of the message.
 
     Raises:
-        ValueError: they do not agree, so this way of cutting the model is wrong for it.
+        ValueError: they do not agree, so this sharding is wrong for the model.
     """
     assert model.routing is not None
     layer, rank, ranks = model.routing.layers[0], dist.get_rank(), dist.get_world_size()
@@ -201,7 +189,7 @@ def check_choices_may_differ(
     with _outside_context_groups(model), torch.set_grad_enabled(differentiate is not None):
         try:
             apart = results(own, 1.0)
-            apart_gradients = _clones(gradients())
+            apart_gradients = [None if gradient is None else gradient.clone() for gradient in gradients()]
             clear()
             counts = [(ranks + 1) // 2, ranks // 2]
             # ZeRO-3 compares what the ranks have gathered in a pass when the next one begins.
@@ -234,7 +222,7 @@ def check_same_on_all_ranks(numbers: Sequence[int], device: torch.device) -> Non
     """Collective.
 
     Raises:
-        RuntimeError: on every rank, where one has other numbers.
+        RuntimeError: on every rank, if the ranks' numbers differ.
     """
     own = zlib.crc32(repr(list(numbers)).encode())
     ends = torch.tensor([own, -own], device=device)
@@ -248,16 +236,12 @@ _WRONG = "this model computes something else when ranks choose different experts
 
 @contextmanager
 def _outside_context_groups(model: ResponseModel) -> Iterator[None]:
-    """Each rank computes its row by itself."""
+    """Let each rank compute its row alone."""
     group, model.context_group = model.context_group, None
     try:
         yield
     finally:
         model.context_group = group
-
-
-def _clones(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.clone() for tensor in tensors]
 
 
 def _relative_error(actual: Sequence[Tensor | None], wanted: Sequence[Tensor | None], device: torch.device) -> float:

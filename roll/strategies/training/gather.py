@@ -1,4 +1,4 @@
-"""Weights handed out whole: shards of parameters, gathered on rank 0 in buckets, for engines and as files.
+"""Whole weights for engines and exports: sharded parameters, gathered on rank 0 in buckets.
 
 FSDP1, FSDP2 and ZeRO-3 shard alike in this: a rank holds a run of the elements of a parameter, all of them or none, and
 the runs of the ranks in their order are the parameter.  So every run is received where it belongs in the whole tensor,
@@ -29,7 +29,7 @@ EXPORT_BUCKET_BYTES = 2**30
 """Device memory that an export may hold gathered at once; the whole model is put together in host memory."""
 
 ADAPTER_FOLDER = "adapter"
-"""Folder of the adapter by itself, in peft's format, next to the merged model of an export."""
+"""Folder of the unmerged adapter, in peft's format, next to the merged model of an export."""
 
 
 T = TypeVar("T")
@@ -65,8 +65,8 @@ class Pieces:
         return cls(shape, tuple(max(0, min(size, total - rank * size)) for rank in range(num_ranks)))
 
     def within(self, part: torch.Tensor, rank: int, begin: int, end: int) -> tuple[torch.Tensor, Pieces]:
-        """Of ``part``, which ``rank`` holds, the elements that lie in ``begin:end`` of the whole, flattened; and the
-        pieces of that stretch by itself."""
+        """The elements of ``part``, which ``rank`` holds, that lie in ``begin:end`` of the flattened whole; and the
+        pieces of that stretch alone."""
         ends = list(accumulate(self.sizes))
         runs = [(max(begin, last - size), min(end, last)) for last, size in zip(ends, self.sizes, strict=True)]
         stretch = Pieces(torch.Size([end - begin]), tuple(max(0, last - first) for first, last in runs))
@@ -112,7 +112,9 @@ def gather_to_rank0(
     held = [part.detach().to(device) for part in parts]
     if rank != 0:
         own = [flat_view(part)[: piece.sizes[rank]].to(dtype) for part, piece in zip(held, pieces, strict=True)]
-        _exchange([dist.P2POp(dist.isend, run, 0, group, tag) for tag, run in enumerate(own) if run.numel()])
+        leaving = [dist.P2POp(dist.isend, run, 0, group, tag) for tag, run in enumerate(own) if run.numel()]
+        for work in dist.batch_isend_irecv(leaving) if leaving else []:
+            work.wait()
         return [torch.empty(0, dtype=dtype, device=device) for _ in parts]
     whole = [torch.empty(piece.shape, dtype=dtype, device=device) for piece in pieces]
     arriving = []
@@ -130,11 +132,6 @@ def gather_to_rank0(
     return whole
 
 
-def _exchange(operations: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
-
-
 def _runs(tensor: torch.Tensor, piece: Pieces) -> list[torch.Tensor]:
     """The parts of the flattened ``tensor``, one a rank."""
     ends = list(accumulate(piece.sizes))
@@ -143,7 +140,7 @@ def _runs(tensor: torch.Tensor, piece: Pieces) -> list[torch.Tensor]:
 
 
 class GatheredWeights(ModelStrategy):
-    """The part of a strategy that hands out its model whole: to engines, and as files."""
+    """The part of a strategy that sends its whole model to engines and exports it."""
 
     model: ResponseModel
     adapters: Adapters | None = None
@@ -161,7 +158,7 @@ class GatheredWeights(ModelStrategy):
         return flat_view(tensor)[begin:end].to(self.device, self._wire_dtype(tensor))
 
     def _reshard(self) -> None:
-        """Give gathered parameters back, where the backend keeps some after a forward pass."""
+        """Free gathered parameters, where the backend keeps some after a forward pass."""
 
     def _full_size(self, tensor: torch.Tensor) -> int:
         """The number of elements of a tensor of which this rank may hold a shard."""
@@ -176,8 +173,10 @@ class GatheredWeights(ModelStrategy):
         layer, which are one tensor here, come in stretches of as many matrices as fit.
         """
         for bucket in in_buckets(self._selected_weights(selection), bucket_bytes, self._num_bytes):
-            (first, *others) = bucket
-            if not others and self._num_bytes(first) > bucket_bytes and self._comes_in_stretches(first):
+            first = bucket[0]
+            # Several stored tensors, none of which needs more than a stretch of the live one.
+            is_divided = len(self._on_the_way.parts(first.name)) > 1
+            if len(bucket) == 1 and is_divided and self._num_bytes(first) > bucket_bytes:
                 yield from self._stretches(first, bucket_bytes)
                 continue
             weights = self._whole_weights(bucket)
@@ -187,10 +186,6 @@ class GatheredWeights(ModelStrategy):
             yield from (
                 [whole] if len(whole) <= len(bucket) else in_buckets(whole, bucket_bytes, lambda named: named[1].nbytes)
             )
-
-    def _comes_in_stretches(self, weight: MergedWeight) -> bool:
-        """Several stored tensors, none of which needs more than a stretch of the live one."""
-        return len(self._on_the_way.parts(weight.name)) > 1
 
     def _stretches(self, weight: MergedWeight, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Collective. The stored tensors of a weight that is larger than a bucket, in runs that are not, one gather
@@ -210,17 +205,11 @@ class GatheredWeights(ModelStrategy):
                 ]
             yield found
 
-    def _live_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Collective. All weights whole, as the model computes with them."""
-        for bucket in in_buckets(self._selected_weights(ALL_WEIGHTS), bucket_bytes, self._num_bytes):
-            yield self._whole_weights(bucket)
-
     def _whole_weights(self, bucket: list[MergedWeight]) -> list[tuple[str, torch.Tensor]]:
         """Collective. Nothing on other ranks than 0."""
         whole = iter(self._gather([part for weight in bucket for part in weight.parts]))
         parts = [[next(whole) for _ in weight.parts] for weight in bucket]
-        is_sender = self.rank == 0
-        return [(w.name, w.merge(p)) for w, p in zip(bucket, parts, strict=True)] if is_sender else []
+        return [(w.name, w.merge(p)) for w, p in zip(bucket, parts, strict=True)] if self.rank == 0 else []
 
     def adapter_scalings(self) -> dict[str, float]:
         return {} if self.adapters is None else self.adapters.scalings
@@ -240,10 +229,10 @@ class GatheredWeights(ModelStrategy):
         return sum(self._full_size(part) * self._wire_dtype(part).itemsize for part in weight.parts)
 
     def save_hf(self, path: Path) -> None:
-        """Collective. Weights are written in the compute dtype; adapters merged, and by themselves in ``adapter/``."""
+        """Collective. Weights are written in the compute dtype; adapters merged, and separately in ``adapter/``."""
         weights: dict[str, torch.Tensor] = {}
-        for bucket in self._live_weights(EXPORT_BUCKET_BYTES):
-            weights |= {name: tensor.cpu() for name, tensor in bucket}
+        for bucket in in_buckets(self._selected_weights(ALL_WEIGHTS), EXPORT_BUCKET_BYTES, self._num_bytes):
+            weights |= {name: tensor.cpu() for name, tensor in self._whole_weights(bucket)}
         if self.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
             self._write_hf(path, weights)

@@ -1,4 +1,4 @@
-"""Micro-batches of a rank: which rows form each, their layout for the model, and results merged again.
+"""Micro-batches of a rank: the rows of each, their layout for the model, and the merging of their metrics.
 
 Rows are grouped by number, by tokens, or packed to equal work. Whatever the plan, every row is in exactly one
 micro-batch, and all ranks make the same number of passes.
@@ -32,11 +32,11 @@ from roll.strategies.base import Comparison, TensorBatch, teacher_columns
 logger = logging.getLogger(__name__)
 
 Rows = Sequence[int]
-"""Ascending row indices; a ``range`` where they are consecutive. None of them: a pass without a row."""
+"""Ascending row indices; a ``range`` where they are consecutive. Empty: a pass without a row."""
 
 
 def fixed_rows(num_rows: int, rows_per_micro_batch: int) -> list[Rows]:
-    """Consecutive rows, so many at a time."""
+    """Consecutive rows, ``rows_per_micro_batch`` at a time."""
     assert rows_per_micro_batch > 0, rows_per_micro_batch
     starts = range(0, num_rows, rows_per_micro_batch)
     return [range(start, min(start + rows_per_micro_batch, num_rows)) for start in starts]
@@ -63,7 +63,10 @@ def plan_micro_batches(
     total = len(batch["input_ids"])
     units = _units(batch)
     if rule.max_tokens is None and not rule.balances:
-        plan = fixed_rows(total, rule.rows) if units is None else _fixed_units(units, rule.rows)
+        if units is None:
+            plan = fixed_rows(total, rule.rows)
+        else:
+            plan = [[row for i in some for row in units[i]] for some in fixed_rows(len(units), rule.rows)]
         return _filled(plan, largest_count(len(plan)))
     lengths = row_lengths(batch)
     if not rule.balances and not rule.removes_padding and not shares_prompts:
@@ -101,7 +104,7 @@ def rows_of_like_lengths(
     """Rows from long to short, as many at a time as make at most ``max_tokens`` when all are as wide as the longest.
 
     Args:
-        units: rows that stay together, as long as the longest of them; None: each by itself.
+        units: rows that stay together, as long as the longest of them; None: every row alone.
 
     Raises:
         ValueError: a row (a unit) that is wider alone.
@@ -134,10 +137,6 @@ def _units(batch: TensorBatch) -> list[list[int]] | None:
         return None
     starts = [0, *((ids[1:] != ids[:-1]).nonzero().flatten() + 1).tolist(), len(ids)]
     return [list(range(begin, end)) for begin, end in pairwise(starts) if end > begin]
-
-
-def _fixed_units(units: list[list[int]], count: int) -> list[Rows]:
-    return [[row for unit in some for row in units[unit]] for some in fixed_rows(len(units), count)]
 
 
 def _unit_groups(
@@ -176,7 +175,8 @@ def micro_batch(batch: TensorBatch, rows: Rows) -> TensorBatch:
     collectives and adds nothing to any sum.
     """
     if not len(rows):
-        return _empty_micro_batch(batch)
+        nothing = torch.zeros(1, 1, dtype=torch.bool, device=batch["input_ids"].device)
+        return {"input_ids": nothing.long(), "attention_mask": nothing, "response_mask": nothing}
     index = row_index(rows)
     part = {name: column[index] for name, column in batch.items()}
     full = part["input_ids"].shape[1]
@@ -245,16 +245,6 @@ def _warn_once(message: str) -> None:
 
 def is_empty(batch: TensorBatch) -> bool:
     return not bool(batch["response_mask"].any())
-
-
-def _empty_micro_batch(batch: TensorBatch) -> TensorBatch:
-    device = batch["input_ids"].device
-    false = torch.zeros(1, 1, dtype=torch.bool, device=device)
-    return {
-        "input_ids": torch.zeros(1, 1, dtype=torch.int64, device=device),
-        "attention_mask": false,
-        "response_mask": false,
-    }
 
 
 def merged_floats(parts: Iterable[Metrics]) -> Metrics:

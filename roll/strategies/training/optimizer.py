@@ -76,7 +76,7 @@ class LearningRateSchedule:
         return self.peak * _DECAYS[self.kind](self, step - self.warmup_steps)
 
     def progress(self, step: int) -> float:
-        """The decay's share that is over after ``step`` steps behind the warm-up, at most 1."""
+        """The fraction of the decay that is done ``step`` steps after the warm-up, at most 1."""
         return min(1.0, step / max(1, self.total_steps - self.warmup_steps))
 
     def above(self, minimum: float, decay: float) -> float:
@@ -84,7 +84,7 @@ class LearningRateSchedule:
         return minimum + (1.0 - minimum) * decay
 
     def minimum(self) -> float:
-        """The least share of ``peak``: ``min_lr``, ``min_lr_rate`` or ``min_lr_ratio``, whichever is written."""
+        """The lowest fraction of ``peak``: ``min_lr``, ``min_lr_rate`` or ``min_lr_ratio``, whichever is set."""
         if "min_lr" in self.options:
             return float(self.options["min_lr"]) / self.peak if self.peak else 0.0
         return float(self.options.get("min_lr_rate", self.options.get("min_lr_ratio", self.min_ratio)))
@@ -124,7 +124,7 @@ def _inverse_sqrt(schedule: LearningRateSchedule, step: int) -> float:
 
 
 def _warmup_stable_decay(schedule: LearningRateSchedule, step: int) -> float:
-    """``num_decay_steps`` (a tenth of all steps unless written) at the end fall from the peak to the minimum."""
+    """The last ``num_decay_steps`` (by default a tenth of all steps) fall from the peak to the minimum."""
     decay_steps = int(schedule.options.get("num_decay_steps", max(1, schedule.total_steps // 10)))
     stable = schedule.options.get("num_stable_steps", schedule.total_steps - schedule.warmup_steps - decay_steps)
     progress = min(1.0, max(0.0, (step - int(stable)) / max(1, decay_steps)))
@@ -223,15 +223,6 @@ def adamw(groups: list[dict[str, Any]], args: TrainingArguments) -> torch.optim.
     )
 
 
-def build_adamw(model: torch.nn.Module, args: TrainingArguments) -> torch.optim.AdamW:
-    """:func:`adamw` over the trainable parameters of ``model``.
-
-    Raises:
-        ValueError: nothing is trainable.
-    """
-    return adamw(decay_groups(model, args.weight_decay), args)
-
-
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The moments and step counts that the optimizer holds."""
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
@@ -288,12 +279,12 @@ class TrainingProgress:
 
     @property
     def scale(self) -> float:
-        """Factor of the loss, and so of the gradients; 1 but in fp16."""
+        """Factor of the loss, and so of the gradients; 1 except in fp16."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def finish_step(self, norm: float, dp_size: int) -> Metrics:
-        """Count a step whose gradient, unscaled, had this norm. A gradient that is not finite was dropped: the step
-        counts, the weights stay."""
+        """Count a step whose unscaled gradient had this norm. If it was not finite the update was skipped: the step
+        counts, the weights are unchanged."""
         metrics: Metrics = {"grad_norm": Mean(norm), "lr": Mean(self.learning_rate)}
         finite = math.isfinite(norm)
         if not finite:

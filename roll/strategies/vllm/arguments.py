@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -110,15 +109,15 @@ def _ranks(options: VllmStrategyConfig) -> dict[str, Any]:
 
 
 def _on_cpu(options: VllmStrategyConfig, model_config: Any, max_model_len: int, dtype: torch.dtype) -> dict[str, Any]:
-    """A cache that is as large as it can be used; vLLM's own choice is nearly all memory of the host."""
+    """A cache no larger than can be used; by default vLLM takes nearly all memory of the host."""
     block = _up_to_multiple(options.block_size, _CPU_BLOCK) if options.block_size is not None else 128
     text = model_config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     _check_head_size(head_dim, text)
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     # Of one rank: the cache is sharded like the model.
-    layers = _largest_share(text.num_hidden_layers, options.pipeline_parallel_size)
-    heads = _largest_share(kv_heads, options.tensor_parallel_size)
+    layers = _ceil_div(text.num_hidden_layers, options.pipeline_parallel_size)
+    heads = _ceil_div(kv_heads, options.tensor_parallel_size)
     token_bytes = 2 * layers * heads * head_dim * dtype.itemsize
     chosen: dict[str, Any] = {}
     if hasattr(text, "kv_lora_rank"):
@@ -161,10 +160,10 @@ def _check_head_size(head_dim: int, text_config: Any) -> None:
 
 
 def _up_to_multiple(number: int, of: int) -> int:
-    return _largest_share(number, of) * of
+    return _ceil_div(number, of) * of
 
 
-def _largest_share(number: int, parts: int) -> int:
+def _ceil_div(number: int, parts: int) -> int:
     return -(-number // parts)
 
 
@@ -177,7 +176,7 @@ def sampling_params(
 ) -> vllm.SamplingParams:
     """vLLM's settings for one sample.
 
-    Every sample is a request of its own there: vLLM's own groups would seed sample i with ``seed + i``, so that
+    Every sample is a separate request there: vLLM's own groups would seed sample i with ``seed + i``, so that
     neighbouring seeds share streams.
 
     Args:
@@ -214,7 +213,7 @@ def sampling_params(
 
 
 def scoring_params(top: int) -> vllm.SamplingParams:
-    """Those of a prompt whose log-probs are asked for: vLLM samples a token behind it all the same."""
+    """vLLM's settings for a prompt to be scored: it samples one token behind it all the same."""
     return vllm.SamplingParams(
         temperature=0.0,
         max_tokens=1,
@@ -254,23 +253,6 @@ def generation_output(
         _REASONS[sample.finish_reason],
         spans or [(weight_version, 0, len(token_ids))],
         _top_log_probs(sample.logprobs, len(token_ids)),
-    )
-
-
-def behind(begun: PartialSample, output: GenerationOutput) -> GenerationOutput:
-    """The whole response of a sample that was continued: what it came with, then the tokens of ``output``."""
-    spans, shift = list(begun.weight_versions), len(begun.token_ids)
-    for version, start, end in output.weight_versions:
-        if version == spans[-1][0]:
-            spans[-1] = (version, spans[-1][1], end + shift)
-        elif end > start:
-            spans.append((version, start + shift, end + shift))
-    return replace(
-        output,
-        token_ids=[*begun.token_ids, *output.token_ids],
-        log_probs=[*begun.log_probs, *output.log_probs],
-        top_log_probs=[*begun.top_log_probs, *output.top_log_probs],
-        weight_versions=spans,
     )
 
 
@@ -318,7 +300,7 @@ def _log_probs(flat: Any, num_tokens: int) -> list[float]:
 
 
 def _top_log_probs(flat: Any, num_tokens: int) -> list[list[tuple[int, float]]]:
-    """The further entries of each position; empty where only the sampled token was asked for."""
+    """The further entries of each position; empty where only the sampled token was requested."""
     if not num_tokens or all(end - start <= 1 for start, end in zip(flat.start_indices, flat.end_indices, strict=True)):
         return []
     return [

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import vllm
-from transformers import AutoTokenizer
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -19,10 +18,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import typed_strategy_config
 from roll.config.strategies.vllm import VLLM, VllmStrategyConfig
-from roll.models.build import load_config
 from roll.platforms import current_platform
 from roll.protocol.vision import VisionInputs
-from roll.strategies.engines.base import GenerationStrategy, RankWatch, check_version, model_end_token_ids, not_finite
+from roll.strategies.engines.base import GenerationStrategy, RankWatch, check_version
 from roll.strategies.engines.requests import (
     GenerationOutput,
     GenerationRequest,
@@ -30,10 +28,9 @@ from roll.strategies.engines.requests import (
     PromptScore,
     SamplingParams,
     check_request,
-    longest_sequence,
+    continued,
 )
 from roll.strategies.vllm.arguments import (
-    behind,
     engine_arguments,
     generation_output,
     prompt_score,
@@ -44,13 +41,13 @@ from roll.strategies.vllm.arguments import (
 )
 from roll.strategies.vllm.verification import quieten
 from roll.strategies.vllm.vision import ImagePrompts, check_torchvision
-from roll.strategies.vllm.worker import POLICY, SharedBucket, check_results, joined_checksums
+from roll.strategies.vllm.worker import POLICY, RankMemory, check_results, joined_checksums
 from roll.weight_sync.encoding import Checksum
 
 logger = logging.getLogger(__name__)
 
 SCORING = "prompt-score/"
-"""Begins vLLM's names of prompts whose log-probs are asked for."""
+"""Prefix of vLLM's request ids of prompts that are scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +77,8 @@ class VllmStrategy(GenerationStrategy):
         self._samples: dict[str, _Sample] = {}
         self._unfinished: dict[str, set[str]] = {}
         """Keys of ``_samples`` by request."""
-        self._failures: dict[str, str] = {}
         self._scoring: dict[str, Any] = {}
-        """Prompts whose log-probs are asked for, and what vLLM says of them when it is done."""
+        """Results of prompts that are being scored; None until vLLM has finished."""
         self._finished_early: list[GenerationOutput] = []
         """Samples that were finished while such prompts were computed."""
         self._version = 0
@@ -93,8 +89,8 @@ class VllmStrategy(GenerationStrategy):
         self._num_ranks = config.devices_per_worker
         self._records_routes = role.router_replay.mode == "R3"
         self._num_experts = 0
-        self._shared = SharedBucket()
-        self._watch = RankWatch([], self._shared.close)
+        self._memory = RankMemory()
+        self._watch = RankWatch([])
         self._asleep: list[str] = []
         """Parts that have left the device, by vLLM's names."""
 
@@ -106,13 +102,8 @@ class VllmStrategy(GenerationStrategy):
         """
         check_version(VLLM, vllm.__version__, self._config.allow_untested_version)
         quieten()
-        args, platform = self.role.model_args, current_platform()
-        model_config = load_config(args)
-        self._max_model_len = longest_sequence(self._config.max_model_len, model_config, args.model_name_or_path)
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            args.model_name_or_path, trust_remote_code=args.trust_remote_code
-        )
-        self._end_token_ids = model_end_token_ids(args, model_config, tokenizer)
+        platform = current_platform()
+        model_config, tokenizer = self._read_model_folder(self._config.max_model_len)
         if getattr(model_config, "vision_config", None) is not None:
             check_torchvision()
         if self._records_routes:
@@ -120,12 +111,12 @@ class VllmStrategy(GenerationStrategy):
         arguments = engine_arguments(self.role, self._config, model_config, self._max_model_len, self.seed, platform)
         self._images = ImagePrompts(model_config, tokenizer, arguments["dtype"])
         if platform.device_type == "cpu" and arguments["enforce_eager"]:
-            # The sampler compiles one helper of its own even so, which needs a C++ compiler and takes seconds.
+            # The sampler would still compile one helper, which needs a C++ compiler and takes seconds.
             torch.compiler.set_stance("force_eager")
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._engine.set_weight_version(str(self._version))
         if self._num_ranks > 1:
-            self._watch = RankWatch([rank.proc for rank in self._engine.model_executor.workers], self._shared.close)
+            self._watch = RankWatch([rank.proc for rank in self._engine.model_executor.workers])
             self._ask_ranks("roll_begin", os.getpid())
         if self.takes_adapters:
             self._ask_ranks("roll_add_adapter")
@@ -152,7 +143,7 @@ class VllmStrategy(GenerationStrategy):
             self._add_request(request)
 
     def _add_request(self, request: GenerationRequest) -> None:
-        """Every sample is a request of its own to vLLM; what a sample has already is a part of its prompt there."""
+        """Add every sample as a separate request to vLLM; tokens of a partial sample become part of its prompt."""
         self._unfinished[request.request_id] = set()
         try:
             fresh = None  # rendered once, and only to be added: vLLM sends an image along with its first prompt
@@ -164,7 +155,7 @@ class VllmStrategy(GenerationStrategy):
                 else:
                     prompt = self._rendered([*request.prompt_token_ids, *begun.token_ids], request.vision)
                     self._add_sample(request, index, prompt, begun)
-        except Exception:  # vLLM has limits of its own: what it has of this request goes, the others stay
+        except Exception:  # vLLM has further limits: drop this request's samples and keep the others
             self.abort([request.request_id])
             self._unfinished.pop(request.request_id, None)
             raise
@@ -190,8 +181,8 @@ class VllmStrategy(GenerationStrategy):
         engine, key = self._running_engine(), f"{request.request_id}/{index}"
         room = self._max_model_len - len(request.prompt_token_ids)
         num_begun = 0 if begun is None else len(begun.token_ids)
-        asked = replace(request.params, top_log_probs=min(request.params.top_log_probs, self._vocab_size))
-        params = sampling_params(asked, self._end_token_ids, room, index, num_begun)
+        limited = replace(request.params, top_log_probs=min(request.params.top_log_probs, self._vocab_size))
+        params = sampling_params(limited, self._end_token_ids, room, index, num_begun)
         params.bad_words = self._images.never_sampled
         internal_id = engine.add_request(key, prompt, params, lora_request=POLICY if self.takes_adapters else None)
         if begun is not None and request.params.stop_strings:
@@ -204,11 +195,7 @@ class VllmStrategy(GenerationStrategy):
             raise RuntimeError("vllm: step() between start_weight_update and finish_weight_update")
         early, self._finished_early = self._finished_early, []
         outputs = [*early, *self._step()] if self._samples else early
-        failed = not_finite(outputs)
-        if failed:
-            self.abort(failed)
-            self._failures |= failed
-        return [output for output in outputs if output.request_id not in failed]
+        return self._without_failed(outputs)
 
     def _step(self) -> list[GenerationOutput]:
         with self._watch.blamed():
@@ -222,10 +209,10 @@ class VllmStrategy(GenerationStrategy):
         return self.prompt_scores([token_ids], top)[0]
 
     def prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
-        """See the base class; samples in flight go on meanwhile, and those that finish are the next step's.
+        """See the base class; samples in flight continue meanwhile, and the next step returns those that finish.
 
         Raises:
-            ValueError: a prompt without room for the token that vLLM samples behind it, or more tokens asked for than
+            ValueError: a prompt without room for the token that vLLM samples behind it, or more tokens requested than
                 the engine's ``max_logprobs``.
         """
         engine = self._running_engine()
@@ -248,18 +235,16 @@ class VllmStrategy(GenerationStrategy):
         finally:
             self._scoring = {}
 
-    def take_failures(self) -> dict[str, str]:
-        """See the base class: requests with a sample that was not drawn from finite log-probs."""
-        failures, self._failures = self._failures, {}
-        return failures
-
     @property
     def num_unfinished(self) -> int:
         return len(self._samples) + len(self._finished_early)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
         """See the base class; unknown or finished requests are passed over."""
-        keys = self._keys(self._unfinished if request_ids is None else request_ids)
+        names = list(self._unfinished if request_ids is None else request_ids)
+        early = self._finished_early if request_ids is not None else []
+        self._finished_early = [output for output in early if output.request_id not in names]
+        keys = self._keys(names)
         results = self._so_far(keys)  # before the abort: the engine forgets what an aborted request had
         self._running_engine().abort_request([self._samples[key].internal_id for key in keys], internal=True)
         return [self._take(result) for result in results]
@@ -299,7 +284,7 @@ class VllmStrategy(GenerationStrategy):
 
     def _output(self, sample: _Sample, result: Any) -> GenerationOutput:
         output = generation_output(sample.request_id, sample.index, result.outputs[0], self._version)
-        whole = output if sample.begun is None else behind(sample.begun, output)
+        whole = output if sample.begun is None else continued(sample.begun, output)
         if self._records_routes:
             before = sample.prompt_length - 1
             num_begun = 0 if sample.begun is None else before + len(sample.begun.token_ids)
@@ -350,7 +335,9 @@ class VllmStrategy(GenerationStrategy):
         if self._is_reloading:
             self._checksums |= joined_checksums(self._ask_ranks("roll_finish_reload"))
             self._is_reloading = False
-        self._shared.close()
+        if self._num_ranks > 1:
+            self._memory.abandon()
+            self._ask_ranks("roll_close_memory")
         engine.reset_encoder_cache()  # of the vision tower as it was
         if self._config.in_flight_update == "recompute":
             engine.reset_prefix_cache(reset_running_requests=True)
@@ -360,9 +347,8 @@ class VllmStrategy(GenerationStrategy):
         return self._checksums
 
     def _for_ranks(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """As every rank can be handed them: ranks in processes of their own would get a copy each through vLLM's
-        queue."""
-        return self._shared.write(tensors) if self._num_ranks > 1 else dict(tensors)
+        """The tensors in shared memory where ranks are processes: vLLM's queue would copy them for each."""
+        return self._memory.pack(tensors) if self._num_ranks > 1 else dict(tensors)
 
     def _ask_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of the worker extension; return one result a rank."""
@@ -392,7 +378,7 @@ class VllmStrategy(GenerationStrategy):
             return
         self._watch.close()
         self._engine.engine_core.shutdown()
-        self._shared.close()
+        self._memory.abandon()
         self._engine = None
         self._samples.clear()
         self._unfinished.clear()

@@ -1,8 +1,23 @@
-"""Proof that a reloaded vLLM model holds the tensors that were sent."""
+"""Proof that a reloaded vLLM model holds the tensors that were sent.
+
+Experts of a sparse layer, by the names under which vLLM takes them:
+
+| as sent                                     | as vLLM's loaders take it                                            |
+|---------------------------------------------|----------------------------------------------------------------------|
+| ``experts.e.gate_proj.weight`` ...          | the same                                                             |
+| ``experts.gate_up_proj[e]`` (2I, H)         | ``experts.e.gate_proj.weight``, ``experts.e.up_proj.weight`` (I, H)  |
+| ``experts.down_proj[e]`` (H, I)             | ``experts.e.down_proj.weight``                                       |
+| gpt-oss: ``experts.gate_up_proj[e]`` (H, 2I)| ``experts.e.gate_up_proj``, which it transposes                      |
+| gpt-oss: ``experts.gate_up_proj_bias`` (E, 2I) | ``experts.e.gate_up_proj_bias`` (2I)                              |
+
+A tensor of all experts is no choice: of gpt-oss vLLM 0.32 copies it past the loaders that a reload watches, where it is
+lost without an error.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +27,6 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-from roll.strategies.vllm.experts import checkpoint_tensors, expert_part, oriented, pack_experts
 from roll.weight_sync.encoding import tensor_checksum
 
 logger = logging.getLogger(__name__)
@@ -21,10 +35,14 @@ _ROWS = 8192  # rows of a matrix that are taken to float32 at a time
 _PROBE_SEED = 1
 _SINKS = ".sinks"
 _MASK = (1 << 64) - 1
+_MATRIX = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)\[(\d+)\]")
+_BIASES = re.compile(r"(.*\.experts)\.((?:gate_up|down)_proj_bias)")
+_GPT_OSS = "gpt_oss"
+_OUTPUT = "gpt_oss_w2"
 
 
 def quieten() -> None:
-    """vLLM warns of every layer without tensors of its own, at each update; what arrived is compared by name."""
+    """Silence vLLM's warnings of every layer without own tensors, at each update; what arrived is compared by name."""
     logging.getLogger("vllm").setLevel(logging.WARNING)
     logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
 
@@ -167,7 +185,7 @@ class ReloadVerifier:
         leaves out those of the others.
 
         Args:
-            remember: :meth:`held` will be asked.
+            remember: :meth:`held` will be called.
         """
         for method in self._watched:
             del method.process_weights_after_loading
@@ -335,3 +353,49 @@ def meant_part(layer: Any, whole: torch.Tensor, held: torch.Tensor) -> torch.Ten
         if own != all_of_it and sharing and rank // sharing * own + own <= all_of_it:
             whole = whole.narrow(dim, rank // sharing * own, own)
     return whole
+
+
+def checkpoint_tensors(model_type: str, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """A tensor as it was sent, under the names of a checkpoint that vLLM loads: views, several of some."""
+    if found := _MATRIX.fullmatch(name):
+        layer, matrix, expert = found.groups()
+        if model_type == _GPT_OSS:
+            return [(f"{layer}.{expert}.{matrix}", tensor)]
+        if matrix == "down_proj":
+            return [(f"{layer}.{expert}.down_proj.weight", tensor)]
+        gate, up = tensor.chunk(2)
+        return [(f"{layer}.{expert}.gate_proj.weight", gate), (f"{layer}.{expert}.up_proj.weight", up)]
+    if found := _BIASES.fullmatch(name):
+        layer, biases = found.groups()
+        return [(f"{layer}.{expert}.{biases}", bias) for expert, bias in enumerate(tensor)]
+    return [(name, tensor)]
+
+
+def expert_part(parameter: torch.Tensor, expert: int, shard: str) -> torch.Tensor:
+    """The part of experts' fused parameter (experts, rows, columns) that one tensor of the checkpoint went to.
+
+    Args:
+        shard: ``w1`` (gate) and ``w3`` (up) are above one another; ``w2`` (down) and those of gpt-oss are alone.
+    """
+    whole = parameter.data[expert]
+    if shard not in ("w1", "w3"):
+        return whole
+    rows = len(whole) // 2
+    return whole[:rows] if shard == "w1" else whole[rows:]
+
+
+def oriented(layer: Any, sent: torch.Tensor, shard: str) -> torch.Tensor:
+    """One tensor of an expert as the layer holds it: of gpt-oss transposed; the bias of an output on one rank only."""
+    if not shard.startswith(_GPT_OSS):
+        return sent
+    if sent.ndim == 2:
+        return sent.t()
+    is_repeated = shard == _OUTPUT and layer.moe_config.moe_parallel_config.tp_rank > 0
+    return torch.zeros_like(sent) if is_repeated else sent
+
+
+def pack_experts(layer: Any, kernel: Any) -> None:
+    """Pack reloaded experts for a CPU's kernel. vLLM 0.32 does so when the kernel is made, at the first load only, and
+    after a reload would read the plain matrices as packed ones: other numbers, without an error."""
+    if layer.w13_weight.device.type == "cpu":
+        kernel.fused_experts.process_weights_after_loading(layer)

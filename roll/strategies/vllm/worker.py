@@ -9,13 +9,11 @@ product to see that the packing took place.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -29,7 +27,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from roll.models.lora import DOWN_PART, UP_PART
 from roll.strategies.vllm.verification import ReloadVerifier, meant_part, quieten
-from roll.weight_sync.encoding import Checksum, TensorEntry, WeightBucket, lay_out, tensor_checksum
+from roll.weight_sync.encoding import Checksum, tensor_checksum
+from roll.weight_sync.transports import Receiver, SharedMemoryLink, SharedMemorySender, SharedPayload
 
 _Result = TypeVar("_Result")
 
@@ -79,72 +78,10 @@ def joined_checksums(by_rank: Sequence[Mapping[str, int]]) -> dict[str, Checksum
     return {name: held if len(set(held.values())) > 1 else next(iter(held.values())) for name, held in found.items()}
 
 
-_MEMORY = "/dev/shm"
+class RankMemory(SharedMemorySender):
+    """Memory in which ranks get tensors, one bucket at a time."""
 
-
-@dataclass(frozen=True)
-class SharedTensors:
-    """Handle of tensors in shared memory, as the ranks receive it."""
-
-    path: str
-    num_bytes: int
-    entries: tuple[TensorEntry, ...]
-
-    def open(self) -> dict[str, torch.Tensor]:
-        """The tensors, in host memory that others write to once they may."""
-        return WeightBucket(self.entries, _mapped(self.path, self.num_bytes)).tensors()
-
-
-class SharedBucket:
-    """A mapped file that holds one bucket after the other; it grows with them."""
-
-    def __init__(self) -> None:
-        self._path: str | None = None
-        self._num_bytes = 0
-
-    def write(self, tensors: Mapping[str, torch.Tensor]) -> SharedTensors:
-        """Copy tensors (any device) there. What was there before is gone."""
-        entries, num_bytes = lay_out(list(tensors.items()))
-        if self._path is None or num_bytes > self._num_bytes:
-            self.close()
-            self._path, self._num_bytes = _new_file(max(1, num_bytes)), num_bytes
-        shared = SharedTensors(self._path, max(1, num_bytes), entries)
-        for name, target in shared.open().items():
-            target.copy_(tensors[name])
-        return shared
-
-    def close(self) -> None:
-        """Give the memory back."""
-        if self._path is not None:
-            Path(self._path).unlink(missing_ok=True)
-            self._path = None
-
-
-def _new_file(num_bytes: int) -> str:
-    """A file of that size, in memory if there is room for it.
-
-    Raises:
-        OSError: there is none on the disk either.
-    """
-    folders = [_MEMORY, tempfile.gettempdir()] if Path(_MEMORY).is_dir() else [tempfile.gettempdir()]
-    for folder in folders:
-        descriptor, path = tempfile.mkstemp(prefix="roll-weights-", dir=folder)
-        try:
-            # To write beyond what the file system has left would end the process.
-            os.posix_fallocate(descriptor, 0, num_bytes)
-        except OSError:
-            Path(path).unlink()
-            if folder == folders[-1]:
-                raise
-        else:
-            return path
-        finally:
-            os.close(descriptor)
-    raise AssertionError("the last folder returns or raises")
-
-
-def _mapped(path: str, num_bytes: int) -> torch.Tensor:
-    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    slots = 1
 
 
 POLICY = LoRARequest("policy", 1, lora_path="sent by the trainer")
@@ -225,7 +162,7 @@ def _module_of(weight: str) -> str:
 
 _WATCH_SECONDS = 2.0
 
-Tensors = Mapping[str, torch.Tensor] | SharedTensors
+Tensors = Mapping[str, torch.Tensor] | SharedPayload
 
 
 class WeightReceiver:
@@ -234,11 +171,13 @@ class WeightReceiver:
     model_runner: Any
     _roll_verifier: ReloadVerifier | None = None
     _roll_adapter: PolicyAdapter | None = None
+    _roll_memory: Receiver
 
     @returning_failures
     def roll_begin(self, engine_pid: int) -> None:
-        """In a rank that is a process of its own: end with the engine's process, whatever this one is doing."""
+        """Called in a rank that is a separate process, to make it end with the engine's process in any case."""
         quieten()
+        self._roll_memory = SharedMemoryLink().connect()
         Thread(target=_end_with, args=(engine_pid,), daemon=True, name="roll-engine-watch").start()
         self._roll_make_stage_buffers()
 
@@ -266,6 +205,10 @@ class WeightReceiver:
             self._roll_verifier = ReloadVerifier(model)
         self._roll_verifier.start()
 
+    def _roll_opened(self, tensors: Tensors) -> Mapping[str, torch.Tensor]:
+        """The tensors, in host memory that the engine's process writes to again when the call has returned."""
+        return self._roll_memory.receive(tensors) if isinstance(tensors, SharedPayload) else tensors
+
     @returning_failures
     @torch.no_grad()
     def roll_load(self, tensors: Tensors) -> None:
@@ -279,7 +222,7 @@ class WeightReceiver:
         device = self.model_runner.device
 
         def arriving() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in _opened(tensors).items():
+            for name, tensor in self._roll_opened(tensors).items():
                 # A copy: its layer may wait for a tensor of the next bucket, and this may be shared memory.
                 received = tensor.to(device, copy=True)
                 yield from verifier.expect(name, received)
@@ -295,11 +238,16 @@ class WeightReceiver:
         return self._roll_verifier.finish(remember=self._roll_adapter is not None)
 
     @returning_failures
+    def roll_close_memory(self) -> None:
+        """At the end of an update: give back the memory that its tensors came in."""
+        self._roll_memory.close()
+
+    @returning_failures
     @torch.no_grad()
     def roll_replace_adapter(self, tensors: Tensors, scalings: Mapping[str, float]) -> dict[str, int]:
         """Checksum, as sent, of every A and B that the model now computes with."""
         assert self._roll_adapter is not None, "the engine has no adapters"
-        return self._roll_adapter.replace(_opened(tensors), scalings)
+        return self._roll_adapter.replace(self._roll_opened(tensors), scalings)
 
     @returning_failures
     @torch.no_grad()
@@ -316,7 +264,3 @@ def _end_with(parent: int) -> None:
         time.sleep(_WATCH_SECONDS)
     time.sleep(_WATCH_SECONDS)
     os._exit(1)
-
-
-def _opened(tensors: Tensors) -> Mapping[str, torch.Tensor]:
-    return tensors.open() if isinstance(tensors, SharedTensors) else tensors

@@ -89,14 +89,16 @@ def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     return [torch.randint(2, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
 
-def run(engine: Any, requests: Sequence[GenerationRequest]) -> dict[tuple[str, int], GenerationOutput]:
-    """Everything to its end; outputs by (request id, sample index)."""
+def run(
+    engine: Any, requests: Sequence[GenerationRequest], started: int = 0
+) -> dict[tuple[str, int], GenerationOutput]:
+    """Everything to its end; outputs by (request id, sample index). ``started``: samples that are running already."""
     engine.add_requests(requests)
     outputs = []
     while engine.num_unfinished:
         outputs += engine.step()
     by_sample = {(output.request_id, output.sample_index): output for output in outputs}
-    assert len(by_sample) == len(outputs) == sum(request.num_samples for request in requests)
+    assert len(by_sample) == len(outputs) == started + sum(request.num_samples for request in requests)
     return by_sample
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.strategies.hf_infer.helpers import (
@@ -169,3 +170,21 @@ def test_an_id_is_refused_while_it_is_unfinished() -> None:
     with pytest.raises(ValueError, match=r"'twice': a request of this id"):
         twice = GenerationRequest("twice", [5], SamplingParams(4))
         engine.add_requests([twice, twice])
+
+
+@pytest.mark.parametrize("kind", ["fused", "generic"])
+def test_a_failed_request_leaves_nothing_in_its_row(kind: str) -> None:
+    """Its keys and values are not finite: read behind the end of the next sample in that row, they would spread."""
+    model = build_model("llama")
+    model.model.embed_tokens.weight[7] = torch.nan
+    short, long = ([token if token != 7 else 8 for token in prompt] for prompt in random_prompts([5, 30]))
+    params = SamplingParams(20, min_new_tokens=20, seed=3, stop_token_ids=(7,))
+    expected = run(build_engine(model, kind), [GenerationRequest("short", short, params)])["short", 0]
+    engine = build_engine(model, kind)
+    engine.add_requests([GenerationRequest("failing", [7] * 40, params)])
+    assert engine.step() == [] and list(engine.take_failures()) == ["failing"]
+    engine.add_requests([GenerationRequest("short", short, params)])
+    engine.step()
+    outputs = run(engine, [GenerationRequest("long", long, params)], started=1)
+    assert engine.take_failures() == {}
+    assert outputs["short", 0].token_ids == expected.token_ids

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams, interrupted
 from roll.strategies.hf_infer.engine import GenerationEngine
-from roll.strategies.hf_infer.generic import GenericDecoder, create_decoder
+from roll.strategies.hf_infer.generic import GenericDecoder
+from roll.strategies.hf_infer.strategy import create_decoder
 from tests.strategies.hf_infer.helpers import generate_greedy, greedy, random_prompts, run
 from tests.strategies.moe_models import write_moe
 from tests.strategies.samples import VOCABULARY

@@ -9,7 +9,8 @@ import torch
 
 from roll.strategies.engines.requests import GenerationRequest
 from roll.strategies.hf_infer.decoder import FusedDecoder, PromptStates
-from roll.strategies.hf_infer.generic import GenericDecoder, create_decoder
+from roll.strategies.hf_infer.generic import GenericDecoder
+from roll.strategies.hf_infer.strategy import create_decoder
 from tests.strategies.hf_infer.helpers import (
     CONFIGS,
     MAX_MODEL_LEN,
@@ -76,9 +77,9 @@ def test_prompt_is_computed_once_for_a_split_group() -> None:
     computed: list[Any] = []
     prefill = engine._decoder.prefill
 
-    def counting(prompts: Any) -> PromptStates:
+    def counting(prompts: Any, images: None) -> PromptStates:
         computed.extend(prompts)
-        return prefill(prompts)
+        return prefill(prompts, images)
 
     engine._decoder.prefill = counting  # type: ignore[method-assign]
     prompts = random_prompts([4, 6])

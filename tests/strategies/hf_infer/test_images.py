@@ -12,7 +12,8 @@ import torch
 from roll.protocol.vision import vision_token_ids
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
 from roll.strategies.hf_infer.engine import GenerationEngine
-from roll.strategies.hf_infer.generic import VisionDecoder, create_decoder
+from roll.strategies.hf_infer.strategy import create_decoder
+from roll.strategies.hf_infer.vision import VisionDecoder
 from tests import vision_models
 from tests.strategies.hf_infer.helpers import greedy, run
 from tests.strategies.vision_cases import video_prompts, vision_keywords
@@ -182,6 +183,21 @@ def test_prefix_cache_knows_images(model: Any, prompts: list[VisionPrompt], toke
     check(model, swapped, outputs["swapped", 0])
     check(model, longer, outputs["longer", 0])
     assert engine._prefixes.num_reused >= len(first.token_ids) + len(answer) - 1
+
+
+def test_text_and_images_continue_together(model: Any, prompts: list[VisionPrompt]) -> None:
+    """Each behind its own prefix, with the positions of its own."""
+    engine = build_engine(model, prefix_cache_tokens=1000)
+    starts = {"text": prompts[2], "image": prompts[0]}
+    answers = run(engine, [request(name, start, greedy(6)) for name, start in starts.items()])
+    longer = {
+        name: VisionPrompt([*start.token_ids, *answers[name, 0].token_ids, 9, 10, 11], start.vision)
+        for name, start in starts.items()
+    }
+    outputs = run(engine, [request(name, prompt, greedy(8)) for name, prompt in longer.items()])
+    assert engine._prefixes.num_reused >= sum(len(prompt.token_ids) - 4 for prompt in longer.values())
+    for name, prompt in longer.items():
+        check(model, prompt, outputs[name, 0])
 
 
 def test_prompts_that_do_not_go_with_their_images(model: Any, prompts: list[VisionPrompt]) -> None:

@@ -33,9 +33,9 @@ def watch_prefills(engine: GenerationEngine, monkeypatch: pytest.MonkeyPatch) ->
     lengths: list[int] = []
     prefill = engine._decoder.prefill
 
-    def watched(prompts: Any) -> Any:
+    def watched(prompts: Any, images: None) -> Any:
         lengths.extend(len(prompt) for prompt in prompts)
-        return prefill(prompts)
+        return prefill(prompts, images)
 
     monkeypatch.setattr(engine._decoder, "prefill", watched)
     return lengths

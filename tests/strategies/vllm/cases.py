@@ -285,6 +285,9 @@ def prompt_scores(folder: Path) -> dict[str, Any]:
             gaps.append(float((best.values - torch.tensor(listed)).abs().max()))
             same.append([[token for token, _ in row] for row in score.top] == best.indices.tolist())
             same.append(score.ranks == ((table > own[:, None]).sum(-1) + 1).tolist())
+        started.add_requests([GenerationRequest("aborted", [4, 5, 6], SamplingParams(1))])
+        started.prompt_scores(prompts, 3)  # the sample ends meanwhile
+        started.abort(["aborted"])
         try:
             started.prompt_scores([[1] * (MAX_MODEL_LEN + 1)], 1)
             refused = ""

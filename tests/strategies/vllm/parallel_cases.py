@@ -149,7 +149,8 @@ def parts_of_ranks() -> dict[str, Any]:
 
 def answers_of_ranks() -> dict[str, Any]:
     """Answers of all ranks, together."""
-    from roll.strategies.vllm.worker import RankFailure, SharedBucket, check_results, joined_checksums
+    from roll.strategies.vllm.worker import RankFailure, RankMemory, check_results, joined_checksums
+    from roll.weight_sync.transports import SharedMemoryLink
 
     messages = []
     for failures in (
@@ -162,14 +163,14 @@ def answers_of_ranks() -> dict[str, Any]:
         except (ValueError, RuntimeError) as error:
             messages.append(f"{type(error).__name__}: {error}")
     check_results([None, {}])
-    bucket, seen = SharedBucket(), []
-    for size in (3, 100_000, 7):
+    memory, receiver, seen = RankMemory(), SharedMemoryLink().connect(), []
+    for size in (3, 1_000_000, 7):
         tensors = {"a": torch.arange(size), "b": torch.ones(size, dtype=torch.bfloat16)}
-        shared = bucket.write(tensors)
-        seen.append(all(torch.equal(tensor, tensors[name]) for name, tensor in shared.open().items()))
-    seen.append(Path(shared.path).exists())
-    bucket.close()
-    seen.append(Path(shared.path).exists())
+        payload = memory.pack(tensors)
+        seen.append(all(torch.equal(tensor, tensors[name]) for name, tensor in receiver.receive(payload).items()))
+    seen.append(Path(payload.path).exists())
+    memory.abandon()
+    seen.append(Path(payload.path).exists())
     return {
         "messages": messages,
         "joined": joined_checksums([{"a": 1, "b": 2}, {"b": 3, "c": 4}, {"a": 1}]),

@@ -1,0 +1,165 @@
+"""Vision-language models of the Qwen-VL kind as decoders."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from roll.protocol.vision import (
+    EncodedVideo,
+    Seen,
+    VisionInputs,
+    patches_of,
+    placeholder_problem,
+    token_types,
+    vision_token_ids,
+)
+from roll.strategies.hf_infer.cache import DecodeSlots
+from roll.strategies.hf_infer.decoder import Images
+from roll.strategies.hf_infer.generic import GenericDecoder
+
+FEATURE_CACHE_TOKENS = 16384
+"""Placeholders of images whose features an engine keeps."""
+
+
+class VisionDecoder(GenericDecoder):
+    """A vision-language model of the Qwen-VL kind: images come before the tokens, positions have three dimensions.
+
+    The vision tower sees each image once for the weights that it has, however many prompts and samples have it.
+
+    Raises:
+        ValueError: a family whose forward pass does not take the tower's outputs.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._body = model.model
+        if not hasattr(self._body, "get_rope_index") or not hasattr(self._body, "visual"):
+            raise ValueError(
+                f"hf_infer: {type(model).__name__} is not a vision-language model that it computes; those are "
+                "Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE"
+            )
+        self._config = model.config
+        self.masked_token_ids = vision_token_ids(model.config)
+        self._features: OrderedDict[str, _ImageFeatures] = OrderedDict()
+        self.num_towers = 0
+        """Images that the tower has seen, since the decoder was made."""
+
+    def check_images(self, name: str, prompt: Sequence[int], vision: VisionInputs | None) -> None:
+        problem = placeholder_problem(prompt, vision, self._config)
+        if problem is not None:
+            raise ValueError(f"{name}: {problem}")
+        if vision is not None and vision.processing.patch_dim != self._patch_dim:
+            raise ValueError(
+                f"{name}: patches of {vision.processing.patch_dim} numbers, and the model's have {self._patch_dim}"
+            )
+
+    def prefix_key(self, token_ids: Sequence[int], vision: VisionInputs | None) -> Sequence[int]:
+        """Where an image or a video stands, a negative number made of it."""
+        if vision is None:
+            return token_ids
+        keys = (-(int(key[:14], 16) + 1) for key in vision.image_keys)
+        names = (name for name, count in zip(keys, vision.num_tokens, strict=True) for _ in range(count))
+        placeholders = (self._config.image_token_id, self._config.video_token_id)
+        return [next(names) if token in placeholders else token for token in token_ids]
+
+    def forget_weights(self) -> None:
+        self._features.clear()
+
+    @property
+    def _patch_dim(self) -> int:
+        vision = self._config.vision_config
+        return 3 * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
+
+    def _inputs(
+        self, tokens: torch.Tensor, lengths: Sequence[int], images: Images | None, known: int = 0
+    ) -> tuple[dict[str, Any], Sequence[int]]:
+        if images is None:
+            # Three equal positions a token, spelled out: the model would remember those of an earlier call.
+            positions = torch.arange(known, tokens.shape[1], device=self.device).expand(3, len(tokens), -1)
+            return {"position_ids": positions}, ()
+        behind = torch.arange(tokens.shape[1], device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
+        types = token_types(tokens, self._config)
+        present = [vision for vision in images if vision is not None]
+        seen = [
+            (one, grid, vision) for vision in present for one, grid in zip(vision.images, vision.grids(), strict=True)
+        ]
+        grids = {
+            is_video: [grid for one, grid, _ in seen if isinstance(one, EncodedVideo) == is_video]
+            for is_video in (False, True)
+        }
+        seconds = [one.seconds_per_grid(vision.processing) for one, _, vision in seen if isinstance(one, EncodedVideo)]
+        positions, _ = self._body.get_rope_index(
+            tokens,
+            mm_token_type_ids=types,
+            image_grid_thw=torch.stack(grids[False]).to(self.device) if grids[False] else None,
+            video_grid_thw=torch.stack(grids[True]).to(self.device) if grids[True] else None,
+            second_per_grid_ts=seconds or None,
+            attention_mask=behind.long(),
+        )
+        # One behind the last token, as in training. The model's own deltas count from the largest position, which
+        # the times of a long video can be beyond.
+        ends = torch.tensor(lengths, device=self.device)
+        last = positions.amax(0).gather(1, ends[:, None] - 1)[:, 0]
+        inputs: dict[str, Any] = {"position_ids": positions[..., known:]}
+        new = types[:, known:]
+        outputs = {
+            name: self._features_of(present, count, kind == 2)
+            for kind, name in ((1, "image"), (2, "video"))
+            if (count := int((new == kind).sum()))
+        }
+        if outputs:
+            inputs["mm_encoder_outputs"] = outputs
+        return inputs, (last + 1 - ends).tolist()
+
+    def _rotary_positions(self, slots: DecodeSlots) -> torch.Tensor:
+        return slots.rotary_positions[None, :, None].expand(3, -1, -1)
+
+    def _features_of(self, given: Sequence[VisionInputs], placeholders: int, of_videos: bool) -> SimpleNamespace:
+        """The tower's features of the last ``placeholders`` tokens of images, or of videos, of the prompts."""
+        missing = {
+            key: (image, grid, vision)
+            for vision in given
+            for key, image, grid in zip(vision.image_keys, vision.images, vision.grids(), strict=True)
+            if key not in self._features
+        }
+        if missing:
+            self._run_tower(missing)
+        found = []
+        for vision in given:
+            for key, image in zip(vision.image_keys, vision.images, strict=True):
+                self._features.move_to_end(key)
+                if isinstance(image, EncodedVideo) == of_videos:
+                    found.append(self._features[key])
+        held = sum(len(one.pooled) for one in self._features.values())
+        while len(self._features) > len(missing) and held > FEATURE_CACHE_TOKENS:
+            held -= len(self._features.popitem(last=False)[1].pooled)
+        pooled = torch.cat([one.pooled for one in found])[-placeholders:]
+        layers = zip(*(one.deepstack for one in found), strict=True)
+        deepstack = [(torch.cat(layer)[-placeholders:],) for layer in layers]
+        return SimpleNamespace(pooler_output=(pooled,), deepstack_features=deepstack)
+
+    def _run_tower(self, missing: Mapping[str, tuple[Seen, torch.Tensor, VisionInputs]]) -> None:
+        pixels = [patches_of(image, vision.processing) for image, _, vision in missing.values()]
+        grids = torch.stack([grid for _, grid, _ in missing.values()])
+        outputs = self._body.get_image_features(
+            torch.cat(pixels).to(self.device), grids.to(self.device), return_dict=True
+        )
+        layers = getattr(outputs, "deepstack_features", None) or []
+        for index, key in enumerate(missing):
+            deepstack = [layer[index] for layer in layers]
+            self._features[key] = _ImageFeatures(outputs.pooler_output[index], deepstack)
+        self.num_towers += len(missing)
+
+
+@dataclass(frozen=True)
+class _ImageFeatures:
+    """The vision tower's features of an image: (tokens, hidden size), and the same for some layers of the text."""
+
+    pooled: torch.Tensor
+    deepstack: list[torch.Tensor]
