@@ -230,9 +230,6 @@ def read_demonstration(columns: Columns, source: SourceRow, query_key: str | Non
         DataError: no response, or one that is not a text.
     """
     messages = columns.read_messages(source)
-    if source.row.get(query_key or "") and messages:
-        last = messages[-1]
-        messages[-1] = {**last, "content": f"{last['content']}\n\n{source.row[query_key or '']}"}
     if columns.response in source.row:
         response = require(source, columns.response)
     elif messages[-1]["role"] == "assistant":
@@ -246,4 +243,7 @@ def read_demonstration(columns: Columns, source: SourceRow, query_key: str | Non
         )
     if not isinstance(response, str) or not response:
         raise DataError(f"{source.place}: the response must be a non-empty text, found {response!r}")
+    if query_key is not None and source.row.get(query_key):
+        last = messages[-1]
+        messages[-1] = {**last, "content": f"{last['content']}\n\n{source.row[query_key]}"}
     return messages, response
