@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from roll.config.data import DataArguments
 from roll.datasets.columns import Keep, build_filter, filter_source
 from roll.datasets.making import RowMaker, Tally, make_all, num_processes
-from roll.datasets.reading import SourceRow, data_files, stream_rows
+from roll.datasets.reading import SourceRow, data_files, stream_rows, unique_names
 from roll.datasets.types import BadRows, DataError, LoadCounts
 
 if TYPE_CHECKING:
@@ -257,7 +257,8 @@ def render_source(name: str) -> str:
 
 def cache_key(paths: Sequence[Path], settings: Mapping[str, Any]) -> str:
     """Changes with the content of a file, the order of the files and every setting."""
-    files = [[path.name, content_hash(path)] for path in paths]
+    names = unique_names(paths, [path.name for path in paths])
+    files = [[name, content_hash(path)] for name, path in zip(names, paths, strict=True)]
     text = json.dumps([FORMAT, files, settings], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from roll.config.data import FORMATS, format_of, hub_name, matching_files, saved_splits
+from roll.config.data import FORMATS, HubName, format_of, hub_name, matching_files, saved_splits
 from roll.datasets.types import BadRows, DataError
 
 Row = dict[str, Any]
@@ -83,12 +84,11 @@ def stream_rows(paths: Iterable[Path], bad_rows: BadRows | None = None) -> Gener
 def expand(name: str, dataset_dir: str | None = None) -> list[Path]:
     """The files that one configured name stands for."""
     try:
-        if hub_name(name) is not None:
-            from roll.datasets.reading import hub_files
-
-            return hub_files(name)
+        hub = hub_name(name)
     except ValueError as error:
         raise DataError(f"data_args.file_name: {name!r}: {error}") from error
+    if hub is not None:
+        return hub_files(name, hub)
     path = Path(name).expanduser()
     places = [path] if dataset_dir is None else [path, Path(dataset_dir).expanduser() / path]
     for place in places:
@@ -102,6 +102,14 @@ def expand(name: str, dataset_dir: str | None = None) -> list[Path]:
             raise DataError(f"{place}: the folder holds no data file; expected one ending in {', '.join(FORMATS)}")
     looked = " and ".join(str(Path.cwd() / place) for place in places)
     raise DataError(f"data file {name!r} does not exist (looked for {looked})")
+
+
+def unique_names(paths: Sequence[Path], names: Sequence[str]) -> Sequence[str]:
+    """The files' short ``names``; where two of them are equal, paths from the folder that all files share."""
+    if len(set(names)) == len(paths):
+        return names
+    root = os.path.commonpath([path.absolute().parent for path in paths])
+    return [os.path.relpath(path, root) for path in paths]
 
 
 def reader_of(path: Path) -> Callable[[Path], Numbered]:
@@ -250,18 +258,19 @@ READERS: dict[str, Callable[[Path], Numbered]] = {
 BINARY_FORMATS = frozenset({".parquet", ".arrow"})
 
 
-def hub_files(name: str) -> list[Path]:
-    """The Arrow files that ``datasets`` keeps of ``hub:OWNER/NAME[/CONFIG][:SPLIT]``.
+def hub_files(name: str, hub: HubName) -> list[Path]:
+    """The Arrow files in the cache of ``datasets`` of a data set of the hub.
+
+    Args:
+        name: as configured, for messages.
 
     Raises:
         DataError: the data set is not there, not reachable, or has no such configuration or split.
     """
     import datasets
 
-    wanted = hub_name(name)
-    assert wanted is not None, f"{name} is no hub name"
     try:
-        found = datasets.load_dataset(wanted.name, wanted.config, split=wanted.split)
+        found = datasets.load_dataset(hub.name, hub.config, split=hub.split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         offline = datasets.config.HF_HUB_OFFLINE
         hint = "HF_HUB_OFFLINE is set" if offline else "is this machine online?"

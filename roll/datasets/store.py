@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from roll.datasets.reading import unique_names
 from roll.datasets.types import BadRows, DataError, LoadCounts
 
 MARK = "\x00roll"
@@ -251,7 +252,8 @@ class RowStoreWriter:
 
 def unique_ids(index: pa.Table, paths: Sequence[Path], id_column: str, bad_rows: BadRows) -> pa.Table:
     """The index with its final ids. Rows without an id get ``<file>:<row>``; equal ids in different files get the
-    file's name in front; a row whose id its file has already is reported to ``bad_rows`` and left out.
+    file's name in front; a row whose id its file has already is reported to ``bad_rows`` and left out. Files of equal
+    names in different folders go by their paths.
 
     Raises:
         DataError: an id twice in one file, unless bad rows are skipped.
@@ -277,12 +279,13 @@ def unique_ids(index: pa.Table, paths: Sequence[Path], id_column: str, bad_rows:
             dropped.add(i)
             bad_rows.report(duplicate(paths[file], number_of[i], name, first, id_column))
         files.setdefault(name, set()).add(file)
+    names = unique_names(paths, [path.name for path in paths])
+    stems = unique_names(paths, [path.stem for path in paths])
     for i in places:
-        path = paths[file_of[i]]
         if final[i] is None:
-            final[i] = f"{path.name}:{number_of[i]}"
+            final[i] = f"{names[file_of[i]]}:{number_of[i]}"
         elif len(files[final[i]]) > 1:
-            final[i] = f"{path.stem}/{final[i]}"
+            final[i] = f"{stems[file_of[i]]}/{final[i]}"
     result = index.set_column(index.schema.get_field_index("id"), index.schema.field("id"), [pa.array(final)])
     return result.take([i for i in range(len(final)) if i not in dropped]) if dropped else result
 
