@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain, islice
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll.config.data import DataArguments
-from roll.datasets.columns import Keep, build_filter, filter_source
+from roll.datasets.columns import Keep, Message, build_filter, filter_source
+from roll.datasets.images import PreparedImages
 from roll.datasets.making import RowMaker, Tally, make_all, num_processes
 from roll.datasets.reading import SourceRow, data_files, stream_rows, unique_names
 from roll.datasets.types import BadRows, DataError, LoadCounts
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll.datasets.store import RowStore
+    from roll.protocol.vision import VisionInputs
 
 logger = logging.getLogger(__name__)
 
@@ -56,50 +58,81 @@ RowT = TypeVar("RowT")
 
 
 class PreparedRows(Sequence[RowT]):
-    """Prepared rows in file order, each built when it is asked for."""
+    """Prepared rows in file order, each built when it is asked for.
 
-    def __init__(self, store: RowStore) -> None:
+    Args:
+        images: of the rows; None: the model sees none.
+        positions: int64 (rows,), of the store's rows that belong to this set; None: all.
+    """
+
+    def __init__(self, store: RowStore, images: PreparedImages | None, positions: np.ndarray | None = None) -> None:
         self._store = store
+        self._images = images
+        self._positions = store.positions() if positions is None else positions
         self.counts = store.counts
 
     @abstractmethod
     def _row(self, position: int) -> RowT:
         """The row at this position of the store."""
 
+    def _vision(self, position: int, row: dict[str, Any], prompt_ids: Sequence[int]) -> VisionInputs | None:
+        """The images of the row at this position; ``row``: its columns."""
+        if self._images is None:
+            return None
+        store = self._store
+        return self._images.of(row, prompt_ids, store.value("file", position), store.value("number", position))
+
     @property
     def ids(self) -> list[str]:
         """Of all rows, without building them."""
-        return [str(name) for name in self._store.column("id")]
+        return [str(name) for name in self._store.column("id")[self._positions]]
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of a row, responses included, int32 (rows,)."""
-        return self._store.column("length")
+        return self._store.column("length")[self._positions]
 
     @property
     def difficulties(self) -> np.ndarray | None:
         """float64 (rows,); None without a curriculum."""
-        return self._store.difficulties(self._store.positions())
+        return self._store.difficulties(self._positions)
 
     def __len__(self) -> int:
-        return len(self._store)
+        return len(self._positions)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        positions = range(len(self._store))[index]
-        return self._row(positions) if isinstance(positions, int) else [self._row(position) for position in positions]
+        if isinstance(index, slice):
+            return [self._row(int(position)) for position in self._positions[index]]
+        return self._row(int(self._positions[index]))
 
     def __iter__(self) -> Iterator[RowT]:
-        return (self._row(position) for position in range(len(self._store)))
+        return (self._row(int(position)) for position in self._positions)
 
 
-def prepare(maker: RowMaker) -> tuple[RowStore, list[Path]]:
-    """The prepared rows of ``data_args.file_name``, and its files.
+def load_rows(
+    maker: RowMaker[Any], messages: Callable[[SourceRow], list[Message]] | None = None
+) -> tuple[RowStore, PreparedImages | None]:
+    """The prepared rows of ``data_args.file_name``, and their images where the model sees any.
+
+    Args:
+        messages: gives the conversation of a row; None: that of its prompt column.
 
     Raises:
         DataError: a file or row that cannot be used, or no row left.
     """
+    store, paths = prepare(maker)
+    store.counts = maker.in_order(store.counts)
+    files = ", ".join(str(path) for path in paths)
+    logger.info("%s: %s (%s %d)", files, store.counts, maker.limit_key, maker.limit)
+    if maker.images.model is None:
+        return store, None
+    return store, PreparedImages(maker.images, maker.data_args, paths, messages)
+
+
+def prepare(maker: RowMaker[Any]) -> tuple[RowStore, list[Path]]:
+    """The prepared rows of ``data_args.file_name``, and its files."""
     data_args = maker.data_args
-    assert data_args.file_name is not None, "checked by the caller, which knows an example"
+    assert data_args.file_name is not None, "checked by the maker"
     paths = data_files(data_args.file_name, data_args.dataset_dir)
     settings = cache_settings(maker) if is_wanted(data_args, paths) else None
     if settings is None:
@@ -131,7 +164,7 @@ def open_entry(folder: Path, data_args: DataArguments) -> RowStore | None:
     return None if store.counts.bad and data_args.on_bad_row == "raise" else store
 
 
-def build_store(maker: RowMaker, paths: Sequence[Path], folder: Path | None) -> RowStore:
+def build_store(maker: RowMaker[Any], paths: Sequence[Path], folder: Path | None) -> RowStore:
     """Read, prepare and write all rows."""
     from roll.datasets.store import RowStoreWriter, unique_ids
 
@@ -171,7 +204,7 @@ def build_store(maker: RowMaker, paths: Sequence[Path], folder: Path | None) -> 
         raise
 
 
-def nothing_left(maker: RowMaker, tally: Tally, counts: LoadCounts) -> str:
+def nothing_left(maker: RowMaker[Any], tally: Tally, counts: LoadCounts) -> str:
     """Says why no row is left."""
     if tally.shortest is None:
         return f"no row is left: {counts}"
@@ -223,7 +256,7 @@ def is_wanted(data_args: DataArguments, paths: Sequence[Path]) -> bool:
     return sum(path.stat().st_size for path in paths) >= SMALLEST
 
 
-def cache_settings(maker: RowMaker) -> dict[str, Any] | None:
+def cache_settings(maker: RowMaker[Any]) -> dict[str, Any] | None:
     """All that the rows depend on besides the files; None: nobody can tell."""
     fingerprint = tokenizer_fingerprint(maker.renderer.tokenizer)
     if fingerprint is None:

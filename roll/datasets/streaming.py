@@ -46,7 +46,7 @@ class StreamedEpochs(Generic[T]):
         name: of the stream, part of its seeds.
     """
 
-    def __init__(self, maker: RowMaker, build: Callable[[StoredRow], T], seed: int, name: str) -> None:
+    def __init__(self, maker: RowMaker[Any], build: Callable[[StoredRow], T], seed: int, name: str) -> None:
         """
         Raises:
             DataError: no file.

@@ -189,6 +189,8 @@ class Conversation:
     source: SourceRow
     tag: str
     messages: list[Message]
+    tools: list[Any] | None = None
+    """Schemas of the tools that a training template is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,20 +220,15 @@ class Renderer:
         good = {key: text for key, text in texts.items() if isinstance(text, str)}
         encoded = tokenize(self.tokenizer, list(good.values()), [name in PLAIN_TEMPLATES for name, _ in good])
         rendered = {key: Rendered(text, ids) for (key, text), ids in zip(good.items(), encoded, strict=True)}
-        return [self._result(key, one, texts, rendered) for key, one in zip(keys, conversations, strict=True)]
-
-    @staticmethod
-    def _result(
-        key: tuple[str, str],
-        one: Conversation,
-        texts: Mapping[tuple[str, str], str | DataError],
-        rendered: Mapping[tuple[str, str], Rendered],
-    ) -> Rendered | DataError:
-        if key not in rendered:
-            error = texts[key]
-            assert isinstance(error, DataError)
-            return error
-        return rendered[key] if rendered[key].token_ids else DataError(f"{one.source.place}: the prompt is empty")
+        results: list[Rendered | DataError] = []
+        for key, one in zip(keys, conversations, strict=True):
+            result = texts[key]
+            if isinstance(result, str):
+                whole = rendered[key]
+                results.append(whole if whole.token_ids else DataError(f"{one.source.place}: the prompt is empty"))
+            else:
+                results.append(result)
+        return results
 
     def render(self, one: Conversation) -> str | DataError:
         """The text of one conversation, or what its template says against it."""
@@ -249,6 +246,17 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
     special tokens are in the text."""
     conversation: list[Any] = [*messages, {"role": "assistant", "content": response}]
     return str(tokenizer.apply_chat_template(conversation, tokenize=False))
+
+
+def end_of_response(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The token that closes a response.
+
+    Raises:
+        DataError: the tokenizer has none.
+    """
+    if tokenizer.eos_token is None:
+        raise DataError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to close a response with")
+    return str(tokenizer.eos_token)
 
 
 def tokenize(
