@@ -1,4 +1,4 @@
-"""The sub-sections that every role shares: model, training and generation arguments; data arguments are in ``data.py``.
+"""A role's section: model, training, generation and strategy arguments; data arguments are in ``data.py``.
 
 Torch-free; a loaded configuration is frozen.  The text under each field is the user documentation of its key."""
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roll.config.algorithm import POLICY_LOSSES
-from roll.config.data import CurriculumArguments, DataArguments
+from roll.config.data import DataArguments as DataArguments
 from roll.config.names import ATTENTION, DECAYING_SCHEDULERS, LR_SCHEDULERS
 from roll.config.reading.fields import parse_device_mapping, parse_dtype, parse_temperature, rules, setting
 
@@ -144,21 +144,6 @@ class GeneratingArguments:
     """Keep the stop string at the end of the response."""
     seed: int | None = setting(None, ge=0, inert="the run's seed decides")
     """Seed of the sampling streams; null: the run's ``seed``."""
-
-
-__all__ = [
-    "CurriculumArguments",
-    "DataArguments",
-    "GeneratingArguments",
-    "GenerationWorkerConfig",
-    "ModelArguments",
-    "ReferenceWorkerConfig",
-    "RouterReplayArguments",
-    "SequencePackingArguments",
-    "StrategyArguments",
-    "TrainingArguments",
-    "WorkerConfig",
-]
 
 
 @dataclass(frozen=True)

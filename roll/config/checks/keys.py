@@ -202,7 +202,7 @@ def why_unread(item: Field[Any], section: Any, config: Any, facts: Mapping[str, 
     written = getattr(section, item.name)
     if written is None or (written is False and item.default is not True):
         return None
-    for other, wanted in rules_of(item).read_if:
+    for other, wanted in rules_of(item).read_if.items():
         value = facts[other] if other in facts else getattr(section, other, getattr(config, other, None))
         if isinstance(value, str) and DOTTED_PATH.fullmatch(value) and "." in value:
             return None

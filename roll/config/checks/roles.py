@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from roll.config import model_files
 from roll.config.checks.base import Checks
@@ -37,11 +37,6 @@ from roll.config.strategies.registry import (
     is_sized_engine,
     read_strategy_config,
 )
-
-if TYPE_CHECKING:
-    from roll.config.checks.base import Checks
-    from roll.config.roles import WorkerConfig
-    from roll.config.run import RunConfig
 
 
 def check_model(

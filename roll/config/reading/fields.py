@@ -97,13 +97,11 @@ class FieldRules:
     le: float | None = None
     lt: float | None = None
     choices: Collection[str] | None = None
-    """Allowed names; a :class:`~roll.config.reading.fields.Table` is read anew whenever it is asked."""
+    """Allowed names; rows that are added to a :class:`Table` later are allowed as well."""
     dotted_path: bool = False
     """With ``choices``: a dotted path ``package.module.name`` is allowed too (a user's own function or class)."""
     endings: tuple[str, ...] = ()
     """With ``choices``: the name of a file with one of these endings is allowed too."""
-    planned: tuple[str, ...] = ()
-    """Names that are known and not available yet."""
     aliases: tuple[str, ...] = ()
     parse: Callable[[Any], Any] | None = None
     """Turns the written value into one of the field's type; raises ValueError with the rule that was broken."""
@@ -113,7 +111,7 @@ class FieldRules:
     """For a key that is accepted and changes nothing: what decides instead, in one line for the user."""
     or_one: bool = False
     """Of a mapping of names to sections: one section may stand in its place, and has the key's own name then."""
-    read_if: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    read_if: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Keys of the section (or at the top), each with the values under one of which this key is read; no values: where
     the other key is set. Empty: it is always read."""
 
@@ -134,31 +132,13 @@ class FieldRules:
 NO_RULES = FieldRules()
 
 
-def rules(
-    *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    choices: Collection[str] | None = None,
-    dotted_path: bool = False,
-    endings: Sequence[str] = (),
-    planned: Sequence[str] = (),
-    aliases: Sequence[str] = (),
-    parse: Callable[[Any], Any] | None = None,
-    example: Any = None,
-    inert: str | None = None,
-    or_one: bool = False,
-    read_if: Mapping[str, Sequence[Any]] | None = None,
-) -> dict[str, FieldRules]:
+def rules(**options: Any) -> dict[str, FieldRules]:
     """Metadata for :func:`dataclasses.field` that holds these :class:`FieldRules`."""
-    names = (tuple(endings), tuple(planned), tuple(aliases))
-    readers = tuple((key, tuple(values)) for key, values in (read_if or {}).items())
-    return {RULES: FieldRules(ge, gt, le, lt, choices, dotted_path, *names, parse, example, inert, or_one, readers)}
+    return {RULES: FieldRules(**options)}
 
 
 def setting(default: Any, **options: Any) -> Any:
-    """A field with a default and the :func:`rules` given by name."""
+    """A dataclass field with a default and the :class:`FieldRules` in ``options``."""
     return field(default=default, metadata=rules(**options))
 
 
