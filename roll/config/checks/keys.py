@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from roll.config.reading.errors import Problems
+from roll.config.reading.errors import Problems, plain_words
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.schema import rules_of
 from roll.config.rewards import CLASSIFIER
@@ -212,8 +212,7 @@ def why_unread(item: Field[Any], section: Any, config: Any, facts: Mapping[str, 
             if wanted == (True,):
                 return f"without {other}: true"
             readers = ", ".join("null" if one is None else str(one).lower() for one in wanted)
-            shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-            return f"with {other}: {shown} (read with {readers})"
+            return f"with {other}: {plain_words(value)} (read with {readers})"
     return None
 
 
