@@ -142,11 +142,7 @@ def read_json(path: Path) -> Numbered:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}") from error
-    for number, row in enumerate(rows, 1):
-        try:
-            yield number, expect_object(path, number, whole_characters(row, text))
-        except UnicodeEncodeError as error:
-            yield number, half_character(path, number, error)
+    yield from ((number, expect_object(path, number, row, text)) for number, row in enumerate(rows, 1))
 
 
 def whole_characters(value: Any, text: str) -> Any:
@@ -161,15 +157,6 @@ def whole_characters(value: Any, text: str) -> Any:
     return value
 
 
-def half_character(path: Path, number: int, error: UnicodeEncodeError) -> DataError:
-    found = f"\\u{ord(error.object[error.start]):04x}"
-    around = error.object[max(0, error.start - 20) : error.start]
-    return DataError(
-        f"{path}, row {number}: half of a character, {found}, behind {around!r}: a text that was cut inside a pair of "
-        "surrogates; take it out, or set data_args.on_bad_row: skip"
-    )
-
-
 def read_json_lines(path: Path) -> Numbered:
     with open_text(path) as file:
         yield from parse_json_lines(path, file)
@@ -180,20 +167,27 @@ def parse_json_lines(path: Path, lines: Iterable[str]) -> Numbered:
         if not line.strip():
             continue
         try:
-            row = whole_characters(json.loads(line), line)
-        except UnicodeEncodeError as error:
-            yield number, half_character(path, number, error)
-            continue
+            row = json.loads(line)
         except json.JSONDecodeError as error:
             message = f"{path}, row {number}: not valid JSON at column {error.colno}: {error.msg}; expected one object"
             yield number, DataError(message)
             continue
-        yield number, expect_object(path, number, row)
+        yield number, expect_object(path, number, row, line)
 
 
-def expect_object(path: Path, number: int, row: Any) -> Row | DataError:
+def expect_object(path: Path, number: int, row: Any, text: str) -> Row | DataError:
+    """The row that was read from JSON ``text``, or why it is none."""
     if not isinstance(row, dict):
         return DataError(f"{path}, row {number}: expected a JSON object such as {{...}}, found {type(row).__name__}")
+    try:
+        whole_characters(row, text)
+    except UnicodeEncodeError as error:
+        found = f"\\u{ord(error.object[error.start]):04x}"
+        around = error.object[max(0, error.start - 20) : error.start]
+        return DataError(
+            f"{path}, row {number}: half of a character, {found}, behind {around!r}: a text that was cut inside a pair "
+            "of surrogates; take it out, or set data_args.on_bad_row: skip"
+        )
     return row
 
 
@@ -217,14 +211,18 @@ def read_text(path: Path) -> Numbered:
                 yield number, {"text": line.rstrip("\n")}
 
 
+def numbered(batches: Iterable[Any]) -> Numbered:
+    """The rows of Arrow record batches."""
+    yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+
+
 def read_parquet(path: Path) -> Numbered:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            batches = file.iter_batches(batch_size=ROWS_AT_A_TIME)
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+            yield from numbered(file.iter_batches(batch_size=ROWS_AT_A_TIME))
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from error
 
@@ -243,8 +241,7 @@ def read_arrow(path: Path) -> Numbered:
             except pyarrow.ArrowException as error:
                 raise DataError(f"{path}: not a readable Arrow file: {error}") from error
         # The table is mapped, not read: only the rows being handed out are in memory.
-        batches = table.to_batches(max_chunksize=ROWS_AT_A_TIME)
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+        yield from numbered(table.to_batches(max_chunksize=ROWS_AT_A_TIME))
 
 
 READERS: dict[str, Callable[[Path], Numbered]] = {

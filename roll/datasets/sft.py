@@ -117,14 +117,10 @@ class DialogueMaker(RowMaker[Masked]):
 
     def expand(self, draft: Draft, tokens: Masked) -> Masked:
         ids = self.images.expand(draft.source, tokens.token_ids, draft.vision)
-        model = self.images.model
-        if model is None or draft.vision is None:
-            return tokens
-        placeholders, runs = {model.image_token_id, model.video_token_id}, iter(draft.vision.runs)
-        pairs = zip(tokens.token_ids, tokens.mask, strict=True)
-        return Masked(
-            ids, [flag for token, flag in pairs for _ in range(next(runs)[1] if token in placeholders else 1)]
-        )
+        if draft.vision is None:
+            return replace(tokens, token_ids=ids)
+        widths = zip(self.images.widths(tokens.token_ids, draft.vision), tokens.mask, strict=True)
+        return Masked(ids, [flag for (_, count), flag in widths for _ in range(count)])
 
     def finish(self, draft: Draft, tokens: Masked) -> StoredRow | None:
         length = len(tokens.token_ids)
