@@ -109,12 +109,8 @@ KL_PENALTIES = (
 )
 """Estimators of the KL, which are those of :mod:`roll.algorithms.kl`."""
 LOSS_AGG_MODES = (
-    "seq-mean-token-mean",
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "prompt-mean",
-    "token-sum",
+    *("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    *("prompt-mean", "token-sum"),
 )
 VALUE_LOSSES = ("mse", "huber")
 NORM_TYPES = ("batch", "group", "running")

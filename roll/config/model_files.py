@@ -158,30 +158,10 @@ REASONS: dict[tuple[str, str], str] = {
 
 RECURRENT_TYPES = frozenset(
     (
-        "bamba",
-        "falcon_h1",
-        "falcon_mamba",
-        "granitemoehybrid",
-        "jamba",
-        "kimi_linear",
-        "lfm2",
-        "lfm2_moe",
-        "mamba",
-        "mamba2",
-        "minimax",
-        "nemotron_h",
-        "olmo_hybrid",
-        "plamo2",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
-        "recurrent_gemma",
-        "rwkv",
-        "xlstm",
-        "zamba",
-        "zamba2",
+        *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"),
+        *("lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h"),
+        *("olmo_hybrid", "plamo2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
+        *("qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
     )
 )
 """Values of ``model_type`` of models whose layers keep a state."""

@@ -123,9 +123,7 @@ class AssistantTurns:
 
     def _variables(self, name: str) -> dict[str, Any]:
         """Arguments of the tokenizer's template by a template's name."""
-        render = self._templates.renders[name]
-        own = {"qwen3": {"enable_thinking": True}, "qwen3_nothink": {"enable_thinking": False}}.get(name, {})
-        return {**getattr(render, "keywords", {}), **own, **self._templates.variables}
+        return {**getattr(self._templates.renders[name], "keywords", {}), **self._templates.variables}
 
     def _has_marks(self, name: str) -> bool:
         if name in ("chatml", "empty"):

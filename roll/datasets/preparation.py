@@ -44,14 +44,11 @@ FORMAT = 2
 SMALLEST = 4 * 2**20
 """Bytes of data files from which rows are kept without being asked to."""
 BLOCK = 2**20
-DATA_KEYS_WITHOUT_EFFECT_ON_ROWS = (
-    "on_bad_row",
-    "use_cache",
-    "cache_dir",
-    "shuffle",
-    "domain_interleave_probs",
-    "preprocessing_num_workers",
+KEYS_OF_NO_ROW = (
+    *("on_bad_row", "use_cache", "cache_dir"),
+    *("shuffle", "domain_interleave_probs", "preprocessing_num_workers"),
 )
+"""Keys of a data section that change no prepared row."""
 
 
 RowT = TypeVar("RowT")
@@ -265,7 +262,7 @@ def cache_settings(maker: RowMaker[Any]) -> dict[str, Any] | None:
         chosen = filter_source(maker.data_args.dataset_filter)
     except OSError:
         return None
-    section = {k: v for k, v in asdict(maker.data_args).items() if k not in DATA_KEYS_WITHOUT_EFFECT_ON_ROWS}
+    section = {k: v for k, v in asdict(maker.data_args).items() if k not in KEYS_OF_NO_ROW}
     section |= {"file_name": None, "dataset_filter": chosen}
     templates = {name: render_source(name) for name in sorted(maker.renderer.templates.renders)}
     choice = [maker.renderer.templates.common, dict(maker.renderer.templates.by_tag or {})]

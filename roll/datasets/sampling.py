@@ -157,7 +157,7 @@ class DomainSampler:
         self._shares = shares(datasets, probs)
         self._streams = {
             domain: ShuffledEpochs(rows, seed, domain, order=order_of(rows, data_args, seed, domain))
-            for domain, rows in ((domain, datasets[domain]) for domain, share in self._shares.items() if share)
+            for domain, rows in ((domain, datasets[domain]) for domain in self._shares if self._shares[domain])
         }
         self._domains = list(self._streams)
         self._digest = digest(datasets)
@@ -187,17 +187,11 @@ class DomainSampler:
         """Of the domains that may be drawn without running ahead of their quota, the one that must be drawn soonest."""
         if len(self._domains) == 1:
             return self._domains[0]
-        margin = Fraction(1, 2 * len(self._domains) - 2)
-        turn = self.num_drawn + 1
-        best, best_deadline = "", Fraction(0)
-        for domain in self._domains:
-            share = self._shares[domain]
-            lack = share * turn - self._streams[domain].num_drawn
-            deadline = (1 - margin - lack) / share
-            if lack >= margin and (not best or deadline < best_deadline):
-                best, best_deadline = domain, deadline
-        assert best, "shares sum to 1, so some domain is behind its quota"
-        return best
+        margin, turn = Fraction(1, 2 * len(self._domains) - 2), self.num_drawn + 1
+        lacks = {domain: self._shares[domain] * turn - self._streams[domain].num_drawn for domain in self._domains}
+        # Shares sum to 1, so some domain is behind its quota.
+        behind = [domain for domain in self._domains if lacks[domain] >= margin]
+        return min(behind, key=lambda domain: (1 - margin - lacks[domain]) / self._shares[domain])
 
     def find(self, domain: str, prompt_id: str) -> PromptRow:
         """The prompt that was drawn under this id.

@@ -45,14 +45,6 @@ def render_native(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     return text
 
 
-def render_thinking(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
-    return render_native(tokenizer, messages, **({"enable_thinking": True} | variables))
-
-
-def render_not_thinking(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
-    return render_native(tokenizer, messages, **({"enable_thinking": False} | variables))
-
-
 def render_chatml(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
     """ChatML spelled out, whatever the tokenizer's own template is."""
     if variables.get("tools"):
@@ -74,13 +66,13 @@ def render_raw(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], 
 
 def render_long_cot(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
     """Asks for a long chain of thought and a boxed answer."""
-    asked = [
+    conversation = [
         {**message, "content": LONG_COT_REQUEST + message["content"]} if message["role"] == "user" else message
         for message in messages
     ]
-    if asked[0]["role"] != "system":
-        asked.insert(0, {"role": "system", "content": LONG_COT_SYSTEM})
-    return render_native(tokenizer, asked, **variables)
+    if conversation[0]["role"] != "system":
+        conversation.insert(0, {"role": "system", "content": LONG_COT_SYSTEM})
+    return render_native(tokenizer, conversation, **variables)
 
 
 def render_opened_thought(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
@@ -97,8 +89,8 @@ TEMPLATES: dict[str, Render] = {
     "qwen2_5": render_native,
     "qwen2-vl": render_native,
     "qwen3_coder": render_native,
-    "qwen3": render_thinking,
-    "qwen3_nothink": render_not_thinking,
+    "qwen3": partial(render_native, enable_thinking=True),
+    "qwen3_nothink": partial(render_native, enable_thinking=False),
     "chatml": render_chatml,
     "empty": render_chatml,
     "base": render_base,
@@ -288,9 +280,10 @@ def truncate(one: Conversation, long: Rendered, limit: int, side: Side, renderer
     Returns:
         None where even an empty message would leave the prompt too long.
     """
-    position = last_user_message(one.messages)
-    if position is None:
+    users = [i for i, message in enumerate(one.messages) if message["role"] == "user"]
+    if not users:
         return None
+    position = users[-1]
     content = str(one.messages[position]["content"])
     ids = renderer.tokenizer(content, add_special_tokens=False)["input_ids"]
     excess = len(long.token_ids) - limit
@@ -298,8 +291,8 @@ def truncate(one: Conversation, long: Rendered, limit: int, side: Side, renderer
         if excess >= len(ids):
             return None
         text = cut(renderer, ids, excess, side)
-        messages = [*one.messages[:position], {**one.messages[position], "content": text}]
-        messages += one.messages[position + 1 :]
+        messages = list(one.messages)
+        messages[position] = {**messages[position], "content": text}
         (result,) = renderer([Conversation(one.source, one.tag, messages)])
         if isinstance(result, DataError):
             return None
@@ -307,11 +300,6 @@ def truncate(one: Conversation, long: Rendered, limit: int, side: Side, renderer
             return result
         excess += len(result.token_ids) - limit
     return None
-
-
-def last_user_message(messages: list[Message]) -> int | None:
-    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    return users[-1] if users else None
 
 
 def cut(renderer: Renderer, ids: list[int], excess: int, side: Side) -> str:

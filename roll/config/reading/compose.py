@@ -25,15 +25,8 @@ from roll.config.reading.yaml_files import SourceFile, readable, yaml_problem
 
 OVERRIDE_RULE = "must be key=value (or +key=value, or ~key to take a key out)"
 COMPOSITION_ERRORS = (
-    HydraException,
-    OmegaConfBaseException,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    AssertionError,
-    RecursionError,
-    OSError,
+    *(HydraException, OmegaConfBaseException, ValueError, TypeError, KeyError),
+    *(AttributeError, AssertionError, RecursionError, OSError),
 )
 """Exceptions of hydra and OmegaConf on trees that they cannot read: their own errors, and plain ones."""
 

@@ -105,13 +105,8 @@ ENVIRONMENT = {
 """Switches that published scripts set in the environment; the key counts where it is written."""
 
 SECTIONS = (
-    "zero_optimization",
-    "activation_checkpointing",
-    "aio",
-    "bf16",
-    "data_types",
-    "comms_logger",
-    "flops_profiler",
+    *("zero_optimization", "activation_checkpointing", "aio", "bf16"),
+    *("data_types", "comms_logger", "flops_profiler"),
 )
 """Sections of DeepSpeed's JSON that are keys here."""
 
