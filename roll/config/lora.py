@@ -1,4 +1,4 @@
-"""The LoRA keys of a role: what they mean, and their checks. Torch-free, and without peft."""
+"""The LoRA keys of a role: their meaning and their checks. Imports neither torch nor peft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The definition of a pipeline: everything that the loader, the checks, the planner and the trackers ask about it.
+"""The definition of a pipeline: everything that loader, checks, planner and trackers need to know of it.
 
 A pipeline is one folder, ``roll/pipelines/<name>/``, whose ``definition.py`` derives from :class:`PipelineDefinition`.
 Such a module imports neither torch nor ray at its top, since ``roll check`` imports it too."""
@@ -111,7 +111,7 @@ class Panel:
     Attributes:
         title: stands above it.
         keys: the metrics drawn, where the log has them; ``*`` stands for one part between slashes.
-        first_only: draw only the first of them that is there.
+        first_only: draw only the first key that the log has.
         unit_range: the axis shows 0 to 1.
         smooth: draw a moving average over the raw curve.
     """
@@ -161,7 +161,7 @@ class PipelineDefinition(ABC):
     reference: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = ()
     """Tables of the configuration reference: heading, class, and the classes whose fields stand elsewhere."""
     section_tables: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = ()
-    """Those of the sections that only its files have."""
+    """Further tables, of the sections that only files of this pipeline have."""
 
     section_aliases: ClassVar[Mapping[str, str]] = {}
     """Other names of sections at the top of a file, such as those of ROLL."""
@@ -279,7 +279,7 @@ class PipelineDefinition(ABC):
         """Requirements of the run on this host.
 
         Raises:
-            ConfigError: it has not.
+            ConfigError: a requirement that is not met.
         """
 
     def own_functions(self, loaded: Any) -> Iterator[tuple[str, Any, Callable[[], object]]]:
@@ -304,7 +304,7 @@ class PipelineDefinition(ABC):
         return {}
 
     def reading_role(self) -> str:
-        """The role whose tokenizer reads them: the first that trains, else the first."""
+        """The role whose tokenizer reads these sets: the first that trains, else the first."""
         return next((role.name for role in self.roles if role.task is TRAINS), self.roles[0].name)
 
     def served_section(self, loaded: Any, role: str) -> WorkerConfig:

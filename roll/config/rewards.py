@@ -100,7 +100,7 @@ CHAT, TOKENS = "chat", "tokens"
 
 
 def model_inputs(rewards: Mapping[str, RewardConfig]) -> dict[str, str]:
-    """By domain that uses the role: ``chat`` or ``tokens``, as its reward's option ``input`` says."""
+    """``chat`` or ``tokens`` for each domain that uses the role, from the option ``input`` of its reward."""
     inputs: dict[str, str] = {}
     for name, section in rewards.items():
         for worker_cls, options in rewards_of(name, section):

@@ -84,7 +84,7 @@ class Columns:
         return [one if "content" in one else {**one, "content": ""} for one in value]
 
     def read_id(self, source: SourceRow) -> str | None:
-        """As the row has it; None: it has none."""
+        """The row's id; None: it has none."""
         value = source.row.get(self.id)
         return None if value is None else str(value)
 

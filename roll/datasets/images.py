@@ -25,12 +25,12 @@ IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 FLAG = "image_flag"
 """Column of mixed sets: false for rows of text."""
 FRAMES_KEYS = ("video", "frames")
-"""Of a video's mapping: its frames."""
+"""Keys of a video's mapping with its frames."""
 RATE_KEYS = ("fps", "sample_fps")
-"""Of a video's mapping: how many of its frames are a second."""
+"""Keys of a video's mapping with its frames per second."""
 _MARKS = re.compile(f"({IMAGE_MARK}|{VIDEO_MARK})")
 PLACED_ALIKE = "take fewer seconds, larger frames (video_min_pixels), Qwen3-VL, or strategy_name: hf_infer"
-"""Videos that an engine and a trainer place alike."""
+"""Ways to a video that engine and trainer give the same positions."""
 URL_SECONDS = 20.0
 URL_BYTES = 32 * 2**20
 """Most that a URL may give."""
@@ -54,11 +54,11 @@ class ImageReader:
     video_folder: Path | None = None
     """Where relative paths of frames are looked for first; None: as those of images."""
     _fetched: dict[str, Row] = field(default_factory=dict, repr=False)
-    """Rows whose images came from URLs, until they are stored."""
+    """Rows with images fetched from URLs, until they are stored."""
 
     @classmethod
     def of(cls, data_args: DataArguments, model: VisionModel | None) -> ImageReader:
-        """With the limits of ``data_args``."""
+        """A reader with the limits of ``data_args``."""
         if model is not None:
             low = data_args.image_min_pixels or model.processing.min_pixels
             high = data_args.image_max_pixels or model.processing.max_pixels
@@ -351,7 +351,7 @@ class PreparedImages:
         self._messages = messages
 
     def of(self, row: dict[str, Any], token_ids: Sequence[int], file: int, number: int) -> VisionInputs | None:
-        """Those of one row; None: it has none.
+        """The images of one row; None: it has none.
 
         Raises:
             DataError: an image that is gone or has changed since the row was prepared.

@@ -1,4 +1,4 @@
-"""Chunks of rows as read become record batches, in this process or in several; the order stays that of the files."""
+"""Turns chunks of rows into record batches, in this process or in several, in the order of the files."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BYTES_PER_PROCESS = 8 * 2**20
-"""Of data files: for less a process costs more, by its imports, than it saves."""
+"""Bytes of data files that make a further process worth its imports."""
 CHUNKS_AHEAD = 2
-"""For each process: those that it works on or finds ready, and whose results wait for their turn."""
+"""Chunks in flight per process: in work, ready for it, or finished and waiting for their turn."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class RowMaker(ABC, Generic[TokensT]):
         self.renderer = renderer
         self.limit = limit
         self.tally = Tally()
-        """Of the chunk that is being made."""
+        """The counts of the present chunk."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
@@ -275,7 +275,7 @@ def _in_order(pool: ProcessPoolExecutor, chunks: Iterable[list[SourceRow]], ahea
 
 
 _maker: RowMaker[Any] | None = None
-"""Of this process, if it is one of several that make rows."""
+"""The maker of this process, if it is one of a pool."""
 
 
 def _begin(maker: RowMaker[Any]) -> None:

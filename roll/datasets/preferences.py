@@ -1,4 +1,4 @@
-"""Judged responses: a prompt with one or more responses and what is known of their quality.
+"""Judged responses: a prompt with one or more responses and a judgement of their quality.
 
 One kind of row serves all that is learnt from judgements of whole responses or of their steps: pairs (one of two is
 preferred), rankings (every response has a place), points (every response has a number), labels (desirable or not), and
@@ -61,7 +61,7 @@ class JudgedRow:
 
 @dataclass(frozen=True)
 class JudgedColumns:
-    """Columns of the responses and of what is said of them."""
+    """Columns of the responses and of their judgement."""
 
     chosen: str = "chosen"
     rejected: str = "rejected"
@@ -127,10 +127,10 @@ class JudgedDataset(PreparedRows[JudgedRow]):
 
 @dataclass(frozen=True)
 class Judged:
-    """The responses of a row as texts, and what is said of them."""
+    """The responses of a row as texts, and their judgement."""
 
     responses: list[str]
-    """Of steps: the steps of the only response."""
+    """For ``steps``: the steps of the only response."""
     scores: list[float]
     margin: float | None
 
@@ -264,7 +264,7 @@ class JudgedMaker(RowMaker[JudgedTokens]):
         return self.read(source)[0]
 
     def read(self, source: SourceRow) -> tuple[list[Message], Judged]:
-        """The prompt's messages; the responses and what is said of them.
+        """The prompt's messages; the responses and their judgement.
 
         Raises:
             DataError: a column that is missing or holds something else; responses to different prompts; a ranking

@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 CHUNK = 1024
 """Rows that are rendered and tokenised together; what is in memory at a time."""
 ROWS_FORMAT = 2
-"""Of prepared rows and of what is counted of them: a cache entry of another number is not used."""
+"""Version of prepared rows and their counts; cache entries of other versions are not used."""
 FORMAT = 2
-"""Of what is kept: goes up when the same settings would give other rows or files."""
+"""Version of a cache entry; increased when the same settings give other rows or files."""
 SMALLEST = 4 * 2**20
 """Bytes of data files from which rows are kept without being asked to."""
 BLOCK = 2**20
@@ -81,7 +81,7 @@ class PreparedRows(Sequence[RowT]):
 
     @property
     def ids(self) -> list[str]:
-        """Of all rows, without building them."""
+        """Ids of all rows, without building them."""
         return [str(name) for name in self._store.column("id")[self._positions]]
 
     @property
@@ -202,7 +202,7 @@ def build_store(maker: RowMaker[Any], paths: Sequence[Path], folder: Path | None
 
 
 def nothing_left(maker: RowMaker[Any], tally: Tally, counts: LoadCounts) -> str:
-    """Says why no row is left."""
+    """The reason why no row is left."""
     if tally.shortest is None:
         return f"no row is left: {counts}"
     limit, what = maker.limit, maker.what
@@ -254,7 +254,7 @@ def is_wanted(data_args: DataArguments, paths: Sequence[Path]) -> bool:
 
 
 def cache_settings(maker: RowMaker[Any]) -> dict[str, Any] | None:
-    """All that the rows depend on besides the files; None: nobody can tell."""
+    """Everything that the rows depend on besides the files; None where that is not known."""
     fingerprint = tokenizer_fingerprint(maker.renderer.tokenizer)
     if fingerprint is None:
         return None

@@ -125,7 +125,7 @@ class PromptMaker(RowMaker[Rendered]):
         return {"domains": {name: sorted(tags or ()) for name, tags in self._domains.items()}}
 
     def in_order(self, counts: LoadCounts) -> LoadCounts:
-        """With domains in the order of the configuration."""
+        """Put the domains in the order of the configuration."""
         kept = {domain: counts.kept[domain] for domain in self._domains if domain in counts.kept}
         return replace(counts, kept=kept)
 

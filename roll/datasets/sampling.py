@@ -48,7 +48,7 @@ class EpochOrder:
         return order
 
     def _bands(self, epoch: int) -> list[list[int]]:
-        """The rows in groups: one after the other in the epoch."""
+        """Groups of rows, drawn one group after the other in the epoch."""
         curriculum = self.curriculum
         if curriculum is None or epoch >= curriculum.epochs:
             return [list(range(self.num_rows))]
@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 
 class ShuffledEpochs(Generic[T]):
-    """Endless passes over ``rows``, each in an order of its own that depends on seed, name and epoch alone."""
+    """Endless passes over ``rows``; the order of each depends on seed, name and epoch alone."""
 
     def __init__(
         self, rows: Sequence[T], seed: int, name: str = "", shuffle: bool = True, order: EpochOrder | None = None
@@ -184,7 +184,7 @@ class DomainSampler:
         return replace(row, prompt_id=f"{row.prompt_id}@{epoch}") if epoch else row
 
     def _next_domain(self) -> str:
-        """Of the domains that may be drawn without running ahead of their quota, the one that must be drawn soonest."""
+        """The most urgent of the domains that may be drawn without running ahead of their quota."""
         if len(self._domains) == 1:
             return self._domains[0]
         margin, turn = Fraction(1, 2 * len(self._domains) - 2), self.num_drawn + 1

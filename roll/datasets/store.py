@@ -87,20 +87,20 @@ class StoredRow:
     """A row on its way into a store."""
 
     id: str | None
-    """As the file has it; None: none."""
+    """The row's id in its file; None: it has none."""
     file: int
     """Position of its file among the set's."""
     number: int
-    """Of the row in its file."""
+    """Number of the row in its file."""
     tag: str
     domain: str
     token_ids: list[int]
     prompt_length: int
     """Tokens of the prompt: all of them, unless a response follows."""
     text: str
-    """The prompt as the model sees it; empty where nobody asks."""
+    """The prompt as the model sees it; empty where it is not needed."""
     row: dict[str, Any] | None
-    """As read; None where nobody asks."""
+    """The columns as read; None where they are not needed."""
     difficulty: float | None
     spans: list[int] = field(default_factory=list)
     """Of a demonstration: begin and end of every run of tokens that carry the loss; empty: what is behind the
@@ -212,7 +212,7 @@ class RowStoreWriter:
         self._count += count
 
     def index(self) -> pa.Table:
-        """Of all rows so far, as they came."""
+        """Index of all rows so far, in the order of arrival."""
         return pa.Table.from_batches(self._index, INDEX)
 
     def finish(self, index: pa.Table, counts: LoadCounts) -> RowStore:

@@ -1,6 +1,6 @@
 """Derives the parts of a plan that pipelines share: placement, batch arithmetic, finished role sections, folders.
 
-Assumes that the checks have passed or reports nothing itself."""
+The checks come first: nothing is reported here."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def node_shape(config: RunConfig, sections: Mapping[str, WorkerConfig], written:
 
 
 def folders(config: RunConfig, exp_name: str) -> Folders:
-    """As written; the shared default folders get a folder of the experiment's own."""
+    """The folders as written; the shared defaults get a subfolder named after the experiment."""
     output, logs = Path(config.output_dir), Path(config.logging_dir)
     if output == Path("output"):
         output = output / exp_name

@@ -162,7 +162,7 @@ def _interpolations(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _circle_rule(path: str, written: Mapping[str, str]) -> str | None:
-    """A key that refers to itself, perhaps by way of others."""
+    """The rule for a key that refers to itself, directly or by way of others; None for other keys."""
     seen: set[str] = set()
     queue = [path]
     while queue:

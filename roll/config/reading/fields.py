@@ -1,7 +1,7 @@
-"""Rules that a configuration field states of itself: bounds, allowed names, aliases, a parser for special spellings.
+"""Rules of a configuration field: bounds, allowed names, aliases, a parser for special spellings.
 
-The rules stand in the field's metadata, so that the reader that checks a YAML file, the generated reference page and
-the error messages all speak from the same place."""
+They are in the field's metadata, so that the reader of YAML files, the generated reference page and the error messages
+agree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Row(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that a file may write for it."""
+        """The spellings that a file may use for it."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class FieldRules:
     inert: str | None = None
     """For a key that is accepted and changes nothing: what decides instead, in one line for the user."""
     or_one: bool = False
-    """Of a mapping of names to sections: one section may stand in its place, and has the key's own name then."""
+    """For a mapping of names to sections: a single section may be written instead, which then gets the key's name."""
     read_if: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Keys of the section (or at the top), each with the values under one of which this key is read; no values: where
     the other key is set. Empty: it is always read."""

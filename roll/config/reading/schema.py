@@ -2,7 +2,7 @@
 
 dacite builds the objects, strictly; it stops at its first error, so this reader goes first: it collects all mistakes,
 brings values to the field's type where that is safe (``1e-6`` and ``1e8`` without a dot are numbers, an int field takes
-``1e8``) and leaves out nothing.  The rules of a field stand in its metadata (:mod:`roll.config.reading.fields`)."""
+``1e8``) and drops nothing silently. The rules of a field are in its metadata (:mod:`roll.config.reading.fields`)."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _check_rules(value: Any, rules: FieldRules) -> None:
 
 
 def _inside(rules: FieldRules) -> float | int:
-    """Some value within the bounds."""
+    """A value within the bounds, for error messages."""
     if rules.ge is not None:
         low = rules.ge
     elif rules.gt is not None:

@@ -1,4 +1,4 @@
-"""YAML files: whether they can be read at all, and the file and line in which a key stands."""
+"""YAML files: checks before composition, and the file and line of every key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll.config.reading.errors import Problems
 LARGEST_FILE = 1 << 20
 """Bytes; a configuration takes a few kilobytes."""
 DEEPEST = 64
-"""Sections in one another."""
+"""Levels of nested sections."""
 MOST_NODES = 10_000
 """Keys and values of a file with its aliases written out."""
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -203,7 +203,7 @@ def _read_files(file: Path, prefix: str, seen: set[Path]) -> Iterator[tuple[Path
     try:
         root = compose_nodes(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, OSError):
-        # The file is there all the same: its problem is reported elsewhere.
+        # The file exists; its problem is reported elsewhere.
         yield file, {}
         return
     lines: dict[str, int] = {}

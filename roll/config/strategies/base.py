@@ -132,7 +132,7 @@ class Package:
     install: str
     """The command, or where to read about it."""
     title: str = ""
-    """As its makers write it."""
+    """Display name, as its authors write it."""
     tested: tuple[str, str] = ("0", "0")
     """Versions that this code was tried with: from the first up to, not including, the second."""
 
@@ -143,7 +143,7 @@ class Backend:
 
     name: str
     options: type[StrategyConfig]
-    """Of ``strategy_config``."""
+    """The class of ``strategy_config``."""
     computes: str | None = None
     """Dotted path of the class that computes batches (:class:`roll.strategies.base.ModelStrategy`)."""
     generates: str | None = None
@@ -167,7 +167,7 @@ class Backend:
     holds_sent_dtype: bool = False
     """It computes in the type of the weights that it is sent."""
     adapter_ranks: tuple[int, ...] = ()
-    """Of an engine that computes with an adapter itself: the ranks that it makes room for when it starts."""
+    """For an engine that computes with an adapter itself: the adapter ranks that it can reserve room for at start."""
     adapter_arguments: Callable[[int], dict[str, Any]] | None = None
     """From an adapter's rank to the engine arguments that make this room."""
     only_plain_adapters: bool = False
@@ -184,6 +184,6 @@ class Backend:
 
 
 def own_weights(role: WorkerConfig) -> WorkerConfig:
-    """The role with the weights of its model folder: nobody sends it any."""
+    """The role with the weights of its model folder, for an engine that no trainer sends weights to."""
     options = {**role.strategy_args.strategy_config, "load_format": "auto"}
     return replace(role, strategy_args=replace(role.strategy_args, strategy_config=options))

@@ -42,7 +42,7 @@ def one_of(source: SourceRow, columns: Sequence[str]) -> tuple[str, Any]:
 
 
 def text_of(source: SourceRow, columns: Sequence[str]) -> str:
-    """The same where the value must be a text that says something."""
+    """The value of the first of ``columns`` that the row has, which must be a non-empty text."""
     column, value = one_of(source, columns)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{source.place}: {column} must be a non-empty text, found {str(value)[:60]!r}")

@@ -41,7 +41,7 @@ def hh_messages(text: str) -> list[Message] | None:
 
 
 def with_options(messages: list[Message], options: PrepareOptions) -> list[Message]:
-    """With the system message in front, unless there is one, and the instruction behind the last user message."""
+    """The messages with the system message in front, unless there is one, and the instruction after the last user's."""
     result = [dict(message) for message in messages]
     users = [i for i, message in enumerate(result) if message["role"] == "user"]
     if options.instruction and users:
