@@ -37,7 +37,7 @@ class VisionModel:
     """Most images of a prompt that the engine keeps room for; None: any number."""
     most_videos: int | None = None
     engine_time: EngineTime | None = None
-    """Positions of videos in the engine: a video that it places otherwise than the trainer is refused; None: none is."""
+    """Positions of videos in the engine: a video that it places otherwise than the trainer is refused."""
 
     def video_placeholder(self, video: EncodedVideo) -> str:
         """Text of a video in a prompt, as the model's processor writes it."""

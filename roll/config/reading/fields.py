@@ -224,21 +224,18 @@ def parse_device_mapping(value: Any) -> list[int]:
     return ids
 
 
-def _parse_expression(text: str) -> list[Any]:
+def _parse_expression(text: str) -> list[int]:
+    """The ids of a sum of lists and ranges."""
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        node = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(RULE) from None
-    return _read(tree.body)
-
-
-def _read(node: ast.expr) -> list[Any]:
-    """The ids of a sum of terms. A sum nests to the left, so that a loop is enough."""
+    # A sum nests to the left, so that a loop is enough.
     terms = []
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         terms.append(node.right)
         node = node.left
-    ids: list[Any] = []
+    ids: list[int] = []
     for term in (node, *reversed(terms)):
         ids += _read_term(term)
         _check_number(len(ids))
@@ -246,30 +243,21 @@ def _read(node: ast.expr) -> list[Any]:
 
 
 def _read_term(node: ast.expr) -> list[int]:
+    """The ids of a list or a range, perhaps inside ``list()``."""
+    match node:
+        case ast.Call(func=ast.Name(id="list"), args=[inner], keywords=[]):
+            node = inner
     match node:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_integer(item) for item in items]
-        case ast.Call(func=ast.Name(id="list"), args=[ast.List() | ast.Tuple() as inner], keywords=[]):
-            return _read_term(inner)
-        case ast.Call(func=ast.Name(id="list"), args=[ast.Call() as inner], keywords=[]):
-            return _read_range(inner)
-        case ast.Call(func=ast.Name(id="range")):
-            return _read_range(node)
-        case _:
-            raise ValueError(RULE)
-
-
-def _read_range(node: ast.Call) -> list[int]:
-    match node:
         case ast.Call(func=ast.Name(id="range"), args=arguments, keywords=[]) if 1 <= len(arguments) <= 3:
             bounds = [_integer(argument) for argument in arguments]
-        case _:
-            raise ValueError(RULE)
-    if len(bounds) == 3 and bounds[2] == 0:
-        raise ValueError("the step of range() must not be 0")
-    ids = range(*bounds)
-    _check_number(max(0, -(-(ids.stop - ids.start) // ids.step)))
-    return list(ids)
+            if len(bounds) == 3 and bounds[2] == 0:
+                raise ValueError("the step of range() must not be 0")
+            ids = range(*bounds)
+            _check_number(max(0, -(-(ids.stop - ids.start) // ids.step)))
+            return list(ids)
+    raise ValueError(RULE)
 
 
 def _check_number(number: int) -> None:
