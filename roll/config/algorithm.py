@@ -109,12 +109,8 @@ KL_PENALTIES = (
 )
 """Estimators of the KL, which are those of :mod:`roll.algorithms.kl`."""
 LOSS_AGG_MODES = (
-    "seq-mean-token-mean",
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "prompt-mean",
-    "token-sum",
+    *("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    *("prompt-mean", "token-sum"),
 )
 VALUE_LOSSES = ("mse", "huber")
 NORM_TYPES = ("batch", "group", "running")
@@ -210,7 +206,7 @@ class PPOConfig(PolicyLossConfig):
     ppo_epochs: int = setting(1, ge=1)
     """Passes over a rollout batch."""
     shuffle_mini_batches: bool = False
-    """Draw the samples of each mini-batch anew in every pass; false: consecutive samples, the same in every pass."""
+    """Shuffle the samples before every pass; false: mini-batches of consecutive samples, the same in every pass."""
     adv_estimator: str = setting("gae", choices=ADV_ESTIMATORS, dotted_path=True, example="grpo")
     """Advantage estimator: ``gae`` (needs a critic), ``grpo``, ``reinforce``, ``reinforce++``, ``rloo`` ..."""
     pg_variant: str = setting("ppo", choices=POLICY_LOSSES, dotted_path=True)

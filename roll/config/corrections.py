@@ -99,7 +99,7 @@ class CorrectionOptions:
     detach: bool = True
     """Keep the gradient out of the weights; matters only where old log-probs are the current policy's own."""
     function: str | None = None
-    """Dotted path of a correction of one's own, in place of rules."""
+    """Dotted path of the user's own correction, in place of rules."""
 
     @property
     def is_active(self) -> bool:
@@ -180,7 +180,7 @@ def parse_correction(value: Any) -> Any:
 
 
 def correction_options(value: Any) -> CorrectionOptions:
-    """The rules that a value of the key stands for; null: none.
+    """The rules that a value of the key means; null: none.
 
     Raises:
         ValueError: neither a preset nor a dotted path, nor a list of rules, nor a section with ``is_weight`` and

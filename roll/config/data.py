@@ -173,16 +173,12 @@ def format_of(path: Path) -> str:
     return path.with_suffix("").suffix.lower() if path.suffix == ".gz" else path.suffix.lower()
 
 
-def is_pattern(name: str) -> bool:
-    return glob.has_magic(name)
-
-
 def matching_files(path: Path) -> list[Path]:
     """The file itself, the data files of a folder, or the files that a pattern matches, in alphabetical order."""
     if os.path.isfile(path):
         return [path]
     if os.path.isdir(path):
-        if saved_splits(path) or "_data_files" in _json_object(path / "state.json"):
+        if saved_splits(path) or "_data_files" in json_object(path / "state.json"):
             return saved_files(path)
         return sorted(p for p in path.iterdir() if os.path.isfile(p) and format_of(p) in FORMATS)
     return sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
@@ -196,7 +192,7 @@ def saved_files(folder: Path) -> list[Path]:
     splits = saved_splits(folder)
     if splits:
         return saved_files(folder / splits[0]) if len(splits) == 1 or splits[0] == "train" else []
-    state = _json_object(folder / "state.json")
+    state = json_object(folder / "state.json")
     files = state.get("_data_files")
     names = [one.get("filename") for one in files if isinstance(one, dict)] if isinstance(files, list) else []
     return [folder / name for name in names if isinstance(name, str) and os.path.isfile(folder / name)]
@@ -204,12 +200,13 @@ def saved_files(folder: Path) -> list[Path]:
 
 def saved_splits(folder: Path) -> list[str]:
     """The splits of a folder that ``datasets`` wrote, ``train`` first; none: it is no such folder."""
-    splits = _json_object(folder / "dataset_dict.json").get("splits")
+    splits = json_object(folder / "dataset_dict.json").get("splits")
     names = [name for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
     return sorted(names, key=lambda name: name != "train")
 
 
-def _json_object(file: Path) -> dict[str, Any]:
+def json_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none that can be read."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -226,7 +223,7 @@ def name_problem(name: str, check_files: bool) -> str | None:
         return str(error)
     path = Path(name).expanduser()
     is_folder = os.path.isdir(path) or name.endswith("/")
-    if not is_folder and not is_pattern(name) and format_of(path) not in FORMATS:
+    if not is_folder and not glob.has_magic(name) and format_of(path) not in FORMATS:
         hint = f"; a data set of the hub is written hub:{name}" if name.count("/") == 1 and not path.suffix else ""
         return f"must be a file of one of the kinds {', '.join(FORMATS)}, a folder or a pattern{hint}"
     if check_files and not matching_files(path):

@@ -14,22 +14,13 @@ from typing import Any, Generic, TypeVar, cast
 
 from roll.config.checks.base import Checks
 from roll.config.checks.keys import refuse_unavailable
-from roll.config.pipelines import (
-    MISSING,
-    NAMES,
-    PIPELINES,
-    PipelineDefinition,
-    definition_of,
-    definitions,
-    own_definition,
-)
+from roll.config.pipelines import NAMES, PIPELINES, PipelineDefinition, definition_of, definitions, own_definition
 from roll.config.plan.plan import Plan
 from roll.config.reading.compose import Composed, compose_file
 from roll.config.reading.errors import ConfigError, Notice, Problem, Problems, closest
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import register_secrets
 from roll.config.reading.schema import SchemaReader, build, known_keys
-from roll.config.reading.yaml_files import SourceFile
 from roll.config.run import RunConfig
 
 C = TypeVar("C", bound=RunConfig)
@@ -92,14 +83,9 @@ def load_composed(
     register_secrets(composed.data)
     if not composed.data and not problems.errors:
         problems.missing("(file)", "is empty")
-    loaded = (
-        _load(config_class, without_fragments(composed), composed.source, problems, check_files)
-        if composed.data
-        else None
-    )
-    if problems.errors:
+    loaded = _load(config_class, composed, problems, check_files) if composed.data else None
+    if loaded is None or problems.errors:
         raise ConfigError(problems.located(composed.source.place_of))
-    assert loaded is not None
     pipeline, config, plan = loaded
     return LoadedConfig(
         config=cast(C, config),
@@ -112,18 +98,19 @@ def load_composed(
 
 
 def _load(
-    config_class: type[C] | None, data: Mapping[str, Any], source: SourceFile, problems: Problems, check_files: bool
+    config_class: type[C] | None, composed: Composed, problems: Problems, check_files: bool
 ) -> tuple[PipelineDefinition, RunConfig, Plan] | None:
+    data, source = without_fragments(composed), composed.source
     expected = next((one.name for one in definitions() if one.config_class is config_class), None)
     pipeline = detect_pipeline(data, expected, problems)
     if pipeline is None:
         return None
     cls = pipeline.config_class
-    data = with_own_names(data, pipeline, problems)
-    values = SchemaReader(problems, root=cls).read(cls, data, "")
-    refuse_unavailable(data, problems)
+    written = with_own_names(data, pipeline, problems)
+    values = SchemaReader(problems, root=cls).read(cls, written, "")
+    refuse_unavailable(written, problems)
     config: RunConfig = build(cls, values)
-    checks = Checks(problems, lambda key: _is_written(data, key), check_files, pipeline, source.is_own)
+    checks = Checks(problems, lambda key: _is_written(written, key), check_files, pipeline, source.is_own)
     pipeline.check(config, checks)
     if problems.errors:
         return None
@@ -174,19 +161,15 @@ def without_fragments(composed: Composed) -> dict[str, Any]:
 def detect_pipeline(data: Mapping[str, Any], expected: str | None, problems: Problems) -> PipelineDefinition | None:
     """The pipeline that a file is for: its ``pipeline`` key, the launcher's own, or read off its sections."""
     named = data.get("pipeline")
-    marks = {one.name: [key for key in one.start_keys if data.get(key) not in (None, False)] for one in PIPELINES}
-    marked = next((name for name, found in marks.items() if found), None)
-    is_own = isinstance(named, str) and "." in named
-    pipeline = marked if marked in MISSING and not is_own else named or expected or marked
-    if isinstance(pipeline, str) and pipeline in MISSING:
-        found = f" ({', '.join(marks[pipeline])})" if marks[pipeline] else ""
-        rule = f"is a file of the {pipeline} pipeline{found}: {MISSING[pipeline]} is not available yet"
-        problems.missing("(file)", f"{rule}; {' and '.join(NAMES)} are")
-    elif named is not None and not isinstance(named, str):
+    marked = next(
+        (one.name for one in PIPELINES if any(data.get(key) not in (None, False) for key in one.start_keys)), None
+    )
+    pipeline = named or expected or marked
+    if named is not None and not isinstance(named, str):
         problems.add("pipeline", named, f"must be one of {', '.join(NAMES)}", marked or "rlvr")
     elif expected is not None and named is not None and named != expected:
         problems.add("pipeline", named, f"this launcher runs {expected}; use the launcher of {named}", expected)
-    elif is_own:
+    elif isinstance(named, str) and "." in named:
         return _own_definition(named, problems)
     elif pipeline is None:
         problems.missing("pipeline", f"cannot be told from the file: it must be one of {', '.join(NAMES)}", "rlvr")
@@ -227,23 +210,21 @@ def find_file(config_path: Path, config_name: str | None) -> Path:
     Raises:
         ConfigError: there is none; the message lists where it was looked for, and what is there.
     """
-    roots = [Path(), Path("examples"), recipes_root() / "examples"]
-    names = [config_path] if config_name is None else [config_path / config_name]
-    candidates = [root / name for root in roots for name in names]
+    wanted = config_path if config_name is None else config_path / config_name
+    candidates = [root / wanted for root in (Path(), Path("examples"), recipes_root() / "examples")]
     for candidate in candidates:
         for file in (candidate, candidate.with_name(candidate.name + EXTENSION)):
             if os.path.isfile(file) and file.suffix == EXTENSION:
                 return file
             if os.path.isfile(file):
                 raise ConfigError([Problem("(file)", str(file), "must be a file that ends in .yaml")])
-    shown = config_path if config_name is None else config_path / config_name
     near = [folder for folder in dict.fromkeys(candidate.parent for candidate in candidates) if os.path.isdir(folder)]
     there = sorted({file.name for folder in near for file in folder.iterdir() if file.suffix == EXTENSION})
     rule = "no such file, neither from the working directory nor from examples/"
     listing = f"; there is {', '.join(there)}" if there else ""
     key = "(file)" if config_name is None else "--config_path and --config_name"
-    nearest = closest(f"{candidates[0].name}", [Path(name).stem for name in there])
-    raise ConfigError([Problem(key, str(shown), f"{rule}{listing}", f"nearest: {nearest}" if nearest else None)])
+    nearest = closest(wanted.name, [Path(name).stem for name in there])
+    raise ConfigError([Problem(key, str(wanted), f"{rule}{listing}", f"nearest: {nearest}" if nearest else None)])
 
 
 PACKAGE = Path(__file__).resolve().parents[1]

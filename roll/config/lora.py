@@ -1,14 +1,14 @@
-"""The LoRA keys of a role: what they mean, and their checks. Torch-free, and without peft."""
+"""The LoRA keys of a role: their meaning and their checks. Imports neither torch nor peft."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll.config.data import json_object
 from roll.config.strategies.registry import backend_of
 
 if TYPE_CHECKING:
@@ -30,18 +30,14 @@ def uses_lora(args: ModelArguments) -> bool:
 
 
 def adapter_rank(args: ModelArguments) -> int:
-    """The rank of a role's adapter: what the adapter that it goes on from says, where that is a folder."""
-    file = Path(args.adapter_name_or_path or "").expanduser() / _ADAPTER_CONFIG
-    if args.adapter_name_or_path is None or not os.path.isfile(file):
-        return args.lora_rank
-    return int(_own_settings(file).get("lora_rank", args.lora_rank))
+    """The rank of a role's adapter: that of the adapter to start from where it is a folder, else ``lora_rank``."""
+    return int(_adapter_config(args).get("r") or args.lora_rank)
 
 
 def adapts_experts(args: ModelArguments) -> bool:
-    """True where adapters are asked for on tensors of experts, as far as can be read without the model."""
-    file = Path(args.adapter_name_or_path or "").expanduser() / _ADAPTER_CONFIG
+    """True where adapters are wanted on tensors of experts, as far as can be read without the model."""
     if args.adapter_name_or_path is not None:
-        return os.path.isfile(file) and bool(_own_settings(file, {"experts": "target_parameters"}).get("experts"))
+        return bool(_adapter_config(args).get("target_parameters"))
     return not is_pattern(args.lora_target) and any(
         name.rpartition(".")[2] == EXPERTS for name in names_of(args.lora_target)
     )
@@ -96,14 +92,18 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
         _note_without_effect(path, args, "the engine gets the trainer's weights, with the adapters merged in", checks)
         return
     if not uses_lora(args):
-        _check_without_target(path, args, checks)
+        if args.additional_target:
+            rule = "goes with lora_target: it names modules trained in full in addition to adapters"
+            checks.add(f"{path}.additional_target", args.additional_target, rule, "~")
+        _note_without_effect(path, args, "no lora_target", checks)
         return
     key = f"{path}.lora_target" if args.lora_target else f"{path}.adapter_name_or_path"
     value = args.lora_target or args.adapter_name_or_path
     if backend_of(strategy).only_plain_adapters:
         _check_plain(path, args, strategy, checks)
-    if adapts_experts(args):
-        _check_experts(path, args, checks)
+    if adapts_experts(args) and args.lora_dropout:
+        rule = "must be 0 with adapters of the experts: they are added to the weights, which see no input to drop"
+        checks.add(f"{path}.lora_dropout", args.lora_dropout, rule, 0.0)
     if checks.check_files and find_spec("peft") is None:
         checks.add(key, value, "needs peft, an optional package: pip install 'roll-rl[peft]'")
     if args.freeze_module_prefix:
@@ -118,13 +118,6 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
     if not trains and not args.adapter_name_or_path:
         checks.note(f"{path}.lora_target", "has no effect: a new adapter changes nothing until it is trained")
     _check_adapter(path, args, checks)
-
-
-def _check_experts(path: str, args: ModelArguments, checks: Checks) -> None:
-    """Problems of keys that exclude adapters of fused experts."""
-    if args.lora_dropout:
-        rule = "must be 0 with adapters of the experts: they are added to the weights, which see no input to drop"
-        checks.add(f"{path}.lora_dropout", args.lora_dropout, rule, 0.0)
 
 
 def is_trained_whole_everywhere(name: str) -> bool:
@@ -149,13 +142,6 @@ def _check_plain(path: str, args: ModelArguments, strategy: str, checks: Checks)
         checks.add(f"{path}.additional_target", args.additional_target, rule, "lm_head")
 
 
-def _check_without_target(path: str, args: ModelArguments, checks: Checks) -> None:
-    if args.additional_target:
-        rule = "goes with lora_target: it names modules trained in full in addition to adapters"
-        checks.add(f"{path}.additional_target", args.additional_target, rule, "~")
-    _note_without_effect(path, args, "no lora_target", checks)
-
-
 def _note_without_effect(path: str, args: ModelArguments, reason: str, checks: Checks) -> None:
     for key in ("lora_target", "adapter_name_or_path", "lora_rank", "lora_alpha", "lora_dropout"):
         if checks.written(f"{path}.{key}") and getattr(args, key) is not None:
@@ -175,23 +161,18 @@ def _check_adapter(path: str, args: ModelArguments, checks: Checks) -> None:
         if checks.check_files and adapter.startswith(("/", "./", "../", "~")):
             checks.add(key, adapter, "no such folder")
         return
-    file = folder / _ADAPTER_CONFIG
-    if not os.path.isfile(file):
+    if not os.path.isfile(folder / _ADAPTER_CONFIG):
         checks.add(key, adapter, f"is not a peft adapter: it has no {_ADAPTER_CONFIG}")
         return
-    for name, held in _own_settings(file).items():
-        written = getattr(args, name)
+    config = _adapter_config(args)
+    for name, theirs in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
+        written, held = getattr(args, name), config.get(theirs, getattr(args, name))
         if checks.written(f"{path}.{name}") and written is not None and written != held:
             rule = f"disagrees with the adapter of adapter_name_or_path, which has {held}; leave it out"
             checks.add(f"{path}.{name}", written, rule, held)
 
 
-_OURS_TO_THEIRS = {"lora_rank": "r", "lora_alpha": "lora_alpha"}
-
-
-def _own_settings(file: Path, names: dict[str, str] = _OURS_TO_THEIRS) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        return {}
-    return {ours: config[theirs] for ours, theirs in names.items() if theirs in config}
+def _adapter_config(args: ModelArguments) -> dict[str, Any]:
+    """peft's configuration of the adapter to start from; empty where it cannot be read."""
+    folder = args.adapter_name_or_path
+    return {} if folder is None else json_object(Path(folder).expanduser() / _ADAPTER_CONFIG)

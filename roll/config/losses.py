@@ -240,7 +240,7 @@ class DivergenceConfig:
     kd_temperature: float = setting(1.0, gt=0)
     """Divides the logits of both sides before they are compared."""
     teacher_temperature: float = setting(1.0, gt=0)
-    """Divides the teacher's logits once more."""
+    """Divides the teacher's logits in addition to ``kd_temperature``."""
     kd_temperature_squared: bool = True
     """Multiply the divergence by the square of ``kd_temperature``, so that its gradient keeps its size (Hinton et al.);
     false: as in ROLL."""

@@ -23,7 +23,7 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 def looks_like_folder(path: str) -> bool:
     """A path rather than a hub name (``name`` or ``owner/name``), or something that exists."""
-    # os.path, here and wherever a name comes from a file: of names too long for any file Path.exists() raises.
+    # os.path, since the name may come from a file: Path.exists() raises on names too long for any file.
     return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or os.path.exists(path)
 
 
@@ -67,7 +67,7 @@ def model_config(path: str | None) -> Mapping[str, Any] | None:
 
 
 def read_model_config(path: str | None) -> Mapping[str, Any] | None:
-    """The same.
+    """:func:`model_config` for callers that report a damaged file.
 
     Raises:
         ValueError: the file is there and is no JSON object, with the reason.
@@ -158,30 +158,10 @@ REASONS: dict[tuple[str, str], str] = {
 
 RECURRENT_TYPES = frozenset(
     (
-        "bamba",
-        "falcon_h1",
-        "falcon_mamba",
-        "granitemoehybrid",
-        "jamba",
-        "kimi_linear",
-        "lfm2",
-        "lfm2_moe",
-        "mamba",
-        "mamba2",
-        "minimax",
-        "nemotron_h",
-        "olmo_hybrid",
-        "plamo2",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
-        "recurrent_gemma",
-        "rwkv",
-        "xlstm",
-        "zamba",
-        "zamba2",
+        *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"),
+        *("lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h"),
+        *("olmo_hybrid", "plamo2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
+        *("qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
     )
 )
 """Values of ``model_type`` of models whose layers keep a state."""
@@ -255,7 +235,7 @@ def vocabulary_of(path: str, fetch: bool = False) -> Mapping[int, str] | None:
     """Token by id, added tokens included; None where the tokenizer is not on this machine.
 
     Args:
-        fetch: load it all the same, from wherever transformers finds it.
+        fetch: then load it by transformers, from the hub if need be.
     """
     folder = model_folder(path)
     if folder is not None and os.path.isfile(folder / TOKENIZER):

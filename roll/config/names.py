@@ -39,18 +39,8 @@ FILTER_ARGUMENTS = {
 """Group filters and their arguments."""
 
 TEMPLATES = (
-    "native",
-    "qwen2_5",
-    "qwen2-vl",
-    "qwen3",
-    "qwen3_nothink",
-    "qwen3_coder",
-    "chatml",
-    "empty",
-    "base",
-    "raw",
-    "longCOT_qwen2.5",
-    "longcot_V3",
+    *("native", "qwen2_5", "qwen2-vl", "qwen3", "qwen3_nothink", "qwen3_coder"),
+    *("chatml", "empty", "base", "raw", "longCOT_qwen2.5", "longcot_V3"),
 )
 TEMPLATE_ENDINGS = (".jinja", ".j2")
 """Of files that hold a chat template."""
@@ -101,10 +91,7 @@ REWARDS = Table(
 PUBLISHED_REWARDS = {each: name for name, reward in REWARDS.items() for each in reward.published}
 """Reward classes of ROLL's published files that run here, with their short names."""
 
-PLANNED_REWARDS = {
-    "RemoteRewardSystemWorker": "remote",
-    "VideoR1RewardWorker": "video_r1",
-}
+PLANNED_REWARDS = {"RemoteRewardSystemWorker": "remote", "VideoR1RewardWorker": "video_r1"}
 """Reward classes of ROLL's published files that do not run here."""
 WHY_PLANNED = {
     "remote": ("the reward remote, a client of a service that is not public: http_reward asks your own", "http_reward"),
@@ -112,11 +99,6 @@ WHY_PLANNED = {
 }
 """Of each of those: what it is, and a reward to take in its place."""
 
-PUBLISHED_WORKERS = (
-    "ActorWorker",
-    "ActorPGWorker",
-    "CriticWorker",
-    "InferWorker",
-)
+PUBLISHED_WORKERS = ("ActorWorker", "ActorPGWorker", "CriticWorker", "InferWorker")
 """Worker classes of ROLL's published files that stand for a role's own worker here."""
 PUBLISHED_PREFIX = "roll.pipeline."

@@ -1,4 +1,4 @@
-"""The definition of a pipeline: everything that the loader, the checks, the planner and the trackers ask about it.
+"""The definition of a pipeline: everything that loader, checks, planner and trackers need to know of it.
 
 A pipeline is one folder, ``roll/pipelines/<name>/``, whose ``definition.py`` derives from :class:`PipelineDefinition`.
 Such a module imports neither torch nor ray at its top, since ``roll check`` imports it too."""
@@ -54,24 +54,31 @@ GENERATES = Task("generates", generation_strategies)
 SCORES = Task("scores responses", infer_strategies)
 
 _PLACE = frozenset(
-    ("name", "worker_cls", "model_args", "strategy_args", "device_mapping", "num_gpus_per_worker", "world_size")
-) | {"backend_timeout", "system_envs", "max_concurrency", "model_update_frequency"}
-_ROWS = frozenset(("use_prefix_sharing", "use_remove_padding", "use_sequence_packing", "sequence_packing_args"))
-_FORWARD = frozenset(("infer_batch_size", "use_dynamic_batching_in_infer")) | {
-    "max_tokens_per_microbatch_in_infer",
-    "sequence_length_round_in_infer",
-}
-_TRAIN = frozenset(("training_args", "use_dynamic_batching_in_train")) | {
-    "max_tokens_per_microbatch_in_train",
-    "sequence_length_round_in_train",
-}
+    (
+        *("name", "worker_cls", "model_args", "strategy_args", "device_mapping", "num_gpus_per_worker", "world_size"),
+        *("backend_timeout", "system_envs", "max_concurrency", "model_update_frequency"),
+    )
+)
+_FORWARD = frozenset(
+    (
+        *("use_prefix_sharing", "use_remove_padding", "use_sequence_packing", "sequence_packing_args"),
+        *("infer_batch_size", "use_dynamic_batching_in_infer"),
+        *("max_tokens_per_microbatch_in_infer", "sequence_length_round_in_infer"),
+    )
+)
+_TRAIN = frozenset(
+    (
+        *("training_args", "use_dynamic_batching_in_train"),
+        *("max_tokens_per_microbatch_in_train", "sequence_length_round_in_train"),
+    )
+)
 POLICY_KEYS = frozenset(("data_args", "pg_variant", "topr_positive_weight", "topr_negative_weight"))
 """Keys of a role that learns from the run's data, beyond those of every trained role."""
 READ_KEYS = {
-    TRAINS: _PLACE | _ROWS | _FORWARD | _TRAIN,
-    COMPUTES_LOG_PROBS: _PLACE | _ROWS | _FORWARD,
-    TEACHES: _PLACE | _ROWS | _FORWARD,
-    SCORES: _PLACE | _ROWS | _FORWARD,
+    TRAINS: _PLACE | _FORWARD | _TRAIN,
+    COMPUTES_LOG_PROBS: _PLACE | _FORWARD,
+    TEACHES: _PLACE | _FORWARD,
+    SCORES: _PLACE | _FORWARD,
     GENERATES: _PLACE | {"generating_args"},
 }
 """The keys of :class:`WorkerConfig` that a role reads, by its task."""
@@ -104,7 +111,7 @@ class Panel:
     Attributes:
         title: stands above it.
         keys: the metrics drawn, where the log has them; ``*`` stands for one part between slashes.
-        first_only: draw only the first of them that is there.
+        first_only: draw only the first key that the log has.
         unit_range: the axis shows 0 to 1.
         smooth: draw a moving average over the raw curve.
     """
@@ -154,7 +161,7 @@ class PipelineDefinition(ABC):
     reference: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = ()
     """Tables of the configuration reference: heading, class, and the classes whose fields stand elsewhere."""
     section_tables: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = ()
-    """Those of the sections that only its files have."""
+    """Further tables, of the sections that only files of this pipeline have."""
 
     section_aliases: ClassVar[Mapping[str, str]] = {}
     """Other names of sections at the top of a file, such as those of ROLL."""
@@ -272,7 +279,7 @@ class PipelineDefinition(ABC):
         """Requirements of the run on this host.
 
         Raises:
-            ConfigError: it has not.
+            ConfigError: a requirement that is not met.
         """
 
     def own_functions(self, loaded: Any) -> Iterator[tuple[str, Any, Callable[[], object]]]:
@@ -297,7 +304,7 @@ class PipelineDefinition(ABC):
         return {}
 
     def reading_role(self) -> str:
-        """The role whose tokenizer reads them: the first that trains, else the first."""
+        """The role whose tokenizer reads these sets: the first that trains, else the first."""
         return next((role.name for role in self.roles if role.task is TRAINS), self.roles[0].name)
 
     def served_section(self, loaded: Any, role: str) -> WorkerConfig:
@@ -325,27 +332,21 @@ class PipelineEntry:
     name: str
     start_keys: tuple[str, ...]
     """A file that sets one of these is for this pipeline; the first line with one that is set counts."""
-    definition: str | None = None
+    definition: str
     """Dotted path of its :class:`PipelineDefinition`."""
-    missing: str | None = None
-    """Of a pipeline of ROLL's files that is still to come: what it does."""
 
 
 PIPELINES = (
     PipelineEntry("sft", ("sft_train",), "roll.pipelines.sft.definition.SFT"),
     PipelineEntry(
-        "agentic",
-        ("train_env_manager", "val_env_manager", "custom_envs"),
-        "roll.pipelines.agentic.definition.Agentic",
+        "agentic", ("train_env_manager", "val_env_manager", "custom_envs"), "roll.pipelines.agentic.definition.Agentic"
     ),
     PipelineEntry("rm", ("reward_train",), "roll.pipelines.rm.definition.RewardModel"),
     PipelineEntry("evaluate", ("evaluate",), "roll.pipelines.evaluate.definition.Evaluate"),
     PipelineEntry("agentic_rollout", (), "roll.pipelines.agentic_rollout.definition.AgenticRollout"),
     PipelineEntry("dpo", ("chosen_key", "rejected_key", "ipo", "loss_type"), "roll.pipelines.dpo.definition.DPO"),
     PipelineEntry(
-        "distill",
-        ("student", "distill_loss_weight", "student_pretrain"),
-        "roll.pipelines.distill.definition.Distill",
+        "distill", ("student", "distill_loss_weight", "student_pretrain"), "roll.pipelines.distill.definition.Distill"
     ),
     PipelineEntry(
         "opd",
@@ -354,21 +355,17 @@ PIPELINES = (
     ),
     PipelineEntry("rlvr", ("rewards", "actor_infer", "rollout_batch_size"), "roll.pipelines.rlvr.definition.RLVR"),
 )
-NAMES = tuple(sorted(entry.name for entry in PIPELINES if entry.definition is not None))
-"""The pipelines that there are."""
-MISSING = {entry.name: entry.missing for entry in PIPELINES if entry.missing is not None}
+NAMES = tuple(sorted(entry.name for entry in PIPELINES))
 
 
 @cache
 def definition_of(name: str) -> PipelineDefinition:
     """The definition of one of :data:`NAMES`."""
-    path = next(entry.definition for entry in PIPELINES if entry.name == name)
-    assert path is not None
-    return _load(path)
+    return _load(next(entry.definition for entry in PIPELINES if entry.name == name))
 
 
 def definitions() -> tuple[PipelineDefinition, ...]:
-    """All of them."""
+    """The definitions of all :data:`NAMES`."""
     return tuple(definition_of(name) for name in NAMES)
 
 
@@ -398,7 +395,7 @@ def _load(path: str) -> PipelineDefinition:
 
 
 def find_own_modules() -> None:
-    """Let a user's modules be found in the working directory, as Ray's workers and ``python -m`` do.
+    """Put the working directory on the module path, as Ray's workers and ``python -m`` do.
 
     An installed command and a script start with their own folder on the path instead.
     """

@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from roll.config.corrections import CorrectionConfig, CorrectionRule, ImportanceWeightConfig, MismatchFilterConfig
 from roll.config.data import CurriculumArguments, DataArguments
 from roll.config.pipelines import definitions
-from roll.config.reading.errors import ConfigError, Problem, closest
+from roll.config.reading.errors import ConfigError, Problem, closest, plain_words
 from roll.config.reading.legacy_keys import legacy_of
 from roll.config.reading.schema import mapped_section, nested_section, rules_of, section_fields, type_hints
 from roll.config.roles import (
@@ -122,11 +122,9 @@ def default_words(item: Field[Any], hint: Any) -> str:
         return "null" if item.default is None else ""
     factory = item.default_factory
     value = item.default if factory is MISSING else factory()
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value) if value != "" else "(empty)"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "(empty)" if value == "" else plain_words(value)
 
 
 def meaning(item: Field[Any], text: str) -> str:
@@ -142,36 +140,7 @@ def meaning(item: Field[Any], text: str) -> str:
         parts.append(f"Must be {rules.bounds()}.")
     if rules.aliases:
         parts.append(f"Also written {', '.join(f'`{alias}`' for alias in rules.aliases)}.")
-    return " ".join(parts).replace("``", "`").replace("|", "\\|")
-
-
-def table(cls: type, elsewhere: tuple[type, ...]) -> Iterator[str]:
-    """Markdown lines of one section's keys."""
-    known = {item.name for other in elsewhere for item in section_fields(other)}
-    texts, hints = field_texts(cls), type_hints(cls)
-    yield "| key | type | default | meaning |"
-    yield "|---|---|---|---|"
-    for item in section_fields(cls):
-        if item.name in known:
-            continue
-        hint = hints[item.name]
-        default = default_words(item, hint)
-        shown = f"`{default}`" if default else ""
-        yield f"| `{item.name}` | {type_words(hint)} | {shown} | {meaning(item, texts[item.name])} |"
-
-
-def page() -> str:
-    """The whole reference page as Markdown."""
-    lines = [INTRODUCTION]
-    for heading, cls, elsewhere in tables():
-        lines += [f"## {heading}", "", *table(cls, elsewhere), ""]
-    return "\n".join(lines)
-
-
-SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
-INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
-"""Any value may be written as a reference to another key."""
-PLACEHOLDER = re.compile(r"<[^>]+>|\[\]")
+    return " ".join(parts).replace("``", "`")
 
 
 @dataclass(frozen=True)
@@ -190,6 +159,34 @@ class Explanation:
     text: str
 
 
+def rows_of(heading: str, cls: type, elsewhere: tuple[type, ...]) -> Iterator[Explanation]:
+    """The keys of one of the :func:`tables`."""
+    known = {item.name for other in elsewhere for item in section_fields(other)}
+    texts, hints = field_texts(cls), type_hints(cls)
+    for item in section_fields(cls):
+        if item.name not in known:
+            hint, text = hints[item.name], meaning(item, texts[item.name])
+            yield Explanation(heading.replace("`", ""), item.name, type_words(hint), default_words(item, hint), text)
+
+
+def page() -> str:
+    """The whole reference page as Markdown."""
+    lines = [INTRODUCTION]
+    for heading, cls, elsewhere in tables():
+        lines += [f"## {heading}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        for row in rows_of(heading, cls, elsewhere):
+            default, text = f"`{row.default}`" if row.default else "", row.text.replace("|", "\\|")
+            lines.append(f"| `{row.key}` | {row.type} | {default} | {text} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
+"""Any value may be written as a reference to another key."""
+PLACEHOLDER = re.compile(r"<[^>]+>|\[\]")
+
+
 def explain(word: str) -> list[Explanation]:
     """Every key that ``word`` names: a key's own name, or the end of its path (``training_args.learning_rate``).
 
@@ -197,27 +194,15 @@ def explain(word: str) -> list[Explanation]:
         ConfigError: no section has such a key; the nearest one is named.
     """
     *sections, name = word.split(".")
-    found = [row for row in _rows() if row.key == name or f"`{name}`" in row.text.partition("Also written")[2]]
+    rows = [row for table in tables() for row in rows_of(*table)]
+    found = [row for row in rows if row.key == name or f"`{name}`" in row.text.partition("Also written")[2]]
     if sections:
         inner = sections[-1]
         found = [row for row in found if inner in _words(row.section)] or ([] if _is_section(inner) else found)
     if not found:
-        nearest = closest(name, {row.key for row in _rows()})
+        nearest = closest(name, {row.key for row in rows})
         raise ConfigError([Problem("roll explain", word, "no section has such a key", nearest)])
     return found
-
-
-def _rows() -> Iterator[Explanation]:
-    for heading, cls, elsewhere in tables():
-        known = {item.name for other in elsewhere for item in section_fields(other)}
-        texts, hints = field_texts(cls), type_hints(cls)
-        for item in section_fields(cls):
-            if item.name not in known:
-                hint = hints[item.name]
-                text = meaning(item, texts[item.name]).replace("\\|", "|")
-                yield Explanation(
-                    heading.replace("`", ""), item.name, type_words(hint), default_words(item, hint), text
-                )
 
 
 def _words(heading: str) -> set[str]:
@@ -258,7 +243,7 @@ def _section_schema(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value_schema(item: Field[Any], hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """``item``'s type with its bounds; a field with a parser of its own also takes that parser's spellings."""
+    """The type of ``item`` with its bounds; anything for a field whose parser takes further spellings."""
     rules = rules_of(item)
     if rules.parse is not None or hint is Any:
         return {}
@@ -268,16 +253,8 @@ def _value_schema(item: Field[Any], hint: Any, definitions: dict[str, Any]) -> d
     if rules.choices is not None and not rules.dotted_path and not rules.endings:
         names = [*rules.choices, *(choice.upper() for choice in rules.choices if choice.upper() != choice)]
         options = [{"enum": names} if option.get("type") == "string" else option for option in options]
-    bounds = {
-        word: bound
-        for word, bound in (
-            ("minimum", rules.ge),
-            ("exclusiveMinimum", rules.gt),
-            ("maximum", rules.le),
-            ("exclusiveMaximum", rules.lt),
-        )
-        if bound is not None
-    }
+    limits = {"minimum": rules.ge, "exclusiveMinimum": rules.gt, "maximum": rules.le, "exclusiveMaximum": rules.lt}
+    bounds = {word: bound for word, bound in limits.items() if bound is not None}
     options = [option | bounds if option.get("type") in ("integer", "number") else option for option in options]
     return {"anyOf": [*options, INTERPOLATION]}
 

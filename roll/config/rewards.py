@@ -100,16 +100,19 @@ CHAT, TOKENS = "chat", "tokens"
 
 
 def model_inputs(rewards: Mapping[str, RewardConfig]) -> dict[str, str]:
-    """By domain that uses the role: ``chat`` or ``tokens``, as its reward's option ``input`` says."""
-    inputs = {name: list(_inputs(name, section)) for name, section in rewards.items()}
-    return {name: found[0] for name, found in inputs.items() if found}
+    """``chat`` or ``tokens`` for each domain that uses the role, from the option ``input`` of its reward."""
+    inputs: dict[str, str] = {}
+    for name, section in rewards.items():
+        for worker_cls, options in rewards_of(name, section):
+            if worker_cls == REWARD_MODEL:
+                inputs.setdefault(name, str(options.get("input", CHAT)))
+    return inputs
 
 
-def _inputs(name: str, section: RewardConfig) -> Iterator[str]:
-    parts = [(part.worker_cls or key, part.reward_kwargs) for key, part in section.components.items()]
-    for worker_cls, options in parts or [(section.worker_cls or name, section.reward_kwargs)]:
-        if worker_cls == REWARD_MODEL:
-            yield str(options.get("input", CHAT))
+def rewards_of(name: str, section: RewardConfig) -> list[tuple[str, dict[str, Any]]]:
+    """``worker_cls`` and ``reward_kwargs`` of every reward of a domain."""
+    components = [(part.worker_cls or key, part.reward_kwargs) for key, part in section.components.items()]
+    return components or [(section.worker_cls or name, section.reward_kwargs)]
 
 
 LLM_JUDGE = "llm_judge"
@@ -139,8 +142,7 @@ def judge_types(name: str, section: RewardConfig) -> set[Any]:
 
 def judges_of(name: str, section: RewardConfig) -> Iterator[dict[str, Any]]:
     """The ``reward_kwargs`` of every judge of a domain."""
-    rewards = [(part.worker_cls or key, part.reward_kwargs) for key, part in section.components.items()]
-    for worker_cls, options in rewards or [(section.worker_cls or name, section.reward_kwargs)]:
+    for worker_cls, options in rewards_of(name, section):
         if PUBLISHED_REWARDS.get(worker_cls.rpartition(".")[2], worker_cls) == LLM_JUDGE:
             yield options
 

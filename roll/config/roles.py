@@ -1,4 +1,4 @@
-"""The sub-sections that every role shares: model, training and generation arguments; data arguments are in ``data.py``.
+"""A role's section: model, training, generation and strategy arguments; data arguments are in ``data.py``.
 
 Torch-free; a loaded configuration is frozen.  The text under each field is the user documentation of its key."""
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roll.config.algorithm import POLICY_LOSSES
-from roll.config.data import CurriculumArguments, DataArguments
+from roll.config.data import DataArguments as DataArguments
 from roll.config.names import ATTENTION, DECAYING_SCHEDULERS, LR_SCHEDULERS
 from roll.config.reading.fields import parse_device_mapping, parse_dtype, parse_temperature, rules, setting
 
@@ -146,21 +146,6 @@ class GeneratingArguments:
     """Seed of the sampling streams; null: the run's ``seed``."""
 
 
-__all__ = [
-    "CurriculumArguments",
-    "DataArguments",
-    "GeneratingArguments",
-    "GenerationWorkerConfig",
-    "ModelArguments",
-    "ReferenceWorkerConfig",
-    "RouterReplayArguments",
-    "SequencePackingArguments",
-    "StrategyArguments",
-    "TrainingArguments",
-    "WorkerConfig",
-]
-
-
 @dataclass(frozen=True)
 class StrategyArguments:
     """``<role>.strategy_args``: how the role's model is computed."""
@@ -177,8 +162,8 @@ class SequencePackingArguments:
     """``<role>.sequence_packing_args``; used with ``use_sequence_packing``."""
 
     algorithm: Literal["none", "load_balance"] = "none"
-    """``none``: the rows of each micro-batch are packed. ``load_balance``: micro-batches are formed anew from all rows
-    of a rank, with as many tokens as the lengths below allow and nearly the same work in each."""
+    """``none``: the rows of each micro-batch are packed. ``load_balance``: micro-batches are formed from all rows of
+    a rank, with as many tokens as the lengths below allow and nearly the same work in each."""
     max_packed_sequence_length_forward: int | None = setting(None, ge=1)
     """``load_balance``: most tokens of a packed row in a forward pass; null: the pipeline's sequence length."""
     max_packed_sequence_length_train: int | None = setting(None, ge=1)
@@ -246,7 +231,7 @@ class WorkerConfig:
     """Compute the prompt that the samples of a group share once per micro-batch, in training and log-prob passes.
     Same numbers, fewer tokens; for models whose layers are all full attention."""
     use_remove_padding: bool = False
-    """Compute real tokens only: the rows of each micro-batch lie behind one another in one row without padding. Same
+    """Compute real tokens only: the rows of each micro-batch are concatenated into one row without padding. Same
     numbers; for models whose layers are all full attention."""
     use_dynamic_batching_in_train: bool = False
     """Form micro-batches from rows of like lengths, by tokens instead of samples, in training."""

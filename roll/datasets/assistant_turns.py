@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from roll.config.names import TEMPLATE_ENDINGS
 from roll.datasets.columns import Columns, Message
 from roll.datasets.reading import SourceRow
-from roll.datasets.templates import TemplateChoice
+from roll.datasets.templates import Conversation, TemplateChoice
 from roll.datasets.types import DataError
 
 if TYPE_CHECKING:
@@ -34,30 +34,19 @@ GROWING_TEMPLATES = frozenset(("native", "qwen2_5", "qwen3_coder", "qwen3", "qwe
 
 
 @dataclass(frozen=True)
-class Dialogue:
-    """A conversation to be learned."""
-
-    source: SourceRow
-    tag: str
-    messages: list[Message]
-    tools: list[Any] | None
-
-
-@dataclass(frozen=True)
 class Masked:
-    """Its tokens, and those that carry the loss."""
+    """The tokens of a conversation, and which of them carry the loss."""
 
     token_ids: list[int]
     mask: list[bool]
 
 
-def read_dialogue(columns: Columns, source: SourceRow, templates: TemplateChoice) -> Dialogue:
-    """The conversation of a row with its tools; a response of its own column is the last turn.
+def read_dialogue(columns: Columns, source: SourceRow) -> tuple[list[Message], list[Any] | None]:
+    """The conversation of a row and its tools; a response in a column of its own becomes the last turn.
 
     Raises:
         DataError: no conversation, no assistant's turn in it, or tools that are no list.
     """
-    tag = columns.read_tag(source)
     messages = [plain_message(source, one) for one in columns.read_messages(source)]
     answer = source.row.get(columns.response)
     if isinstance(answer, str) and answer and messages[-1]["role"] != "assistant":
@@ -72,7 +61,7 @@ def read_dialogue(columns: Columns, source: SourceRow, templates: TemplateChoice
         tools = parsed(source, TOOLS, tools) if tools.strip() else None
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"{source.place}: {TOOLS} must be a list of schemas, found {type(tools).__name__}")
-    return Dialogue(source, tag, templates.with_system(messages, tag), list(tools) if tools else None)
+    return messages, list(tools) if tools else None
 
 
 def plain_message(source: SourceRow, message: Message) -> Message:
@@ -117,11 +106,8 @@ class AssistantTurns:
         self._templates = templates
         self._special = set(tokenizer.all_special_ids)
 
-    def __call__(self, dialogues: Sequence[Dialogue]) -> list[Masked | DataError]:
-        """Tokens and mask of each conversation, or what is wrong with it."""
-        return [self._masked(one) for one in dialogues]
-
-    def _masked(self, one: Dialogue) -> Masked | DataError:
+    def __call__(self, one: Conversation) -> Masked | DataError:
+        """Tokens and mask of a conversation, or what is wrong with it."""
         from jinja2 import TemplateError
 
         name = self._templates.of(one.tag)
@@ -137,9 +123,7 @@ class AssistantTurns:
 
     def _variables(self, name: str) -> dict[str, Any]:
         """Arguments of the tokenizer's template by a template's name."""
-        render = self._templates.renders[name]
-        own = {"qwen3": {"enable_thinking": True}, "qwen3_nothink": {"enable_thinking": False}}.get(name, {})
-        return {**getattr(render, "keywords", {}), **own, **self._templates.variables}
+        return {**getattr(self._templates.renders[name], "keywords", {}), **self._templates.variables}
 
     def _has_marks(self, name: str) -> bool:
         if name in ("chatml", "empty"):
@@ -147,14 +131,14 @@ class AssistantTurns:
         template = self._variables(name).get("chat_template") or self._tokenizer.chat_template
         return GENERATION.search(str(template)) is not None
 
-    def _by_marks(self, one: Dialogue, name: str) -> Masked:
+    def _by_marks(self, one: Conversation, name: str) -> Masked:
         options: dict[str, Any] = {"tools": one.tools, **self._variables(name)}
         found: Any = self._tokenizer.apply_chat_template(
             one.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
         )
         return Masked(list(found["input_ids"]), [bool(value) for value in found["assistant_masks"]])
 
-    def _by_beginnings(self, one: Dialogue, name: str) -> Masked:
+    def _by_beginnings(self, one: Conversation, name: str) -> Masked:
         """
         Raises:
             DataError: a beginning of the conversation is not one of the whole.
@@ -201,7 +185,7 @@ class AssistantTurns:
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
-    def _render(self, one: Dialogue, name: str, count: int, opens: bool) -> str:
+    def _render(self, one: Conversation, name: str, count: int, opens: bool) -> str:
         """The first ``count`` messages, with the opening of the assistant's turn or without."""
         options: dict[str, Any] = {} if one.tools is None else {"tools": one.tools}
         if count == 0:

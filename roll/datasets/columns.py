@@ -16,7 +16,6 @@ from roll.datasets.types import DataError
 Message = dict[str, Any]
 SOURCE = "data_source"
 """verl's column of the data set that a row comes from, which its rewards go by."""
-HALF_CHARACTER = "half of a character (a surrogate such as \\ud83d without its other half), which no text has"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -44,18 +43,14 @@ class Columns:
         if messages is not None and prompt is not None:
             raise DataError(f"data_args: messages ({messages!r}) and prompt ({prompt!r}) exclude each other: set one")
         if messages is None and prompt is None:
-            if "messages" in first.row:
-                messages = "messages"
-            else:
-                prompt = next((name for name in ("prompt", "text") if name in first.row), None)
-            if prompt is not None and is_conversation(first.row[prompt]):
-                messages, prompt = prompt, None
-            if messages is None and prompt is None:
+            found = next((name for name in ("messages", "prompt", "text") if name in first.row), None)
+            if found is None:
                 raise DataError(
                     f"{first.place}: neither messages nor prompt among the columns {sorted(first.row)}; "
                     "name the right one with data_args.messages or data_args.prompt"
                 )
-        elif prompt is not None and is_conversation(first.row.get(prompt)):
+            messages, prompt = (found, None) if found == "messages" else (None, found)
+        if prompt is not None and is_conversation(first.row.get(prompt)):
             messages, prompt = prompt, None
         own_tag = data_args.tag != DataArguments().tag
         return cls(data_args.id, data_args.tag, messages, prompt, data_args.response, None if own_tag else SOURCE)
@@ -89,7 +84,7 @@ class Columns:
         return [one if "content" in one else {**one, "content": ""} for one in value]
 
     def read_id(self, source: SourceRow) -> str | None:
-        """As the row has it; None: it has none."""
+        """The row's id; None: it has none."""
         value = source.row.get(self.id)
         return None if value is None else str(value)
 
@@ -118,18 +113,12 @@ def check_messages(source: SourceRow, column: str, value: Any) -> None:
     if not isinstance(value, list) or not value:
         raise DataError(f"{source.place}: {column} must be a non-empty list of messages such as {example}")
     for position, message in enumerate(value):
-        if not isinstance(message, dict) or not message.keys() >= _needed(message):
+        is_message = isinstance(message, dict) and "role" in message
+        if not is_message or not ("content" in message or message.get("tool_calls")):
             raise DataError(f"{source.place}: {column}[{position}] needs role and content, such as {example}")
         if message["role"] not in ROLES:
-            role = message["role"]
-            raise DataError(
-                f"{source.place}: {column}[{position}].role is {role!r}; expected one of {', '.join(ROLES)}"
-            )
-
-
-def _needed(message: Mapping[str, Any]) -> set[str]:
-    """A message that calls tools may say nothing."""
-    return {"role"} if message.get("tool_calls") else {"role", "content"}
+            found = f"{column}[{position}].role is {message['role']!r}"
+            raise DataError(f"{source.place}: {found}; expected one of {', '.join(ROLES)}")
 
 
 class DomainRouter:
@@ -186,28 +175,27 @@ Keep = Callable[[SourceRow], bool]
 
 
 def build_filter(setting: str | Mapping[str, Any] | None) -> Keep | None:
-    """
+    """The filter of ``dataset_filter``; None: all rows are kept.
+
+    The filter raises DataError for a row that it cannot judge.
+
     Raises:
         DataError: a function that is not there.
     """
-    if setting is None or setting == {}:
+    if not setting:
         return None
-    return own_filter(setting) if isinstance(setting, str) else column_filter(setting)
-
-
-def column_filter(conditions: Mapping[str, Any]) -> Keep:
-    """All conditions hold: a value is equal, one of a list, or within ``{min, max}`` (both included).
-
-    The result raises DataError for a row without the column, or whose value is no number where a range is asked.
-    """
-
-    def keep(source: SourceRow) -> bool:
-        return all(holds(source, column, condition) for column, condition in conditions.items())
-
-    return keep
+    if isinstance(setting, str):
+        return own_filter(setting)
+    conditions = setting
+    return lambda source: all(holds(source, column, condition) for column, condition in conditions.items())
 
 
 def holds(source: SourceRow, column: str, condition: Any) -> bool:
+    """The value is equal, one of a list, or within ``{min, max}`` (both included).
+
+    Raises:
+        DataError: no such column, or no number where a range is asked for.
+    """
     if column not in source.row:
         found = sorted(source.row)
         raise DataError(f"{source.place}: dataset_filter asks for the column {column!r}, found only {found}")

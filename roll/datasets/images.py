@@ -6,7 +6,7 @@ import re
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +25,12 @@ IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 FLAG = "image_flag"
 """Column of mixed sets: false for rows of text."""
 FRAMES_KEYS = ("video", "frames")
-"""Of a video's mapping: its frames."""
+"""Keys of a video's mapping with its frames."""
 RATE_KEYS = ("fps", "sample_fps")
-"""Of a video's mapping: how many of its frames are a second."""
+"""Keys of a video's mapping with its frames per second."""
 _MARKS = re.compile(f"({IMAGE_MARK}|{VIDEO_MARK})")
 PLACED_ALIKE = "take fewer seconds, larger frames (video_min_pixels), Qwen3-VL, or strategy_name: hf_infer"
-"""Videos that an engine and a trainer place alike."""
+"""Ways to a video that engine and trainer give the same positions."""
 URL_SECONDS = 20.0
 URL_BYTES = 32 * 2**20
 """Most that a URL may give."""
@@ -54,11 +54,11 @@ class ImageReader:
     video_folder: Path | None = None
     """Where relative paths of frames are looked for first; None: as those of images."""
     _fetched: dict[str, Row] = field(default_factory=dict, repr=False)
-    """Rows whose images came from URLs, until they are stored."""
+    """Rows with images fetched from URLs, until they are stored."""
 
     @classmethod
     def of(cls, data_args: DataArguments, model: VisionModel | None) -> ImageReader:
-        """With the limits of ``data_args``."""
+        """A reader with the limits of ``data_args``."""
         if model is not None:
             low = data_args.image_min_pixels or model.processing.min_pixels
             high = data_args.image_max_pixels or model.processing.max_pixels
@@ -78,6 +78,11 @@ class ImageReader:
         )
         return cls(model, data_args.images, folder, data_args.image_urls, data_args.videos, frames)
 
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """Token ids that stand for images and videos; empty for a model of text."""
+        return frozenset() if self.model is None else frozenset((self.model.image_token_id, self.model.video_token_id))
+
     def read(self, source: SourceRow, messages: list[Message]) -> tuple[list[Message], list[Seen]]:
         """The conversation with a text in place of every image and video, and these in that order.
 
@@ -86,45 +91,29 @@ class ImageReader:
         """
         from roll.protocol.vision import EncodedImage, EncodedVideo
 
-        row = source.row
-        columns = {IMAGE_MARK: (self.column, self._values(row)), VIDEO_MARK: (self.video_column, self._videos(row))}
+        row, images = source.row, self._images(source.row)
+        columns = {
+            IMAGE_MARK: ("images", self.column, images),
+            VIDEO_MARK: ("videos", self.video_column, listed(row.get(self.video_column))),
+        }
         if self.model is None:
-            for name, values in columns.values():
+            for what, name, values in columns.values():
                 if values:
-                    what = "images" if name == self.column else "videos"
                     raise DataError(
                         f"{source.place}: column {name!r} has {len(values)} {what}, and the model sees none; take a "
                         f"vision-language model, or data without {what}"
                     )
             return messages, []
-        parts = [self._parts(source, message["content"]) for message in messages]
-        videos = any(isinstance(part, _Place) and part.mark == VIDEO_MARK for one in parts for part in one)
-        if self.model.without_videos is not None and (videos or columns[VIDEO_MARK][1]):
-            raise DataError(f"{source.place}: column {self.video_column!r}: {self.model.without_videos}")
-        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-        front: list[Any] = []
-        for mark, (name, values) in columns.items():
-            here = [part for one in parts for part in one if isinstance(part, _Place) and part.mark == mark]
-            if values and not here:
-                front += [_Place(mark)] * len(values)
-            elif (marks := sum(part.own is None for part in here)) != len(values):
-                what = "images" if mark == IMAGE_MARK else "videos"
-                raise DataError(
-                    f"{source.place}: {marks} times {mark} in the conversation, and {len(values)} {what} in column "
-                    f"{name!r}; they must be as many, or none be marked"
-                )
-        if front:
-            parts[first] = [*front, *parts[first]]
-        given = {mark: iter(values) for mark, (_, values) in columns.items()}
+        values_of = {mark: iter(values) for mark, (_, _, values) in columns.items()}
         seen: list[Seen] = []
         rendered: list[Message] = []
-        for message, one in zip(messages, parts, strict=True):
+        for message, one in zip(messages, self._all_parts(source, messages, columns), strict=True):
             text = ""
             for part in one:
                 if isinstance(part, str):
                     text += part
                     continue
-                value = next(given[part.mark]) if part.own is None else part.own
+                value = next(values_of[part.mark]) if part.own is None else part.own
                 number = sum(isinstance(other, EncodedVideo) == (part.mark == VIDEO_MARK) for other in seen)
                 if part.mark == VIDEO_MARK:
                     video = read_video(self, source, value, number)
@@ -135,7 +124,7 @@ class ImageReader:
                     text += self.model.placeholder
             rendered.append({**message, "content": text if one else message["content"]})
         check_room(source, self.model, seen)
-        if any(map(_is_url, columns[IMAGE_MARK][1])):
+        if any(map(_is_url, images)):
             fetched = [image.data.tobytes() for image in seen if isinstance(image, EncodedImage)]
             self._fetched[source.place] = {**row, self.column: fetched}
         return rendered, seen
@@ -183,12 +172,16 @@ class ImageReader:
                 f"placeholders, and the row takes {sum(not one for one, _ in runs)} and {sum(one for one, _ in runs)}: "
                 f"the text spells a placeholder itself; write {IMAGE_MARK} or {VIDEO_MARK}"
             )
-        each = iter(runs)
-        return [one for token in token_ids for one in [token] * (next(each)[1] if token in (image, video) else 1)]
+        return [one for token, count in self.widths(token_ids, vision) for one in [token] * count]
+
+    def widths(self, token_ids: Sequence[int], vision: VisionInputs | None) -> Iterator[tuple[int, int]]:
+        """Each token with the number of tokens that it takes: of a placeholder those of its image or video, else 1."""
+        runs, placeholders = iter(vision.runs if vision is not None else ()), self.placeholders
+        return ((token, next(runs)[1] if token in placeholders else 1) for token in token_ids)
 
     def is_seen(self, token_ids: Sequence[int]) -> bool:
         """True for a prompt with images or videos."""
-        return self.model is not None and bool({self.model.image_token_id, self.model.video_token_id} & set(token_ids))
+        return not self.placeholders.isdisjoint(token_ids)
 
     def restore(
         self, source: SourceRow, messages: Callable[[SourceRow], list[Message]], token_ids: Sequence[int]
@@ -201,30 +194,52 @@ class ImageReader:
         Raises:
             DataError: an image that is gone, or has another size than when the row was prepared.
         """
-        assert self.model is not None
         _, images = self.read(source, messages(source))
         vision = self.look(source, images, whole=False)
-        found = sum(vision.num_tokens) if vision is not None else 0
-        placeholders = {self.model.image_token_id, self.model.video_token_id}
+        found, placeholders = sum(vision.num_tokens) if vision is not None else 0, self.placeholders
         if found != sum(token in placeholders for token in token_ids):
             raise DataError(
                 f"{source.place}: its images have changed since it was prepared; delete data_args.cache_dir"
             )
         return vision
 
-    def _values(self, row: Row) -> list[Any]:
+    def _images(self, row: Row) -> list[Any]:
+        """The images of a row; a vision-language model's may also stand in the column ``image``."""
         if row.get(FLAG) is False:
             return []
-        value = row.get(self.column)
-        if value is None and self.column == DataArguments().images and self.model is not None:
-            value = row.get("image")
-        if value is None:
-            return []
-        return list(value) if isinstance(value, list | tuple) else [value]
+        is_usual = self.column == DataArguments().images and self.model is not None
+        name = "image" if row.get(self.column) is None and is_usual else self.column
+        return listed(row.get(name))
 
-    def _videos(self, row: Row) -> list[Any]:
-        value = row.get(self.video_column)
-        return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    def _all_parts(
+        self, source: SourceRow, messages: list[Message], columns: Mapping[str, tuple[str, str, list[Any]]]
+    ) -> list[list[str | _Place]]:
+        """The parts of all messages, with the columns' images and videos in front of the first user message where the
+        conversation does not mark them.
+
+        Raises:
+            DataError: as many marks as there are no values in a column; videos that the model does not take.
+        """
+        assert self.model is not None
+        parts = [self._parts(source, message["content"]) for message in messages]
+        places = [part for one in parts for part in one if isinstance(part, _Place)]
+        has_videos = any(place.mark == VIDEO_MARK for place in places) or bool(columns[VIDEO_MARK][2])
+        if self.model.without_videos is not None and has_videos:
+            raise DataError(f"{source.place}: column {self.video_column!r}: {self.model.without_videos}")
+        front: list[str | _Place] = []
+        for mark, (what, name, values) in columns.items():
+            here = [place for place in places if place.mark == mark]
+            if values and not here:
+                front += [_Place(mark)] * len(values)
+            elif (marks := sum(place.own is None for place in here)) != len(values):
+                raise DataError(
+                    f"{source.place}: {marks} times {mark} in the conversation, and {len(values)} {what} in column "
+                    f"{name!r}; they must be as many, or none be marked"
+                )
+        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+        if front:
+            parts[first] = [*front, *parts[first]]
+        return parts
 
     def _parts(self, source: SourceRow, content: Any) -> list[str | _Place]:
         """The parts of a message: texts, and where images and videos stand."""
@@ -240,11 +255,10 @@ class ImageReader:
                 parts += self._parts(source, part.get("text") or "")
             elif kind == "image":
                 own = next((part[key] for key in ("image", "path", "url", "bytes") if part.get(key) is not None), None)
-                parts.append(_Place(IMAGE_MARK, None if own is None else self._own(source, own)))
+                parts.append(self._image_place(source, own))
             elif kind == "image_url":
                 value = part.get("image_url")
-                url = value.get("url") if isinstance(value, Mapping) else value
-                parts.append(_Place(IMAGE_MARK, self._own(source, url)))
+                parts.append(self._image_place(source, value.get("url") if isinstance(value, Mapping) else value))
             elif kind == "video":
                 own = any(part.get(key) is not None for key in FRAMES_KEYS)
                 parts.append(_Place(VIDEO_MARK, part if own else None))
@@ -252,11 +266,10 @@ class ImageReader:
                 raise DataError(f"{source.place}: a part of type {kind!r} in a message; expected text, image or video")
         return parts
 
-    def _own(self, source: SourceRow, value: Any) -> Any:
-        """An image inside a message."""
+    def _image_place(self, source: SourceRow, value: Any) -> _Place:
         if _is_url(value):
             raise DataError(f"{source.place}: {value!r} in a message; URLs of images go into column {self.column!r}")
-        return value
+        return _Place(IMAGE_MARK, value)
 
     def encoded(self, source: SourceRow, value: Any, number: int, video: int | None = None) -> EncodedImage:
         """One image, from bytes, a path, a data URI, a URL, an image of PIL, or ``{"bytes": ..., "path": ...}``.
@@ -275,18 +288,14 @@ class ImageReader:
             where = f"{source.place}: frame {number + 1} of video {video + 1} of column {self.video_column!r}"
         if isinstance(value, Mapping):  # what the library `datasets` writes
             value = value.get("bytes") or value.get("path") or value.get("url")
-        if not isinstance(value, str):
-            try:
-                return encoded_image(value)
-            except ImageError as error:
-                raise DataError(f"{where}: expected bytes or a path, found {type(value).__name__}") from error
-        if not value:
+        if value == "":
             raise DataError(f"{where}: expected bytes or a path, found an empty text")
-        if value.startswith("data:"):
+        if not isinstance(value, str) or value.startswith("data:"):
             try:
                 return encoded_image(value)
             except ImageError as error:
-                raise DataError(f"{where}: {error}") from error
+                found = f"expected bytes or a path, found {type(value).__name__}"
+                raise DataError(f"{where}: {error if isinstance(value, str) else found}") from error
         if _is_url(value):
             if video is not None:
                 raise DataError(f"{where}: {value!r} is a URL, which is fetched for images alone; download the frames")
@@ -342,7 +351,7 @@ class PreparedImages:
         self._messages = messages
 
     def of(self, row: dict[str, Any], token_ids: Sequence[int], file: int, number: int) -> VisionInputs | None:
-        """Those of one row; None: it has none.
+        """The images of one row; None: it has none.
 
         Raises:
             DataError: an image that is gone or has changed since the row was prepared.
@@ -415,6 +424,11 @@ def read_video(reader: ImageReader, source: SourceRow, value: Any, number: int) 
     if difference is not None:
         raise DataError(f"{where}: {difference}; {PLACED_ALIKE}")
     return video
+
+
+def listed(value: Any) -> list[Any]:
+    """The entries of a column that holds one, several, or (None) none."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _is_url(value: Any) -> bool:

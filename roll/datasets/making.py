@@ -1,4 +1,4 @@
-"""Chunks of rows as read become record batches, in this process or in several; the order stays that of the files."""
+"""Turns chunks of rows into record batches, in this process or in several, in the order of the files."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.config.data import DataArguments
 from roll.datasets.columns import Columns, Message, as_number
 from roll.datasets.images import ImageReader
 from roll.datasets.reading import SourceRow
-from roll.datasets.templates import Conversation, Rendered, Renderer
-from roll.datasets.types import BadRows, DataError
+from roll.datasets.templates import Conversation, Renderer
+from roll.datasets.types import BadRows, DataError, LoadCounts
 
 if TYPE_CHECKING:
-    from roll.datasets.assistant_turns import Dialogue
     from roll.datasets.store import EncodedRows, StoredRow
     from roll.protocol.vision import VisionInputs
 
 logger = logging.getLogger(__name__)
 
 BYTES_PER_PROCESS = 8 * 2**20
-"""Of data files: for less a process costs more, by its imports, than it saves."""
+"""Bytes of data files that make a further process worth its imports."""
 CHUNKS_AHEAD = 2
-"""For each process: those that it works on or finds ready, and whose results wait for their turn."""
+"""Chunks in flight per process: in work, ready for it, or finished and waiting for their turn."""
 
 
 @dataclass
@@ -58,92 +57,150 @@ class Tally:
             self.shortest = other.shortest if self.shortest is None else min(other.shortest, self.shortest)
 
 
-class RowMaker(ABC):
-    """Makes prepared rows of one kind (prompts, demonstrations) out of rows as read."""
+@dataclass(frozen=True, kw_only=True)
+class Draft(Conversation):
+    """A row whose prompt has been read and not yet tokenised."""
+
+    content: Any
+    """The rest of the row, as :meth:`RowMaker.read` returns it."""
+    difficulty: float | None
+    vision: VisionInputs | None
+
+
+TokensT = TypeVar("TokensT")
+
+
+class RowMaker(ABC, Generic[TokensT]):
+    """Turns rows as read into prepared rows of one kind (prompts, demonstrations)."""
 
     what: str
     """Rows of this kind, in the plural."""
     limit_key: str
     """The key that limits its tokens."""
+    example: str
+    """A file name, for error messages."""
     columns: Columns
     files: Mapping[Path, int]
 
     def __init__(
         self, data_args: DataArguments, renderer: Renderer, limit: int, images: ImageReader | None = None
     ) -> None:
+        """
+        Raises:
+            DataError: no file is named.
+        """
+        if data_args.file_name is None:
+            raise DataError(f"data_args.file_name is not set; for example file_name: {self.example}")
         self.data_args = data_args
         self.images = images or ImageReader(None)
         self.renderer = renderer
         self.limit = limit
         self.tally = Tally()
-        """Of the chunk that is being made."""
-
-    @abstractmethod
-    def make(self, sources: Sequence[SourceRow], bad_rows: BadRows) -> list[StoredRow]:
-        """The rows that are kept; what is left out is counted or reported."""
+        """The counts of the present chunk."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Settings that the rows depend on besides data section, tokenizer, templates and limit."""
 
+    @abstractmethod
+    def read(self, source: SourceRow) -> tuple[list[Message], Any]:
+        """The messages of a row's prompt, and the rest of the row (:attr:`Draft.content`).
+
+        Raises:
+            DataError: a row that cannot be used.
+        """
+
+    @abstractmethod
+    def tokenize(self, drafts: Sequence[Draft]) -> Sequence[TokensT | DataError]:
+        """The tokens of each draft, with one placeholder for every image; or why it has none."""
+
+    @abstractmethod
+    def expand(self, draft: Draft, tokens: TokensT) -> TokensT:
+        """The tokens with as many placeholders for each image as it takes.
+
+        Raises:
+            DataError: placeholders in the row's own text.
+        """
+
+    @abstractmethod
+    def finish(self, draft: Draft, tokens: TokensT) -> StoredRow | None:
+        """The row to keep; None: it is too long and was counted as such."""
+
+    def make(self, sources: Sequence[SourceRow], bad_rows: BadRows) -> list[StoredRow]:
+        """The rows that are kept; the others are counted or reported.
+
+        Raises:
+            DataError: a row that ends the loading.
+        """
+        drafts = []
+        for source in sources:
+            try:
+                drafts.append(self._draft(source))
+            except DataError as error:
+                bad_rows.report(error)
+        rows = []
+        for draft, tokens in zip(drafts, self.tokenize(drafts), strict=True):
+            try:
+                if isinstance(tokens, DataError):
+                    raise tokens
+                tokens = self.expand(draft, tokens)
+            except DataError as error:
+                bad_rows.report(error)
+                continue
+            row = self.finish(draft, tokens)
+            if row is not None:
+                rows.append(row)
+        return rows
+
+    def _draft(self, source: SourceRow) -> Draft:
+        messages, content = self.read(source)
+        curriculum = self.data_args.curriculum
+        difficulty = None if curriculum is None else as_number(source, curriculum.column, "data_args.curriculum")
+        messages, images = self.images.read(source, messages)
+        vision = self.images.look(source, images)
+        tag = self.columns.read_tag(source)
+        messages = self.renderer.templates.with_system(messages, tag)
+        return Draft(source, tag, messages, content=content, difficulty=difficulty, vision=vision)
+
     def stored(
         self,
-        one: Conversation | Dialogue,
+        draft: Draft,
         domain: str,
         token_ids: list[int],
         prompt_length: int,
-        difficulty: float | None,
         row: dict[str, Any] | None = None,
-        **more: Any,
+        text: str = "",
+        spans: Sequence[int] = (),
     ) -> StoredRow:
         """A prepared row.
 
         Args:
             row: what is kept of the row besides its tokens.
-            more: further fields of :class:`~roll.datasets.store.StoredRow`.
+            text, spans: as :class:`~roll.datasets.store.StoredRow` has them.
         """
         from roll.datasets.store import StoredRow
 
         return StoredRow(
-            id=self.columns.read_id(one.source),
-            file=self.files[one.source.path],
-            number=one.source.number,
-            tag=one.tag,
+            id=self.columns.read_id(draft.source),
+            file=self.files[draft.source.path],
+            number=draft.source.number,
+            tag=draft.tag,
             domain=domain,
             token_ids=token_ids,
             prompt_length=prompt_length,
+            text=text,
             row=row,
-            difficulty=difficulty,
-            **{"text": ""} | more,
+            difficulty=draft.difficulty,
+            spans=list(spans),
         )
 
-    def seen(self, source: SourceRow, messages: list[Message]) -> tuple[list[Message], VisionInputs | None]:
-        """The conversation with placeholders where images stand, and the images.
-
-        Raises:
-            DataError: images that cannot be read, or that the model would not see.
-        """
-        messages, images = self.images.read(source, messages)
-        return messages, self.images.look(source, images)
-
-    def expanded(self, source: SourceRow, rendered: Rendered | DataError, vision: VisionInputs | None) -> Rendered:
-        """The prompt with as many tokens for its images as they take.
-
-        Raises:
-            DataError: ``rendered`` itself, or placeholders in the row's own text.
-        """
-        if isinstance(rendered, DataError):
-            raise rendered
-        token_ids = self.images.expand(source, rendered.token_ids, vision)
-        return rendered if token_ids is rendered.token_ids else Rendered(rendered.text, token_ids)
+    def in_order(self, counts: LoadCounts) -> LoadCounts:
+        """The counts as they are shown."""
+        return counts
 
     def columns_of(self, first: SourceRow) -> Columns:
         """The columns of the set that begins with ``first``."""
         return Columns.of(self.data_args, first)
-
-    def difficulty(self, source: SourceRow) -> float | None:
-        curriculum = self.data_args.curriculum
-        return None if curriculum is None else as_number(source, curriculum.column, "data_args.curriculum")
 
 
 @dataclass(frozen=True)
@@ -156,7 +213,7 @@ class Made:
     """Rows that cannot be used, in order."""
 
 
-def make_all(maker: RowMaker, chunks: Iterable[list[SourceRow]], processes: int) -> Iterator[Made]:
+def make_all(maker: RowMaker[Any], chunks: Iterable[list[SourceRow]], processes: int) -> Iterator[Made]:
     """Outcomes of all chunks, in order, from ``processes`` worker processes; 1: from this process.
 
     Few chunks are in memory at a time.
@@ -178,7 +235,7 @@ def make_all(maker: RowMaker, chunks: Iterable[list[SourceRow]], processes: int)
         pool.shutdown(cancel_futures=True)
 
 
-def make(maker: RowMaker, chunk: Sequence[SourceRow]) -> Made:
+def make(maker: RowMaker[Any], chunk: Sequence[SourceRow]) -> Made:
     from roll.datasets.store import encode_rows
 
     maker.tally, bad = Tally(), Collected()
@@ -217,11 +274,11 @@ def _in_order(pool: ProcessPoolExecutor, chunks: Iterable[list[SourceRow]], ahea
         yield waiting.popleft().result()
 
 
-_maker: RowMaker | None = None
-"""Of this process, if it is one of several that make rows."""
+_maker: RowMaker[Any] | None = None
+"""The maker of this process, if it is one of a pool."""
 
 
-def _begin(maker: RowMaker) -> None:
+def _begin(maker: RowMaker[Any]) -> None:
     global _maker
     # The processes are as many as there are cores: the tokenizer needs no threads of its own in each.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,4 +1,4 @@
-"""Judged responses: a prompt with one or more responses and what is known of their quality.
+"""Judged responses: a prompt with one or more responses and a judgement of their quality.
 
 One kind of row serves all that is learnt from judgements of whole responses or of their steps: pairs (one of two is
 preferred), rankings (every response has a place), points (every response has a number), labels (desirable or not), and
@@ -7,37 +7,26 @@ steps (a label for every step of one response).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.data import DataArguments
 from roll.datasets.columns import Columns, Message, as_number, check_messages, is_conversation, require
-from roll.datasets.images import ImageReader, PreparedImages
-from roll.datasets.making import RowMaker
-from roll.datasets.preparation import PreparedRows, prepare
+from roll.datasets.images import ImageReader
+from roll.datasets.making import Draft, RowMaker
+from roll.datasets.preparation import PreparedRows, load_rows
 from roll.datasets.reading import SourceRow
-from roll.datasets.templates import (
-    Conversation,
-    Rendered,
-    Renderer,
-    TemplateChoice,
-    chat_text,
-    tokenize,
-    truncate,
-)
-from roll.datasets.types import BadRows, DataError
+from roll.datasets.templates import Rendered, Renderer, TemplateChoice, chat_text, end_of_response, tokenize, truncate
+from roll.datasets.types import DataError
 from roll.datasets.vision_model import VisionModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from roll.datasets.store import RowStore, StoredRow
+    from roll.datasets.store import StoredRow
     from roll.protocol.vision import VisionInputs
-
-logger = logging.getLogger(__name__)
 
 PROMPT_COLUMNS = ("messages", "prompt", "instruction", "question")
 """Where a prompt is looked for when the data section names no column."""
@@ -72,7 +61,7 @@ class JudgedRow:
 
 @dataclass(frozen=True)
 class JudgedColumns:
-    """Columns of the responses and of what is said of them."""
+    """Columns of the responses and of their judgement."""
 
     chosen: str = "chosen"
     rejected: str = "rejected"
@@ -88,10 +77,6 @@ class JudgedColumns:
 
 class JudgedDataset(PreparedRows[JudgedRow]):
     """Rows in file order; draw from it with :class:`roll.datasets.ShuffledEpochs`."""
-
-    def __init__(self, store: RowStore, images: PreparedImages | None = None) -> None:
-        super().__init__(store)
-        self._images = images
 
     @classmethod
     def build(
@@ -116,26 +101,15 @@ class JudgedDataset(PreparedRows[JudgedRow]):
         Raises:
             DataError: a file, row or template that cannot be used, or no row left.
         """
-        if data_args.file_name is None:
-            raise DataError("data_args.file_name is not set; for example file_name: data/preferences.jsonl")
-        if tokenizer.eos_token is None:
-            raise DataError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to close a response with")
         renderer = Renderer(tokenizer, TemplateChoice.of_settings(data_args, global_template, None))
         images = ImageReader.of(data_args, vision)
         maker = JudgedMaker(data_args, renderer, sequence_length, columns, judgement, score_input, images)
-        store, paths = prepare(maker)
-        files = ", ".join(str(path) for path in paths)
-        logger.info("%s: %s (sequence_length %d)", files, store.counts, sequence_length)
-        prepared = PreparedImages(images, data_args, paths, maker.conversation) if vision is not None else None
-        return cls(store, prepared)
+        return cls(*load_rows(maker, maker.conversation))
 
     def _row(self, position: int) -> JudgedRow:
         store, extra = self._store, self._store.row(position)
         ids, begin, responses = store.token_ids(position), store.value("prompt_length", position), []
-        prompt, vision = ids[:begin], None
-        if self._images is not None:
-            place = store.value("file", position), store.value("number", position)
-            vision = self._images.of(extra.get("source") or {}, prompt, *place)
+        prompt = ids[:begin]
         for length in extra["lengths"]:
             responses.append(ids[begin : begin + length])
             begin += length
@@ -147,25 +121,33 @@ class JudgedDataset(PreparedRows[JudgedRow]):
             scores=extra["scores"],
             step_ends=extra["step_ends"],
             margin=extra["margin"],
-            vision=vision,
+            vision=self._vision(position, extra.get("source") or {}, prompt),
         )
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A row as read: texts."""
+    """The responses of a row as texts, and their judgement."""
 
-    messages: list[Message]
     responses: list[str]
-    """Of steps: the steps of the only response."""
+    """For ``steps``: the steps of the only response."""
     scores: list[float]
     margin: float | None
 
 
-class JudgedMaker(RowMaker):
-    """Makes judged rows out of rows as read."""
+@dataclass(frozen=True)
+class JudgedTokens:
+    """Token ids of a prompt and of its responses, and the ends of steps."""
 
-    limit_key = "sequence_length"
+    prompt: list[int]
+    responses: list[list[int]]
+    step_ends: list[int] = field(default_factory=list)
+
+
+class JudgedMaker(RowMaker[JudgedTokens]):
+    """Makes judged rows; the content of a draft is a :class:`Judged`."""
+
+    limit_key, example = "sequence_length", "data/preferences.jsonl"
 
     def __init__(
         self,
@@ -175,9 +157,10 @@ class JudgedMaker(RowMaker):
         names: JudgedColumns,
         judgement: Judgement,
         score_input: ScoreInput,
-        images: ImageReader | None = None,
+        images: ImageReader,
     ) -> None:
         super().__init__(data_args, renderer, limit, images)
+        self._end = end_of_response(renderer.tokenizer)
         self._names = names
         self._judgement = judgement
         self._input = score_input
@@ -189,7 +172,7 @@ class JudgedMaker(RowMaker):
         return {
             "columns": [names.chosen, names.rejected, names.margin, names.responses, names.scores, names.separator],
             "kind": [self._judgement, self._input],
-            "eos_token": self.renderer.tokenizer.eos_token,
+            "eos_token": self._end,
         }
 
     def columns_of(self, first: SourceRow) -> Columns:
@@ -204,99 +187,84 @@ class JudgedMaker(RowMaker):
         name = next((name for name in usual if name in first.row), last)
         return Columns.of(replace(self.data_args, prompt=name), first)
 
-    def make(self, sources: Sequence[SourceRow], bad_rows: BadRows) -> list[StoredRow]:
-        read, conversations, difficulties, pictures = [], [], [], []
-        for source in sources:
-            try:
-                judged, difficulty = self.read(source), self.difficulty(source)
-                messages, vision = self.seen(source, judged.messages)
-            except DataError as error:
-                bad_rows.report(error)
-                continue
-            tag = self.columns.read_tag(source)
-            messages = self.renderer.templates.with_system(messages, tag)
-            conversations.append(Conversation(source, tag, messages))
-            read.append(judged)
-            difficulties.append(difficulty)
-            pictures.append(vision)
-        parts = self._tokenized(conversations, read)
-        rows = []
-        for one, judged, difficulty, vision, tokens in zip(
-            conversations, read, difficulties, pictures, parts, strict=True
-        ):
-            try:
-                if isinstance(tokens, DataError):
-                    raise tokens
-                prompt, responses, step_ends = tokens
-                prompt = self.images.expand(one.source, prompt, vision)
-                if any(map(self.images.is_seen, responses)):
-                    raise DataError(
-                        f"{one.source.place}: a response spells an image's placeholder; only prompts have images"
-                    )
-            except DataError as error:
-                bad_rows.report(error)
-                continue
-            longest = max(map(len, responses))
-            if self._input == "tokens" and vision is None:  # a cut could go through an image
-                prompt = fitting(self, one, Rendered("", prompt), longest, self._domain).token_ids
-            length = len(prompt) + longest
-            if length > self.limit:
-                self.tally.leave_out(self._domain, length)
-                continue
-            ids = [*prompt, *(token for response in responses for token in response)]
-            row = {"lengths": [len(response) for response in responses], "scores": judged.scores}
-            row |= {"step_ends": step_ends, "margin": judged.margin}
-            if vision is not None:
-                row["source"] = self.images.row_of(one.source)
-            rows.append(self.stored(one, self._domain, ids, len(prompt), difficulty, row))
-        return rows
-
-    def _tokenized(
-        self, conversations: Sequence[Conversation], read: Sequence[Judged]
-    ) -> list[DataError | tuple[list[int], list[list[int]], list[int]]]:
-        """Of each row the prompt, the responses and the ends of steps, as token ids; or what its template says."""
+    def tokenize(self, drafts: Sequence[Draft]) -> list[JudgedTokens | DataError]:
         if self._input == "chat":
-            return [self._chat(one, judged) for one, judged in zip(conversations, read, strict=True)]
-        eos, separator = self.renderer.tokenizer.eos_token, self._names.separator
+            return [self._chat(draft) for draft in drafts]
         texts = []
-        for judged in read:
-            if self._judgement == "steps":
-                texts += [f"{step}{separator}" for step in judged.responses[:-1]] + [f"{judged.responses[-1]}{eos}"]
-            else:
-                texts += [f"{response}{eos}" for response in judged.responses]
+        for draft in drafts:
+            parts = draft.content.responses
+            behind = self._names.separator if self._judgement == "steps" else self._end
+            texts += [f"{part}{behind}" for part in parts[:-1]] + [f"{parts[-1]}{self._end}"]
         ids = iter(tokenize(self.renderer.tokenizer, texts, [False] * len(texts)))
-        found: list[DataError | tuple[list[int], list[list[int]], list[int]]] = []
-        for judged, rendered in zip(read, self.renderer(conversations), strict=True):
-            own = [next(ids) for _ in judged.responses]
+        found: list[JudgedTokens | DataError] = []
+        for draft, rendered in zip(drafts, self.renderer(drafts), strict=True):
+            own = [next(ids) for _ in draft.content.responses]
             if isinstance(rendered, DataError):
                 found.append(rendered)
             elif self._judgement == "steps":
-                found.append((rendered.token_ids, [list(chain.from_iterable(own))], list(accumulate(map(len, own)))))
+                whole, ends = list(chain.from_iterable(own)), list(accumulate(map(len, own)))
+                found.append(JudgedTokens(rendered.token_ids, [whole], ends))
             else:
-                found.append((rendered.token_ids, own, []))
+                found.append(JudgedTokens(rendered.token_ids, own))
         return found
 
-    def _chat(self, one: Conversation, judged: Judged) -> DataError | tuple[list[int], list[list[int]], list[int]]:
+    def expand(self, draft: Draft, tokens: JudgedTokens) -> JudgedTokens:
+        prompt = self.images.expand(draft.source, tokens.prompt, draft.vision)
+        if any(map(self.images.is_seen, tokens.responses)):
+            raise DataError(f"{draft.source.place}: a response spells an image's placeholder; only prompts have images")
+        return replace(tokens, prompt=prompt)
+
+    def finish(self, draft: Draft, tokens: JudgedTokens) -> StoredRow | None:
+        longest, prompt = max(map(len, tokens.responses)), tokens.prompt
+        if self._input == "tokens" and draft.vision is None:  # a cut could go through an image
+            prompt = self._cut(draft, prompt, self.limit - longest)
+        length = len(prompt) + longest
+        if length > self.limit:
+            self.tally.leave_out(self._domain, length)
+            return None
+        ids = [*prompt, *chain.from_iterable(tokens.responses)]
+        judged: Judged = draft.content
+        row: dict[str, Any] = {"lengths": [len(response) for response in tokens.responses], "scores": judged.scores}
+        row |= {"step_ends": tokens.step_ends, "margin": judged.margin}
+        if draft.vision is not None:
+            row["source"] = self.images.row_of(draft.source)
+        return self.stored(draft, self._domain, ids, len(prompt), row)
+
+    def _cut(self, draft: Draft, prompt: list[int], room: int) -> list[int]:
+        """The prompt; with ``filter_overlong_prompts: false`` cut to ``room`` tokens, where that is possible.
+
+        A response is never cut, since its end is judged.
+        """
+        side = self.data_args.truncation
+        if self.data_args.filter_overlong_prompts or side == "error" or len(prompt) <= room:
+            return prompt
+        shortened = truncate(draft, Rendered("", prompt), room, side, self.renderer)
+        if shortened is None:
+            return prompt
+        self.tally.truncated[self._domain] += 1
+        return shortened.token_ids
+
+    def _chat(self, draft: Draft) -> JudgedTokens | DataError:
         from jinja2 import TemplateError
 
         tokenizer = self.renderer.tokenizer
         try:
-            texts = [chat_text(tokenizer, one.messages, response) for response in judged.responses]
+            texts = [chat_text(tokenizer, draft.messages, response) for response in draft.content.responses]
         except (TemplateError, TypeError) as error:
-            return DataError(f"{one.source.place}: the chat template cannot render this conversation: {error}")
+            return DataError(f"{draft.source.place}: the chat template cannot render this conversation: {error}")
         whole = tokenize(tokenizer, texts, [False] * len(texts))
         # At least the last token of each is its own: where one is the beginning of another, its end is scored too.
         together = takewhile(lambda ids: len(set(ids)) == 1, zip(*(ids[:-1] for ids in whole), strict=False))
         shared = sum(1 for _ in together)
-        return whole[0][:shared], [ids[shared:] for ids in whole], []
+        return JudgedTokens(whole[0][:shared], [ids[shared:] for ids in whole])
 
     def conversation(self, source: SourceRow) -> list[Message]:
         """The prompt's messages, also of a set that was prepared before."""
         self.columns = self.columns_of(source)
-        return self.read(source).messages
+        return self.read(source)[0]
 
-    def read(self, source: SourceRow) -> Judged:
-        """The prompt's messages, the responses and what is said of them.
+    def read(self, source: SourceRow) -> tuple[list[Message], Judged]:
+        """The prompt's messages; the responses and their judgement.
 
         Raises:
             DataError: a column that is missing or holds something else; responses to different prompts; a ranking
@@ -321,7 +289,7 @@ class JudgedMaker(RowMaker):
         if self._judgement == "pairs":
             if responses[0] == responses[1]:
                 raise DataError(f"{source.place}: {both} are the same text")
-            return Judged(messages, responses, [], margin)
+            return messages, Judged(responses, [], margin)
         scores = [1.0, 0.0] if pair else self._scores(source, len(responses))
         if self._judgement == "ranking":
             if len(responses) < 2 or len(set(scores)) < 2:
@@ -330,14 +298,14 @@ class JudgedMaker(RowMaker):
             if best & {text for text, score in zip(responses, scores, strict=True) if score < max(scores)}:
                 what = both if pair else names.responses
                 raise DataError(f"{source.place}: {what} are the same text and of different rank")
-        return Judged(messages, responses, scores, margin)
+        return messages, Judged(responses, scores, margin)
 
-    def _steps(self, source: SourceRow) -> Judged:
+    def _steps(self, source: SourceRow) -> tuple[list[Message], Judged]:
         names = self._names
         steps = source.row.get(names.responses)
         if not isinstance(steps, list) or not steps or not all(isinstance(one, str) and one for one in steps):
             raise DataError(f"{source.place}: {names.responses} must be a list of steps, each a non-empty text")
-        return Judged(self.columns.read_messages(source), steps, self._scores(source, len(steps)), None)
+        return self.columns.read_messages(source), Judged(steps, self._scores(source, len(steps)), None)
 
     def _scores(self, source: SourceRow, count: int) -> list[float]:
         name = self._names.scores
@@ -376,19 +344,6 @@ class JudgedMaker(RowMaker):
         if messages[-1]["role"] == "assistant":
             raise DataError(f"{source.place}: the prompt ends with an assistant's message; expected the user's turn")
         return messages
-
-
-def fitting(maker: RowMaker, one: Conversation, rendered: Rendered, longest: int, domain: str) -> Rendered:
-    """The prompt, with ``filter_overlong_prompts: false`` cut as ``truncation`` says until the ``longest`` response
-    fits behind it; never a response, whose end is what is judged. As it is where that cannot be."""
-    side, room = maker.data_args.truncation, maker.limit - longest
-    if maker.data_args.filter_overlong_prompts or side == "error" or len(rendered.token_ids) <= room:
-        return rendered
-    shortened = truncate(one, rendered, room, side, maker.renderer)
-    if shortened is None:
-        return rendered
-    maker.tally.truncated[domain] += 1
-    return shortened
 
 
 def response_of(source: SourceRow, column: str, value: Any) -> tuple[str, list[Message] | None]:

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain, islice
@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll.config.data import DataArguments
-from roll.datasets.columns import Keep, build_filter, filter_source
+from roll.datasets.columns import Keep, Message, build_filter, filter_source
+from roll.datasets.images import PreparedImages
 from roll.datasets.making import RowMaker, Tally, make_all, num_processes
-from roll.datasets.reading import SourceRow, data_files, stream_rows
+from roll.datasets.reading import SourceRow, data_files, stream_rows, unique_names
 from roll.datasets.types import BadRows, DataError, LoadCounts
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll.datasets.store import RowStore
+    from roll.protocol.vision import VisionInputs
 
 logger = logging.getLogger(__name__)
 
@@ -36,70 +38,98 @@ logger = logging.getLogger(__name__)
 CHUNK = 1024
 """Rows that are rendered and tokenised together; what is in memory at a time."""
 ROWS_FORMAT = 2
-"""Of prepared rows and of what is counted of them: a cache entry of another number is not used."""
+"""Version of prepared rows and their counts; cache entries of other versions are not used."""
 FORMAT = 2
-"""Of what is kept: goes up when the same settings would give other rows or files."""
+"""Version of a cache entry; increased when the same settings give other rows or files."""
 SMALLEST = 4 * 2**20
 """Bytes of data files from which rows are kept without being asked to."""
 BLOCK = 2**20
-DATA_KEYS_WITHOUT_EFFECT_ON_ROWS = (
-    "on_bad_row",
-    "use_cache",
-    "cache_dir",
-    "shuffle",
-    "domain_interleave_probs",
-    "preprocessing_num_workers",
+KEYS_OF_NO_ROW = (
+    *("on_bad_row", "use_cache", "cache_dir"),
+    *("shuffle", "domain_interleave_probs", "preprocessing_num_workers"),
 )
+"""Keys of a data section that change no prepared row."""
 
 
 RowT = TypeVar("RowT")
 
 
 class PreparedRows(Sequence[RowT]):
-    """Prepared rows in file order, each built when it is asked for."""
+    """Prepared rows in file order, each built when it is asked for.
 
-    def __init__(self, store: RowStore) -> None:
+    Args:
+        images: of the rows; None: the model sees none.
+        positions: int64 (rows,), of the store's rows that belong to this set; None: all.
+    """
+
+    def __init__(self, store: RowStore, images: PreparedImages | None, positions: np.ndarray | None = None) -> None:
         self._store = store
+        self._images = images
+        self._positions = store.positions() if positions is None else positions
         self.counts = store.counts
 
     @abstractmethod
     def _row(self, position: int) -> RowT:
         """The row at this position of the store."""
 
+    def _vision(self, position: int, row: dict[str, Any], prompt_ids: Sequence[int]) -> VisionInputs | None:
+        """The images of the row at this position; ``row``: its columns."""
+        if self._images is None:
+            return None
+        store = self._store
+        return self._images.of(row, prompt_ids, store.value("file", position), store.value("number", position))
+
     @property
     def ids(self) -> list[str]:
-        """Of all rows, without building them."""
-        return [str(name) for name in self._store.column("id")]
+        """Ids of all rows, without building them."""
+        return [str(name) for name in self._store.column("id")[self._positions]]
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of a row, responses included, int32 (rows,)."""
-        return self._store.column("length")
+        return self._store.column("length")[self._positions]
 
     @property
     def difficulties(self) -> np.ndarray | None:
         """float64 (rows,); None without a curriculum."""
-        return self._store.difficulties(self._store.positions())
+        return self._store.difficulties(self._positions)
 
     def __len__(self) -> int:
-        return len(self._store)
+        return len(self._positions)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        positions = range(len(self._store))[index]
-        return self._row(positions) if isinstance(positions, int) else [self._row(position) for position in positions]
+        if isinstance(index, slice):
+            return [self._row(int(position)) for position in self._positions[index]]
+        return self._row(int(self._positions[index]))
 
     def __iter__(self) -> Iterator[RowT]:
-        return (self._row(position) for position in range(len(self._store)))
+        return (self._row(int(position)) for position in self._positions)
 
 
-def prepare(maker: RowMaker) -> tuple[RowStore, list[Path]]:
-    """The prepared rows of ``data_args.file_name``, and its files.
+def load_rows(
+    maker: RowMaker[Any], messages: Callable[[SourceRow], list[Message]] | None = None
+) -> tuple[RowStore, PreparedImages | None]:
+    """The prepared rows of ``data_args.file_name``, and their images where the model sees any.
+
+    Args:
+        messages: gives the conversation of a row; None: that of its prompt column.
 
     Raises:
         DataError: a file or row that cannot be used, or no row left.
     """
+    store, paths = prepare(maker)
+    store.counts = maker.in_order(store.counts)
+    files = ", ".join(str(path) for path in paths)
+    logger.info("%s: %s (%s %d)", files, store.counts, maker.limit_key, maker.limit)
+    if maker.images.model is None:
+        return store, None
+    return store, PreparedImages(maker.images, maker.data_args, paths, messages)
+
+
+def prepare(maker: RowMaker[Any]) -> tuple[RowStore, list[Path]]:
+    """The prepared rows of ``data_args.file_name``, and its files."""
     data_args = maker.data_args
-    assert data_args.file_name is not None, "checked by the caller, which knows an example"
+    assert data_args.file_name is not None, "checked by the maker"
     paths = data_files(data_args.file_name, data_args.dataset_dir)
     settings = cache_settings(maker) if is_wanted(data_args, paths) else None
     if settings is None:
@@ -131,7 +161,7 @@ def open_entry(folder: Path, data_args: DataArguments) -> RowStore | None:
     return None if store.counts.bad and data_args.on_bad_row == "raise" else store
 
 
-def build_store(maker: RowMaker, paths: Sequence[Path], folder: Path | None) -> RowStore:
+def build_store(maker: RowMaker[Any], paths: Sequence[Path], folder: Path | None) -> RowStore:
     """Read, prepare and write all rows."""
     from roll.datasets.store import RowStoreWriter, unique_ids
 
@@ -171,8 +201,8 @@ def build_store(maker: RowMaker, paths: Sequence[Path], folder: Path | None) -> 
         raise
 
 
-def nothing_left(maker: RowMaker, tally: Tally, counts: LoadCounts) -> str:
-    """Says why no row is left."""
+def nothing_left(maker: RowMaker[Any], tally: Tally, counts: LoadCounts) -> str:
+    """The reason why no row is left."""
     if tally.shortest is None:
         return f"no row is left: {counts}"
     limit, what = maker.limit, maker.what
@@ -223,8 +253,8 @@ def is_wanted(data_args: DataArguments, paths: Sequence[Path]) -> bool:
     return sum(path.stat().st_size for path in paths) >= SMALLEST
 
 
-def cache_settings(maker: RowMaker) -> dict[str, Any] | None:
-    """All that the rows depend on besides the files; None: nobody can tell."""
+def cache_settings(maker: RowMaker[Any]) -> dict[str, Any] | None:
+    """Everything that the rows depend on besides the files; None where that is not known."""
     fingerprint = tokenizer_fingerprint(maker.renderer.tokenizer)
     if fingerprint is None:
         return None
@@ -232,7 +262,7 @@ def cache_settings(maker: RowMaker) -> dict[str, Any] | None:
         chosen = filter_source(maker.data_args.dataset_filter)
     except OSError:
         return None
-    section = {k: v for k, v in asdict(maker.data_args).items() if k not in DATA_KEYS_WITHOUT_EFFECT_ON_ROWS}
+    section = {k: v for k, v in asdict(maker.data_args).items() if k not in KEYS_OF_NO_ROW}
     section |= {"file_name": None, "dataset_filter": chosen}
     templates = {name: render_source(name) for name in sorted(maker.renderer.templates.renders)}
     choice = [maker.renderer.templates.common, dict(maker.renderer.templates.by_tag or {})]
@@ -257,7 +287,8 @@ def render_source(name: str) -> str:
 
 def cache_key(paths: Sequence[Path], settings: Mapping[str, Any]) -> str:
     """Changes with the content of a file, the order of the files and every setting."""
-    files = [[path.name, content_hash(path)] for path in paths]
+    names = unique_names(paths, [path.name for path in paths])
+    files = [[name, content_hash(path)] for name, path in zip(names, paths, strict=True)]
     text = json.dumps([FORMAT, files, settings], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

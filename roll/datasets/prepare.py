@@ -6,7 +6,7 @@ import argparse
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,14 @@ from typing import Literal
 from roll.datasets.converters import Convert, PrepareOptions
 from roll.datasets.converters.code import CODE_INSTRUCTION, CODE_TAG, convert_code
 from roll.datasets.converters.conversations import CHAT_TAG, convert_chat
-from roll.datasets.converters.math import GSM8K_INSTRUCTION, MATH_INSTRUCTION, MATH_TAG, convert_gsm8k, convert_math
+from roll.datasets.converters.math import (
+    GSM8K_INSTRUCTION,
+    GSM8K_TAG,
+    MATH_INSTRUCTION,
+    MATH_TAG,
+    convert_gsm8k,
+    convert_math,
+)
 from roll.datasets.converters.preferences import (
     PAIR_TAG,
     NoPreferenceError,
@@ -22,7 +29,7 @@ from roll.datasets.converters.preferences import (
     convert_pair,
     convert_ranking,
 )
-from roll.datasets.reading import Row, SourceRow, data_files, read_rows, stream_rows
+from roll.datasets.reading import Row, data_files, read_rows, stream_rows
 from roll.datasets.types import BadRows, DataError
 
 logger = logging.getLogger(__name__)
@@ -103,12 +110,9 @@ def prepare_gsm8k(
     Raises:
         DataError: a split is missing, or a row lacks question, answer or final number.
     """
-
-    def convert(row: SourceRow, row_id: str) -> Row:
-        return convert_gsm8k(row, row_id, instruction, system)
-
+    options = PrepareOptions(GSM8K_TAG, instruction, system)
     return {
-        target: convert_split(find_split(source, split), output / f"{target}.jsonl", f"gsm8k-{split}", convert)
+        target: convert_split(find_split(source, split), output / f"{target}.jsonl", f"gsm8k-{split}", options)
         for split, target in (("train", "train"), ("test", "validation"))
     }
 
@@ -164,9 +168,11 @@ def listed(dropped: Counter[str]) -> str:
     return f" ({', '.join(f'{count} {reason}' for reason, count in dropped.most_common())})" if dropped else ""
 
 
-def convert_split(source: Path, target: Path, id_prefix: str, convert: Callable[[SourceRow, str], Row]) -> int:
+def convert_split(source: Path, target: Path, id_prefix: str, options: PrepareOptions) -> int:
     # All rows are converted before anything is written: a bad row leaves no half file behind.
-    rows = [convert(row, f"{id_prefix}-{position}") for position, row in enumerate(read_rows(str(source)))]
+    rows = [
+        convert_gsm8k(row, f"{id_prefix}-{position}", options) for position, row in enumerate(read_rows(str(source)))
+    ]
     write_rows(target, rows)
     logger.info("%s: %d rows from %s", target, len(rows), source)
     return len(rows)

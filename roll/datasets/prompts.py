@@ -3,48 +3,28 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
-from roll.datasets.columns import DomainRouter
-from roll.datasets.images import ImageReader, PreparedImages
-from roll.datasets.making import RowMaker
-from roll.datasets.preparation import prepare
+from roll.datasets.columns import DomainRouter, Message
+from roll.datasets.images import ImageReader
+from roll.datasets.making import Draft, RowMaker
+from roll.datasets.preparation import PreparedRows, load_rows
 from roll.datasets.reading import Row, SourceRow
-from roll.datasets.templates import Conversation, Rendered, Renderer, TemplateChoice, truncate
-from roll.datasets.types import BadRows, DataError, LoadCounts, PromptRow
+from roll.datasets.templates import Rendered, Renderer, TemplateChoice, truncate
+from roll.datasets.types import DataError, LoadCounts, PromptRow
 from roll.datasets.vision_model import VisionModel
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
-    from roll.datasets.store import RowStore, StoredRow
-
-logger = logging.getLogger(__name__)
+    from roll.datasets.store import StoredRow
 
 
-class PromptDataset(Sequence[PromptRow]):
-    """Prompts in file order, with what became of the rows in ``counts``. A row is built when it is asked for.
-
-    Args:
-        positions: int64 (rows,), of the store's rows that belong to this set; None: all.
-    """
-
-    def __init__(
-        self,
-        store: RowStore,
-        counts: LoadCounts,
-        positions: np.ndarray | None = None,
-        reader: PreparedImages | None = None,
-    ) -> None:
-        self._store = store
-        self._images = reader
-        self._positions = store.positions() if positions is None else positions
-        self.counts = counts
+class PromptDataset(PreparedRows[PromptRow]):
+    """Prompts in file order; draw from it with :class:`roll.datasets.DomainSampler`."""
 
     @classmethod
     def build(
@@ -72,57 +52,21 @@ class PromptDataset(Sequence[PromptRow]):
         Raises:
             DataError: a file, row, template or tag that cannot be used, or no row left.
         """
-        if data_args.file_name is None:
-            raise DataError("data_args.file_name is not set; for example file_name: data/train.jsonl")
         templates = TemplateChoice.of_settings(data_args, global_template, tag_to_template)
         images = ImageReader.of(data_args, vision)
-        store, paths = prepare(PromptMaker(data_args, Renderer(tokenizer, templates), prompt_length, domains, images))
-        prepared = PreparedImages(images, data_args, paths) if vision is not None else None
-        dataset = cls(store, in_order(store.counts, domains), reader=prepared)
-        files = ", ".join(str(path) for path in paths)
-        logger.info("%s: %s (prompt_length %d)", files, dataset.counts, prompt_length)
-        return dataset
+        return cls(*load_rows(PromptMaker(data_args, Renderer(tokenizer, templates), prompt_length, domains, images)))
 
     def by_domain(self) -> dict[str, PromptDataset]:
         """The rows of each domain that has any, in file order."""
         domains = self._store.column("domain")[self._positions]
         return {
-            domain: PromptDataset(self._store, self.counts, self._positions[domains == domain], self._images)
+            domain: PromptDataset(self._store, self._images, self._positions[domains == domain])
             for domain in self.counts.kept
         }
-
-    @property
-    def ids(self) -> list[str]:
-        """Of all rows, without building them."""
-        return [str(name) for name in self._store.column("id")[self._positions]]
-
-    @property
-    def difficulties(self) -> np.ndarray | None:
-        """float64 (rows,); None without a curriculum."""
-        return self._store.difficulties(self._positions)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens, int32 (rows,)."""
-        return self._store.column("length")[self._positions]
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        if isinstance(index, slice):
-            return [self._row(int(position)) for position in self._positions[index]]
-        return self._row(int(self._positions[index]))
-
-    def __iter__(self) -> Iterator[PromptRow]:
-        return (self._row(int(position)) for position in self._positions)
 
     def _row(self, position: int) -> PromptRow:
         store = self._store
         row, token_ids = store.row(position), store.token_ids(position)
-        vision = None
-        if self._images is not None:
-            vision = self._images.of(row, token_ids, store.value("file", position), store.value("number", position))
         return PromptRow(
             prompt_id=store.value("id", position),
             domain=store.value("domain", position),
@@ -131,7 +75,7 @@ class PromptDataset(Sequence[PromptRow]):
             prompt_text=store.text(position),
             ground_truth=read_ground_truth(row),
             row=row,
-            vision=vision,
+            vision=self._vision(position, row, token_ids),
         )
 
 
@@ -160,10 +104,10 @@ def _as_section(value: Any) -> Any:
         return value
 
 
-class PromptMaker(RowMaker):
-    """Makes prompts out of rows as read."""
+class PromptMaker(RowMaker[Rendered]):
+    """Makes prompts; the content of a draft is its domain."""
 
-    what, limit_key = "prompts", "prompt_length"
+    what, limit_key, example = "prompts", "prompt_length", "data/train.jsonl"
 
     def __init__(
         self,
@@ -171,7 +115,7 @@ class PromptMaker(RowMaker):
         renderer: Renderer,
         prompt_length: int,
         domains: Mapping[str, Sequence[str] | None],
-        images: ImageReader | None = None,
+        images: ImageReader,
     ) -> None:
         super().__init__(data_args, renderer, prompt_length, images)
         self._domains = domains
@@ -180,66 +124,46 @@ class PromptMaker(RowMaker):
     def settings(self) -> dict[str, Any]:
         return {"domains": {name: sorted(tags or ()) for name, tags in self._domains.items()}}
 
-    def make(self, sources: Sequence[SourceRow], bad_rows: BadRows) -> list[StoredRow]:
-        conversations, domains, difficulties, pictures = [], [], [], []
-        for source in sources:
-            try:
-                tag = self.columns.read_tag(source)
-                domain = self._router.route(source, tag)
-                messages = self.columns.read_messages(source)
-                difficulty = self.difficulty(source)
-                messages, vision = self.seen(source, messages)
-            except DataError as error:
-                bad_rows.report(error)
-                continue
-            messages = self.renderer.templates.with_system(messages, tag)
-            conversations.append(Conversation(source, tag, messages))
-            domains.append(domain)
-            difficulties.append(difficulty)
-            pictures.append(vision)
-        rows: list[StoredRow] = []
-        for one, domain, difficulty, vision, rendered in zip(
-            conversations, domains, difficulties, pictures, self.renderer(conversations), strict=True
-        ):
-            try:
-                rendered = self.expanded(one.source, rendered, vision)
-            except DataError as error:
-                bad_rows.report(error)
-                continue
-            fitting = self._fit(one, domain, rendered, has_images=vision is not None)
-            if fitting is not None:
-                ids, row = fitting.token_ids, self.images.row_of(one.source)
-                rows.append(self.stored(one, domain, ids, len(ids), difficulty, row, text=fitting.text))
-                self.tally.without_truth[domain] += read_ground_truth(one.source.row) is None
-                self.tally.answered[domain] += one.messages[-1]["role"] == "assistant"
-        return rows
+    def in_order(self, counts: LoadCounts) -> LoadCounts:
+        """Put the domains in the order of the configuration."""
+        kept = {domain: counts.kept[domain] for domain in self._domains if domain in counts.kept}
+        return replace(counts, kept=kept)
 
-    def _fit(self, one: Conversation, domain: str, rendered: Rendered, has_images: bool) -> Rendered | None:
-        """The prompt within its limit; None where it is left out, as a prompt with images is that would be cut.
+    def read(self, source: SourceRow) -> tuple[list[Message], str]:
+        domain = self._router.route(source, self.columns.read_tag(source))
+        return self.columns.read_messages(source), domain
 
+    def tokenize(self, drafts: Sequence[Draft]) -> list[Rendered | DataError]:
+        return self.renderer(drafts)
+
+    def expand(self, draft: Draft, tokens: Rendered) -> Rendered:
+        token_ids = self.images.expand(draft.source, tokens.token_ids, draft.vision)
+        return tokens if token_ids is tokens.token_ids else Rendered(tokens.text, token_ids)
+
+    def finish(self, draft: Draft, tokens: Rendered) -> StoredRow | None:
+        """
         Raises:
             DataError: too long, and neither left out nor cut by choice.
         """
-        length = len(rendered.token_ids)
-        if length <= self.limit:
-            return rendered
-        side = self.data_args.truncation
-        if self.data_args.filter_overlong_prompts:
-            self.tally.leave_out(domain, length)
-            return None
-        if side == "error":
-            raise DataError(
-                f"{one.source.place}: the prompt has {length} tokens, prompt_length is {self.limit}; set "
-                "data_args.filter_overlong_prompts: true to leave such rows out, or data_args.truncation to cut them"
-            )
-        shortened = None if has_images else truncate(one, rendered, self.limit, side, self.renderer)
-        if shortened is None:
-            self.tally.leave_out(domain, length)
-        else:
+        domain, length, side = draft.content, len(tokens.token_ids), self.data_args.truncation
+        if length > self.limit:
+            if self.data_args.filter_overlong_prompts:
+                self.tally.leave_out(domain, length)
+                return None
+            if side == "error":
+                raise DataError(
+                    f"{draft.source.place}: the prompt has {length} tokens, prompt_length is {self.limit}; set "
+                    "data_args.filter_overlong_prompts: true to leave such rows out, or data_args.truncation to cut "
+                    "them"
+                )
+            # A cut could go through an image.
+            shortened = None if draft.vision is not None else truncate(draft, tokens, self.limit, side, self.renderer)
+            if shortened is None:
+                self.tally.leave_out(domain, length)
+                return None
             self.tally.truncated[domain] += 1
-        return shortened
-
-
-def in_order(counts: LoadCounts, domains: Mapping[str, Any]) -> LoadCounts:
-    """The counts with domains in the order of the configuration."""
-    return replace(counts, kept={domain: counts.kept[domain] for domain in domains if domain in counts.kept})
+            tokens = shortened
+        self.tally.without_truth[domain] += read_ground_truth(draft.source.row) is None
+        self.tally.answered[domain] += draft.messages[-1]["role"] == "assistant"
+        row, ids = self.images.row_of(draft.source), tokens.token_ids
+        return self.stored(draft, domain, ids, len(ids), row, text=tokens.text)

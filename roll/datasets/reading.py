@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from roll.config.data import FORMATS, format_of, hub_name, matching_files, saved_splits
+from roll.config.data import FORMATS, HubName, format_of, hub_name, matching_files, saved_splits
 from roll.datasets.types import BadRows, DataError
 
 Row = dict[str, Any]
@@ -83,12 +84,11 @@ def stream_rows(paths: Iterable[Path], bad_rows: BadRows | None = None) -> Gener
 def expand(name: str, dataset_dir: str | None = None) -> list[Path]:
     """The files that one configured name stands for."""
     try:
-        if hub_name(name) is not None:
-            from roll.datasets.reading import hub_files
-
-            return hub_files(name)
+        hub = hub_name(name)
     except ValueError as error:
         raise DataError(f"data_args.file_name: {name!r}: {error}") from error
+    if hub is not None:
+        return hub_files(name, hub)
     path = Path(name).expanduser()
     places = [path] if dataset_dir is None else [path, Path(dataset_dir).expanduser() / path]
     for place in places:
@@ -102,6 +102,14 @@ def expand(name: str, dataset_dir: str | None = None) -> list[Path]:
             raise DataError(f"{place}: the folder holds no data file; expected one ending in {', '.join(FORMATS)}")
     looked = " and ".join(str(Path.cwd() / place) for place in places)
     raise DataError(f"data file {name!r} does not exist (looked for {looked})")
+
+
+def unique_names(paths: Sequence[Path], names: Sequence[str]) -> Sequence[str]:
+    """The files' short ``names``; where two of them are equal, paths from the folder that all files share."""
+    if len(set(names)) == len(paths):
+        return names
+    root = os.path.commonpath([path.absolute().parent for path in paths])
+    return [os.path.relpath(path, root) for path in paths]
 
 
 def reader_of(path: Path) -> Callable[[Path], Numbered]:
@@ -134,11 +142,7 @@ def read_json(path: Path) -> Numbered:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}") from error
-    for number, row in enumerate(rows, 1):
-        try:
-            yield number, expect_object(path, number, whole_characters(row, text))
-        except UnicodeEncodeError as error:
-            yield number, half_character(path, number, error)
+    yield from ((number, expect_object(path, number, row, text)) for number, row in enumerate(rows, 1))
 
 
 def whole_characters(value: Any, text: str) -> Any:
@@ -153,15 +157,6 @@ def whole_characters(value: Any, text: str) -> Any:
     return value
 
 
-def half_character(path: Path, number: int, error: UnicodeEncodeError) -> DataError:
-    found = f"\\u{ord(error.object[error.start]):04x}"
-    around = error.object[max(0, error.start - 20) : error.start]
-    return DataError(
-        f"{path}, row {number}: half of a character, {found}, behind {around!r}: a text that was cut inside a pair of "
-        "surrogates; take it out, or set data_args.on_bad_row: skip"
-    )
-
-
 def read_json_lines(path: Path) -> Numbered:
     with open_text(path) as file:
         yield from parse_json_lines(path, file)
@@ -172,20 +167,27 @@ def parse_json_lines(path: Path, lines: Iterable[str]) -> Numbered:
         if not line.strip():
             continue
         try:
-            row = whole_characters(json.loads(line), line)
-        except UnicodeEncodeError as error:
-            yield number, half_character(path, number, error)
-            continue
+            row = json.loads(line)
         except json.JSONDecodeError as error:
             message = f"{path}, row {number}: not valid JSON at column {error.colno}: {error.msg}; expected one object"
             yield number, DataError(message)
             continue
-        yield number, expect_object(path, number, row)
+        yield number, expect_object(path, number, row, line)
 
 
-def expect_object(path: Path, number: int, row: Any) -> Row | DataError:
+def expect_object(path: Path, number: int, row: Any, text: str) -> Row | DataError:
+    """The row that was read from JSON ``text``, or why it is none."""
     if not isinstance(row, dict):
         return DataError(f"{path}, row {number}: expected a JSON object such as {{...}}, found {type(row).__name__}")
+    try:
+        whole_characters(row, text)
+    except UnicodeEncodeError as error:
+        found = f"\\u{ord(error.object[error.start]):04x}"
+        around = error.object[max(0, error.start - 20) : error.start]
+        return DataError(
+            f"{path}, row {number}: half of a character, {found}, behind {around!r}: a text that was cut inside a pair "
+            "of surrogates; take it out, or set data_args.on_bad_row: skip"
+        )
     return row
 
 
@@ -209,14 +211,18 @@ def read_text(path: Path) -> Numbered:
                 yield number, {"text": line.rstrip("\n")}
 
 
+def numbered(batches: Iterable[Any]) -> Numbered:
+    """The rows of Arrow record batches."""
+    yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+
+
 def read_parquet(path: Path) -> Numbered:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            batches = file.iter_batches(batch_size=ROWS_AT_A_TIME)
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+            yield from numbered(file.iter_batches(batch_size=ROWS_AT_A_TIME))
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from error
 
@@ -235,8 +241,7 @@ def read_arrow(path: Path) -> Numbered:
             except pyarrow.ArrowException as error:
                 raise DataError(f"{path}: not a readable Arrow file: {error}") from error
         # The table is mapped, not read: only the rows being handed out are in memory.
-        batches = table.to_batches(max_chunksize=ROWS_AT_A_TIME)
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+        yield from numbered(table.to_batches(max_chunksize=ROWS_AT_A_TIME))
 
 
 READERS: dict[str, Callable[[Path], Numbered]] = {
@@ -250,18 +255,19 @@ READERS: dict[str, Callable[[Path], Numbered]] = {
 BINARY_FORMATS = frozenset({".parquet", ".arrow"})
 
 
-def hub_files(name: str) -> list[Path]:
-    """The Arrow files that ``datasets`` keeps of ``hub:OWNER/NAME[/CONFIG][:SPLIT]``.
+def hub_files(name: str, hub: HubName) -> list[Path]:
+    """The Arrow files in the cache of ``datasets`` of a data set of the hub.
+
+    Args:
+        name: as configured, for messages.
 
     Raises:
         DataError: the data set is not there, not reachable, or has no such configuration or split.
     """
     import datasets
 
-    wanted = hub_name(name)
-    assert wanted is not None, f"{name} is no hub name"
     try:
-        found = datasets.load_dataset(wanted.name, wanted.config, split=wanted.split)
+        found = datasets.load_dataset(hub.name, hub.config, split=hub.split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         offline = datasets.config.HF_HUB_OFFLINE
         hint = "HF_HUB_OFFLINE is set" if offline else "is this machine online?"

@@ -48,7 +48,7 @@ class EpochOrder:
         return order
 
     def _bands(self, epoch: int) -> list[list[int]]:
-        """The rows in groups: one after the other in the epoch."""
+        """Groups of rows, drawn one group after the other in the epoch."""
         curriculum = self.curriculum
         if curriculum is None or epoch >= curriculum.epochs:
             return [list(range(self.num_rows))]
@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 
 class ShuffledEpochs(Generic[T]):
-    """Endless passes over ``rows``, each in an order of its own that depends on seed, name and epoch alone."""
+    """Endless passes over ``rows``; the order of each depends on seed, name and epoch alone."""
 
     def __init__(
         self, rows: Sequence[T], seed: int, name: str = "", shuffle: bool = True, order: EpochOrder | None = None
@@ -157,7 +157,7 @@ class DomainSampler:
         self._shares = shares(datasets, probs)
         self._streams = {
             domain: ShuffledEpochs(rows, seed, domain, order=order_of(rows, data_args, seed, domain))
-            for domain, rows in ((domain, datasets[domain]) for domain, share in self._shares.items() if share)
+            for domain, rows in ((domain, datasets[domain]) for domain in self._shares if self._shares[domain])
         }
         self._domains = list(self._streams)
         self._digest = digest(datasets)
@@ -184,20 +184,14 @@ class DomainSampler:
         return replace(row, prompt_id=f"{row.prompt_id}@{epoch}") if epoch else row
 
     def _next_domain(self) -> str:
-        """Of the domains that may be drawn without running ahead of their quota, the one that must be drawn soonest."""
+        """The most urgent of the domains that may be drawn without running ahead of their quota."""
         if len(self._domains) == 1:
             return self._domains[0]
-        margin = Fraction(1, 2 * len(self._domains) - 2)
-        turn = self.num_drawn + 1
-        best, best_deadline = "", Fraction(0)
-        for domain in self._domains:
-            share = self._shares[domain]
-            lack = share * turn - self._streams[domain].num_drawn
-            deadline = (1 - margin - lack) / share
-            if lack >= margin and (not best or deadline < best_deadline):
-                best, best_deadline = domain, deadline
-        assert best, "shares sum to 1, so some domain is behind its quota"
-        return best
+        margin, turn = Fraction(1, 2 * len(self._domains) - 2), self.num_drawn + 1
+        lacks = {domain: self._shares[domain] * turn - self._streams[domain].num_drawn for domain in self._domains}
+        # Shares sum to 1, so some domain is behind its quota.
+        behind = [domain for domain in self._domains if lacks[domain] >= margin]
+        return min(behind, key=lambda domain: (1 - margin - lacks[domain]) / self._shares[domain])
 
     def find(self, domain: str, prompt_id: str) -> PromptRow:
         """The prompt that was drawn under this id.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,21 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from roll.config.data import DataArguments
 from roll.datasets.assistant_turns import AssistantTurns, Masked, read_dialogue, spans_of
 from roll.datasets.columns import Columns, Message, require
-from roll.datasets.images import ImageReader, PreparedImages
-from roll.datasets.making import RowMaker
-from roll.datasets.preparation import PreparedRows, prepare
+from roll.datasets.images import ImageReader
+from roll.datasets.making import Draft, RowMaker
+from roll.datasets.preparation import PreparedRows, load_rows
 from roll.datasets.reading import SourceRow
-from roll.datasets.templates import Conversation, Renderer, TemplateChoice, tokenize
-from roll.datasets.types import BadRows, DataError, SftRow
+from roll.datasets.templates import Renderer, TemplateChoice, end_of_response, tokenize
+from roll.datasets.types import DataError, SftRow
 from roll.datasets.vision_model import VisionModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from roll.datasets.store import RowStore, StoredRow
-    from roll.protocol.vision import VisionInputs
-
-logger = logging.getLogger(__name__)
+    from roll.datasets.store import StoredRow
 
 TrainOn = Literal["last", "assistant"]
 DOMAIN = "sft"
@@ -33,10 +29,6 @@ DOMAIN = "sft"
 
 class SftDataset(PreparedRows[SftRow]):
     """Demonstrations in file order; draw from it with :class:`roll.datasets.ShuffledEpochs`."""
-
-    def __init__(self, store: RowStore, images: PreparedImages | None = None) -> None:
-        super().__init__(store)
-        self._images = images
 
     @classmethod
     def build(
@@ -69,23 +61,17 @@ class SftDataset(PreparedRows[SftRow]):
         templates = TemplateChoice.of_settings(data_args, global_template, tag_to_template)
         images = ImageReader.of(data_args, vision)
         maker = sft_maker(data_args, tokenizer, templates, sequence_length, query_key, images, train_on)
-        store, paths = prepare(maker)
-        files = ", ".join(str(path) for path in paths)
-        logger.info("%s: %s (sequence_length %d)", files, store.counts, sequence_length)
-        return cls(store, PreparedImages(images, data_args, paths) if vision is not None else None)
+        return cls(*load_rows(maker))
 
     def _row(self, position: int) -> SftRow:
         store = self._store
-        input_ids, vision = store.token_ids(position), None
-        if self._images is not None:
-            place = store.value("file", position), store.value("number", position)
-            vision = self._images.of(store.row(position) or {}, input_ids, *place)
+        input_ids = store.token_ids(position)
         return SftRow(
             row_id=store.value("id", position),
             tag=store.value("tag", position),
             input_ids=input_ids,
             prompt_length=store.value("prompt_length", position),
-            vision=vision,
+            vision=self._vision(position, (store.row(position) or {}) if self._images is not None else {}, input_ids),
             spans=store.spans(position),
         )
 
@@ -98,129 +84,89 @@ def sft_maker(
     query_key: str | None,
     images: ImageReader,
     train_on: TrainOn,
-) -> RowMaker:
-    """Converter of rows as read to demonstrations.
+) -> RowMaker[Any]:
+    """The maker of demonstrations.
 
     Raises:
         DataError: no file, a tokenizer without an end of text, or a template that cannot be used.
     """
-    if data_args.file_name is None:
-        raise DataError("data_args.file_name is not set; for example file_name: data/sft.jsonl")
-    if tokenizer.eos_token is None:
-        raise DataError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to close a response with")
     renderer = Renderer(tokenizer, templates)
     if train_on == "assistant":
         return DialogueMaker(data_args, renderer, sequence_length, images)
     return SftMaker(data_args, renderer, sequence_length, query_key, images)
 
 
-class DialogueMaker(RowMaker):
-    """Makes demonstrations of which every assistant's turn carries the loss."""
+class DialogueMaker(RowMaker[Masked]):
+    """Makes demonstrations in which every turn of the assistant carries the loss."""
 
-    what, limit_key = "demonstrations", "sequence_length"
+    what, limit_key, example = "demonstrations", "sequence_length", "data/sft.jsonl"
 
     def __init__(self, data_args: DataArguments, renderer: Renderer, limit: int, images: ImageReader) -> None:
         super().__init__(data_args, renderer, limit, images)
+        self._end = end_of_response(renderer.tokenizer)
         self._turns = AssistantTurns(renderer.tokenizer, renderer.templates)
 
     def settings(self) -> dict[str, Any]:
-        return {"train_on": "assistant", "eos_token": self.renderer.tokenizer.eos_token}
+        return {"train_on": "assistant", "eos_token": self._end}
 
-    def make(self, sources: Sequence[SourceRow], bad_rows: BadRows) -> list[StoredRow]:
-        dialogues, difficulties, pictures = [], [], []
-        for source in sources:
-            try:
-                one = read_dialogue(self.columns, source, self.renderer.templates)
-                messages, vision = self.seen(source, one.messages)
-                difficulties.append(self.difficulty(source))
-            except DataError as error:
-                bad_rows.report(error)
-                continue
-            dialogues.append(replace(one, messages=messages))
-            pictures.append(vision)
-        rows = []
-        for one, difficulty, vision, masked in zip(
-            dialogues, difficulties, pictures, self._turns(dialogues), strict=True
-        ):
-            try:
-                if isinstance(masked, DataError):
-                    raise masked
-                ids = self.images.expand(one.source, masked.token_ids, vision)
-            except DataError as error:
-                bad_rows.report(error)
-                continue
-            if len(ids) > self.limit:
-                self.tally.leave_out(DOMAIN, len(ids))
-                continue
-            mask = masked.mask if ids is masked.token_ids else self._widened(masked, vision)
-            spans, row = spans_of(mask), None if vision is None else self.images.row_of(one.source)
-            rows.append(self.stored(one, DOMAIN, ids, spans[0], difficulty, row, spans=spans))
-        return rows
+    def read(self, source: SourceRow) -> tuple[list[Message], list[Any] | None]:
+        return read_dialogue(self.columns, source)
 
-    def _widened(self, masked: Masked, vision: VisionInputs | None) -> list[bool]:
-        """The mask with as many entries for each image and video as it takes."""
-        assert self.images.model is not None
-        placeholders = {self.images.model.image_token_id, self.images.model.video_token_id}
-        runs = iter(vision.runs if vision is not None else ())
-        pairs = zip(masked.token_ids, masked.mask, strict=True)
-        return [flag for token, flag in pairs for _ in range(next(runs)[1] if token in placeholders else 1)]
+    def tokenize(self, drafts: Sequence[Draft]) -> list[Masked | DataError]:
+        return [self._turns(replace(draft, tools=draft.content)) for draft in drafts]
+
+    def expand(self, draft: Draft, tokens: Masked) -> Masked:
+        ids = self.images.expand(draft.source, tokens.token_ids, draft.vision)
+        if draft.vision is None:
+            return replace(tokens, token_ids=ids)
+        widths = zip(self.images.widths(tokens.token_ids, draft.vision), tokens.mask, strict=True)
+        return Masked(ids, [flag for (_, count), flag in widths for _ in range(count)])
+
+    def finish(self, draft: Draft, tokens: Masked) -> StoredRow | None:
+        length = len(tokens.token_ids)
+        if length > self.limit:
+            self.tally.leave_out(DOMAIN, length)
+            return None
+        spans, row = spans_of(tokens.mask), None if draft.vision is None else self.images.row_of(draft.source)
+        return self.stored(draft, DOMAIN, tokens.token_ids, spans[0], row, spans=spans)
 
 
-class SftMaker(RowMaker):
-    """Makes demonstrations out of rows as read."""
+class SftMaker(RowMaker[tuple[list[int], list[int]]]):
+    """Makes demonstrations in which the response alone carries the loss: ids of the prompt and of the response."""
 
-    what, limit_key = "demonstrations", "sequence_length"
+    what, limit_key, example = "demonstrations", "sequence_length", "data/sft.jsonl"
 
     def __init__(
-        self,
-        data_args: DataArguments,
-        renderer: Renderer,
-        limit: int,
-        query_key: str | None,
-        images: ImageReader | None = None,
+        self, data_args: DataArguments, renderer: Renderer, limit: int, query_key: str | None, images: ImageReader
     ) -> None:
         super().__init__(data_args, renderer, limit, images)
+        self._end = end_of_response(renderer.tokenizer)
         self._query_key = query_key
 
     def settings(self) -> dict[str, Any]:
-        return {"query_key": self._query_key, "eos_token": self.renderer.tokenizer.eos_token}
+        return {"query_key": self._query_key, "eos_token": self._end}
 
-    def make(self, sources: Sequence[SourceRow], bad_rows: BadRows) -> list[StoredRow]:
-        conversations, answers, difficulties, pictures = [], [], [], []
-        for source in sources:
-            try:
-                messages, answer = read_demonstration(self.columns, source, self._query_key)
-                difficulty = self.difficulty(source)
-                messages, vision = self.seen(source, messages)
-            except DataError as error:
-                bad_rows.report(error)
-                continue
-            tag = self.columns.read_tag(source)
-            messages = self.renderer.templates.with_system(messages, tag)
-            conversations.append(Conversation(source, tag, messages))
-            answers.append(answer)
-            difficulties.append(difficulty)
-            pictures.append(vision)
-        tokenizer = self.renderer.tokenizer
-        responses = tokenize(
-            tokenizer, [f"{answer}{tokenizer.eos_token}" for answer in answers], [False] * len(answers)
-        )
-        rows = []
-        for one, difficulty, vision, rendered, response in zip(
-            conversations, difficulties, pictures, self.renderer(conversations), responses, strict=True
-        ):
-            try:
-                rendered = self.expanded(one.source, rendered, vision)
-            except DataError as error:
-                bad_rows.report(error)
-                continue
-            length = len(rendered.token_ids) + len(response)
-            if length > self.limit:
-                self.tally.leave_out(DOMAIN, length)
-            else:
-                ids, row = rendered.token_ids, None if vision is None else self.images.row_of(one.source)
-                rows.append(self.stored(one, DOMAIN, ids + response, len(ids), difficulty, row))
-        return rows
+    def read(self, source: SourceRow) -> tuple[list[Message], str]:
+        return read_demonstration(self.columns, source, self._query_key)
+
+    def tokenize(self, drafts: Sequence[Draft]) -> list[tuple[list[int], list[int]] | DataError]:
+        texts = [f"{draft.content}{self._end}" for draft in drafts]
+        responses = tokenize(self.renderer.tokenizer, texts, [False] * len(texts))
+        pairs = zip(self.renderer(drafts), responses, strict=True)
+        return [prompt if isinstance(prompt, DataError) else (prompt.token_ids, response) for prompt, response in pairs]
+
+    def expand(self, draft: Draft, tokens: tuple[list[int], list[int]]) -> tuple[list[int], list[int]]:
+        prompt, response = tokens
+        return self.images.expand(draft.source, prompt, draft.vision), response
+
+    def finish(self, draft: Draft, tokens: tuple[list[int], list[int]]) -> StoredRow | None:
+        prompt, response = tokens
+        length = len(prompt) + len(response)
+        if length > self.limit:
+            self.tally.leave_out(DOMAIN, length)
+            return None
+        row = None if draft.vision is None else self.images.row_of(draft.source)
+        return self.stored(draft, DOMAIN, prompt + response, len(prompt), row)
 
 
 def read_demonstration(columns: Columns, source: SourceRow, query_key: str | None = None) -> tuple[list[Message], str]:
@@ -230,9 +176,6 @@ def read_demonstration(columns: Columns, source: SourceRow, query_key: str | Non
         DataError: no response, or one that is not a text.
     """
     messages = columns.read_messages(source)
-    if source.row.get(query_key or "") and messages:
-        last = messages[-1]
-        messages[-1] = {**last, "content": f"{last['content']}\n\n{source.row[query_key or '']}"}
     if columns.response in source.row:
         response = require(source, columns.response)
     elif messages[-1]["role"] == "assistant":
@@ -246,4 +189,7 @@ def read_demonstration(columns: Columns, source: SourceRow, query_key: str | Non
         )
     if not isinstance(response, str) or not response:
         raise DataError(f"{source.place}: the response must be a non-empty text, found {response!r}")
+    if query_key is not None and source.row.get(query_key):
+        last = messages[-1]
+        messages[-1] = {**last, "content": f"{last['content']}\n\n{source.row[query_key]}"}
     return messages, response

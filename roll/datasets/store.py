@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from roll.datasets.reading import unique_names
 from roll.datasets.types import BadRows, DataError, LoadCounts
 
 MARK = "\x00roll"
@@ -30,20 +31,26 @@ def from_json(text: str) -> Any:
     return json.loads(text, object_hook=_decode if _ESCAPED_MARK in text else None)
 
 
+_CODECS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.time: (datetime.time.isoformat, datetime.time.fromisoformat),
+    datetime.timedelta: (
+        lambda value: value / datetime.timedelta(microseconds=1),
+        lambda microseconds: datetime.timedelta(microseconds=microseconds),
+    ),
+    decimal.Decimal: (str, decimal.Decimal),
+}
+"""Types that JSON lacks and columns hold, to a JSON value and back."""
+_DECODERS = {kind.__name__.lower(): decode for kind, (_, decode) in _CODECS.items()}
+
+
 def _encode(value: Any) -> dict[str, Any]:
-    match value:
-        case bytes():
-            return {MARK: ["bytes", base64.b64encode(value).decode()]}
-        case datetime.datetime():
-            return {MARK: ["datetime", value.isoformat()]}
-        case datetime.date():
-            return {MARK: ["date", value.isoformat()]}
-        case datetime.time():
-            return {MARK: ["time", value.isoformat()]}
-        case datetime.timedelta():
-            return {MARK: ["timedelta", value / datetime.timedelta(microseconds=1)]}
-        case decimal.Decimal():
-            return {MARK: ["decimal", str(value)]}
+    # A datetime is a date too: the more special type comes first in the table.
+    for kind, (encode, _) in _CODECS.items():
+        if isinstance(value, kind):
+            return {MARK: [kind.__name__.lower(), encode(value)]}
     raise TypeError(f"a column holds a {type(value).__name__}, which a row cannot carry")
 
 
@@ -54,39 +61,24 @@ def _decode(found: dict[str, Any]) -> Any:
     return _DECODERS[kind](value)
 
 
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    "bytes": base64.b64decode,
-    "datetime": datetime.datetime.fromisoformat,
-    "date": datetime.date.fromisoformat,
-    "time": datetime.time.fromisoformat,
-    "timedelta": lambda microseconds: datetime.timedelta(microseconds=microseconds),
-    "decimal": decimal.Decimal,
-}
-
-
 ROWS_FILE, INDEX_FILE = "rows.arrow", "index.arrow"
 COUNTS_KEY = b"roll.counts"
 
 ROWS = pa.schema(
-    [
-        ("token_ids", pa.list_(pa.int32())),
-        ("text", pa.string()),
-        ("row", pa.string()),
-        ("spans", pa.list_(pa.int32())),
-    ]
+    {"token_ids": pa.list_(pa.int32()), "text": pa.string(), "row": pa.string(), "spans": pa.list_(pa.int32())}
 )
 INDEX = pa.schema(
-    [
-        ("position", pa.int64()),
-        ("id", pa.string()),
-        ("file", pa.int32()),
-        ("number", pa.int64()),
-        ("tag", pa.string()),
-        ("domain", pa.string()),
-        ("length", pa.int32()),
-        ("prompt_length", pa.int32()),
-        ("difficulty", pa.float64()),
-    ]
+    {
+        "position": pa.int64(),
+        "id": pa.string(),
+        "file": pa.int32(),
+        "number": pa.int64(),
+        "tag": pa.string(),
+        "domain": pa.string(),
+        "length": pa.int32(),
+        "prompt_length": pa.int32(),
+        "difficulty": pa.float64(),
+    }
 )
 
 
@@ -95,20 +87,20 @@ class StoredRow:
     """A row on its way into a store."""
 
     id: str | None
-    """As the file has it; None: none."""
+    """The row's id in its file; None: it has none."""
     file: int
     """Position of its file among the set's."""
     number: int
-    """Of the row in its file."""
+    """Number of the row in its file."""
     tag: str
     domain: str
     token_ids: list[int]
     prompt_length: int
     """Tokens of the prompt: all of them, unless a response follows."""
     text: str
-    """The prompt as the model sees it; empty where nobody asks."""
+    """The prompt as the model sees it; empty where it is not needed."""
     row: dict[str, Any] | None
-    """As read; None where nobody asks."""
+    """The columns as read; None where they are not needed."""
     difficulty: float | None
     spans: list[int] = field(default_factory=list)
     """Of a demonstration: begin and end of every run of tokens that carry the loss; empty: what is behind the
@@ -125,24 +117,17 @@ class EncodedRows:
 
 
 def encode_rows(rows: Sequence[StoredRow]) -> EncodedRows:
-    columns: list[list[Any]] = [
-        [row.token_ids for row in rows],
-        [row.text for row in rows],
-        [to_json(row.row) for row in rows],
-    ]
-    columns.append([row.spans for row in rows])
-    index = {
-        "id": [row.id for row in rows],
-        "file": [row.file for row in rows],
-        "number": [row.number for row in rows],
-        "tag": [row.tag for row in rows],
-        "domain": [row.domain for row in rows],
-        "length": [len(row.token_ids) for row in rows],
-        "prompt_length": [row.prompt_length for row in rows],
-        "difficulty": [row.difficulty for row in rows],
-    }
     without_position = INDEX.remove(INDEX.get_field_index("position"))
-    return EncodedRows(pa.record_batch(columns, schema=ROWS), pa.record_batch(index, schema=without_position))
+
+    def batch(schema: pa.Schema, **made: list[Any]) -> pa.RecordBatch:
+        """The fields of the rows, and the columns made of them."""
+        columns = {name: made.get(name) or [getattr(row, name) for row in rows] for name in schema.names}
+        return pa.record_batch(columns, schema=schema)
+
+    return EncodedRows(
+        batch(ROWS, row=[to_json(row.row) for row in rows]),
+        batch(without_position, length=[len(row.token_ids) for row in rows]),
+    )
 
 
 class RowStore:
@@ -227,7 +212,7 @@ class RowStoreWriter:
         self._count += count
 
     def index(self) -> pa.Table:
-        """Of all rows so far, as they came."""
+        """Index of all rows so far, in the order of arrival."""
         return pa.Table.from_batches(self._index, INDEX)
 
     def finish(self, index: pa.Table, counts: LoadCounts) -> RowStore:
@@ -251,7 +236,8 @@ class RowStoreWriter:
 
 def unique_ids(index: pa.Table, paths: Sequence[Path], id_column: str, bad_rows: BadRows) -> pa.Table:
     """The index with its final ids. Rows without an id get ``<file>:<row>``; equal ids in different files get the
-    file's name in front; a row whose id its file has already is reported to ``bad_rows`` and left out.
+    file's name in front; a row whose id its file has already is reported to ``bad_rows`` and left out. Files of equal
+    names in different folders go by their paths.
 
     Raises:
         DataError: an id twice in one file, unless bad rows are skipped.
@@ -275,20 +261,16 @@ def unique_ids(index: pa.Table, paths: Sequence[Path], id_column: str, bad_rows:
         first = seen.setdefault((name, file), number_of[i])
         if first != number_of[i]:
             dropped.add(i)
-            bad_rows.report(duplicate(paths[file], number_of[i], name, first, id_column))
+            message = f"duplicate id {name!r}, already in row {first}; ids must be unique (or drop the column "
+            message += f"{id_column!r} and rows are numbered)"
+            bad_rows.report(DataError(f"{paths[file]}, row {number_of[i]}: {message}"))
         files.setdefault(name, set()).add(file)
+    names = unique_names(paths, [path.name for path in paths])
+    stems = unique_names(paths, [path.stem for path in paths])
     for i in places:
-        path = paths[file_of[i]]
         if final[i] is None:
-            final[i] = f"{path.name}:{number_of[i]}"
+            final[i] = f"{names[file_of[i]]}:{number_of[i]}"
         elif len(files[final[i]]) > 1:
-            final[i] = f"{path.stem}/{final[i]}"
+            final[i] = f"{stems[file_of[i]]}/{final[i]}"
     result = index.set_column(index.schema.get_field_index("id"), index.schema.field("id"), [pa.array(final)])
     return result.take([i for i in range(len(final)) if i not in dropped]) if dropped else result
-
-
-def duplicate(path: Path, number: int, name: str, first: int, id_column: str) -> DataError:
-    return DataError(
-        f"{path}, row {number}: duplicate id {name!r}, already in row {first}; ids must be unique "
-        f"(or drop the column {id_column!r} and rows are numbered)"
-    )

@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from roll.datasets.columns import build_filter
 from roll.datasets.making import RowMaker, Tally
 from roll.datasets.preparation import Selection, nothing_left
-from roll.datasets.reading import SourceRow, data_files, stream_rows
+from roll.datasets.reading import SourceRow, data_files, stream_rows, unique_names
 from roll.datasets.store import StoredRow
 from roll.datasets.types import BadRows, DataError, LoadCounts
 
@@ -47,7 +46,7 @@ class StreamedEpochs(Generic[T]):
         name: of the stream, part of its seeds.
     """
 
-    def __init__(self, maker: RowMaker, build: Callable[[StoredRow], T], seed: int, name: str) -> None:
+    def __init__(self, maker: RowMaker[Any], build: Callable[[StoredRow], T], seed: int, name: str) -> None:
         """
         Raises:
             DataError: no file.
@@ -56,6 +55,7 @@ class StreamedEpochs(Generic[T]):
         assert data_args.file_name is not None, "checked by the maker's maker"
         self._maker, self._build, self._seed, self._name = maker, build, seed, name
         self._paths = data_files(data_args.file_name, data_args.dataset_dir)
+        self._names = unique_names(self._paths, [path.name for path in self._paths])
         maker.files = {path: number for number, path in enumerate(self._paths)}
         self._size = data_args.streaming_window
         self._epoch, self._window, self._taken = 0, -1, 0
@@ -116,13 +116,7 @@ class StreamedEpochs(Generic[T]):
         self._kept += len(rows)
         if self._maker.data_args.shuffle:
             random.Random(f"{self._seed}/{self._name}/{self._epoch}/{self._window}").shuffle(rows)
-        return [self._named(row) for row in rows]
-
-    def _named(self, row: StoredRow) -> StoredRow:
-        if row.id is not None:
-            return row
-        path: Path = self._paths[row.file]
-        return replace(row, id=f"{path.name}:{row.number}")
+        return [row if row.id is not None else replace(row, id=f"{self._names[row.file]}:{row.number}") for row in rows]
 
     def close(self) -> None:
         """Close the file that is being read."""

@@ -45,14 +45,6 @@ def render_native(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     return text
 
 
-def render_thinking(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
-    return render_native(tokenizer, messages, **({"enable_thinking": True} | variables))
-
-
-def render_not_thinking(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
-    return render_native(tokenizer, messages, **({"enable_thinking": False} | variables))
-
-
 def render_chatml(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
     """ChatML spelled out, whatever the tokenizer's own template is."""
     if variables.get("tools"):
@@ -74,13 +66,13 @@ def render_raw(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], 
 
 def render_long_cot(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
     """Asks for a long chain of thought and a boxed answer."""
-    asked = [
+    conversation = [
         {**message, "content": LONG_COT_REQUEST + message["content"]} if message["role"] == "user" else message
         for message in messages
     ]
-    if asked[0]["role"] != "system":
-        asked.insert(0, {"role": "system", "content": LONG_COT_SYSTEM})
-    return render_native(tokenizer, asked, **variables)
+    if conversation[0]["role"] != "system":
+        conversation.insert(0, {"role": "system", "content": LONG_COT_SYSTEM})
+    return render_native(tokenizer, conversation, **variables)
 
 
 def render_opened_thought(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
@@ -97,8 +89,8 @@ TEMPLATES: dict[str, Render] = {
     "qwen2_5": render_native,
     "qwen2-vl": render_native,
     "qwen3_coder": render_native,
-    "qwen3": render_thinking,
-    "qwen3_nothink": render_not_thinking,
+    "qwen3": partial(render_native, enable_thinking=True),
+    "qwen3_nothink": partial(render_native, enable_thinking=False),
     "chatml": render_chatml,
     "empty": render_chatml,
     "base": render_base,
@@ -189,6 +181,8 @@ class Conversation:
     source: SourceRow
     tag: str
     messages: list[Message]
+    tools: list[Any] | None = None
+    """Schemas of the tools that a training template is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,20 +212,15 @@ class Renderer:
         good = {key: text for key, text in texts.items() if isinstance(text, str)}
         encoded = tokenize(self.tokenizer, list(good.values()), [name in PLAIN_TEMPLATES for name, _ in good])
         rendered = {key: Rendered(text, ids) for (key, text), ids in zip(good.items(), encoded, strict=True)}
-        return [self._result(key, one, texts, rendered) for key, one in zip(keys, conversations, strict=True)]
-
-    @staticmethod
-    def _result(
-        key: tuple[str, str],
-        one: Conversation,
-        texts: Mapping[tuple[str, str], str | DataError],
-        rendered: Mapping[tuple[str, str], Rendered],
-    ) -> Rendered | DataError:
-        if key not in rendered:
-            error = texts[key]
-            assert isinstance(error, DataError)
-            return error
-        return rendered[key] if rendered[key].token_ids else DataError(f"{one.source.place}: the prompt is empty")
+        results: list[Rendered | DataError] = []
+        for key, one in zip(keys, conversations, strict=True):
+            result = texts[key]
+            if isinstance(result, str):
+                whole = rendered[key]
+                results.append(whole if whole.token_ids else DataError(f"{one.source.place}: the prompt is empty"))
+            else:
+                results.append(result)
+        return results
 
     def render(self, one: Conversation) -> str | DataError:
         """The text of one conversation, or what its template says against it."""
@@ -249,6 +238,17 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
     special tokens are in the text."""
     conversation: list[Any] = [*messages, {"role": "assistant", "content": response}]
     return str(tokenizer.apply_chat_template(conversation, tokenize=False))
+
+
+def end_of_response(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The token that closes a response.
+
+    Raises:
+        DataError: the tokenizer has none.
+    """
+    if tokenizer.eos_token is None:
+        raise DataError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to close a response with")
+    return str(tokenizer.eos_token)
 
 
 def tokenize(
@@ -280,9 +280,10 @@ def truncate(one: Conversation, long: Rendered, limit: int, side: Side, renderer
     Returns:
         None where even an empty message would leave the prompt too long.
     """
-    position = last_user_message(one.messages)
-    if position is None:
+    users = [i for i, message in enumerate(one.messages) if message["role"] == "user"]
+    if not users:
         return None
+    position = users[-1]
     content = str(one.messages[position]["content"])
     ids = renderer.tokenizer(content, add_special_tokens=False)["input_ids"]
     excess = len(long.token_ids) - limit
@@ -290,8 +291,8 @@ def truncate(one: Conversation, long: Rendered, limit: int, side: Side, renderer
         if excess >= len(ids):
             return None
         text = cut(renderer, ids, excess, side)
-        messages = [*one.messages[:position], {**one.messages[position], "content": text}]
-        messages += one.messages[position + 1 :]
+        messages = list(one.messages)
+        messages[position] = {**messages[position], "content": text}
         (result,) = renderer([Conversation(one.source, one.tag, messages)])
         if isinstance(result, DataError):
             return None
@@ -299,11 +300,6 @@ def truncate(one: Conversation, long: Rendered, limit: int, side: Side, renderer
             return result
         excess += len(result.token_ids) - limit
     return None
-
-
-def last_user_message(messages: list[Message]) -> int | None:
-    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    return users[-1] if users else None
 
 
 def cut(renderer: Renderer, ids: list[int], excess: int, side: Side) -> str:

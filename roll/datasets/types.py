@@ -1,4 +1,4 @@
-"""Rows, what became of those that were read, and the error that names file, row and rule. Torch-free."""
+"""Types of rows, counts of rows kept and left out, and the error that names file, row and rule. Torch-free."""
 
 from __future__ import annotations
 

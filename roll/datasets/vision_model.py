@@ -30,14 +30,14 @@ class VisionModel:
     video_tokens: tuple[str, str, str]
     """Texts of the tokens that open a video or a grid of it, stand for it, and close it."""
     tokens_per_second: float = 0.0
-    """Positions that a second of a video takes; of no meaning where the prompt says times."""
+    """Positions that a second of a video takes; unused where the prompt has time stamps."""
     without_videos: str | None = None
     """Why rows with videos are bad ones; None: they are read."""
     most_images: int | None = None
-    """Of a prompt, that the engine keeps room for; None: any number."""
+    """Most images of a prompt that the engine keeps room for; None: any number."""
     most_videos: int | None = None
     engine_time: EngineTime | None = None
-    """Of the engine that generates: a video that it places differently is a bad one. None: it places all alike."""
+    """Positions of videos in the engine: a video that it places otherwise than the trainer is refused."""
 
     def video_placeholder(self, video: EncodedVideo) -> str:
         """Text of a video in a prompt, as the model's processor writes it."""

@@ -134,6 +134,8 @@ def test_an_adapter_decides_its_own_size(tmp_path: Path) -> None:
     changes = {f"{MODEL}.adapter_name_or_path": str(adapter)}
     (problem,) = mistakes(tmp_path, changed(changes))
     assert "is not a peft adapter: it has no adapter_config.json" in problem.rule
+    (adapter / "adapter_config.json").write_text("16")  # damaged: no object
+    assert mistakes(tmp_path, changed(changes)) == ()
     (adapter / "adapter_config.json").write_text(json.dumps({"r": 16, "lora_alpha": 32}))
     agreeing = {f"{MODEL}.lora_target": "q_proj", f"{MODEL}.lora_rank": 16, f"{MODEL}.lora_alpha": 32}
     assert mistakes(tmp_path, changed(changes | agreeing)) == ()

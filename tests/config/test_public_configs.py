@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from roll.config.loader import LoadedConfig, load_config
-from roll.config.pipelines import MISSING
 from roll.config.reading.compose import compose_file
 from roll.config.reading.errors import ConfigError, Problems
 from roll.evaluate import load_evaluation
@@ -57,9 +56,6 @@ def outcome(file: Path) -> str:
         check_parts(loaded)
     except ConfigError as error:
         rules = [str(problem) for problem in error.problems]
-        for pipeline in MISSING:
-            if any(f"is a file of the {pipeline} pipeline" in rule for rule in rules):
-                return f"{pipeline} pipeline"
         told = "\n".join(rules)
         if "without training" in told:
             return "playing without training"

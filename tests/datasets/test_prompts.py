@@ -196,6 +196,16 @@ def test_ids_of_several_files_and_of_rows_without(tokenizer: Any, write_jsonl: W
     assert [p.prompt_id for p in build(tokenizer, [one, two])] == ["one/0", "only", "two/0", "two.jsonl:2"]
 
 
+def test_files_of_equal_names_give_different_ids(tokenizer: Any, write_jsonl: Write, tmp_path: Path) -> None:
+    unnamed = {"tag": "easy", "messages": row("")["messages"]}
+    files = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        files.append(write_jsonl([row("0"), unnamed], f"{folder}/train.jsonl"))
+    ids = [p.prompt_id for p in build(tokenizer, files)]
+    assert ids == ["a/train.jsonl/0", "a/train.jsonl:2", "b/train.jsonl/0", "b/train.jsonl:2"]
+
+
 def test_data_sets_load_without_the_heavy_packages() -> None:
     program = (
         "import sys, roll.datasets, roll.datasets.prepare;"

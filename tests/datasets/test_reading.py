@@ -133,7 +133,9 @@ def test_hub_names_go_through_datasets(tmp_path: Path, monkeypatch: pytest.Monke
     (folder / "test.jsonl").write_text('{"id": "1", "prompt": "one"}\n{"id": "2", "prompt": "two"}\n')
     rows = read_rows("hub:owner/eggs:test")
     assert [source.row for source in rows] == [{"id": "1", "prompt": "one"}, {"id": "2", "prompt": "two"}]
-    with pytest.raises(DataError, match=r"'hub:owner/hens' cannot be loaded .*HF_HUB_OFFLINE is set.*name them"):
+    with pytest.raises(
+        DataError, match=r"^data_args.file_name: 'hub:owner/hens' cannot be loaded .*HF_HUB_OFFLINE is set.*name them"
+    ):
         read_rows("hub:owner/hens")
     with pytest.raises(DataError, match="is written hub:OWNER/NAME"):
         read_rows("hub:eggs")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,19 @@ def test_further_input_follows_the_instruction(tokenizer: Any, write_jsonl: Writ
     with_input, without = parts(tokenizer, build(tokenizer, write_jsonl(rows), query_key="input"))
     assert "user\nAdd.\n\n3 4<|im_end|>" in with_input[0]
     assert "user\nGo.<|im_end|>" in without[0]
+
+
+def test_further_input_goes_to_the_question_of_a_conversation(tokenizer: Any, write_jsonl: Write) -> None:
+    row = {"messages": [USER, {"role": "assistant", "content": "12"}], "input": "In a box?"}
+    ((prompt, response),) = parts(tokenizer, build(tokenizer, write_jsonl([row]), query_key="input"))
+    assert "How many eggs?\n\nIn a box?<|im_end|>" in prompt
+    assert response == "12<|im_end|>"
+
+
+def test_the_row_numbers_of_a_csv_by_pandas_are_not_learned(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "data.csv"
+    file.write_text(",prompt,solution\n1,How many eggs?,12\n")  # the column of row numbers has no name
+    assert parts(tokenizer, build(tokenizer, str(file))) == [(PROMPT, "12<|im_end|>")]
 
 
 def test_long_rows_are_left_out_and_counted(tokenizer: Any, write_jsonl: Write) -> None:

@@ -8,9 +8,10 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from roll.config.reading.errors import Problems
+from roll.config.reading.errors import Problems, plain_words
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.schema import rules_of
 from roll.config.rewards import CLASSIFIER
@@ -58,7 +59,7 @@ class Refusal:
     except_under: Callable[[Backend], bool] = nowhere
     """Backends that deal with the key themselves."""
 
-    @property
+    @cached_property
     def regex(self) -> re.Pattern[str]:
         escaped = re.escape(self.pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\*", "[^.]*")
         return re.compile(escaped)
@@ -105,7 +106,6 @@ REFUSALS = (
     Refusal("**.data_args.audio_folder", "audio models"),
     Refusal("**.data_args.custom_data_kwargs_func", "data sets of sounds, and processor arguments of a row"),
 )
-_COMPILED = tuple((refusal, refusal.regex) for refusal in REFUSALS)
 
 
 def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -120,8 +120,8 @@ def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def refuse_unavailable(data: Mapping[str, Any], problems: Problems) -> None:
     """Add a problem for every written key that needs a feature still to come."""
     for path, value in leaves(data):
-        for refusal, regex in _COMPILED:
-            if regex.fullmatch(path) and refusal.applies(value) and not _excepted(refusal, data, path):
+        for refusal in REFUSALS:
+            if refusal.regex.fullmatch(path) and refusal.applies(value) and not _excepted(refusal, data, path):
                 problems.not_available(path, value, refusal.feature, refusal.instead)
 
 
@@ -137,11 +137,7 @@ def _excepted(refusal: Refusal, data: Mapping[str, Any], path: str) -> bool:
 
 _ELSEWHERE = frozenset(("opd_kl_coef", "tag_included", "mtp_training_mode", "router_replay"))
 """Keys that other tables speak of, by name."""
-_TRAINING_MODEL = (
-    "disable_gradient_checkpointing",
-    "gradient_checkpointing_use_reentrant",
-    "freeze_module_prefix",
-)
+_TRAINING_MODEL = ("disable_gradient_checkpointing", "gradient_checkpointing_use_reentrant", "freeze_module_prefix")
 TRAINS = "only roles that train have use for it"
 _WHY = {
     "data_args": "only roles that read data have use for it",
@@ -202,7 +198,7 @@ def why_unread(item: Field[Any], section: Any, config: Any, facts: Mapping[str, 
     written = getattr(section, item.name)
     if written is None or (written is False and item.default is not True):
         return None
-    for other, wanted in rules_of(item).read_if:
+    for other, wanted in rules_of(item).read_if.items():
         value = facts[other] if other in facts else getattr(section, other, getattr(config, other, None))
         if isinstance(value, str) and DOTTED_PATH.fullmatch(value) and "." in value:
             return None
@@ -212,8 +208,7 @@ def why_unread(item: Field[Any], section: Any, config: Any, facts: Mapping[str, 
             if wanted == (True,):
                 return f"without {other}: true"
             readers = ", ".join("null" if one is None else str(one).lower() for one in wanted)
-            shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-            return f"with {other}: {shown} (read with {readers})"
+            return f"with {other}: {plain_words(value)} (read with {readers})"
     return None
 
 

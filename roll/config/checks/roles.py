@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from roll.config import model_files
 from roll.config.checks.base import Checks
@@ -37,11 +37,6 @@ from roll.config.strategies.registry import (
     is_sized_engine,
     read_strategy_config,
 )
-
-if TYPE_CHECKING:
-    from roll.config.checks.base import Checks
-    from roll.config.roles import WorkerConfig
-    from roll.config.run import RunConfig
 
 
 def check_model(
@@ -123,7 +118,7 @@ def check_roles(config: RunConfig, checks: Checks) -> dict[str, StrategyConfig]:
         check_lora(name, role, pipeline.task_of(name, role) is TRAINS, pipeline.compares_log_probs, checks)
         if options is not None:
             strategies[name] = options
-            check_strategy_fit(name, role, options, checks)
+            options.check(name, role, world_size(role), pipeline.task_of(name, role) is TRAINS, checks.problems)
             check_rows(config, name, role, checks)
     check_nodes(config, checks)
     note_tracker(config, checks)
@@ -178,23 +173,15 @@ def check_strategy(name: str, role: WorkerConfig, checks: Checks) -> StrategyCon
     path, strategy = f"{name}.strategy_args", role.strategy_args.strategy_name
     if checks.broken(path):
         return None
-    task = checks.pipeline.task_of(name, role)
+    task, key = checks.pipeline.task_of(name, role), f"{path}.strategy_name"
     able = task.strategies
     if strategy in BACKENDS and strategy not in able:
         if task in (COMPUTES_LOG_PROBS, TEACHES) and strategy in generation_strategies():
-            checks.problems.not_available(f"{path}.strategy_name", strategy, "log-probs by an engine", able[0])
+            checks.problems.not_available(key, strategy, "log-probs by an engine", able[0])
         else:
-            checks.add(
-                f"{path}.strategy_name", strategy, f"{name} {task.name}; that needs {' or '.join(able)}", able[0]
-            )
+            checks.add(key, strategy, f"{name} {task.name}; that needs {' or '.join(able)}", able[0])
         return None
     return read_strategy_config(role.strategy_args, path, checks.problems)
-
-
-def check_strategy_fit(name: str, role: WorkerConfig, options: StrategyConfig, checks: Checks) -> None:
-    """Options of a strategy against the role and its devices."""
-    trains = checks.pipeline.task_of(name, role) is TRAINS
-    options.check(name, role, world_size(role), trains, checks.problems)
 
 
 def check_rows(config: RunConfig, name: str, role: WorkerConfig, checks: Checks) -> None:

@@ -37,13 +37,13 @@ class MicroBatching:
 
     rows: int
     removes_padding: bool = False
-    """The rows of a micro-batch lie behind one another in one row of tokens."""
+    """The rows of a micro-batch are concatenated into one row of tokens."""
     max_tokens: int | None = None
     """Tokens that a micro-batch may compute, padding included."""
     width_multiple: int = 1
     """Widths of micro-batches with padding are rounded up to a multiple of this."""
     balances: bool = False
-    """``max_tokens`` None then stands for the longest row."""
+    """``max_tokens`` None then means the longest row."""
     min_count: int = 1
     """At least so many micro-batches, where there are as many rows."""
 
@@ -321,7 +321,7 @@ def working_values(plan: TrainingPlan, prompts: int, group_size: int, section: s
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, in order; of 0 and below none."""
+    """All divisors in ascending order; none for 0 and negative numbers."""
     small = [candidate for candidate in range(1, isqrt(max(0, number)) + 1) if number % candidate == 0]
     large = [number // candidate for candidate in reversed(small)]
     return small + large[1 if small and small[-1] == large[0] else 0 :]
@@ -335,7 +335,7 @@ def nearest(wanted: int, candidates: list[int]) -> int | None:
 class RunAhead:
     """The bounds that ``async_generation_ratio`` r sets; B prompts are trained on in a step.
 
-    Version v of the weights is what v steps of training made of them; step v starts from it. Two rules:
+    Version v of the weights is their state after v training steps; step v starts from it. Two rules:
 
     - *Capacity*: at any version, groups that are in flight or wait for their step, together with those that were
       already taken at this version, are at most floor((1 + r) * B). So while step v trains, r * B groups of later steps
@@ -347,11 +347,11 @@ class RunAhead:
     prompts_per_step: int
     num_additional: int = 0
     """Groups beyond the capacity (``is_use_additional_prompts``). Steps then take the first groups to be finished
-    and wait for nobody; groups that become too old on the way are given up."""
+    and never wait; groups that become too old on the way are given up."""
 
     @staticmethod
     def of(ratio: float, prompts_per_step: int, num_additional: int = 0) -> RunAhead:
-        """With the decimal number as it was written: 0.1 is one tenth."""
+        """Take the decimal number as written: 0.1 is one tenth."""
         return RunAhead(Fraction(str(ratio)), prompts_per_step, num_additional)
 
     @property
@@ -374,7 +374,7 @@ class RunAhead:
 
         Taken oldest first, ``B`` a step, a group can still be trained on in time if, for every k, at most k * B of the
         groups that are left must be trained on within the next k steps. Where that is not so yet, the step waits for
-        unfinished old groups. Additional prompts: whoever is ready is taken.
+        unfinished old groups. With additional prompts, whatever is ready is taken.
 
         Args:
             ready: number of ready groups by the version of their oldest token.

@@ -1,6 +1,6 @@
 """Derives the parts of a plan that pipelines share: placement, batch arithmetic, finished role sections, folders.
 
-Assumes that the checks have passed or reports nothing itself."""
+The checks come first: nothing is reported here."""
 
 from __future__ import annotations
 
@@ -15,21 +15,9 @@ from roll.config.plan.plan import Folders, RolePlan, TrainingPlan, micro_batchin
 from roll.config.reading.errors import Problems
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
-from roll.config.strategies.registry import (
-    is_sized_engine,
-    read_strategy_config,
-    with_engine_size,
-)
+from roll.config.strategies.registry import is_sized_engine, read_strategy_config, with_engine_size
 
-INHERITED_DATA_KEYS = (
-    "template",
-    "chat_template_kwargs",
-    "system_prompt",
-    "tag_to_system_prompt",
-    "tag",
-    "id",
-    "response",
-)
+INHERITED_KEYS = ("template", "chat_template_kwargs", "system_prompt", "tag_to_system_prompt", "tag", "id", "response")
 """Keys that a validation's data section inherits where it is silent: columns, and the form of prompts."""
 Finish = Callable[[str, WorkerConfig], WorkerConfig]
 """Completes the section of a role with what only its pipeline knows."""
@@ -73,23 +61,17 @@ def training_plan(
     )
 
 
-def as_planned(_: str, section: WorkerConfig) -> WorkerConfig:
-    """The section as it is."""
-    return section
-
-
-def role_plans(definition: PipelineDefinition, config: Any, finish: Finish = as_planned) -> dict[str, RolePlan]:
+def role_plans(definition: PipelineDefinition, config: Any, finish: Finish) -> dict[str, RolePlan]:
     """The plan of every role whose workers a run starts.
 
     Args:
-        finish: is given a role's name and its section with model, workers and packed lengths filled in; what it returns
-            is what the workers get.
+        finish: from a role's name and its section, with model, workers and packed lengths filled in, to the section
+            that the workers get.
     """
     models, sections = definition.models(config), definition.started(config)
     sequence = definition.longest_row(config)
     plans = {}
     for name, role in sections.items():
-        others = [other for other in sections if other != name and shares_devices(role, sections[other])]
         is_model = name in models
         plan = RolePlan(
             name=name,
@@ -100,7 +82,7 @@ def role_plans(definition: PipelineDefinition, config: Any, finish: Finish = as_
             num_gpus_per_worker=devices_per_worker(role),
             world_size=world_size(role),
             dp_size=data_parallel_size(role),
-            colocated_with=tuple(others),
+            colocated_with=tuple(n for n, other in sections.items() if n != name and shares_devices(role, other)),
             model_path=definition.model(config, name, role)[1] if is_model else None,
             sequence_length=sequence,
             forward_rule=micro_batching(with_packed_lengths(role, sequence), trains=False),
@@ -141,7 +123,7 @@ def node_shape(config: RunConfig, sections: Mapping[str, WorkerConfig], written:
 
 
 def folders(config: RunConfig, exp_name: str) -> Folders:
-    """As written; the shared default folders get a folder of the experiment's own."""
+    """The folders as written; the shared defaults get a subfolder named after the experiment."""
     output, logs = Path(config.output_dir), Path(config.logging_dir)
     if output == Path("output"):
         output = output / exp_name
@@ -152,7 +134,11 @@ def folders(config: RunConfig, exp_name: str) -> Folders:
 
 
 def shared_plan(
-    definition: PipelineDefinition, config: Any, exp_name: str, written: Written, finish: Finish = as_planned
+    definition: PipelineDefinition,
+    config: Any,
+    exp_name: str,
+    written: Written,
+    finish: Finish = lambda name, section: section,
 ) -> dict[str, Any]:
     """The fields of a :class:`roll.config.plan.plan.Plan` that every pipeline derives in the same way.
 
@@ -173,7 +159,7 @@ def shared_plan(
 
 def validation_data(key: str, own: DataArguments, base: DataArguments, written: Written) -> DataArguments:
     """The data section at ``key``; what it leaves out of columns and template is as in ``base``."""
-    inherited = {name: getattr(base, name) for name in INHERITED_DATA_KEYS if not written(f"{key}.{name}")}
+    inherited = {name: getattr(base, name) for name in INHERITED_KEYS if not written(f"{key}.{name}")}
     if own.prompt is None and own.messages is None:
         inherited |= {"prompt": base.prompt, "messages": base.messages}
     return replace(own, **inherited)

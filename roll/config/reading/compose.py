@@ -25,15 +25,8 @@ from roll.config.reading.yaml_files import SourceFile, readable, yaml_problem
 
 OVERRIDE_RULE = "must be key=value (or +key=value, or ~key to take a key out)"
 COMPOSITION_ERRORS = (
-    HydraException,
-    OmegaConfBaseException,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    AssertionError,
-    RecursionError,
-    OSError,
+    *(HydraException, OmegaConfBaseException, ValueError, TypeError, KeyError),
+    *(AttributeError, AssertionError, RecursionError, OSError),
 )
 """Exceptions of hydra and OmegaConf on trees that they cannot read: their own errors, and plain ones."""
 
@@ -169,7 +162,7 @@ def _interpolations(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _circle_rule(path: str, written: Mapping[str, str]) -> str | None:
-    """A key that refers to itself, perhaps by way of others."""
+    """The rule for a key that refers to itself, directly or by way of others; None for other keys."""
     seen: set[str] = set()
     queue = [path]
     while queue:

@@ -95,17 +95,21 @@ class Problems:
         return any(item.key == key or item.key.startswith(f"{key}.") for item in self.errors)
 
 
+def plain_words(value: Any) -> str:
+    """A value as YAML has it: ``null``, ``true``; texts without quotes."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def shorten(value: Any) -> str:
     """The value as it would be written in YAML, cut to a readable length."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(masked(value))
+    text = plain_words(value) if value is None or isinstance(value, bool) else repr(masked(value))
     return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 3]}..."
 
 
 def show_example(key: str, example: Any) -> str:
     if key.startswith("(") or (isinstance(example, str) and ":" in example):
         return str(example)
-    text = "null" if example is None else str(example).lower() if isinstance(example, bool) else str(example)
-    return f"{key.rsplit('.', 1)[-1]}: {text}"
+    return f"{key.rsplit('.', 1)[-1]}: {plain_words(example)}"
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:

@@ -1,7 +1,7 @@
-"""Rules that a configuration field states of itself: bounds, allowed names, aliases, a parser for special spellings.
+"""Rules of a configuration field: bounds, allowed names, aliases, a parser for special spellings.
 
-The rules stand in the field's metadata, so that the reader that checks a YAML file, the generated reference page and
-the error messages all speak from the same place."""
+They are in the field's metadata, so that the reader of YAML files, the generated reference page and the error messages
+agree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Row(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that a file may write for it."""
+        """The spellings that a file may use for it."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,11 @@ class FieldRules:
     le: float | None = None
     lt: float | None = None
     choices: Collection[str] | None = None
-    """Allowed names; a :class:`~roll.config.reading.fields.Table` is read anew whenever it is asked."""
+    """Allowed names; rows that are added to a :class:`Table` later are allowed as well."""
     dotted_path: bool = False
     """With ``choices``: a dotted path ``package.module.name`` is allowed too (a user's own function or class)."""
     endings: tuple[str, ...] = ()
     """With ``choices``: the name of a file with one of these endings is allowed too."""
-    planned: tuple[str, ...] = ()
-    """Names that are known and not available yet."""
     aliases: tuple[str, ...] = ()
     parse: Callable[[Any], Any] | None = None
     """Turns the written value into one of the field's type; raises ValueError with the rule that was broken."""
@@ -112,8 +110,8 @@ class FieldRules:
     inert: str | None = None
     """For a key that is accepted and changes nothing: what decides instead, in one line for the user."""
     or_one: bool = False
-    """Of a mapping of names to sections: one section may stand in its place, and has the key's own name then."""
-    read_if: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    """For a mapping of names to sections: a single section may be written instead, which then gets the key's name."""
+    read_if: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Keys of the section (or at the top), each with the values under one of which this key is read; no values: where
     the other key is set. Empty: it is always read."""
 
@@ -134,31 +132,13 @@ class FieldRules:
 NO_RULES = FieldRules()
 
 
-def rules(
-    *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    choices: Collection[str] | None = None,
-    dotted_path: bool = False,
-    endings: Sequence[str] = (),
-    planned: Sequence[str] = (),
-    aliases: Sequence[str] = (),
-    parse: Callable[[Any], Any] | None = None,
-    example: Any = None,
-    inert: str | None = None,
-    or_one: bool = False,
-    read_if: Mapping[str, Sequence[Any]] | None = None,
-) -> dict[str, FieldRules]:
+def rules(**options: Any) -> dict[str, FieldRules]:
     """Metadata for :func:`dataclasses.field` that holds these :class:`FieldRules`."""
-    names = (tuple(endings), tuple(planned), tuple(aliases))
-    readers = tuple((key, tuple(values)) for key, values in (read_if or {}).items())
-    return {RULES: FieldRules(ge, gt, le, lt, choices, dotted_path, *names, parse, example, inert, or_one, readers)}
+    return {RULES: FieldRules(**options)}
 
 
 def setting(default: Any, **options: Any) -> Any:
-    """A field with a default and the :func:`rules` given by name."""
+    """A dataclass field with a default and the :class:`FieldRules` in ``options``."""
     return field(default=default, metadata=rules(**options))
 
 
@@ -244,21 +224,18 @@ def parse_device_mapping(value: Any) -> list[int]:
     return ids
 
 
-def _parse_expression(text: str) -> list[Any]:
+def _parse_expression(text: str) -> list[int]:
+    """The ids of a sum of lists and ranges."""
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        node = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(RULE) from None
-    return _read(tree.body)
-
-
-def _read(node: ast.expr) -> list[Any]:
-    """The ids of a sum of terms. A sum nests to the left, so that a loop is enough."""
+    # A sum nests to the left, so that a loop is enough.
     terms = []
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         terms.append(node.right)
         node = node.left
-    ids: list[Any] = []
+    ids: list[int] = []
     for term in (node, *reversed(terms)):
         ids += _read_term(term)
         _check_number(len(ids))
@@ -266,30 +243,21 @@ def _read(node: ast.expr) -> list[Any]:
 
 
 def _read_term(node: ast.expr) -> list[int]:
+    """The ids of a list or a range, perhaps inside ``list()``."""
+    match node:
+        case ast.Call(func=ast.Name(id="list"), args=[inner], keywords=[]):
+            node = inner
     match node:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_integer(item) for item in items]
-        case ast.Call(func=ast.Name(id="list"), args=[ast.List() | ast.Tuple() as inner], keywords=[]):
-            return _read_term(inner)
-        case ast.Call(func=ast.Name(id="list"), args=[ast.Call() as inner], keywords=[]):
-            return _read_range(inner)
-        case ast.Call(func=ast.Name(id="range")):
-            return _read_range(node)
-        case _:
-            raise ValueError(RULE)
-
-
-def _read_range(node: ast.Call) -> list[int]:
-    match node:
         case ast.Call(func=ast.Name(id="range"), args=arguments, keywords=[]) if 1 <= len(arguments) <= 3:
             bounds = [_integer(argument) for argument in arguments]
-        case _:
-            raise ValueError(RULE)
-    if len(bounds) == 3 and bounds[2] == 0:
-        raise ValueError("the step of range() must not be 0")
-    ids = range(*bounds)
-    _check_number(max(0, -(-(ids.stop - ids.start) // ids.step)))
-    return list(ids)
+            if len(bounds) == 3 and bounds[2] == 0:
+                raise ValueError("the step of range() must not be 0")
+            ids = range(*bounds)
+            _check_number(max(0, -(-(ids.stop - ids.start) // ids.step)))
+            return list(ids)
+    raise ValueError(RULE)
 
 
 def _check_number(number: int) -> None:

@@ -6,7 +6,6 @@ One table, by the class of the section (which inherits the rows of its bases). T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import Field, field, make_dataclass
 from functools import cache
 from typing import Any
@@ -16,6 +15,7 @@ from roll.config.reading.fields import rules
 OLDER_FILES = "Accepted for older files."
 NOWHERE = "Accepted for ROLL's files, where nothing reads it, either."
 EXPERT_FILES = "Accepted for files of mixture-of-experts models."
+TOPR_POSITIVE = "pg_variant: topr with topr_positive_weight is the working form"
 TOPR = "pg_variant: topr with topr_positive_weight and topr_negative_weight is the working form"
 DTYPE = "model_args.dtype decides"
 BATCHES = "training_args decides"
@@ -28,24 +28,14 @@ class Legacy:
     Args:
         decides: what decides instead, for the user; empty: nothing does.
         text: of the reference.
-        options: the :func:`~roll.config.reading.fields.rules` that a value must satisfy all the same.
+        options: further :class:`~roll.config.reading.fields.FieldRules`, which a value must satisfy all the same.
     """
 
     def __init__(
-        self,
-        name: str,
-        hint: Any,
-        default: Any,
-        decides: str,
-        *,
-        text: str = OLDER_FILES,
-        choices: Sequence[str] | None = None,
-        aliases: Sequence[str] = (),
-        ge: float | None = None,
-        le: float | None = None,
+        self, name: str, hint: Any, default: Any, decides: str, *, text: str = OLDER_FILES, **options: Any
     ) -> None:
         self.name, self.hint, self.text = name, hint, text
-        metadata = rules(inert=decides, choices=choices, aliases=aliases, ge=ge, le=le)
+        metadata = rules(inert=decides, **options)
         self.field: Any = (
             field(default_factory=dict, metadata=metadata)
             if default == {}
@@ -71,13 +61,7 @@ LEGACY_KEYS: dict[str, tuple[Legacy, ...]] = {
         Legacy("reward_norm", str | None, None, "norm_mean_type and norm_std_type decide"),
         Legacy("reward_shift", bool, False, "norm_mean_type decides"),
         Legacy("reward_scale", bool, False, "norm_std_type decides"),
-        Legacy(
-            "positive_loss_coef",
-            float | str | None,
-            None,
-            "pg_variant: topr with topr_positive_weight is the working form",
-            aliases=("postive_loss_coef",),
-        ),
+        Legacy("positive_loss_coef", float | str | None, None, TOPR_POSITIVE, aliases=("postive_loss_coef",)),
         Legacy("use_topr_neg_loss_coef", float | str | None, None, TOPR),
         Legacy("use_topr_loss", bool | None, None, TOPR),
         Legacy("use_policy_loss_type", str | None, None, "pg_variant decides"),

@@ -108,7 +108,7 @@ def _values(data: Any, name: str = "") -> Iterator[str]:
 
 
 def _is_telling(name: str, value: str) -> bool:
-    """True where a value stands for itself in other texts: the value of a key may be an everyday word."""
+    """True for a value to hide wherever it occurs; the value of a key may be an everyday word."""
     if len(value) < _LEAST_LENGTH or value == MASK:
         return False
     is_key = name.lower().endswith("key")

@@ -2,7 +2,7 @@
 
 dacite builds the objects, strictly; it stops at its first error, so this reader goes first: it collects all mistakes,
 brings values to the field's type where that is safe (``1e-6`` and ``1e8`` without a dot are numbers, an int field takes
-``1e8``) and leaves out nothing.  The rules of a field stand in its metadata (:mod:`roll.config.reading.fields`)."""
+``1e8``) and drops nothing silently. The rules of a field are in its metadata (:mod:`roll.config.reading.fields`)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ MOST_KEYS_LISTED = 12
 class Mismatch(Exception):
     """A value that cannot be read as the wanted type; carries the rule and a value that would work."""
 
-    def __init__(self, rule: str, example: Any = None, planned: str | None = None) -> None:
+    def __init__(self, rule: str, example: Any = None) -> None:
         super().__init__(rule)
         self.rule = rule
         self.example = example
-        self.planned = planned
 
 
 @cache
@@ -152,10 +151,7 @@ class SchemaReader:
         try:
             values[item.name] = convert_field(value, hint, rules)
         except Mismatch as error:
-            if error.planned is not None:
-                self.problems.not_available(path, value, error.planned, error.example)
-            else:
-                self.problems.add(path, value, error.rule, error.example)
+            self.problems.add(path, value, error.rule, error.example)
             return
         if rules.inert is not None and values[item.name] not in (None, False, {}, item.default):
             self.problems.note(path, f"has no effect; {rules.inert}" if rules.inert else "has no effect")
@@ -208,8 +204,6 @@ def _check_rules(value: Any, rules: FieldRules) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool) and rules.violates(value):
         raise Mismatch(f"must be {rules.bounds()}", rules.example if rules.example is not None else _inside(rules))
     if rules.choices is not None and isinstance(value, str) and value not in rules.choices:
-        if value in rules.planned:
-            raise Mismatch("not available yet", rules.example or next(iter(rules.choices)), planned=value)
         if rules.dotted_path and DOTTED_PATH.fullmatch(value):
             return
         if rules.endings and value.endswith(rules.endings):
@@ -221,13 +215,13 @@ def _check_rules(value: Any, rules: FieldRules) -> None:
 
 
 def _inside(rules: FieldRules) -> float | int:
-    """Some value within the bounds."""
+    """A value within the bounds, for error messages."""
     if rules.ge is not None:
         low = rules.ge
     elif rules.gt is not None:
         low = rules.gt + 1 if rules.le is None and rules.lt is None else (rules.gt + (rules.le or rules.lt or 0)) / 2
     else:
-        low = rules.le if rules.le is not None else 0
+        low = rules.le or 0
     return int(low) if float(low).is_integer() else low
 
 
@@ -257,8 +251,8 @@ def _convert_union(value: Any, options: tuple[Any, ...]) -> Any:
     plain = [option for option in options if option is not NoneType]
     if NoneType in options and (value is None or (value == "None" and str not in plain)):
         return None
-    if bool in plain and isinstance(value, str) and value.strip().lower() in ("true", "false"):
-        return _convert_bool(value)
+    if bool in plain and isinstance(value, str) and value.strip().lower() in _BOOLS:
+        return _BOOLS[value.strip().lower()]
     exact = [option for option in plain if option is type(value)]
     failures = []
     for option in exact + [option for option in plain if option not in exact]:
@@ -279,11 +273,14 @@ def _convert_literal(value: Any, allowed: tuple[Any, ...]) -> Any:
     raise Mismatch(f"must be one of {', '.join(names)}", closest(str(value), names) or names[0])
 
 
+_BOOLS = {"true": True, "false": False}
+
+
 def _convert_bool(value: Any) -> bool:
+    if isinstance(value, str):
+        value = _BOOLS.get(value.strip().lower())
     if isinstance(value, bool):
         return value
-    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-        return value.strip().lower() == "true"
     raise Mismatch("must be true or false", "true")
 
 

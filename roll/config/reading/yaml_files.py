@@ -1,4 +1,4 @@
-"""YAML files: whether they can be read at all, and the file and line in which a key stands."""
+"""YAML files: checks before composition, and the file and line of every key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll.config.reading.errors import Problems
 LARGEST_FILE = 1 << 20
 """Bytes; a configuration takes a few kilobytes."""
 DEEPEST = 64
-"""Sections in one another."""
+"""Levels of nested sections."""
 MOST_NODES = 10_000
 """Keys and values of a file with its aliases written out."""
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -24,10 +24,7 @@ Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 REMEDIES = (
     ("cannot start any token", "put the value in quotes"),
-    (
-        "mapping values are not allowed",
-        "put a value with a colon in quotes, or complete the line above",
-    ),
+    ("mapping values are not allowed", "put a value with a colon in quotes, or complete the line above"),
     ("could not find expected ':'", "a key is written with a colon and a space behind it"),
     ("expected <block end>", "keys of one section begin in the same column"),
     ("expected ',' or", "close the bracket, and put commas between its entries"),
@@ -46,31 +43,13 @@ REMEDIES = (
 def readable(file: Path, problems: Problems) -> bool:
     """True for a file that can be composed; what is wrong with another goes to ``problems``."""
     try:
-        data = file.read_bytes()
+        text = _text(file)
     except OSError as error:
         problems.add("(file)", str(file), f"cannot be read: {error.strerror}")
         return False
-    if len(data) > LARGEST_FILE:
-        problems.add("(file)", str(file), f"has {len(data):,} bytes: more than {LARGEST_FILE:,} are no configuration")
+    except ValueError as error:
+        problems.add("(file)", str(file), str(error))
         return False
-    text = _decode(file, data, problems)
-    return text is not None and _parse(file, text, problems)
-
-
-def _decode(file: Path, data: bytes, problems: Problems) -> str | None:
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        problems.add("(file)", str(file), "is UTF-16: save it as UTF-8")
-        return None
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        rule = f"is not UTF-8 (byte 0x{data[error.start]:02x} in line {line}): save it as UTF-8"
-        problems.add("(file)", str(file), rule)
-        return None
-
-
-def _parse(file: Path, text: str, problems: Problems) -> bool:
     try:
         root = compose_nodes(text)
         yaml.load(text, Loader=Loader)
@@ -84,6 +63,26 @@ def _parse(file: Path, text: str, problems: Problems) -> bool:
         problems.add("(file)", str(file), "holds no keys: a configuration is made of lines such as max_steps: 10")
         return False
     return True
+
+
+def _text(file: Path) -> str:
+    """Content of a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is too large, or not UTF-8; the rule.
+    """
+    data = file.read_bytes()
+    if len(data) > LARGEST_FILE:
+        raise ValueError(f"has {len(data):,} bytes: more than {LARGEST_FILE:,} are no configuration")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("is UTF-16: save it as UTF-8")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        rule = f"is not UTF-8 (byte 0x{data[error.start]:02x} in line {line}): save it as UTF-8"
+        raise ValueError(rule) from error
 
 
 def compose_nodes(text: str) -> yaml.Node | None:
@@ -204,7 +203,7 @@ def _read_files(file: Path, prefix: str, seen: set[Path]) -> Iterator[tuple[Path
     try:
         root = compose_nodes(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, OSError):
-        # The file is there all the same: its problem is reported elsewhere.
+        # The file exists; its problem is reported elsewhere.
         yield file, {}
         return
     lines: dict[str, int] = {}

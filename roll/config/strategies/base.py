@@ -1,12 +1,13 @@
-"""The common base of the strategies' option classes."""
+"""The base classes of the strategies' options, and the description of a backend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from roll.config.reading.fields import setting
 from roll.config.reading.schema import section_fields
 
 if TYPE_CHECKING:
@@ -53,6 +54,63 @@ class StrategyConfig:
         yield from ()
 
 
+@dataclass(frozen=True)
+class EngineConfig(StrategyConfig):
+    """Options of every generation engine."""
+
+    load_format: Literal["auto", "dummy"] = "auto"
+    """``dummy``: random weights, for an engine that gets its weights from a trainer before it is used."""
+    in_flight_update: Literal["recompute", "keep"] = "recompute"
+    """The KV cache of samples in flight when new weights arrive: computed again with them, or kept as the old weights
+    left it, which costs nothing and makes the next tokens those of a mixture of both."""
+
+
+@dataclass(frozen=True)
+class PackagedEngineConfig(EngineConfig):
+    """Options of the engines that are packages of their own: vLLM and SGLang."""
+
+    decided: ClassVar[Mapping[str, str]]
+    """Engine arguments that the strategy fills in, and what decides about them."""
+    tensor_size_key: ClassVar[str]
+    """Option that gives the engine's tensor-parallel size."""
+
+    enable_prefix_caching: bool = True
+    """Keep the blocks of finished prompts for later ones that begin alike. Emptied at every weight update."""
+    sleep_level: int = setting(1, ge=1, le=2)
+    """While other roles use the GPU: 1 moves the weights to host memory, 2 drops them (the next weight update brings
+    them back). The KV cache is dropped either way. No effect on a CPU."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Any further argument of vLLM's ``EngineArgs`` or SGLang's ``ServerArgs``, passed through."""
+    allow_untested_version: bool = False
+    """Run with a version of the engine outside the tested ones."""
+
+    def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
+        """Report engine arguments that have a key of their own, and those that the strategy fills in."""
+        path = f"{name}.strategy_args.strategy_config"
+        section: type = type(self)
+        own = {item.name for item in section_fields(section)}
+        for key, value in self.engine_args.items():
+            if key in own:
+                problems.add(f"{path}.engine_args.{key}", value, f"has a key of its own: write {path}.{key}")
+            elif key in self.decided:
+                rule = f"is not yours to set: {self.decided[key]} decides"
+                problems.add(f"{path}.engine_args.{key}", value, rule)
+
+    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+        """Tensor-parallel ranks take whole heads; a key-value head may be held by several ranks."""
+        size: int = getattr(self, self.tensor_size_key)
+        heads = model_size(model, "num_attention_heads")
+        groups = model_size(model, "num_key_value_heads") or heads
+        if heads and heads % size:
+            rule = f"must divide the model's {heads} attention heads"
+        elif groups and groups % size and size % groups:
+            rule = f"must divide the model's {groups} key-value heads, or be a multiple of them"
+        else:
+            return
+        key = f"{name}.strategy_args.strategy_config.{self.tensor_size_key}"
+        yield key, size, rule, largest_divisor(size, gcd(heads, groups))
+
+
 def model_size(model: Mapping[str, Any], key: str) -> int:
     """A positive number of a model's ``config.json`` (of the language model in it); 0 where it has none."""
     section = model.get("text_config")
@@ -65,19 +123,6 @@ def largest_divisor(size: int, count: int) -> int:
     return max(number for number in range(1, min(size, count) + 1) if count % number == 0)
 
 
-def head_problems(key: str, size: int, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
-    """An engine's tensor-parallel ranks take whole heads; a key-value head may be held by several ranks."""
-    heads = model_size(model, "num_attention_heads")
-    groups = model_size(model, "num_key_value_heads") or heads
-    if heads and heads % size:
-        rule = f"must divide the model's {heads} attention heads"
-    elif groups and groups % size and size % groups:
-        rule = f"must divide the model's {groups} key-value heads, or be a multiple of them"
-    else:
-        return
-    yield key, size, rule, largest_divisor(size, gcd(heads, groups))
-
-
 @dataclass(frozen=True)
 class Package:
     """An optional package that a backend needs."""
@@ -87,7 +132,7 @@ class Package:
     install: str
     """The command, or where to read about it."""
     title: str = ""
-    """As its makers write it."""
+    """Display name, as its authors write it."""
     tested: tuple[str, str] = ("0", "0")
     """Versions that this code was tried with: from the first up to, not including, the second."""
 
@@ -98,7 +143,7 @@ class Backend:
 
     name: str
     options: type[StrategyConfig]
-    """Of ``strategy_config``."""
+    """The class of ``strategy_config``."""
     computes: str | None = None
     """Dotted path of the class that computes batches (:class:`roll.strategies.base.ModelStrategy`)."""
     generates: str | None = None
@@ -122,7 +167,7 @@ class Backend:
     holds_sent_dtype: bool = False
     """It computes in the type of the weights that it is sent."""
     adapter_ranks: tuple[int, ...] = ()
-    """Of an engine that computes with an adapter itself: the ranks that it makes room for when it starts."""
+    """For an engine that computes with an adapter itself: the adapter ranks that it can reserve room for at start."""
     adapter_arguments: Callable[[int], dict[str, Any]] | None = None
     """From an adapter's rank to the engine arguments that make this room."""
     only_plain_adapters: bool = False
@@ -135,29 +180,10 @@ class Backend:
         """Values of ``strategy_name``."""
         return (f"{self.name}_train", f"{self.name}_infer") if self.trains else (self.name,)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.strategies
+    names = strategies
 
 
 def own_weights(role: WorkerConfig) -> WorkerConfig:
-    """The role with the weights of its model folder: nobody sends it any."""
+    """The role with the weights of its model folder, for an engine that no trainer sends weights to."""
     options = {**role.strategy_args.strategy_config, "load_format": "auto"}
     return replace(role, strategy_args=replace(role.strategy_args, strategy_config=options))
-
-
-def check_engine_args(path: str, options: Any, decided: Mapping[str, str], problems: Problems) -> None:
-    """Report arguments that have a key of their own, and those that the strategy fills in.
-
-    Args:
-        path: of the role's ``strategy_config``.
-        options: the dataclass of these options, with ``engine_args``.
-        decided: arguments that the strategy fills in, and what decides about them.
-    """
-    section: type = type(options)
-    own = {item.name for item in section_fields(section)}
-    for key, value in options.engine_args.items():
-        if key in own:
-            problems.add(f"{path}.engine_args.{key}", value, f"has a key of its own: write {path}.{key}")
-        elif key in decided:
-            problems.add(f"{path}.engine_args.{key}", value, f"is not yours to set: {decided[key]} decides")

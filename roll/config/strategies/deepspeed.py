@@ -64,7 +64,7 @@ class DeepSpeedStrategyConfig(StrategyConfig):
     """Any further key of DeepSpeed's JSON, passed through; names are checked against DeepSpeed's own."""
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
-        """Report mistakes, and what was asked for in vain."""
+        """Report mistakes, and requests that have no effect."""
         path, environ = f"{name}.strategy_args.strategy_config", {**os.environ, **role.system_envs}
         _check_keys(path, self, problems)
         _check_zero_section(path, self, problems)
@@ -105,13 +105,8 @@ ENVIRONMENT = {
 """Switches that published scripts set in the environment; the key counts where it is written."""
 
 SECTIONS = (
-    "zero_optimization",
-    "activation_checkpointing",
-    "aio",
-    "bf16",
-    "data_types",
-    "comms_logger",
-    "flops_profiler",
+    *("zero_optimization", "activation_checkpointing", "aio", "bf16"),
+    *("data_types", "comms_logger", "flops_profiler"),
 )
 """Sections of DeepSpeed's JSON that are keys here."""
 
@@ -159,7 +154,7 @@ def requested_stage(config: DeepSpeedStrategyConfig) -> int:
 def plan_zero(
     config: DeepSpeedStrategyConfig, environ: Mapping[str, str], *, trains: bool, has_accelerator: bool
 ) -> ZeroPlan:
-    """Stage and offload of a role, with what was asked for in vain.
+    """Stage and offload of a role, with the requests that have no effect.
 
     | stage | ``offload: cpu`` in training                            | in forward-only roles          |
     |-------|---------------------------------------------------------|--------------------------------|

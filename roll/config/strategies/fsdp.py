@@ -138,11 +138,11 @@ class Fsdp2StrategyConfig(ShardedStrategyConfig):
     """Ranks over which the experts of a layer are divided; tokens travel to the ranks of the experts that they chose.
     It divides the role's ranks and the model's experts."""
     efsdp_size: int | None = setting(None, ge=1)
-    """Ranks over which the parameters of the same experts are sharded, with ``ep_size``; null: all that there are, the
-    role's ranks / ``ep_size``, and no other number is."""
+    """Ranks over which the parameters of the same experts are sharded, with ``ep_size``; null or the role's
+    ranks / ``ep_size``, which is the only possible number."""
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
-        """Report what does not go with expert parallelism as well."""
+        """Report options that exclude expert parallelism as well."""
         super().check(name, role, world_size, trains, problems)
         path, size = f"{name}.strategy_args.strategy_config", self.ep_size
         if size == 1:

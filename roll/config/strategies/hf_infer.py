@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from roll.config.reading.fields import setting
-from roll.config.strategies.base import Backend, StrategyConfig
+from roll.config.strategies.base import Backend, EngineConfig
 
 
 @dataclass(frozen=True)
-class HfInferStrategyConfig(StrategyConfig):
+class HfInferStrategyConfig(EngineConfig):
     """``hf_infer``: the embedded generation engine on transformers models; these are the engine's options.
 
     A reference under ``hf_infer`` is the plain model on each device, and needs none of them.
@@ -20,14 +19,9 @@ class HfInferStrategyConfig(StrategyConfig):
     """Samples that are generated at the same time; further ones wait."""
     max_model_len: int | None = setting(None, ge=2)
     """Longest prompt plus response, which sizes the KV cache; null: the pipeline's longest sequence."""
-    load_format: Literal["auto", "dummy"] = "auto"
-    """``dummy``: random weights, for an engine that gets its weights from a trainer before it is used."""
     prefix_cache_tokens: int = setting(0, ge=0, example=65536)
     """Most tokens of finished samples whose keys and values are kept, so that a prompt that begins with them, the next
     turn of a conversation, is not computed from its start. Emptied at every weight update; 0: none are kept."""
-    in_flight_update: Literal["recompute", "keep"] = "recompute"
-    """The KV cache of samples in flight when new weights arrive: computed again with them, or
-    kept as the old weights left it, which costs nothing and makes the next tokens those of a mixture of both."""
 
 
 HF_INFER = Backend(

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from roll.config.reading.fields import rules, setting
-from roll.config.strategies.base import Backend, Package, ShapeProblem, StrategyConfig, check_engine_args, head_problems
+from roll.config.strategies.base import Backend, Package, PackagedEngineConfig
 
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
     from roll.config.roles import WorkerConfig
 
-
-OWN_ENGINE_ARGS = {
-    "model": "model_args.model_name_or_path",
-    "tokenizer": "model_args.model_name_or_path",
-    "dtype": "model_args.dtype",
-    "trust_remote_code": "model_args.trust_remote_code",
-    "seed": "the run's seed",
-    "logprobs_mode": "always processed_logprobs",
-    "worker_extension_cls": "the weight transfer",
-}
-"""Engine arguments that the strategy fills in, and what decides about them."""
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that an engine can make room for."""
@@ -35,8 +24,19 @@ def adapter_engine_args(rank: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class VllmStrategyConfig(StrategyConfig):
+class VllmStrategyConfig(PackagedEngineConfig):
     """``vllm``: generation by vLLM, on GPUs or on a CPU."""
+
+    decided: ClassVar[Mapping[str, str]] = {
+        "model": "model_args.model_name_or_path",
+        "tokenizer": "model_args.model_name_or_path",
+        "dtype": "model_args.dtype",
+        "trust_remote_code": "model_args.trust_remote_code",
+        "seed": "the run's seed",
+        "logprobs_mode": "always processed_logprobs",
+        "worker_extension_cls": "the weight transfer",
+    }
+    tensor_size_key: ClassVar[str] = "tensor_parallel_size"
 
     max_num_seqs: int = setting(256, ge=1)
     """Samples that are generated at the same time; further ones wait."""
@@ -58,31 +58,17 @@ class VllmStrategyConfig(StrategyConfig):
     samples of ``max_model_len`` tokens, at most 4 GiB."""
     block_size: int | None = setting(None, ge=1)
     """Tokens of a block of the KV cache; null: vLLM's choice. On a CPU rounded up to a multiple of 32."""
-    enable_prefix_caching: bool = True
-    """Keep the blocks of finished prompts for later ones that begin alike. Emptied at every weight update."""
     enforce_eager: bool | None = None
     """No graph capture and no compilation. null: true on a CPU, where compiling takes longer than it saves."""
-    load_format: Literal["auto", "dummy"] = "auto"
-    """``dummy``: random weights, for an engine that gets its weights from a trainer before it is used."""
-    in_flight_update: Literal["recompute", "keep"] = "recompute"
-    """The KV cache of samples in flight when new weights arrive: computed again with them, or
-    kept as the old weights left it, which costs nothing and makes the next tokens those of a mixture of both."""
     optimization_level: int | None = setting(None, ge=0, le=3)
     """vLLM's own trade of start-up time for speed; null: vLLM's choice."""
     cudagraph_capture_sizes: list[int] | None = field(default=None, metadata=rules(aliases=("cuda_graph_sizes",)))
     """Batch sizes for which CUDA graphs are captured; null: vLLM's choice."""
     disable_custom_all_reduce: bool = True
     """Sum over tensor-parallel ranks by NCCL instead of vLLM's own kernel."""
-    sleep_level: int = setting(1, ge=1, le=2)
-    """While other roles use the GPU: 1 moves the weights to host memory, 2 drops them (the next weight update brings
-    them back). The KV cache is dropped either way. No effect on a CPU."""
     limit_mm_per_prompt: dict[Literal["image", "video"], int] = field(default_factory=dict)
     """``{image: n, video: m}``: most images and videos of a prompt, for which a vision-language model keeps room; what
     is left out: vLLM's choice."""
-    engine_args: dict[str, Any] = field(default_factory=dict)
-    """Any further argument of vLLM's ``EngineArgs``, passed through."""
-    allow_untested_version: bool = False
-    """Run with a vLLM outside the tested versions."""
 
     @property
     def devices_per_worker(self) -> int:
@@ -90,9 +76,9 @@ class VllmStrategyConfig(StrategyConfig):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
-        """Report engine arguments that have a key of their own, and sizes that do not agree."""
+        """Report sizes that do not agree as well."""
+        super().check(name, role, world_size, trains, problems)
         path = f"{name}.strategy_args.strategy_config"
-        check_engine_args(path, self, OWN_ENGINE_ARGS, problems)
         if self.data_parallel_size > 1:
             feature = "copies inside an engine; every worker of the role is an engine of its own"
             problems.not_available(f"{path}.data_parallel_size", self.data_parallel_size, feature, 1)
@@ -114,10 +100,6 @@ class VllmStrategyConfig(StrategyConfig):
                 "needs an engine without stages: some tokens of a batch are in flight between them when weights arrive"
             )
             problems.add(f"{path}.in_flight_update", "keep", rule, "recompute")
-
-    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
-        key = f"{name}.strategy_args.strategy_config.tensor_parallel_size"
-        yield from head_problems(key, self.tensor_parallel_size, model)
 
 
 VLLM = Backend(

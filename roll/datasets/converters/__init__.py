@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from roll.datasets.columns import Message
 from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
 
@@ -42,7 +43,7 @@ def one_of(source: SourceRow, columns: Sequence[str]) -> tuple[str, Any]:
 
 
 def text_of(source: SourceRow, columns: Sequence[str]) -> str:
-    """The same where the value must be a text that says something."""
+    """The value of the first of ``columns`` that the row has, which must be a non-empty text."""
     column, value = one_of(source, columns)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{source.place}: {column} must be a non-empty text, found {str(value)[:60]!r}")
@@ -63,10 +64,14 @@ def json_of(source: SourceRow, column: str) -> Any:
 def prompt_columns(prompt: str, options: PrepareOptions, separator: str = "\n\n") -> Row:
     """``messages`` and ``prompt``, instruction appended."""
     text = f"{prompt}{separator}{options.instruction}" if options.instruction else prompt
-    messages = [{"role": "user", "content": text}]
-    if options.system:
-        messages.insert(0, {"role": "system", "content": options.system})
-    return {"messages": messages, "prompt": text}
+    return {"messages": with_system([{"role": "user", "content": text}], options.system), "prompt": text}
+
+
+def with_system(messages: list[Message], system: Any) -> list[Message]:
+    """The messages with a system message in front, where ``system`` is a non-empty text and there is none yet."""
+    if not isinstance(system, str) or not system or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def difficulty(source: SourceRow, words: Sequence[str] = ()) -> Row:

@@ -48,7 +48,7 @@ def convert_code(source: SourceRow, row_id: str, options: PrepareOptions) -> Row
 
 
 def read_tests(source: SourceRow) -> tuple[Any, list[str]]:
-    """The tests, and those of them that the prompt shows (without them nobody knows what a function is called).
+    """The tests, and those that the prompt shows (which tell the name of the function).
 
     Raises:
         DataError: none of the known shapes.

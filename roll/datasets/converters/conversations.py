@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from roll.datasets.columns import Message, check_messages
-from roll.datasets.converters import PrepareOptions, one_of, others, text_of
+from roll.datasets.converters import PrepareOptions, one_of, others, text_of, with_system
 from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
 
@@ -41,14 +41,12 @@ def hh_messages(text: str) -> list[Message] | None:
 
 
 def with_options(messages: list[Message], options: PrepareOptions) -> list[Message]:
-    """With the system message in front, unless there is one, and the instruction behind the last user message."""
+    """The messages with the system message in front, unless there is one, and the instruction after the last user's."""
     result = [dict(message) for message in messages]
     users = [i for i, message in enumerate(result) if message["role"] == "user"]
     if options.instruction and users:
         result[users[-1]]["content"] += f"\n\n{options.instruction}"
-    if options.system and result[0]["role"] != "system":
-        result.insert(0, {"role": "system", "content": options.system})
-    return result
+    return with_system(result, options.system)
 
 
 CHAT_TAG = "chat"
@@ -69,19 +67,13 @@ def convert_chat(source: SourceRow, row_id: str, options: PrepareOptions) -> Row
     """
     column = next((name for name in CHATS if source.row.get(name) is not None), None)
     messages = messages_of(source, column, source.row[column]) if column else from_columns(source)
-    system = source.row.get("system")
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
+    messages = with_system(messages, source.row.get("system"))
     if messages[-1]["role"] != "assistant":
         raise DataError(f"{source.place}: the conversation must end with the assistant, found {messages[-1]['role']!r}")
     if not any(message["role"] == "user" for message in messages):
         raise DataError(f"{source.place}: the conversation has no message from a user")
-    return {
-        "id": row_id,
-        "tag": options.tag,
-        "messages": with_options(messages, options),
-        **others(source, CHAT_COLUMNS),
-    }
+    head = {"id": row_id, "tag": options.tag, "messages": with_options(messages, options)}
+    return {**head, **others(source, CHAT_COLUMNS)}
 
 
 def from_columns(source: SourceRow) -> list[Message]:

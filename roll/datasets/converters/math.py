@@ -112,7 +112,7 @@ def final_number(answer: str) -> str | None:
     return found[-1].replace(",", "") if found else None
 
 
-def convert_gsm8k(source: SourceRow, row_id: str, instruction: str, system: str | None) -> Row:
+def convert_gsm8k(source: SourceRow, row_id: str, options: PrepareOptions) -> Row:
     """A published row (``question``, ``answer``) as ``id, tag, messages, prompt, ground_truth, question, answer``.
 
     Raises:
@@ -122,16 +122,5 @@ def convert_gsm8k(source: SourceRow, row_id: str, instruction: str, system: str 
     ground_truth = final_number(answer)
     if ground_truth is None:
         raise DataError(f"{source.place}: the answer must end in '#### <number>', found {answer[-60:]!r}")
-    prompt = f"{question} {instruction}" if instruction else question
-    messages = [{"role": "user", "content": prompt}]
-    if system:
-        messages.insert(0, {"role": "system", "content": system})
-    return {
-        "id": row_id,
-        "tag": GSM8K_TAG,
-        "messages": messages,
-        "prompt": prompt,
-        "ground_truth": ground_truth,
-        "question": question,
-        "answer": answer,
-    }
+    head = {"id": row_id, "tag": options.tag, **prompt_columns(question, options, separator=" ")}
+    return {**head, "ground_truth": ground_truth, "question": question, "answer": answer}

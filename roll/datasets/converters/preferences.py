@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll.datasets.columns import Message
-from roll.datasets.converters import PrepareOptions, one_of, others
+from roll.datasets.converters import PrepareOptions, one_of, others, with_system
 from roll.datasets.converters.conversations import CHATS, hh_messages, messages_of, with_options
 from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
@@ -221,10 +221,7 @@ def prompt_of(source: SourceRow) -> list[Message]:
             messages[-1]["content"] += f"\n\n{extra}"
     if messages[-1]["role"] == "assistant":
         raise DataError(f"{source.place}: {column} ends with the assistant; expected the turn that is answered")
-    system = source.row.get("system")
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    return messages
+    return with_system(messages, source.row.get("system"))
 
 
 def turns_of(text: str) -> list[Message]:
