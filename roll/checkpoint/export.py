@@ -113,7 +113,7 @@ def write_peft(trained: TrainedModel, folder: Path) -> None:
     modules = [weight.removesuffix(".weight") for weight in ranks if weight not in experts]
     whole = sorted({base_name(name).rpartition(".")[0] for name in contents.trained if not is_adapter(name)})
     config = LoraConfig(
-        task_type="TOKEN_CLS" if trained.head == "value" else "CAUSAL_LM",
+        task_type={"causal_lm": "CAUSAL_LM", "value": "TOKEN_CLS", "score": "SEQ_CLS"}[trained.head],
         r=ranks[first],
         lora_alpha=_plain(alphas[first]),
         rank_pattern={w.removesuffix(".weight"): r for w, r in ranks.items() if r != ranks[first]},
@@ -206,8 +206,9 @@ def loaded_again(trained: TrainedModel, form: str, path: Path) -> PreTrainedMode
 
 @torch.no_grad()
 def outputs_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Log-probs of the next token, or values."""
-    logits: Tensor = model(input_ids=ids).logits.float()
+    """Log-probs of the next token, values, or scores."""
+    # Row by row: a sequence classifier without a padding token refuses more.
+    logits = torch.cat([model(input_ids=row[None]).logits.float() for row in ids])
     return logits if logits.shape[-1] == 1 else logits.log_softmax(-1)
 
 

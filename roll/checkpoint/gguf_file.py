@@ -33,8 +33,9 @@ def write_gguf(trained: TrainedModel, folder: Path, dtype: str) -> Path:
         raise wrong("--dtype", dtype, f"of a gguf file must be one of {', '.join(TYPES)}", "f16")
     skeleton = trained.skeleton()
     config: Any = skeleton.config
-    if config.model_type not in ARCHITECTURES or trained.head == "value":
-        kind = "a value model" if trained.head == "value" else f"a {config.model_type} model"
+    if config.model_type not in ARCHITECTURES or trained.head != "causal_lm":
+        kinds = {"causal_lm": f"a {config.model_type} model", "value": "a value model", "score": "a reward model"}
+        kind = kinds[trained.head]
         rule = f"{kind} is not translated here; export --to hf and convert that with llama.cpp's convert_hf_to_gguf.py"
         raise wrong("--to", "gguf", rule)
     name, splitting = ARCHITECTURES[config.model_type]

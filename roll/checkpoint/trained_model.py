@@ -47,8 +47,11 @@ class TrainedModel:
 
     @property
     def head(self) -> HeadName:
-        """A value head is trained where there is one."""
-        return "value" if any(base_name(name).startswith(VALUE_HEAD) for name in self.contents.trained) else "causal_lm"
+        """The head by its parameters: a critic's has a bias, a reward model's has none."""
+        names = {base_name(name) for name in (*self.contents.trained, *self.contents.frozen)}
+        if f"{VALUE_HEAD}weight" not in names:
+            return "causal_lm"
+        return "value" if f"{VALUE_HEAD}bias" in names else "score"
 
     @property
     def args(self) -> ModelArguments:
