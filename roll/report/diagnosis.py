@@ -108,7 +108,7 @@ def learning_rate_low(facts: Facts) -> Finding | None:
     if len(rates) < 2 * LEAST_STEPS or not norms or median(norms) <= 0:
         return None
     kl = facts.values("actor/kl_loss")
-    still = bool(kl) and max(kl[1:]) < 1e-7
+    still = len(kl) > 1 and max(kl[1:]) < 1e-7
     if not (max(rates) < 1e-9 or (still and max(rates) < 1e-6)):
         return None
     moved = (f"KL to the reference stays below {max(kl):.1g}",) if kl else ()
@@ -136,7 +136,7 @@ def entropy_collapse(facts: Facts) -> Finding | None:
     first, last = entropy[0], ends(entropy)[1]
     late = [members for members in facts.groups if members[0].step >= facts.groups[-1][0].step - len(entropy) // 4]
     alike = [members for members in late if len({sample.text for sample in members}) <= 1 + len(members) // 5]
-    top = max(sample.score for sample in facts.sampled if sample.score is not None)
+    top = max((sample.score for sample in facts.sampled if sample.score is not None), default=0.0)
     wrong = [usual for usual in map(_usual, alike) if (usual.score or 0.0) < 0.9 * top]
     early = [members for members in facts.groups if members[0].step <= facts.groups[0][0].step + len(entropy) // 4]
     elsewhere = _said_elsewhere(late)
