@@ -141,8 +141,17 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping) and value:
             found |= flattened(value, f"{name}.")
         else:
-            found[name] = value
+            found[name] = value if _is_strict_json(value) else str(value)
     return found
+
+
+def _is_strict_json(value: Any) -> bool:
+    """False for what holds NaN or an infinity, which browsers do not parse."""
+    try:
+        json.dumps(value, default=str, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _timeline(run: Run) -> dict[str, Any]:
