@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from roll import __version__
 from roll.config.reading.masking import masked
@@ -98,7 +99,8 @@ def render(findings: Sequence[Finding], console: Console) -> None:
         took = "" if finding.seconds is None else f" ({finding.seconds:.1f} s)"
         head = finding.section if finding.section != section else ""
         section = finding.section
-        table.add_row(head, finding.what, f"{masked(finding.value)}{took}", f"[{style}]{word}[/{style}]")
+        # Text, since messages of errors hold brackets, which Rich would take for markup.
+        table.add_row(head, Text(finding.what), Text(f"{masked(finding.value)}{took}"), Text(word, style))
     console.print(table)
     for finding in sorted(findings, key=lambda finding: -finding.severity):
         if finding.severity > Severity.OK:
