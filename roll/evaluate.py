@@ -31,6 +31,8 @@ def main(words: Sequence[str]) -> int:
     overrides = [*arguments.overrides, *rest]
     if arguments.harness is not None:
         return evaluate_by(arguments, overrides)
+    if arguments.tasks or arguments.include or arguments.chat or arguments.harness_argument:
+        parser.error("--tasks, --include, --chat and --harness-argument are read with --harness only")
     return evaluate(arguments.config, None, overrides, keys_of(arguments))
 
 
@@ -159,7 +161,15 @@ def keys_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     keys: dict[str, Any] = {}
     if arguments.model:
-        keys["models"] = dict(map(named_model, arguments.model))
+        models: dict[str, str] = {}
+        for word in arguments.model:
+            name, path = named_model(word)
+            if name in models:
+                raise ConfigError(
+                    [Problem("--model", word, f"a second model named {name}: write NAME=PATH", f"b={path}")]
+                )
+            models[name] = path
+        keys["models"] = models
     if arguments.against is not None:
         keys["against"] = arguments.against
     if arguments.samples is not None:

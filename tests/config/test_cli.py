@@ -171,6 +171,18 @@ def test_check_imports_no_heavy_package(good: Path) -> None:
     assert done.stderr == ""
 
 
+def test_models_of_an_evaluation_have_different_names(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["evaluate", "tiny/evaluate_config.yaml", "--model", "a/checkpoint-2", "--model", "b/checkpoint-2"]
+    assert cli.main(words) == 2
+    assert "a second model named checkpoint-2: write NAME=PATH" in " ".join(capsys.readouterr().err.split())
+
+
+def test_options_of_a_harness_need_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", "tiny/evaluate_config.yaml", "--tasks", "gsm8k"])
+    assert "are read with --harness only" in capsys.readouterr().err
+
+
 def test_prepare_data_goes_to_its_module(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main(["prepare-data", "no-such-data-set", "--input", str(tmp_path), "--output", str(tmp_path)])
