@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean, median_low, stdev
 from typing import Any
 
 import numpy as np
@@ -155,11 +155,11 @@ def read_table(name: str) -> Table:
     if not file.is_file():
         rule = "no such table; those of the documentation lie in benchmarks/tables of a clone, which a wheel has not"
         raise ConfigError([Problem("NAME", name, rule, ", ".join(table_names()) or None)])
-    data = json.loads(file.read_text(encoding="utf-8"))
     try:
+        data = json.loads(file.read_text(encoding="utf-8"))
         figures = {key: Figure(**value) for key, value in data.pop("figures").items()}
         table = Table(name=file.stem, figures=figures, rows=[Row(**row) for row in data.pop("rows")], **data)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError([Problem("NAME", name, f"{file} is not a table: {error}")]) from None
     wrong = [figure.take for figure in figures.values() if figure.take not in TAKES]
     if wrong or table.judged not in figures or table.start not in ("", *figures):
@@ -368,11 +368,24 @@ def put_into_page(table: Table) -> Path:
 
 
 def keep_results(table: Table, outcomes: dict[str, list[Any]]) -> None:
-    """Into the rows, over older ones of the same seed."""
+    """Put results into their rows. They replace older ones of the same seed, also those of another start."""
     for row in table.rows:
         new = {result["seed"]: result for result in outcomes.get(row.name, []) if isinstance(result, dict)}
         kept = {result["seed"]: result for result in row.results} | new
         row.results = [kept[seed] for seed in sorted(kept)]
+
+
+def mixed_starts(table: Table) -> Iterator[str]:
+    """A sentence for each seed whose rows start from different models: they cannot be compared row by row."""
+    for seed in table.seeds if table.start else []:
+        starts = {row.name: row.recorded(table.start)[seed] for row in table.rows if seed in row.recorded(table.start)}
+        usual = median_low(starts.values()) if starts else 0.0
+        others = [name for name, value in starts.items() if abs(value - usual) > SAME_START]
+        if others:
+            yield (
+                f"seed {seed}: {', '.join(others)} started from other models than the rest ({table.start} is not "
+                f"{usual:g}); measure all rows of a seed on one kind of processor"
+            )
 
 
 # The command
@@ -425,6 +438,8 @@ def main(words: Sequence[str]) -> int:
         file = Path(arguments.name) if arguments.name.endswith(".json") else TABLES / f"{table.name}.json"
         write_table(table, file)
         console.print(f"wrote {file} and {put_into_page(table)}", soft_wrap=True)
+        for sentence in mixed_starts(table):
+            console.print(sentence, soft_wrap=True)
     outcome = {verdict.word for verdict in verdicts}
     return 0 if "agrees" in outcome and not outcome & {"differs", "failed"} else 1
 
