@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import fmean, median
@@ -125,9 +126,6 @@ class Facts:
             seen.setdefault(sample.group, sample)
         return [(one.step, str(one.prompt.get("text", "")), one.prompt) for one in seen.values()]
 
-    def share(self, samples: Sequence[Sample], test: Callable[[Sample], bool]) -> float:
-        return sum(map(test, samples)) / len(samples) if samples else 0.0
-
     @cached_property
     def end_markers(self) -> set[str]:
         """Special tokens that end a turn in the prompts."""
@@ -174,12 +172,9 @@ def correlation(pairs: Iterable[tuple[float, float]]) -> float:
     points = list(pairs)
     if len(points) < 3:
         return 0.0
-    mean_x, mean_y = fmean(x for x, _ in points), fmean(y for _, y in points)
-    variance_x = sum((x - mean_x) ** 2 for x, _ in points)
-    variance_y = sum((y - mean_y) ** 2 for _, y in points)
-    if variance_x < 1e-12 or variance_y < 1e-12:
-        return 0.0
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / math.sqrt(variance_x * variance_y)
+    x, y = zip(*points, strict=True)
+    varies = min(statistics.pvariance(x), statistics.pvariance(y)) * len(points) >= 1e-12
+    return statistics.correlation(x, y) if varies else 0.0
 
 
 @dataclass(frozen=True)

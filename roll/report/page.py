@@ -63,8 +63,7 @@ def _write(out: TextIO, runs: Sequence[Run], max_samples: int) -> int:
     labels = run_labels(runs)
     policy = (
         f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; style-src 'sha256-{_sha256(style)}'; "
-        "img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
     title = html.escape(", ".join(labels))
     out.write(
