@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -43,7 +43,8 @@ _SHOWN = {
 class Finding:
     """One line of the report."""
 
-    section: str
+    section: str = field(default="", kw_only=True)
+    """Part of the report; :func:`roll.doctor.command.examine` fills it in."""
     what: str
     value: str
     rule: str
@@ -58,10 +59,10 @@ class Finding:
 
 
 def judge(
-    section: str, what: str, value: str, rule: str, holds: bool, severity: Severity, remedy: str, **more: Any
+    what: str, value: str, rule: str, holds: bool, remedy: str, severity: Severity = Severity.WARNING, **more: Any
 ) -> Finding:
     """The finding of a rule that ``holds``, or that is broken with ``severity`` and asks for ``remedy``."""
-    return Finding(section, what, value, rule, Severity.OK if holds else severity, "" if holds else remedy, **more)
+    return Finding(what, value, rule, Severity.OK if holds else severity, "" if holds else remedy, **more)
 
 
 def gravest(findings: Sequence[Finding]) -> Severity:

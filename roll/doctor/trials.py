@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -154,15 +155,14 @@ def try_devices() -> Iterator[Finding]:
             f"{figures['tflops']:.0f} TFLOP/s in bf16"
         )
         yield judge(
-            "devices",
             f"{here.name}:{index}",
             value,
             "a product of matrices is that of the CPU, and 90% of its memory is free",
             not outcome.error and figures["free"] >= 0.9 * figures["total"],
-            Severity.ERROR if outcome.error else Severity.WARNING,
             "see the driver's messages (dmesg | grep -i xid), reset the device, or leave it out of device_mapping"
             if outcome.error
             else "another process holds memory of it: nvidia-smi (or rocm-smi, npu-smi) says which",
+            severity=Severity.ERROR if outcome.error else Severity.WARNING,
             seconds=outcome.seconds,
             data=figures or None,
         )
@@ -178,13 +178,12 @@ def _uncorrected_errors() -> Iterator[Finding]:
     rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if "," in line]
     bad = [f"cuda:{index} has {count}" for index, count in rows if count.isdigit() and int(count) > 0]
     yield judge(
-        "devices",
         "uncorrected memory errors",
         ", ".join(bad) or "none",
         "none since the driver was loaded",
         not bad,
-        Severity.ERROR,
         "take the device out of service: results and weights on it may be wrong",
+        severity=Severity.ERROR,
     )
 
 
@@ -203,18 +202,24 @@ def device(index: str) -> None:
     big = torch.randn(8192, 8192, device=target, dtype=torch.bfloat16)
     for _ in range(3):
         big @ big
-    here.synchronize()
-    began = time.perf_counter()
-    for _ in range(10):
-        big @ big
-    here.synchronize()
-    seconds = time.perf_counter() - began
+    seconds = _seconds(partial(torch.matmul, big, big), 10)
     module = getattr(torch, here.device_type)
     del big
     module.empty_cache()
     free, total = module.mem_get_info(int(index))
     name = module.get_device_name(int(index))
     did("a product of matrices", name=name, free=free, total=total, tflops=10 * 2 * 8192**3 / seconds / 1e12)
+
+
+def _seconds(run: Callable[[], object], repeats: int) -> float:
+    """The duration of all ``repeats`` on the current device."""
+    here = current_platform()
+    here.synchronize()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    here.synchronize()
+    return time.perf_counter() - began
 
 
 # Collectives
@@ -245,7 +250,7 @@ def try_collectives(ranks: int) -> Iterator[Finding]:
             "containers need --shm-size and --ipc=host"
         )
         what = f"{backend}, {world} ranks"
-        yield Finding("collectives", what, "; ".join(errors), rule, Severity.ERROR, remedy, seconds)
+        yield Finding(what, "; ".join(errors), rule, Severity.ERROR, remedy, seconds)
         return
     nominal = "" if on_cpu or world == 1 else nominal_speed()
     for word in outcomes[0].words:
@@ -255,7 +260,6 @@ def try_collectives(ranks: int) -> Iterator[Finding]:
             )
             copied = "" if link is None else f"; a copy {link['between']}: {link['rate'] / 1e9:.2f} GB/s{nominal}"
             yield Finding(
-                "collectives",
                 word["did"],
                 f"{slowest / 1e9:.2f} GB/s a rank ({backend}, {world} ranks, {word['bytes'] >> 20} MiB{copied})",
                 rule,
@@ -342,12 +346,7 @@ def _measure(name: str, run: Callable[[], object], share: float, size: int) -> N
     import torch.distributed as dist
 
     dist.barrier()
-    current_platform().synchronize()
-    began = time.perf_counter()
-    for _ in range(_REPEATS):
-        run()
-    current_platform().synchronize()
-    seconds = time.perf_counter() - began
+    seconds = _seconds(run, _REPEATS)
     did(name, rate=share * size * _REPEATS / seconds, bytes=size, seconds=seconds)
 
 
@@ -358,12 +357,7 @@ def _copy_rate(source: Any, target: Any, world: int) -> None:
     if here.name != "cpu" and world > 1:
         target, between = target.to(here.device((source.device.index + 1) % world)), "to the next device"
     target.copy_(source)
-    here.synchronize()
-    began = time.perf_counter()
-    for _ in range(_REPEATS):
-        target.copy_(source)
-    here.synchronize()
-    seconds = time.perf_counter() - began
+    seconds = _seconds(lambda: target.copy_(source), _REPEATS)
     did("copy", rate=source.nbytes * _REPEATS / seconds, between=between)
 
 
@@ -381,14 +375,13 @@ def try_ray() -> Iterator[Finding]:
         f"ended in {times['ended']['seconds']:.1f} s"
     )
     yield judge(
-        "ray",
         "start and stop",
         value,
         "a private Ray on loopback starts, a worker answers, and nothing is left at the end",
         not outcome.error,
-        Severity.ERROR,
         "its logs say more: RAY_BACKEND_LOG_LEVEL=debug; a full or slow folder for temporary files, too few processes "
         "(ulimit -u) and a loopback interface that is down are the usual causes",
+        severity=Severity.ERROR,
         seconds=outcome.seconds,
     )
 
@@ -431,12 +424,10 @@ def try_sandbox() -> Iterator[Finding]:
     if not outcome.error and word["missing"]:
         value += f"; not {', '.join(word['missing'])}"
     yield judge(
-        "sandbox",
         "isolation",
         value,
         f"gives {', '.join(PROMISED)}: without them code_sandbox refuses to run model-written code",
         not outcome.error and not broken,
-        Severity.WARNING,
         "only recipes with code rewards or a Python tool need it: run them where namespaces or Landlock are permitted "
         "(docs/code-rewards.md lists hosts) or on another host (code_url)"
         + (f"; here programs {'; '.join(CONSEQUENCES[name] for name in broken)}" if broken else ""),

@@ -48,8 +48,8 @@ def test_the_exit_status_follows_the_gravest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for severity, status in EXIT.items():
-        found = Finding("s", "w", f"token {SECRET}", "r", severity, "do this")
-        monkeypatch.setattr(command, "examine", lambda *args, found=found: [Finding("s", "fine", "v", "r"), found])
+        found = Finding("w", f"token {SECRET}", "r", severity, "do this")
+        monkeypatch.setattr(command, "examine", lambda *args, found=found: [Finding("fine", "v", "r"), found])
         assert command.main([]) == status
         text = capsys.readouterr().out
         assert ("do this" in text) == (severity > Severity.OK)
@@ -59,7 +59,7 @@ def test_the_exit_status_follows_the_gravest(
 
 def test_brackets_of_an_error_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     error = "[rank0]: cannot load [/usr/lib/libnccl.so]"
-    render([Finding("collectives", "nccl", error, "r", Severity.ERROR, "do this")], Console(width=200))
+    render([Finding("nccl", error, "r", Severity.ERROR, "do this")], Console(width=200))
     assert error in capsys.readouterr().out
 
 
