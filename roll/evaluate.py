@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -189,9 +190,7 @@ def named_model(word: str) -> tuple[str, str]:
 
 def threshold(word: str) -> tuple[str, float]:
     metric, _, value = word.rpartition("=")
-    try:
-        assert metric
-        return metric, float(value)
-    except (AssertionError, ValueError):
-        rule = "must be METRIC=VALUE"
-        raise ConfigError([Problem("--at-least", word, rule, "val_correct/all/mean=0.8")]) from None
+    with suppress(ValueError):
+        if metric:
+            return metric, float(value)
+    raise ConfigError([Problem("--at-least", word, "must be METRIC=VALUE", "val_correct/all/mean=0.8")])

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.reading.errors import ConfigError, Problem
-from roll.preflight import check_parts, check_resumption, find_models, require_packages
+from roll.preflight import prepared
 
 if TYPE_CHECKING:
     from roll.pipelines.batches import RecordedBatch
@@ -76,11 +76,12 @@ def main(words: Sequence[str]) -> int:
     output = arguments.output or arguments.dump.parent / "replay"
     own = [f"output_dir={output}", f"logging_dir={output / 'logs'}", "track_with=[jsonl]"]
     own += ["save_steps=0", "eval_steps=0", "max_restarts=0", "on_nonfinite=skip", "dump_batches=0"]
-    loaded = _ready(arguments.config, [*own, *arguments.overrides])
+    words = [*own, *arguments.overrides]
+    loaded: LoadedConfig[Any] = prepared(partial(load_config, None, arguments.config, None, words), lambda text: None)
     recorded = _recorded(arguments.dump, loaded)
-    dtype = next(iter(loaded.plan.training)), loaded.plan
-    precision = dtype[1].roles[dtype[0]].section.model_args.dtype
-    bound = BOUNDS[precision] if arguments.bound is None else arguments.bound
+    learner = next(iter(loaded.plan.training))
+    dtype = loaded.plan.roles[learner].section.model_args.dtype
+    bound = BOUNDS[dtype] if arguments.bound is None else arguments.bound
     from roll.distributed.failures import RemoteError
 
     try:
@@ -94,16 +95,7 @@ def main(words: Sequence[str]) -> int:
             f"models; name the checkpoint after {recorded.step} steps"
         )
         raise ConfigError([Problem("resume_from_checkpoint", loaded.config.resume_from_checkpoint, rule)])
-    return show(compare(recorded.metrics, metrics), bound, SMALLEST[precision])
-
-
-def _ready(config: str, overrides: Sequence[str]) -> LoadedConfig[Any]:
-    load = partial(load_config, None, config, None, overrides)
-    loaded: LoadedConfig[Any] = load()
-    check_parts(loaded)
-    check_resumption(loaded)
-    require_packages(loaded)
-    return load() if find_models(loaded, lambda text: None) else loaded
+    return show(compare(recorded.metrics, metrics), bound, SMALLEST[dtype])
 
 
 def _recorded(dump: Path, loaded: LoadedConfig[Any]) -> RecordedBatch:

@@ -156,7 +156,7 @@ _REPLACED_SUFFIX = ".replaced"
 
 @contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
-    """Yield a hidden sibling of ``final`` to write into; on success it becomes ``final``, replacing what stood there.
+    """Yield a hidden sibling of ``final`` to write into; on success it becomes ``final``, replacing an earlier one.
 
     If the block raises, the hidden folder is removed and ``final`` is as it was.
     """

@@ -35,7 +35,7 @@ def is_url(place: str | Path) -> bool:
 
 
 def store_problem(url: str) -> str | None:
-    """Why this host cannot open a store, in words; None: it can."""
+    """The reason why this host cannot open a store; None: it can."""
     import fsspec  # type: ignore[import-untyped, unused-ignore]
 
     protocol = url.split("://")[0]
@@ -129,7 +129,7 @@ class ObjectStore:
         return final
 
     def fetch_some(self, name: str, file_names: Collection[str]) -> Path:
-        """The files of a checkpoint that are called so, in a temporary folder."""
+        """The files of a checkpoint that have one of these names, in a temporary folder."""
         folder = Path(tempfile.mkdtemp(prefix="roll-checkpoint-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         self._get(name, folder / name, lambda file: posixpath.basename(file) in file_names)
@@ -144,8 +144,8 @@ class ObjectStore:
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 fs.get_file(f"{root}/{name}/{file}", str(folder / file))
 
-    def set_aside(self, name: str, new_name: str) -> None:
-        """Rename a checkpoint; what had the new name is gone."""
+    def rename(self, name: str, new_name: str) -> None:
+        """Rename a checkpoint, replacing one that has the new name."""
         fs, root = self._opened
         with self._errors():
             if fs.exists(f"{root}/{new_name}"):

@@ -191,7 +191,7 @@ def test_going_on_from_an_older_one_sets_the_later_ones_aside(tmp_path: Path) ->
     manager = CheckpointManager(tmp_path, upload_dir=tmp_path / "store", async_upload=False)
     for step in (10, 20, 30):
         write(manager, step)
-    manager.set_aside_after(10)
+    manager.supersede_after(10)
     assert manager.latest() == Checkpoint(tmp_path / "checkpoint-10", 10)
     assert (tmp_path / "superseded-checkpoint-20").is_dir() and (tmp_path / "store/superseded-checkpoint-30").is_dir()
     write(manager, 15)

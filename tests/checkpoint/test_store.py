@@ -14,9 +14,8 @@ import fsspec
 import pytest
 
 from roll.checkpoint import CheckpointManager
-from roll.checkpoint.best import BestCheckpoint
 from roll.checkpoint.folders import MANIFEST_NAME
-from roll.checkpoint.manager import Checkpoint, glance
+from roll.checkpoint.manager import BestCheckpoint, Checkpoint, probable_checkpoint
 from roll.checkpoint.store import ObjectStore, store_problem
 from roll.config.reading.errors import ConfigError
 from roll.preflight import check_resumption
@@ -50,7 +49,7 @@ def test_a_run_goes_on_elsewhere_from_what_was_copied(url: str, tmp_path: Path, 
         found = CheckpointManager(there, upload_dir=url).resolve(place)
         assert found == Checkpoint(there / f"checkpoint-{wanted}", wanted)
         assert (found.role("actor_train") / "deep/weights").read_text() == f"actor_train {wanted}"
-        seen = glance(place, [tmp_path / "none"], ObjectStore(url), ("weights",))
+        seen = probable_checkpoint(place, [tmp_path / "none"], ObjectStore(url), ("weights",))
         assert seen is not None and seen.step == wanted and (seen.path / "pipeline/deep/weights").exists()
     with pytest.raises(FileNotFoundError, match="holds no whole checkpoint"):
         CheckpointManager(tmp_path / "x").resolve(f"{url}/checkpoint-3")
@@ -68,7 +67,7 @@ def test_what_was_never_finished_is_no_checkpoint(url: str, tmp_path: Path, capl
         found = manager.latest()
     assert found == Checkpoint(tmp_path / "here/checkpoint-1", 1)
     assert "skipped a damaged checkpoint" in caplog.text and "checkpoint-2" in caplog.text
-    manager.set_aside_after(1)
+    manager.supersede_after(1)
     assert sorted(ObjectStore(url).names()) == ["checkpoint-1", "superseded-checkpoint-2"]
 
 
@@ -117,7 +116,7 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path, mode: str, kept: int) -> No
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{kept}", "checkpoint-8"]
     assert (tmp_path / "best").resolve().name == f"checkpoint-{kept}"
     assert CheckpointManager.find(tmp_path / "best").step == kept
-    manager.set_aside_after(2)
+    manager.supersede_after(2)
     assert json.loads((tmp_path / "best.json").read_text())["values"].keys() == {"2"}
 
 
@@ -159,5 +158,5 @@ def test_s3(bucket: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     there = CheckpointManager(tmp_path / "there", upload_dir=url, storage_options=options)
     found = there.latest()
     assert found == Checkpoint(tmp_path / "there/checkpoint-3", 3)
-    there.set_aside_after(2)
+    there.supersede_after(2)
     assert sorted(ObjectStore(url, options).names()) == ["checkpoint-2", "superseded-checkpoint-3"]
