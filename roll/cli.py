@@ -28,10 +28,9 @@ from roll.config.plan.render import filled_in, line, render_plan
 from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import dump_yaml, masked_text
-from roll.preflight import check_parts, check_resumption, find_models, require_packages
-from roll.rehearsal.engines import misfits
-from roll.rehearsal.formulas import quick_lines
-from roll.rehearsal.hardware import find_gpu
+from roll.preflight import check_parts, check_resumption, find_models, prepared, require_packages
+from roll.rehearsal.catalog import find_gpu
+from roll.rehearsal.formulas import misfits, quick_lines
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""
@@ -140,11 +139,7 @@ def ready(load: Callable[[], LoadedConfig[Any]]) -> LoadedConfig[Any]:
     Raises:
         ConfigError: every mistake.
     """
-    loaded = load()
-    check_parts(loaded)
-    check_resumption(loaded)
-    require_packages(loaded)
-    loaded = load() if find_models(loaded, say) else loaded
+    loaded = prepared(load, say)
     loaded.pipeline.check_services(loaded)
     return loaded
 
@@ -182,13 +177,11 @@ def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
 
     try:
         return int(work() or 0)
-    except RayLost as error:
+    except (RayLost, NodeError, RemoteError) as error:
         supervised.tell(end=FAILED, cause=str(error))
         show_error(error)
-        leave(EXIT_FAILED)
-    except (NodeError, RemoteError) as error:
-        supervised.tell(end=FAILED, cause=str(error))
-        show_error(error)
+        if isinstance(error, RayLost):
+            leave(EXIT_FAILED)
         return EXIT_FAILED
     except NotFinite as error:
         supervised.tell(end=REWIND if error.rewinds else WRONG, cause=str(error))
@@ -262,14 +255,13 @@ def serve(arguments: argparse.Namespace) -> int:
     )
     try:
         run_server(loaded, options)
-    except RayLost as error:
+    except (RayLost, RemoteError, OSError) as error:
         show_error(error)
-        leave(EXIT_FAILED)
-    except (RemoteError, OSError) as error:
-        show_error(error)
+        if isinstance(error, RayLost):
+            leave(EXIT_FAILED)
         return EXIT_FAILED
     except (KeyboardInterrupt, Interrupted):
-        return 0
+        pass
     return 0
 
 
@@ -313,12 +305,11 @@ def explain_key(arguments: argparse.Namespace) -> int:
     """Type, default and meaning of a key in every section that has it."""
     from roll.config.reference import explain
 
-    console = Console(emoji=False)
+    console = Console(emoji=False, markup=False, highlight=False, soft_wrap=True)
     for found in explain(arguments.key):
-        console.print(f"{found.key}  in {found.section}", style="bold", markup=False, highlight=False, soft_wrap=True)
-        default = f", default {found.default}" if found.default else ""
-        console.print(f"  {found.type}{default}", markup=False, highlight=False, soft_wrap=True)
-        console.print(f"  {found.text.replace('`', '')}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{found.key}  in {found.section}", style="bold")
+        console.print(f"  {found.type}{f', default {found.default}' if found.default else ''}")
+        console.print(f"  {found.text.replace('`', '')}")
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from roll import cli
+from roll import cli, preflight
 from roll.checkpoint.contents import ModelContents
 from roll.config.loader import LoadedConfig
 from roll.config.pipelines import definitions
@@ -113,7 +113,7 @@ def test_run_hands_the_loaded_configuration_to_the_pipeline(monkeypatch: pytest.
     for pipeline in definitions():
         monkeypatch.setattr(type(pipeline), "run", lambda self, loaded: seen.append(loaded))
     asked: list[LoadedConfig[Any]] = []
-    monkeypatch.setattr(cli, "find_models", lambda loaded, say: asked.append(loaded))
+    monkeypatch.setattr(preflight, "find_models", lambda loaded, say: asked.append(loaded))
     data_there = changed({"pretrain": "owner/model"})
     for file in ("train.jsonl", "val.jsonl"):
         Path(file).touch()

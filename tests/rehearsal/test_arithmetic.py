@@ -11,10 +11,8 @@ import torch
 from roll.cli import main
 from roll.config.loader import load_config
 from roll.config.reading.errors import ConfigError
-from roll.rehearsal.engines import engine_use, generation_time
-from roll.rehearsal.formulas import model_shape, quick_lines
-from roll.rehearsal.hardware import GB, GPUS, hardware
-from roll.rehearsal.models import KNOWN, known_config
+from roll.rehearsal.catalog import GB, GPUS, KNOWN, hardware, known_config
+from roll.rehearsal.formulas import engine_use, generation_time, model_shape, quick_lines
 from roll.rehearsal.roofline import PhaseTime, kernel_times, network_time, traffic
 from roll.rehearsal.tracker import Collective, Operation
 
