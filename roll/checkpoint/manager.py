@@ -180,7 +180,7 @@ class CheckpointManager:
                 "name another folder, or drop the key"
             )
         self._max_to_keep = max_to_keep
-        self._keep_local_file = keep_local_file
+        self._removes_local = upload_dir is not None and not keep_local_file
         self._background = ThreadPoolExecutor(1, "checkpoint-upload") if upload_dir and async_upload else None
         self._pending: set[int] = set()
         self._upload_errors: list[OSError | CheckpointDamagedError] = []
@@ -285,6 +285,7 @@ class CheckpointManager:
                 logger.warning("resuming from step %d: %s/%s is set aside", step, self.store, name)
         if self.best is not None:
             self.best.forget_after(step)
+            self._mark_best()
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of the weights after ``step`` steps, which may make checkpoint ``step`` the best one."""
@@ -331,7 +332,7 @@ class CheckpointManager:
                     verify_folder(folder)
                     flush_folder(folder)
             logger.info("checkpoint %s copied to %s", source, place)
-            if not self._keep_local_file:
+            if self._removes_local:
                 remove_folder(source)
         except (OSError, CheckpointDamagedError) as error:
             logger.exception("checkpoint %s could not be copied to %s", source, place)
@@ -345,8 +346,10 @@ class CheckpointManager:
         if self.best is None:
             return None
         step = self.best.best_of([checkpoint.step for checkpoint in _checkpoints(self.root)])
-        if step is not None:
+        if step is not None and not self._removes_local:
             self.best.link(self.root, f"checkpoint-{step}")
+        elif not (link := self.root / BEST_LINK).exists():
+            link.unlink(missing_ok=True)
         return step
 
     def _prune(self) -> None:

@@ -111,7 +111,7 @@ class ObjectStore:
         fs.put_file(str(source), target)
 
     def fetch(self, name: str, parent: Path) -> Path:
-        """Copy a checkpoint into ``parent``, where it is there whole or not at all; one that is there already is used.
+        """Copy a checkpoint into ``parent``, whole or not at all; a whole one that is there already is used.
 
         Raises:
             OSError: the store does not answer, or has no such checkpoint.
@@ -119,8 +119,11 @@ class ObjectStore:
         """
         final = parent / name
         if final.is_dir():
-            verify_folder(final)
-            return final
+            try:
+                verify_folder(final)
+                return final
+            except CheckpointDamagedError as error:
+                logger.warning("%s; its copy is used", error)
         logger.info("fetching %s/%s", self.url, name)
         with atomic_folder(final) as folder:
             self._get(name, folder, lambda file: True)

@@ -38,11 +38,16 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("async_upload", [True, False])
 def test_a_run_goes_on_elsewhere_from_what_was_copied(url: str, tmp_path: Path, async_upload: bool) -> None:
-    here = CheckpointManager(tmp_path / "here", upload_dir=url, keep_local_file=False, async_upload=async_upload)
+    mark = BestCheckpoint(tmp_path / "here", "val/acc", "max")
+    here = CheckpointManager(
+        tmp_path / "here", upload_dir=url, keep_local_file=False, async_upload=async_upload, best=mark
+    )
     for step in (2, 4):
         write(here, step)
+        here.measured(step, {"val/acc": 0.5})
     here.close()
     assert not list((tmp_path / "here").glob("checkpoint-*")), "copied whole, so it is not kept"
+    assert not (tmp_path / "here/best").is_symlink()
     assert sorted(ObjectStore(url).names()) == ["checkpoint-2", "checkpoint-4"]
     for place, wanted in ((True, 4), (url, 4), (f"{url}/checkpoint-2", 2)):
         there = tmp_path / f"there {wanted}"
@@ -69,6 +74,17 @@ def test_what_was_never_finished_is_no_checkpoint(url: str, tmp_path: Path, capl
     assert "skipped a damaged checkpoint" in caplog.text and "checkpoint-2" in caplog.text
     manager.supersede_after(1)
     assert sorted(ObjectStore(url).names()) == ["checkpoint-1", "superseded-checkpoint-2"]
+
+
+def test_a_damaged_checkpoint_is_fetched_again(url: str, tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "here", upload_dir=url, async_upload=False)
+    for step in (1, 2):
+        write(manager, step)
+    weights = tmp_path / "here/checkpoint-2/actor_train/deep/weights"
+    weights.write_text("torn")
+    for place in (True, url):
+        assert manager.resolve(place) == Checkpoint(tmp_path / "here/checkpoint-2", 2)
+        assert weights.read_text() == "actor_train 2"
 
 
 def test_a_store_that_does_not_answer_leaves_the_local_checkpoint(tmp_path: Path) -> None:
@@ -118,6 +134,7 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path, mode: str, kept: int) -> No
     assert CheckpointManager.find(tmp_path / "best").step == kept
     manager.supersede_after(2)
     assert json.loads((tmp_path / "best.json").read_text())["values"].keys() == {"2"}
+    assert (tmp_path / "best").exists() == (mode == "min"), "no link to what has been superseded"
 
 
 def test_a_metric_that_never_comes_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
