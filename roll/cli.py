@@ -134,7 +134,7 @@ def launch(pipeline: str, default_path: str, default_name: str, argv: Sequence[s
 
 
 def ready(load: Callable[[], LoadedConfig[Any]]) -> LoadedConfig[Any]:
-    """A configuration of which everything is checked that can be before a start.
+    """A configuration after all checks that can be made before a start.
 
     Raises:
         ConfigError: every mistake.
@@ -201,7 +201,7 @@ def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
 
 
 def run_supervised(loaded: LoadedConfig[Any]) -> int:
-    """Have the run done by a process of its own, which is started again when it dies; its exit status."""
+    """Run in a process of its own, which is restarted when it dies; its exit status."""
     from roll.checkpoint.folders import CheckpointDamagedError, verify_folder
     from roll.checkpoint.manager import newest_at
     from roll.checkpoint.store import is_url
@@ -340,7 +340,7 @@ def print_completion(arguments: argparse.Namespace) -> int:
 
 
 def say(text: str) -> None:
-    """A line on what is being done, for those who wait."""
+    """Print a line of progress to stderr."""
     Console(stderr=True, emoji=False).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -350,13 +350,13 @@ def refuse(error: ConfigError) -> int:
 
 
 def show_error(error: BaseException) -> None:
-    """The message, and what was noted with it, is the whole story: no traceback of the driver in front of it."""
+    """Print the message of an error and its notes, without the driver's traceback."""
     text = masked_text("\n".join([str(error), *getattr(error, "__notes__", ())]))
     Console(stderr=True, emoji=False).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def leave(status: int) -> NoReturn:
-    """End the process here: what is left of Ray's client in it would crash on the usual way out."""
+    """Exit without cleaning up: what is left of Ray's client in the process would crash on the usual way out."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -364,7 +364,7 @@ def leave(status: int) -> NoReturn:
 
 
 def show_unexpected() -> None:
-    """The traceback of an error that nobody has foreseen."""
+    """Print the traceback of an unexpected error."""
     sys.stderr.write(masked_text(traceback.format_exc()))
 
 

@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Have the program of a harness ask the models; the exit status.
+    """Run the program of a harness against the models; the exit status.
 
     Raises:
         ConfigError: every mistake.

@@ -1,4 +1,4 @@
-"""Checks right before a run starts: optional packages, models of the hub, and parts of the user's own."""
+"""Checks right before a run starts: optional packages, models of the hub, the user's own code, the checkpoint."""
 
 from __future__ import annotations
 
@@ -260,9 +260,9 @@ def prepared(load: Callable[[], LoadedConfig[Any]], say: Callable[[str], None]) 
 
 
 def check_resumption(loaded: LoadedConfig[Any]) -> None:
-    """See from what a checkpoint says of itself whether this configuration takes up all of it.
+    """Check by the description in a checkpoint that this configuration resumes all of it.
 
-    Its tensors are compared with the model when that is built; what the configuration alone tells is refused here.
+    Its tensors are compared with the model when that is built; what the configuration alone shows is refused here.
 
     Raises:
         ConfigError: no such checkpoint, one that another strategy wrote, or one of which something would be lost.

@@ -1,4 +1,4 @@
-"""``roll replay DUMP FILE [key=value ...]``: take the step of a recorded batch again, and compare its metrics.
+"""``roll replay DUMP FILE [key=value ...]``: repeat the step of a recorded batch, and compare its metrics.
 
 Under another strategy or layout than the one that recorded it this finds a difference between the two; under the same
 one, whether a step is reproducible at all, or what a change of the code does to it.
@@ -48,13 +48,13 @@ class Difference:
         return difference / max(abs(self.recorded), abs(self.replayed)) if math.isfinite(difference) else math.inf
 
     def exceeds(self, bound: float, smallest: float) -> bool:
-        """Beyond the bound, and not for being next to nothing."""
+        """True beyond the bound, unless the absolute difference is negligible."""
         near = abs(self.replayed - self.recorded) <= smallest
         return self.relative > bound and not near
 
 
 def compare(recorded: Mapping[str, float], replayed: Mapping[str, float]) -> list[Difference]:
-    """Every metric that both have, those of the layout and of times aside, the largest difference first."""
+    """Every metric that both have, except those of the layout and of times, the largest difference first."""
     names = [name for name in replayed if name in recorded and not name.startswith("time/")]
     found = [Difference(name, recorded[name], replayed[name]) for name in names if not any(p in name for p in LAYOUT)]
     return sorted(found, key=lambda one: (-one.relative, one.name))
@@ -99,7 +99,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _recorded(dump: Path, loaded: LoadedConfig[Any]) -> RecordedBatch:
-    """The batch, which belongs to the configuration.
+    """The recorded batch, which must belong to the configuration.
 
     Raises:
         ConfigError: it does not.

@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -38,7 +39,7 @@ def versions() -> Iterator[Finding]:
         "python",
         python,
         "3.11 or later",
-        python_is_new_enough(),
+        sys.version_info >= (3, 11),
         "make the environment with Python 3.11 or later",
         severity=Severity.ERROR,
     )
@@ -71,10 +72,6 @@ def versions() -> Iterator[Finding]:
                 severity=Severity.ERROR,
             )
     yield Finding("requirements", f"{len(base) - broken} of {len(base)} met", "all of them")
-
-
-def python_is_new_enough() -> bool:
-    return tuple(map(int, platform.python_version_tuple()[:2])) >= (3, 11)
 
 
 def installed_version(name: str) -> str | None:
@@ -125,7 +122,7 @@ def version_of_module(module: str) -> str | None:
 
 @functools.cache
 def _distributions() -> Mapping[str, list[str]]:
-    """The distributions that bring a module, by its name; to collect them reads every one's list of files."""
+    """Distributions by the modules that they bring; collecting them reads the list of files of each."""
     return metadata.packages_distributions()
 
 
@@ -258,11 +255,11 @@ def _temporary() -> Finding:
 
 
 _TIME_ERROR = 5
-"""State of the kernel's clock that nobody keeps right, adjtimex(2)."""
+"""State of the kernel's clock while it is not synchronised, adjtimex(2)."""
 
 
 def clock(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """The time of day against the files of the installation, and whether the kernel's clock is kept right."""
+    """The time of day against the files of the installation, and whether the kernel's clock is synchronised."""
     newest = max(path.stat().st_mtime for path in Path(roll.__file__).parent.glob("*.py"))
     now = time.time()
     text = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))

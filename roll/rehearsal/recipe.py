@@ -1,7 +1,7 @@
 """A whole recipe: which role does what in which phase of a step, what is on a device meanwhile, and how long it takes.
 
 Who is moved off a device between phases is decided by the class that does it in a run
-(:class:`roll.pipelines.run_context.Residency`), on clusters that only note what they are asked.
+(:class:`roll.pipelines.run_context.Residency`), on clusters that only record the calls.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def rehearse_recipe(
     Args:
         loaded: a configuration, as :func:`roll.config.loader.load_config` gives it.
         given: ``config.json`` by role; that of ``""`` for all roles without one.
-        known: roles that were rehearsed before, by what they were asked; it is added to.
+        known: roles that were rehearsed before, by task and model; new ones are added.
 
     Raises:
         ConfigError: a model whose sizes are not known.
@@ -280,7 +280,7 @@ def _looks_back(loaded: Any, name: str) -> bool:
 
 
 class _RecordingCluster:
-    """In place of a cluster: notes which states of its role are on the devices."""
+    """Stand-in for a cluster: records which states of its role are on the devices."""
 
     def __init__(self, role: RolePlan, states: frozenset[StateKind]) -> None:
         self.name, self.role = role.name, role.section

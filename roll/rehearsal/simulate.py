@@ -139,7 +139,7 @@ def fake_world(ranks: int) -> Iterator[None]:
 
 
 class _FakeWeights:
-    """In place of the files that a model's weights are read from: takes memory, reads nothing."""
+    """Stand-in for the files of a model's weights: takes memory, reads nothing."""
 
     def __init__(self, tracker: Tracker, language_model: Any) -> None:
         self._tracker, self._language_model = tracker, language_model
@@ -173,7 +173,7 @@ class _Rehearsed(DataParallelStrategy):
         return model
 
     def _check_experts(self, learns: bool) -> None:
-        """Nothing: it compares numbers."""
+        """Skipped, since it compares numbers."""
 
     def _max_over_ranks(self, count: int) -> int:
         return count
@@ -251,7 +251,7 @@ def build_without_weights(args: ModelArguments, head: HeadName, dtype: torch.dty
 
 
 def full_rows(rows: int, task: Task) -> TensorBatch:
-    """Samples of the greatest length; those of a group have one prompt."""
+    """Samples of full length; those of a group share a prompt."""
     length = task.prompt + task.response
     columns = torch.arange(length).expand(rows, -1)
     group = torch.arange(rows)[:, None] // max(1, task.group_size)

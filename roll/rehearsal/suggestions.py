@@ -81,7 +81,7 @@ def suggest(
 
 
 def candidates(loaded: Any, report: Rehearsal) -> Iterator[tuple[str, ...]]:
-    """Changes that take something off the phase in which most is held, the cheapest in time first."""
+    """Changes that lower the peak of the fullest devices, the cheapest in time first."""
     plan = loaded.plan
     if not report.devices:
         return

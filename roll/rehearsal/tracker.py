@@ -5,8 +5,8 @@ A :class:`Tracker` sees every operation of autograd, of FSDP and of the optimize
 
 PyTorch's own trackers (``torch.distributed._tools``) follow modules and tensors; this one follows storages, for three
 reasons.  FSDP2 resizes the storages of gathered parameters without an operation.  A flat optimizer state is not a
-tensor of any module.  And what a rank holds at a peak shall be said in the words of a recipe (gradients, activations,
-gathered parameters), not of PyTorch.
+tensor of any module.  And memory at a peak is to be reported in a recipe's terms (gradients, activations, gathered
+parameters), not in PyTorch's.
 
 Operations on real tensors only (the batch, which decides about micro-batches) are really computed; as soon as one of
 its inputs is fake, so is a result.  A number that is asked of a fake tensor is 1.
@@ -148,7 +148,7 @@ class Tracker(TorchDispatchMode):
         self.tally.operations[Operation(flops, moved, tensors[0].dtype)] += 1
 
     def mark(self, tensors: Iterable[Tensor], kind: Kind) -> None:
-        """From now on the storages of these tensors count as ``kind``."""
+        """Count the storages of these tensors as ``kind`` from now on."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             key = id_of(local.untyped_storage())

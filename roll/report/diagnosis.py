@@ -1,8 +1,8 @@
-"""Diagnosis of a run: rules that look at its metrics, samples and times, and say what they have seen.
+"""Diagnosis of a run: rules on its metrics, samples and times, which report what they find.
 
 A rule stays silent unless its evidence is there.  The findings come in the order of :data:`RULES`, which is that of
 causes: what goes into the model, what the reward makes of what comes out, whether engine and trainer agree, what the
-update does, what becomes of the policy, and the machine.  So what follows from something else stands behind it.  The
+update does, what becomes of the policy, and the machine.  So a consequence comes after its cause.  The
 thresholds are those that separate the seeded pathologies of ``benchmarks/pathologies.py`` from healthy runs.
 """
 

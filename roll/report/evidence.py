@@ -1,5 +1,4 @@
-"""Facts of a run that the rules of :mod:`roll.report.diagnosis` look at, each computed once, and the form of what they
-find."""
+"""Facts of a run for the rules of :mod:`roll.report.diagnosis`, each computed once, and the form of their findings."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from roll.report.run_files import Run
 from roll.tracking.run_record import decoded
 
 LEAST_STEPS = 3
-"""Of a run whose course is judged."""
+"""Steps that a run must have for its course to be judged."""
 MAX_BLOCKS = 40
 """Steps whose samples are read, spread evenly over the run."""
 MARKER = re.compile(r"<[|/]?[A-Za-z_\u2581/][\w\u2581|]*[|]?>|<\uff5c[^<>]{1,40}\uff5c>")
@@ -107,7 +106,7 @@ class Facts:
 
     @cached_property
     def sampled(self) -> list[Sample]:
-        """Those that the policy itself has made."""
+        """Samples that the policy itself has made."""
         return [sample for sample in self.samples if "k" not in sample.fields and "l" in sample.fields]
 
     @cached_property

@@ -278,7 +278,7 @@ def _sha256(text: str) -> str:
 
 
 def write_report(output_dir: Path) -> None:
-    """``report.html`` in the folder of the run; what prevents it is logged, and the run's end does not fail of it."""
+    """``report.html`` in the folder of the run; errors are logged and do not fail the run."""
     try:
         write_page([read_run(output_dir)], output_dir / REPORT_NAME)
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:

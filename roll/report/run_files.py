@@ -1,4 +1,4 @@
-"""The files of a run: what a run says about itself for later, and all of it read again."""
+"""The files of a run: ``record/run.json``, and all of them read back."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class Run:
-    """A run on disk; everything is read when it is asked for."""
+    """A run on disk; its files are read when they are needed."""
 
     folder: Path
     """``output_dir``."""
@@ -143,7 +143,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """The run whose ``output_dir`` is ``path``; its log folder, or ``metrics.jsonl``, will do too.
+    """The run whose ``output_dir`` is ``path``; its log folder and ``metrics.jsonl`` are accepted too.
 
     Raises:
         ConfigError: nothing of a run is there.
