@@ -46,9 +46,9 @@ class Outcome:
     seconds: float
 
 
-def trial(name: str, *arguments: str, deadline: float, environ: Mapping[str, str] | None = None) -> Outcome:
+def trial(name: str, *arguments: str, deadline: float) -> Outcome:
     """Run a trial to its end, at most ``deadline`` seconds."""
-    return trials([(name, *arguments)], deadline, environ)[0]
+    return trials([(name, *arguments)], deadline)[0]
 
 
 def trials(

@@ -160,9 +160,9 @@ def spread(items: Sequence[Any], most: int) -> list[Any]:
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
-def ends(values: Sequence[float], share: float = 0.25) -> tuple[float, float]:
+def ends(values: Sequence[float]) -> tuple[float, float]:
     """Means of the first and of the last quarter."""
-    size = max(1, int(len(values) * share))
+    size = max(1, len(values) // 4)
     return fmean(values[:size]), fmean(values[-size:])
 
 
