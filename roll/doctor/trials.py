@@ -170,12 +170,10 @@ def try_devices() -> Iterator[Finding]:
 
 
 def _uncorrected_errors() -> Iterator[Finding]:
-    query = ["nvidia-smi", "--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=DEVICE_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
+    lines = _nvidia_smi("--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader").splitlines()
+    if not lines:
         return
-    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if "," in line]
+    rows = [[part.strip() for part in line.split(",")] for line in lines if "," in line]
     bad = [f"cuda:{index} has {count}" for index, count in rows if count.isdigit() and int(count) > 0]
     yield judge(
         "uncorrected memory errors",
@@ -274,20 +272,23 @@ PCIE_LANE_GB = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 def nominal_speed() -> str:
     """NVIDIA's report of the first device's links, as the end of a sentence; empty where it says nothing."""
-    links = [float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", _asked(["nvlink", "--status", "-i", "0"]))]
+    status = _nvidia_smi("nvlink", "--status", "-i", "0")
+    links = [float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", status)]
     if links:
         return f", nominally {sum(links):.0f} GB/s ({len(links)} NVLinks)"
-    query = ["--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader", "-i", "0"]
-    parts = [part.strip() for part in _asked(query).split(",")]
+    query = ("--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader", "-i", "0")
+    parts = [part.strip() for part in _nvidia_smi(*query).split(",")]
     if len(parts) != 2 or not all(part.isdigit() for part in parts) or int(parts[0]) not in PCIE_LANE_GB:
         return ""
     generation, lanes = map(int, parts)
     return f", nominally {PCIE_LANE_GB[generation] * lanes:.0f} GB/s (PCIe {generation} x{lanes})"
 
 
-def _asked(words: Sequence[str]) -> str:
+def _nvidia_smi(*words: str) -> str:
+    """The output of NVIDIA's tool; empty where it fails, or there is none."""
+    command = ["nvidia-smi", *words]
     try:
-        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEVICE_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout
