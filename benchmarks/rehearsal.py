@@ -131,7 +131,7 @@ def predict(contender: Contender, ranks: int, args: argparse.Namespace) -> int:
     from roll.config.reading.errors import Problems
     from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
     from roll.config.strategies.registry import read_strategy_config
-    from roll.rehearsal.recipe import rehearse_role
+    from roll.rehearsal.roles import rehearse_role
     from roll.rehearsal.simulate import Task
 
     assert contender.strategy is not None
@@ -213,14 +213,14 @@ def recipe_row(recipe: str, known: dict[Any, Any] | None = None) -> str:
     """A line of the table of recipes: on H100s of 80 GB, NVLink within nodes and InfiniBand of 400 Gb/s between."""
     os.environ["ROLL_PLATFORM"] = "cpu"
     from roll.config.loader import load_config
-    from roll.rehearsal.hardware import DEFAULT_GPU, DEFAULT_NETWORK, hardware
+    from roll.rehearsal.catalog import DEFAULT_GPU, DEFAULT_NETWORK, hardware
     from roll.rehearsal.recipe import rehearse_recipe
 
     loaded: Any = load_config(None, recipe, None, (), check_files=False)
     machine = hardware(DEFAULT_GPU, DEFAULT_NETWORK, loaded.plan.num_devices_per_node)
     report = rehearse_recipe(loaded, machine, {}, known=known)
     use = max(report.devices, key=lambda device: device.peak.total)
-    without = max(device.unmoved_peak.total for device in report.devices)
+    without = max(device.peak_without_offload.total for device in report.devices)
     weights = max(shape.total for shape in report.shapes.values() if shape is not None)
     cells = [f"`{recipe}`", f"{weights / 1e9:.2f}B", str(loaded.plan.num_devices)]
     cells += [f"{use.peak.total / 2**30:.1f}", use.peak.name, f"{without / 2**30:.1f}", f"{report.seconds:,.0f}"]

@@ -28,10 +28,9 @@ from roll.config.plan.render import filled_in, line, render_plan
 from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import dump_yaml, masked_text
-from roll.preflight import check_parts, check_resumption, find_models, require_packages
-from roll.rehearsal.engines import misfits
-from roll.rehearsal.formulas import quick_lines
-from roll.rehearsal.hardware import find_gpu
+from roll.preflight import check_parts, check_resumption, find_models, prepared, require_packages
+from roll.rehearsal.catalog import find_gpu
+from roll.rehearsal.formulas import misfits, quick_lines
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""
@@ -135,16 +134,12 @@ def launch(pipeline: str, default_path: str, default_name: str, argv: Sequence[s
 
 
 def ready(load: Callable[[], LoadedConfig[Any]]) -> LoadedConfig[Any]:
-    """A configuration of which everything is checked that can be before a start.
+    """A configuration after all checks that can be made before a start.
 
     Raises:
         ConfigError: every mistake.
     """
-    loaded = load()
-    check_parts(loaded)
-    check_resumption(loaded)
-    require_packages(loaded)
-    loaded = load() if find_models(loaded, say) else loaded
+    loaded = prepared(load, say)
     loaded.pipeline.check_services(loaded)
     return loaded
 
@@ -182,13 +177,11 @@ def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
 
     try:
         return int(work() or 0)
-    except RayLost as error:
+    except (RayLost, NodeError, RemoteError) as error:
         supervised.tell(end=FAILED, cause=str(error))
         show_error(error)
-        leave(EXIT_FAILED)
-    except (NodeError, RemoteError) as error:
-        supervised.tell(end=FAILED, cause=str(error))
-        show_error(error)
+        if isinstance(error, RayLost):
+            leave(EXIT_FAILED)
         return EXIT_FAILED
     except NotFinite as error:
         supervised.tell(end=REWIND if error.rewinds else WRONG, cause=str(error))
@@ -208,7 +201,7 @@ def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
 
 
 def run_supervised(loaded: LoadedConfig[Any]) -> int:
-    """Have the run done by a process of its own, which is started again when it dies; its exit status."""
+    """Run in a process of its own, which is restarted when it dies; its exit status."""
     from roll.checkpoint.folders import CheckpointDamagedError, verify_folder
     from roll.checkpoint.manager import newest_at
     from roll.checkpoint.store import is_url
@@ -262,14 +255,13 @@ def serve(arguments: argparse.Namespace) -> int:
     )
     try:
         run_server(loaded, options)
-    except RayLost as error:
+    except (RayLost, RemoteError, OSError) as error:
         show_error(error)
-        leave(EXIT_FAILED)
-    except (RemoteError, OSError) as error:
-        show_error(error)
+        if isinstance(error, RayLost):
+            leave(EXIT_FAILED)
         return EXIT_FAILED
     except (KeyboardInterrupt, Interrupted):
-        return 0
+        pass
     return 0
 
 
@@ -313,12 +305,11 @@ def explain_key(arguments: argparse.Namespace) -> int:
     """Type, default and meaning of a key in every section that has it."""
     from roll.config.reference import explain
 
-    console = Console(emoji=False)
+    console = Console(emoji=False, markup=False, highlight=False, soft_wrap=True)
     for found in explain(arguments.key):
-        console.print(f"{found.key}  in {found.section}", style="bold", markup=False, highlight=False, soft_wrap=True)
-        default = f", default {found.default}" if found.default else ""
-        console.print(f"  {found.type}{default}", markup=False, highlight=False, soft_wrap=True)
-        console.print(f"  {found.text.replace('`', '')}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{found.key}  in {found.section}", style="bold")
+        console.print(f"  {found.type}{f', default {found.default}' if found.default else ''}")
+        console.print(f"  {found.text.replace('`', '')}")
     return 0
 
 
@@ -349,7 +340,7 @@ def print_completion(arguments: argparse.Namespace) -> int:
 
 
 def say(text: str) -> None:
-    """A line on what is being done, for those who wait."""
+    """Print a line of progress to stderr."""
     Console(stderr=True, emoji=False).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -359,13 +350,13 @@ def refuse(error: ConfigError) -> int:
 
 
 def show_error(error: BaseException) -> None:
-    """The message, and what was noted with it, is the whole story: no traceback of the driver in front of it."""
+    """Print the message of an error and its notes, without the driver's traceback."""
     text = masked_text("\n".join([str(error), *getattr(error, "__notes__", ())]))
     Console(stderr=True, emoji=False).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def leave(status: int) -> NoReturn:
-    """End the process here: what is left of Ray's client in it would crash on the usual way out."""
+    """Exit without cleaning up: what is left of Ray's client in the process would crash on the usual way out."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -373,7 +364,7 @@ def leave(status: int) -> NoReturn:
 
 
 def show_unexpected() -> None:
-    """The traceback of an error that nobody has foreseen."""
+    """Print the traceback of an unexpected error."""
     sys.stderr.write(masked_text(traceback.format_exc()))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,11 +32,13 @@ def main(words: Sequence[str]) -> int:
     overrides = [*arguments.overrides, *rest]
     if arguments.harness is not None:
         return evaluate_by(arguments, overrides)
+    if arguments.tasks or arguments.include or arguments.chat or arguments.harness_argument:
+        parser.error("--tasks, --include, --chat and --harness-argument are read with --harness only")
     return evaluate(arguments.config, None, overrides, keys_of(arguments))
 
 
 def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Have the program of a harness ask the models; the exit status.
+    """Run the program of a harness against the models; the exit status.
 
     Raises:
         ConfigError: every mistake.
@@ -160,7 +163,15 @@ def keys_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     keys: dict[str, Any] = {}
     if arguments.model:
-        keys["models"] = dict(map(named_model, arguments.model))
+        models: dict[str, str] = {}
+        for word in arguments.model:
+            name, path = named_model(word)
+            if name in models:
+                raise ConfigError(
+                    [Problem("--model", word, f"a second model named {name}: write NAME=PATH", f"b={path}")]
+                )
+            models[name] = path
+        keys["models"] = models
     if arguments.against is not None:
         keys["against"] = arguments.against
     if arguments.samples is not None:
@@ -180,9 +191,7 @@ def named_model(word: str) -> tuple[str, str]:
 
 def threshold(word: str) -> tuple[str, float]:
     metric, _, value = word.rpartition("=")
-    try:
-        assert metric
-        return metric, float(value)
-    except (AssertionError, ValueError):
-        rule = "must be METRIC=VALUE"
-        raise ConfigError([Problem("--at-least", word, rule, "val_correct/all/mean=0.8")]) from None
+    with suppress(ValueError):
+        if metric:
+            return metric, float(value)
+    raise ConfigError([Problem("--at-least", word, "must be METRIC=VALUE", "val_correct/all/mean=0.8")])

@@ -1,4 +1,4 @@
-"""Checks right before a run starts: optional packages, models of the hub, and parts of the user's own."""
+"""Checks right before a run starts: optional packages, models of the hub, the user's own code, the checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from roll.checkpoint.contents import (
     trained_under,
 )
 from roll.checkpoint.folders import CheckpointDamagedError
-from roll.checkpoint.manager import glance
+from roll.checkpoint.manager import probable_checkpoint
 from roll.checkpoint.store import ObjectStore, is_url, store_problem
 from roll.config.checks.roles import family_problem
 from roll.config.loader import LoadedConfig
@@ -83,24 +83,25 @@ def check_types(loaded: LoadedConfig[Any]) -> None:
     Raises:
         ConfigError: a CPU without AVX512-FP16 or AMX-FP16, on which DeepSpeed starts no engine in fp16.
     """
-    asked = [
+    names = [
         name
         for name, role in loaded.plan.roles.items()
-        if role.section.model_args.dtype == "fp16"
-        and (role.strategy_name == "deepspeed_train" or (role.strategy_name == "deepspeed_infer" and _is_stage_3(role)))
+        if role.section.model_args.dtype == "fp16" and _starts_engine(role)
     ]
-    if not asked or computes_in_fp16():
+    if not names or computes_in_fp16():
         return
     rule = "DeepSpeed computes in it on accelerators, and on CPUs with AVX512-FP16 or AMX-FP16; this host has neither"
     raise ConfigError(
-        [Problem(f"{name}.model_args.dtype", "fp16", rule, "bf16", shown(loaded.source)) for name in asked]
+        [Problem(f"{name}.model_args.dtype", "fp16", rule, "bf16", shown(loaded.source)) for name in names]
     )
 
 
-def _is_stage_3(role: RolePlan) -> bool:
+def _starts_engine(role: RolePlan) -> bool:
+    """DeepSpeed's engine trains, and computes under ZeRO-3."""
     options = typed_strategy_config(role.section.strategy_args)
-    assert isinstance(options, DeepSpeedStrategyConfig)
-    return requested_stage(options) == 3
+    if not isinstance(options, DeepSpeedStrategyConfig):
+        return False
+    return role.strategy_name == "deepspeed_train" or requested_stage(options) == 3
 
 
 def computes_in_fp16() -> bool:
@@ -240,10 +241,28 @@ def check_parts(loaded: LoadedConfig[Any]) -> None:
         raise ConfigError([problem]) from error
 
 
-def check_resumption(loaded: LoadedConfig[Any]) -> None:
-    """See from what a checkpoint says of itself whether this configuration takes up all of it.
+def prepared(load: Callable[[], LoadedConfig[Any]], say: Callable[[str], None]) -> LoadedConfig[Any]:
+    """A configuration after :func:`check_parts`, :func:`check_resumption`, :func:`require_packages` and
+    :func:`find_models`.
 
-    Its tensors are compared with the model when that is built; what the configuration alone tells is refused here.
+    Args:
+        load: loads it; once more where the hub has given a model's ``config.json``, which the plan depends on.
+        say: is given a line before the hub is asked.
+
+    Raises:
+        ConfigError: every mistake.
+    """
+    loaded = load()
+    check_parts(loaded)
+    check_resumption(loaded)
+    require_packages(loaded)
+    return load() if find_models(loaded, say) else loaded
+
+
+def check_resumption(loaded: LoadedConfig[Any]) -> None:
+    """Check by the description in a checkpoint that this configuration resumes all of it.
+
+    Its tensors are compared with the model when that is built; what the configuration alone shows is refused here.
 
     Raises:
         ConfigError: no such checkpoint, one that another strategy wrote, or one of which something would be lost.
@@ -258,7 +277,7 @@ def check_resumption(loaded: LoadedConfig[Any]) -> None:
         for key, place in {"checkpoint_config.output_dir": upload, "resume_from_checkpoint": wanted}.items():
             if isinstance(place, str) and is_url(place) and (cannot := store_problem(place)):
                 raise ConfigError([Problem(key, place, cannot, source=source)])
-        checkpoint = glance(wanted, folders, store, (TRAINER_STATE, PIPELINE_STATE))
+        checkpoint = probable_checkpoint(wanted, folders, store, (TRAINER_STATE, PIPELINE_STATE))
     except (OSError, CheckpointDamagedError) as error:
         raise ConfigError([Problem("resume_from_checkpoint", wanted, str(error), source=source)]) from error
     if checkpoint is None:
@@ -328,8 +347,15 @@ def check_own_functions(loaded: LoadedConfig[Any]) -> None:
     Raises:
         ConfigError: a function that is not there, or options that it does not have.
     """
+    from roll.datasets.columns import build_filter
+
+    checks: list[tuple[str, Any, Callable[[], object]]] = list(loaded.pipeline.own_functions(loaded))
+    for name, section in loaded.pipeline.filtered_sections(loaded.config).items():
+        chosen = section.data_args.dataset_filter
+        if isinstance(chosen, str):
+            checks.append((f"{name}.data_args.dataset_filter", chosen, partial(build_filter, chosen)))
     problems = []
-    for key, value, look_up in (*loaded.pipeline.own_functions(loaded), *own_filters(loaded)):
+    for key, value, look_up in checks:
         try:
             find_own_modules()
             look_up()
@@ -337,17 +363,3 @@ def check_own_functions(loaded: LoadedConfig[Any]) -> None:
             problems.append(Problem(key, value, str(error), source=shown(loaded.source), has_value=True))
     if problems:
         raise ConfigError(problems)
-
-
-def own_filters(loaded: LoadedConfig[Any]) -> Iterator[tuple[str, Any, Callable[[], object]]]:
-    """The same for functions that choose rows."""
-    for name, section in loaded.pipeline.filtered_sections(loaded.config).items():
-        chosen = section.data_args.dataset_filter
-        if isinstance(chosen, str):
-            yield f"{name}.data_args.dataset_filter", chosen, partial(_build_data_filter, chosen)
-
-
-def _build_data_filter(path: str) -> object:
-    from roll.datasets.columns import build_filter
-
-    return build_filter(path)

@@ -1,4 +1,4 @@
-"""``roll replay DUMP FILE [key=value ...]``: take the step of a recorded batch again, and compare its metrics.
+"""``roll replay DUMP FILE [key=value ...]``: repeat the step of a recorded batch, and compare its metrics.
 
 Under another strategy or layout than the one that recorded it this finds a difference between the two; under the same
 one, whether a step is reproducible at all, or what a change of the code does to it.
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.reading.errors import ConfigError, Problem
-from roll.preflight import check_parts, check_resumption, find_models, require_packages
+from roll.preflight import prepared
 
 if TYPE_CHECKING:
     from roll.pipelines.batches import RecordedBatch
@@ -48,13 +48,13 @@ class Difference:
         return difference / max(abs(self.recorded), abs(self.replayed)) if math.isfinite(difference) else math.inf
 
     def exceeds(self, bound: float, smallest: float) -> bool:
-        """Beyond the bound, and not for being next to nothing."""
+        """True beyond the bound, unless the absolute difference is negligible."""
         near = abs(self.replayed - self.recorded) <= smallest
         return self.relative > bound and not near
 
 
 def compare(recorded: Mapping[str, float], replayed: Mapping[str, float]) -> list[Difference]:
-    """Every metric that both have, those of the layout and of times aside, the largest difference first."""
+    """Every metric that both have, except those of the layout and of times, the largest difference first."""
     names = [name for name in replayed if name in recorded and not name.startswith("time/")]
     found = [Difference(name, recorded[name], replayed[name]) for name in names if not any(p in name for p in LAYOUT)]
     return sorted(found, key=lambda one: (-one.relative, one.name))
@@ -76,11 +76,12 @@ def main(words: Sequence[str]) -> int:
     output = arguments.output or arguments.dump.parent / "replay"
     own = [f"output_dir={output}", f"logging_dir={output / 'logs'}", "track_with=[jsonl]"]
     own += ["save_steps=0", "eval_steps=0", "max_restarts=0", "on_nonfinite=skip", "dump_batches=0"]
-    loaded = _ready(arguments.config, [*own, *arguments.overrides])
+    words = [*own, *arguments.overrides]
+    loaded: LoadedConfig[Any] = prepared(partial(load_config, None, arguments.config, None, words), lambda text: None)
     recorded = _recorded(arguments.dump, loaded)
-    dtype = next(iter(loaded.plan.training)), loaded.plan
-    precision = dtype[1].roles[dtype[0]].section.model_args.dtype
-    bound = BOUNDS[precision] if arguments.bound is None else arguments.bound
+    learner = next(iter(loaded.plan.training))
+    dtype = loaded.plan.roles[learner].section.model_args.dtype
+    bound = BOUNDS[dtype] if arguments.bound is None else arguments.bound
     from roll.distributed.failures import RemoteError
 
     try:
@@ -94,20 +95,11 @@ def main(words: Sequence[str]) -> int:
             f"models; name the checkpoint after {recorded.step} steps"
         )
         raise ConfigError([Problem("resume_from_checkpoint", loaded.config.resume_from_checkpoint, rule)])
-    return show(compare(recorded.metrics, metrics), bound, SMALLEST[precision])
-
-
-def _ready(config: str, overrides: Sequence[str]) -> LoadedConfig[Any]:
-    load = partial(load_config, None, config, None, overrides)
-    loaded: LoadedConfig[Any] = load()
-    check_parts(loaded)
-    check_resumption(loaded)
-    require_packages(loaded)
-    return load() if find_models(loaded, lambda text: None) else loaded
+    return show(compare(recorded.metrics, metrics), bound, SMALLEST[dtype])
 
 
 def _recorded(dump: Path, loaded: LoadedConfig[Any]) -> RecordedBatch:
-    """The batch, which belongs to the configuration.
+    """The recorded batch, which must belong to the configuration.
 
     Raises:
         ConfigError: it does not.

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean, median_low, stdev
 from typing import Any
 
 import numpy as np
@@ -155,11 +155,11 @@ def read_table(name: str) -> Table:
     if not file.is_file():
         rule = "no such table; those of the documentation lie in benchmarks/tables of a clone, which a wheel has not"
         raise ConfigError([Problem("NAME", name, rule, ", ".join(table_names()) or None)])
-    data = json.loads(file.read_text(encoding="utf-8"))
     try:
+        data = json.loads(file.read_text(encoding="utf-8"))
         figures = {key: Figure(**value) for key, value in data.pop("figures").items()}
         table = Table(name=file.stem, figures=figures, rows=[Row(**row) for row in data.pop("rows")], **data)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError([Problem("NAME", name, f"{file} is not a table: {error}")]) from None
     wrong = [figure.take for figure in figures.values() if figure.take not in TAKES]
     if wrong or table.judged not in figures or table.start not in ("", *figures):
@@ -246,11 +246,10 @@ class Bench:
 
 def run_rows(bench: Bench, rows: Sequence[Row], seeds: Sequence[int], jobs: int) -> dict[str, list[Any]]:
     """Outcomes by row, in the order of ``seeds``: figures, a reason, or None.  All rows of a seed, then the next."""
-    outcomes: dict[str, list[Any]] = {row.name: [] for row in rows}
     possible = [row for row in rows if not row.needs or find_spec(row.needs) is not None]
-    for row in rows:
-        if row not in possible:
-            outcomes[row.name] = [f"needs {row.needs}, which is not installed"]
+    outcomes: dict[str, list[Any]] = {
+        row.name: [] if row in possible else [f"needs {row.needs}, which is not installed"] for row in rows
+    }
     for seed in seeds:
         if possible and time.monotonic() <= bench.stop_at:
             bench.prepare(seed)
@@ -274,7 +273,8 @@ def judge(table: Table, row: Row, outcomes: Sequence[Any], rows: int) -> Verdict
     old = row.recorded(table.judged)
     new = {result["seed"]: result[table.judged] for result in results}
     tail = (1 - LEVEL) / (2 * max(rows, 1))
-    shared = sorted(seed for seed in old.keys() & new.keys() if _same_start(table, row, results, seed))
+    starts, new_starts = row.recorded(table.start), {result["seed"]: result.get(table.start) for result in results}
+    shared = sorted(seed for seed in old.keys() & new.keys() if _is_same(starts.get(seed), new_starts[seed]))
     if shared:
         half = NormalDist().inv_cdf(1 - tail) * table.standard_error * math.sqrt(2 / len(shared))
         before, now = fmean(old[seed] for seed in shared), fmean(new[seed] for seed in shared)
@@ -291,10 +291,8 @@ def judge(table: Table, row: Row, outcomes: Sequence[Any], rows: int) -> Verdict
     return Verdict(row.name, word, why, before, now, half)
 
 
-def _same_start(table: Table, row: Row, results: Sequence[dict[str, Any]], seed: int) -> bool:
-    before = row.recorded(table.start).get(seed)
-    now = next(result.get(table.start) for result in results if result["seed"] == seed)
-    return before is None or now is None or abs(now - before) <= SAME_START
+def _is_same(start: float | None, other: float | None) -> bool:
+    return start is None or other is None or abs(start - other) <= SAME_START
 
 
 def student_quantile(probability: float, freedom: int) -> float:
@@ -330,12 +328,13 @@ def show(verdicts: Sequence[Verdict], judged: str, console: Console) -> None:
 def page_lines(table: Table) -> Iterator[str]:
     """The block between the marks: how many seeds there are, and the table."""
     counts = [len(row.recorded(table.judged)) for row in table.rows]
-    enough, fewer = sum(count >= 3 for count in counts), sum(0 < count < 3 for count in counts)
-    said = [f"{enough} of {len(counts)} are means of three seeds or more"] if enough else []
-    missing = len(counts) - enough - fewer
-    said += [f"{fewer} of {len(counts)} are of one seed or two"] if fewer else []
-    said += [f"{missing} of {len(counts)} have not been run"] if missing else []
-    yield f"`roll reproduce {table.name}` runs this table again. Of its rows, {', '.join(said)}."
+    rows = {
+        "are means of three seeds or more": sum(count >= 3 for count in counts),
+        "are of one seed or two": sum(0 < count < 3 for count in counts),
+        "have not been run": counts.count(0),
+    }
+    summary = ", ".join(f"{number} of {len(counts)} {text}" for text, number in rows.items() if number)
+    yield f"`roll reproduce {table.name}` runs this table again. Of its rows, {summary}."
     yield ""
     by_seed = f"{table.figures[table.judged].heading}, by seed"
     yield f"| {' | '.join([*table.heads, *(figure.heading for figure in table.figures.values()), by_seed])} |"
@@ -350,7 +349,7 @@ def page_lines(table: Table) -> Iterator[str]:
         yield f"| {' | '.join([*cells, ', '.join(f'{seed}: {value:{judged}}' for seed, value in each)])} |"
 
 
-def put_into_page(table: Table) -> Path:
+def update_page(table: Table) -> Path:
     """Write the block into its page.
 
     Raises:
@@ -368,11 +367,24 @@ def put_into_page(table: Table) -> Path:
 
 
 def keep_results(table: Table, outcomes: dict[str, list[Any]]) -> None:
-    """Into the rows, over older ones of the same seed."""
+    """Put results into their rows. They replace older ones of the same seed, also those of another start."""
     for row in table.rows:
         new = {result["seed"]: result for result in outcomes.get(row.name, []) if isinstance(result, dict)}
         kept = {result["seed"]: result for result in row.results} | new
         row.results = [kept[seed] for seed in sorted(kept)]
+
+
+def mixed_starts(table: Table) -> Iterator[str]:
+    """A sentence for each seed whose rows start from different models: they cannot be compared row by row."""
+    for seed in table.seeds if table.start else []:
+        starts = {row.name: row.recorded(table.start).get(seed) for row in table.rows}
+        usual = median_low([start for start in starts.values() if start is not None] or [0.0])
+        others = [name for name, start in starts.items() if not _is_same(start, usual)]
+        if others:
+            yield (
+                f"seed {seed}: {', '.join(others)} started from other models than the rest ({table.start} is not "
+                f"{usual:g}); measure all rows of a seed on one kind of processor"
+            )
 
 
 # The command
@@ -411,9 +423,9 @@ def main(words: Sequence[str]) -> int:
         return 0
     table = read_table(arguments.name)
     if arguments.page:
-        console.print(f"wrote {put_into_page(table)}", soft_wrap=True)
+        console.print(f"wrote {update_page(table)}", soft_wrap=True)
         return 0
-    rows = chosen(table, arguments.rows, arguments.quick)
+    rows = selected(table, arguments.rows, arguments.quick)
     seeds = arguments.seeds or (table.seeds[:1] if arguments.quick else table.seeds)
     output = (arguments.output or ROOT / "output/reproduce" / table.name).resolve()
     bench = Bench(table, output, time.monotonic() + arguments.seconds)
@@ -424,12 +436,14 @@ def main(words: Sequence[str]) -> int:
         keep_results(table, outcomes)
         file = Path(arguments.name) if arguments.name.endswith(".json") else TABLES / f"{table.name}.json"
         write_table(table, file)
-        console.print(f"wrote {file} and {put_into_page(table)}", soft_wrap=True)
+        console.print(f"wrote {file} and {update_page(table)}", soft_wrap=True)
+        for sentence in mixed_starts(table):
+            console.print(sentence, soft_wrap=True)
     outcome = {verdict.word for verdict in verdicts}
     return 0 if "agrees" in outcome and not outcome & {"differs", "failed"} else 1
 
 
-def chosen(table: Table, words: Sequence[str], quick: bool) -> list[Row]:
+def selected(table: Table, words: Sequence[str], quick: bool) -> list[Row]:
     rows = [row for row in table.rows if not words or any(word in row.name for word in words)]
     rows = [row for row in rows if row.quick or not quick]
     if not rows:

@@ -1,7 +1,7 @@
-"""Checkpoints: what a run must write to be continued, and how it is found again.
+"""Checkpoints: the state that a run writes to be resumed from.
 
 :mod:`~roll.checkpoint.manager` owns the folders, :mod:`~roll.checkpoint.state` writes the pipeline's own state and
-captures random number generators; it imports torch, so it is not imported here.
+captures random number generators. That module imports torch, so it is not imported here.
 """
 
 from roll.checkpoint.folders import CheckpointDamagedError

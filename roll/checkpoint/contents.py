@@ -25,7 +25,7 @@ _SHOWN = 3
 
 
 class CheckpointMismatchError(ValueError):
-    """A checkpoint of which this configuration would leave something behind."""
+    """A checkpoint that this configuration would not use all of."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def read_contents(state: Mapping[str, Any], folder: Path) -> ModelContents:
 
 
 def strategy_problem(written: ModelContents, strategy: str, format_: int) -> str | None:
-    """Why ``strategy`` cannot read what a checkpoint's strategy wrote, in words; None: it can."""
+    """The reason why ``strategy`` cannot read what a checkpoint's strategy wrote; None: it can."""
     readers = checkpoint_readers(written.strategy)
     if strategy not in readers:
         return f"was written by {written.strategy}, which {' and '.join(readers)} can go on from"

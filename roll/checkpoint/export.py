@@ -22,8 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from roll.checkpoint.folders import atomic_folder
-from roll.checkpoint.trained_model import TrainedModel, find_trained, wrong
-from roll.config.lora import names_of
+from roll.checkpoint.trained_model import TrainedModel, config_error, find_trained
 from roll.config.reading.errors import ConfigError
 from roll.models.build import DTYPES, auto_class, checked_config
 from roll.models.loading import TensorFiles
@@ -71,35 +70,25 @@ def write_hf(trained: TrainedModel, folder: Path, dtype: torch.dtype) -> None:
             files |= dict.fromkeys(names, file)
         index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2)
         (folder / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
-    _write_config(trained, folder, dtype)
-
-
-def _write_config(trained: TrainedModel, folder: Path, dtype: torch.dtype) -> None:
     skeleton = trained.skeleton()
-    config = skeleton.config
-    config.dtype = dtype
-    config.architectures = [type(skeleton).__name__]
-    config.save_pretrained(folder)
-    copy_tokenizer(trained, folder)
-
-
-def copy_tokenizer(trained: TrainedModel, folder: Path) -> None:
+    skeleton.config.dtype, skeleton.config.architectures = dtype, [type(skeleton).__name__]
+    skeleton.config.save_pretrained(folder)
     source = TensorFiles(trained.model).folder
-    for pattern in _KEPT_FILES:
-        for file in source.glob(pattern):
-            if file.name not in _OWN_FILES:
-                shutil.copyfile(file, folder / file.name)
+    for file in [file for pattern in _KEPT_FILES for file in source.glob(pattern)]:
+        if file.name not in _OWN_FILES:
+            shutil.copyfile(file, folder / file.name)
 
 
 def write_peft(trained: TrainedModel, folder: Path) -> None:
     """``adapter_config.json`` and ``adapter_model.safetensors``, float32 as they were trained."""
-    import_peft()
-    from peft import LoraConfig
-
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise config_error("--to", "peft", "needs peft: pip install 'roll-rl[peft]'") from error
     contents = trained.contents
     if not contents.scalings:
         rule = f"{trained.folder} holds no adapters; only a run with model_args.lora_target has any"
-        raise wrong("--to", "peft", rule, "hf")
+        raise config_error("--to", "peft", rule, "hf")
     plain = dict(trained.skeleton().named_parameters())
     shapes = {weight: tuple(plain[weight].shape) for weight in contents.scalings}
     experts = [weight for weight, shape in shapes.items() if len(shape) == 3]
@@ -113,33 +102,26 @@ def write_peft(trained: TrainedModel, folder: Path) -> None:
     modules = [weight.removesuffix(".weight") for weight in ranks if weight not in experts]
     whole = sorted({base_name(name).rpartition(".")[0] for name in contents.trained if not is_adapter(name)})
     config = LoraConfig(
-        task_type="TOKEN_CLS" if trained.head == "value" else "CAUSAL_LM",
+        task_type={"causal_lm": "CAUSAL_LM", "value": "TOKEN_CLS", "score": "SEQ_CLS"}[trained.head],
         r=ranks[first],
-        lora_alpha=_plain(alphas[first]),
+        lora_alpha=_whole_or_float(alphas[first]),
         rank_pattern={w.removesuffix(".weight"): r for w, r in ranks.items() if r != ranks[first]},
-        alpha_pattern={w.removesuffix(".weight"): _plain(a) for w, a in alphas.items() if a != alphas[first]},
+        alpha_pattern={w.removesuffix(".weight"): _whole_or_float(a) for w, a in alphas.items() if a != alphas[first]},
         target_modules=modules or None,
         target_parameters=experts or None,
         modules_to_save=whole or None,
         base_model_name_or_path=trained.model,
         inference_mode=True,
     )
-    with trained.opened() as stored:
+    with trained.open_tensors() as stored:
         tensors = {adapter_file_name(name): trained.read(stored, name) for name in contents.trained}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(str(folder))
 
 
-def _plain(number: float) -> Any:
-    """Without a fraction of 0."""
+def _whole_or_float(number: float) -> Any:
+    """An int where the number has no fraction."""
     return int(number) if number == int(number) else number
-
-
-def import_peft() -> None:
-    try:
-        import peft  # noqa: F401
-    except ImportError as error:
-        raise wrong("--to", "peft", "needs peft: pip install 'roll-rl[peft]'") from error
 
 
 # Comparison
@@ -157,8 +139,8 @@ def compare(trained: TrainedModel, form: str, path: Path, rounding: Rounding, bo
     """
     ids = torch.randint(0, checked_config(trained.args, trained.head).get_text_config().vocab_size, (2, 48),
                         generator=torch.Generator().manual_seed(0))  # fmt: skip
-    wanted = outputs_of(in_memory(trained, rounding), ids)
-    found = outputs_of(loaded_again(trained, form, path), ids)
+    wanted = model_outputs(expected_model(trained, rounding), ids)
+    found = model_outputs(reloaded_model(trained, form, path), ids)
     difference = float((wanted - found).abs().max())
     if not difference <= bound:
         raise ValueError(
@@ -168,12 +150,12 @@ def compare(trained: TrainedModel, form: str, path: Path, rounding: Rounding, bo
     return difference
 
 
-def in_memory(trained: TrainedModel, rounding: Rounding) -> PreTrainedModel:
+def expected_model(trained: TrainedModel, rounding: Rounding) -> PreTrainedModel:
     """The model that the run began with, with the checkpoint's weights in it, rounded; computes in float32."""
     config = checked_config(trained.args, trained.head)
     model: Any = auto_class(config, trained.head).from_pretrained(trained.model, config=config, dtype=torch.float32)
     live = {base_name(name): parameter for name, parameter in model.named_parameters()}
-    with trained.opened() as stored, torch.no_grad():
+    with trained.open_tensors() as stored, torch.no_grad():
         for name in trained.contents.trained:
             if not is_adapter(name):
                 live[base_name(name)].copy_(trained.read(stored, name))
@@ -186,28 +168,29 @@ def in_memory(trained: TrainedModel, rounding: Rounding) -> PreTrainedModel:
     return whole
 
 
-def loaded_again(trained: TrainedModel, form: str, path: Path) -> PreTrainedModel:
+def reloaded_model(trained: TrainedModel, form: str, path: Path) -> PreTrainedModel:
     """As its users load it, in float32."""
+    config = checked_config(trained.args, trained.head)
+    load = partial(auto_class(config, trained.head).from_pretrained, dtype=torch.float32)
+    model: Any
     if form == "peft":
         from peft import PeftModel
 
-        config = checked_config(trained.args, trained.head)
-        base = auto_class(config, trained.head).from_pretrained(trained.model, config=config, dtype=torch.float32)
-        adapted: Any = PeftModel.from_pretrained(base, str(path)).eval()
-        return adapted
-    config = checked_config(trained.args, trained.head)
-    source: dict[str, Any] = {"pretrained_model_name_or_path": path}
-    if form == "gguf":
+        model = PeftModel.from_pretrained(load(trained.model, config=config), str(path))
+    elif form == "gguf":
         # transformers reads tensors and their types from the file, and not every key of the shape.
-        source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "config": config}
-    model: PreTrainedModel = auto_class(config, trained.head).from_pretrained(**source, dtype=torch.float32).eval()
-    return model
+        model = load(path.parent, gguf_file=path.name, config=config)
+    else:
+        model = load(path)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
 
 
 @torch.no_grad()
-def outputs_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Log-probs of the next token, or values."""
-    logits: Tensor = model(input_ids=ids).logits.float()
+def model_outputs(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Log-probs of the next token, values, or scores."""
+    # Row by row: a sequence classifier without a padding token refuses more.
+    logits = torch.cat([model(input_ids=row[None]).logits.float() for row in ids])
     return logits if logits.shape[-1] == 1 else logits.log_softmax(-1)
 
 
@@ -221,7 +204,7 @@ def main(words: Sequence[str]) -> int:
     trained = find_trained(options.checkpoint, options.role, options.model)
     output = options.output or Path(f"{trained.folder.parent.name}-{trained.folder.name}-{options.to}")
     if output.exists():
-        raise wrong("--output", str(output), "exists; name a folder that is not there yet")
+        raise config_error("--output", str(output), "exists; name a folder that is not there yet")
     try:
         dtype = _dtype(options, trained)
         with atomic_folder(output) as folder:
@@ -263,7 +246,7 @@ def _dtype(options: argparse.Namespace, trained: TrainedModel) -> torch.dtype:
     if options.dtype in DTYPES:
         return DTYPES[options.dtype]
     if options.dtype is not None:
-        raise wrong("--dtype", options.dtype, f"of an hf export one of {', '.join(names_of('bf16, fp16, fp32'))}")
+        raise config_error("--dtype", options.dtype, "of an hf export one of bf16, fp16, fp32")
     own = checked_config(trained.args, trained.head).dtype
     return own if own in BOUND_OF_MERGED else torch.bfloat16
 

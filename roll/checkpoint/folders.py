@@ -156,16 +156,14 @@ _REPLACED_SUFFIX = ".replaced"
 
 @contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
-    """Yield a hidden sibling of ``final`` to write into; on success it becomes ``final``, replacing what stood there.
+    """Yield a hidden sibling of ``final`` to write into; on success it becomes ``final``, replacing an earlier one.
 
     If the block raises, the hidden folder is removed and ``final`` is as it was.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, lock_name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=_LOCK_SUFFIX, dir=final.parent)
-    lock = Path(lock_name)
+    descriptor, lock = _new_lock(final)
     partial = lock.with_suffix(_PARTIAL_SUFFIX)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         partial.mkdir()
         yield partial
         _replace(partial, final)
@@ -175,6 +173,16 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     finally:
         lock.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def _new_lock(final: Path) -> tuple[int, Path]:
+    """A descriptor that holds the lock, and its file."""
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=_LOCK_SUFFIX, dir=final.parent)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.path.exists(name):
+            return descriptor, Path(name)
+        os.close(descriptor)  # another process swept the file away before it was locked
 
 
 def remove_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of format 2 that FSDP wrote: PyTorch's distributed checkpoints, read without running anything of theirs.
+"""Checkpoints of format 2 that FSDP wrote: PyTorch's distributed checkpoints, read without running code from them.
 
 PyTorch keeps the index of the tensors as a pickle; it is read by an unpickler that knows the few classes of an index
 and no other, so that a rewritten file cannot run code, and the tensors with ``weights_only``.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.checkpoint.trained_model import TrainedModel, wrong
+from roll.checkpoint.trained_model import TrainedModel, config_error
 from roll.models.loading import TensorFiles
 
 ARCHITECTURES = {"qwen2": ("QWEN2", "qwen2"), "qwen3": ("QWEN3", "qwen2"), "llama": ("LLAMA", "llama-bpe")}
@@ -30,13 +30,14 @@ def write_gguf(trained: TrainedModel, folder: Path, dtype: str) -> Path:
     """
     gguf = _import_gguf()
     if dtype not in TYPES:
-        raise wrong("--dtype", dtype, f"of a gguf file must be one of {', '.join(TYPES)}", "f16")
+        raise config_error("--dtype", dtype, f"of a gguf file must be one of {', '.join(TYPES)}", "f16")
     skeleton = trained.skeleton()
     config: Any = skeleton.config
-    if config.model_type not in ARCHITECTURES or trained.head == "value":
-        kind = "a value model" if trained.head == "value" else f"a {config.model_type} model"
+    if config.model_type not in ARCHITECTURES or trained.head != "causal_lm":
+        kinds = {"causal_lm": f"a {config.model_type} model", "value": "a value model", "score": "a reward model"}
+        kind = kinds[trained.head]
         rule = f"{kind} is not translated here; export --to hf and convert that with llama.cpp's convert_hf_to_gguf.py"
-        raise wrong("--to", "gguf", rule)
+        raise config_error("--to", "gguf", rule)
     name, splitting = ARCHITECTURES[config.model_type]
     architecture = getattr(gguf.MODEL_ARCH, name)
     path = folder / FILE_NAME
@@ -84,7 +85,7 @@ def _add_shape(writer: Any, config: Any) -> None:
     rope = config.rope_parameters
     if rope.get("rope_type", "default") != "default":
         rule = f"rotary embeddings of type {rope['rope_type']} are not translated here; export --to hf"
-        raise wrong("--to", "gguf", rule)
+        raise config_error("--to", "gguf", rule)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
@@ -106,7 +107,7 @@ def _add_tokenizer(gguf: Any, writer: Any, folder: Path, vocab_size: int, splitt
     described = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if described.get("model", {}).get("type") != "BPE":
         rule = f"{folder} has no byte-pair tokenizer (tokenizer.json); export --to hf and convert with llama.cpp"
-        raise wrong("--to", "gguf", rule)
+        raise config_error("--to", "gguf", rule)
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [gguf.TokenType.UNUSED] * vocab_size
     for token, index in described["model"]["vocab"].items():
@@ -125,5 +126,5 @@ def _import_gguf() -> Any:
     try:
         import gguf  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
-        raise wrong("--to", "gguf", "needs the package gguf: pip install 'roll-rl[gguf]'") from error
+        raise config_error("--to", "gguf", "needs the package gguf: pip install 'roll-rl[gguf]'") from error
     return gguf

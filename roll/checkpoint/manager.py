@@ -6,7 +6,9 @@ of all files) and renamed; one that does not match its manifest is skipped, with
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,7 +19,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from roll.checkpoint.best import BestCheckpoint
 from roll.checkpoint.folders import (
     MANIFEST_NAME,
     CheckpointDamagedError,
@@ -33,7 +34,8 @@ from roll.checkpoint.store import ObjectStore, is_url
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-_SET_ASIDE_PREFIX = "superseded-"
+_SUPERSEDED = "superseded-"
+BEST_LINK, _BEST_RECORD = "best", "best.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,88 @@ class Checkpoint:
         return folder
 
 
+class BestCheckpoint:
+    """The best checkpoint by a metric: it is never pruned, and the link ``best`` leads to it.
+
+    Values by step are kept in ``best.json`` next to the checkpoints, so that a resumed run knows them. The value logged
+    at step n was measured with the weights after n steps: those of ``checkpoint-n``.
+
+    Args:
+        root: the folder of the checkpoints.
+        metric: its name in the logs, such as ``val_correct/all/mean`` or ``critic/score/mean``.
+        mode: ``max`` or ``min``.
+    """
+
+    def __init__(self, root: Path, metric: str, mode: str) -> None:
+        self.metric, self.mode = metric, mode
+        self._record = root / _BEST_RECORD
+        self._values: dict[int, float] = self._read()
+        self._seen: set[str] = set()
+        self._linked: str | None = None
+
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take note of the metrics logged at ``step``."""
+        value = metrics.get(self.metric)
+        if value is None:
+            if not self._values:
+                self._seen.update(metrics)
+        elif math.isfinite(value):
+            self._values[step] = value
+            self._write()
+
+    def best_of(self, steps: Collection[int]) -> int | None:
+        """The step with the best value, the earliest of equal ones; None where none of them has been measured."""
+        measured = [step for step in sorted(steps) if step in self._values]
+        sign = 1.0 if self.mode == "max" else -1.0
+        return max(measured, key=lambda step: (sign * self._values[step], -step), default=None)
+
+    def link(self, root: Path, name: str) -> None:
+        """Let ``root/best`` lead to the checkpoint ``name``."""
+        link, new = root / BEST_LINK, root / f".{BEST_LINK}.new"
+        if self._linked == name and link.is_symlink():
+            return
+        new.unlink(missing_ok=True)
+        new.symlink_to(name)
+        new.replace(link)
+        self._linked = name
+        step = int(name.rpartition("-")[2])
+        logger.info("best checkpoint so far: %s (%s %g)", root / name, self.metric, self._values[step])
+
+    def forget_after(self, step: int) -> None:
+        """Drop the values of later steps, which belong to a branch that the run has left."""
+        self._values = {at: value for at, value in self._values.items() if at <= step}
+        self._write()
+
+    def check_measured(self) -> None:
+        """Warn if the metric was never logged."""
+        if not self._values and self._seen:
+            logger.warning(
+                "checkpoint_config.keep_best_metric: %s was never logged; logged were %s",
+                self.metric,
+                ", ".join(sorted(self._seen)),
+            )
+
+    def _read(self) -> dict[int, float]:
+        try:
+            record = json.loads(self._record.read_text(encoding="utf-8"))
+            is_same = (record["metric"], record["mode"]) == (self.metric, self.mode)
+            return {int(step): float(value) for step, value in record["values"].items()} if is_same else {}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("%s is not readable (%r): the best checkpoint is looked for anew", self._record, error)
+            return {}
+
+    def _write(self) -> None:
+        self._record.parent.mkdir(parents=True, exist_ok=True)
+        record = {"metric": self.metric, "mode": self.mode, "values": self._values}
+        new = self._record.with_name(f".{_BEST_RECORD}.new")
+        new.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        new.replace(self._record)
+
+
 class CheckpointManager:
-    """Writes, finds, prunes and copies away the checkpoints under ``root``.
+    """Writes, finds, prunes and uploads the checkpoints under ``root``.
 
     Args:
         root: the folder of the run's checkpoints; on several hosts it must be a disk that all of them share.
@@ -98,7 +180,7 @@ class CheckpointManager:
                 "name another folder, or drop the key"
             )
         self._max_to_keep = max_to_keep
-        self._keep_local_file = keep_local_file
+        self._removes_local = upload_dir is not None and not keep_local_file
         self._background = ThreadPoolExecutor(1, "checkpoint-upload") if upload_dir and async_upload else None
         self._pending: set[int] = set()
         self._upload_errors: list[OSError | CheckpointDamagedError] = []
@@ -133,17 +215,18 @@ class CheckpointManager:
             OSError: the store does not answer.
         """
         found = _latest(self._folders())
-        for store, name in [] if self.store is None else [(self.store, name) for name in _later(self.store, found)]:
-            try:
-                return Checkpoint(store.fetch(name, self.root), _step(name))
-            except CheckpointDamagedError as error:
-                logger.warning("skipped a damaged checkpoint in %s: %s", store, error)
+        if self.store is not None:
+            for name in _later(self.store, found):
+                try:
+                    return Checkpoint(self.store.fetch(name, self.root), _step(name))
+                except CheckpointDamagedError as error:
+                    logger.warning("skipped a damaged checkpoint in %s: %s", self.store, error)
         return found
 
     def resolve(self, resume_from_checkpoint: bool | str) -> Checkpoint | None:
         """Resolve the YAML key of this name: False nothing, True :meth:`latest`, a path that checkpoint.
 
-        The path may be a checkpoint, or a folder of checkpoints whose latest one is meant. None: start anew.
+        The path may be a checkpoint, or a folder of checkpoints whose latest one is meant. None: a new run.
 
         Raises:
             FileNotFoundError: the path is not there, or no checkpoint is in it.
@@ -157,7 +240,8 @@ class CheckpointManager:
                 logger.info("resume_from_checkpoint: no checkpoint under %s yet, so the run starts anew", self.root)
             return found
         if is_url(resume_from_checkpoint):
-            return self._fetched(str(resume_from_checkpoint))
+            store, name = newest_at(resume_from_checkpoint, None if self.store is None else self.store.options)
+            return Checkpoint(store.fetch(name, self.root), _step(name))
         try:
             return self.find(Path(resume_from_checkpoint).expanduser())
         except FileNotFoundError as error:
@@ -166,17 +250,9 @@ class CheckpointManager:
                 "the latest"
             ) from error
 
-    def _fetched(self, url: str) -> Checkpoint:
-        """
-        Raises:
-            FileNotFoundError: there is no checkpoint at the URL or below.
-        """
-        store, name = newest_at(url, None if self.store is None else self.store.options)
-        return Checkpoint(store.fetch(name, self.root), _step(name))
-
     @staticmethod
-    def find(path: Path) -> Checkpoint:
-        """A whole checkpoint, or the latest one in a folder of them; reads every byte of it.
+    def find(path: Path, contents: bool = True) -> Checkpoint:
+        """A whole checkpoint, or the latest one in a folder of them; reads every byte of it if ``contents``.
 
         Raises:
             FileNotFoundError: the path is not there, or no checkpoint is in it.
@@ -185,33 +261,31 @@ class CheckpointManager:
         if not path.is_dir():
             raise FileNotFoundError(f"{path} is not a folder")
         if _NAME.fullmatch(path.name) or (path / MANIFEST_NAME).exists():
-            return Checkpoint(path, verify_folder(path).step)
-        found = _latest([path])
+            return Checkpoint(path, verify_folder(path, contents).step)
+        found = _latest([path], contents)
         if found is None:
             raise FileNotFoundError(f"{path} holds no whole checkpoint-<step> folder")
         return found
 
-    def set_aside_after(self, step: int) -> None:
+    def supersede_after(self, step: int) -> None:
         """Rename checkpoints later than ``step`` to ``superseded-checkpoint-<n>``.
 
         A run that goes on from an older checkpoint calls this first; else its own next resumption would find the later
         ones of the branch it left.
         """
-        for folder in self._folders():
-            for checkpoint in _checkpoints(folder):
-                if checkpoint.step > step:
-                    aside = folder / f"{_SET_ASIDE_PREFIX}{checkpoint.path.name}"
-                    if aside.exists():
-                        shutil.rmtree(aside)
-                    checkpoint.path.rename(aside)
-                    logger.warning("resuming from step %d: %s is now %s", step, checkpoint.path, aside.name)
-        for name in [] if self.store is None else self.store.names():
-            if _NAME.fullmatch(name) and _step(name) > step:
-                assert self.store is not None
-                self.store.set_aside(name, f"{_SET_ASIDE_PREFIX}{name}")
+        for checkpoint in [one for folder in self._folders() for one in _checkpoints(folder) if one.step > step]:
+            superseded = checkpoint.path.with_name(f"{_SUPERSEDED}{checkpoint.path.name}")
+            if superseded.exists():
+                shutil.rmtree(superseded)
+            checkpoint.path.rename(superseded)
+            logger.warning("resuming from step %d: %s is now %s", step, checkpoint.path, superseded.name)
+        if self.store is not None:
+            for name in _later(self.store, Checkpoint(self.root, step)):
+                self.store.rename(name, f"{_SUPERSEDED}{name}")
                 logger.warning("resuming from step %d: %s/%s is set aside", step, self.store, name)
         if self.best is not None:
             self.best.forget_after(step)
+            self._mark_best()
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of the weights after ``step`` steps, which may make checkpoint ``step`` the best one."""
@@ -223,8 +297,8 @@ class CheckpointManager:
         """Wait for uploads in flight, and prune what had to be kept for them.
 
         Raises:
-            OSError, CheckpointDamagedError: what kept the first of the uploads that failed from being whole. It was
-                logged when it happened; the checkpoint itself is whole under ``root``.
+            OSError, CheckpointDamagedError: the error of the first upload that failed. It was logged when it happened;
+                the checkpoint itself is whole under ``root``.
         """
         if self._background is not None:
             self._background.shutdown(wait=True)
@@ -246,7 +320,7 @@ class CheckpointManager:
             self._background.submit(self._upload, step)
 
     def _upload(self, step: int) -> None:
-        """Copy one checkpoint away; an error is kept for :meth:`close`, since training can go on without the copy."""
+        """Upload one checkpoint; an error is kept for :meth:`close`, since training can go on without the copy."""
         source, place = self.root / f"checkpoint-{step}", self.upload_dir or self.store
         try:
             if self.store is not None:
@@ -258,7 +332,7 @@ class CheckpointManager:
                     verify_folder(folder)
                     flush_folder(folder)
             logger.info("checkpoint %s copied to %s", source, place)
-            if not self._keep_local_file:
+            if self._removes_local:
                 remove_folder(source)
         except (OSError, CheckpointDamagedError) as error:
             logger.exception("checkpoint %s could not be copied to %s", source, place)
@@ -272,8 +346,10 @@ class CheckpointManager:
         if self.best is None:
             return None
         step = self.best.best_of([checkpoint.step for checkpoint in _checkpoints(self.root)])
-        if step is not None:
+        if step is not None and not self._removes_local:
             self.best.link(self.root, f"checkpoint-{step}")
+        elif not (link := self.root / BEST_LINK).exists():
+            link.unlink(missing_ok=True)
         return step
 
     def _prune(self) -> None:
@@ -284,16 +360,13 @@ class CheckpointManager:
             pending = set(self._pending)
         whole = []
         for checkpoint in sorted(_checkpoints(self.root), key=lambda checkpoint: -checkpoint.step):
-            if checkpoint.step in pending:  # another thread may be about to remove it
-                whole.append(checkpoint)
-                continue
             try:
-                # Sizes only: reading all checkpoints at every save would cost more than writing one.
-                verify_folder(checkpoint.path, contents=False)
+                if checkpoint.step not in pending:  # else another thread may be about to remove it
+                    # Sizes only: reading all checkpoints at every save would cost more than writing one.
+                    verify_folder(checkpoint.path, contents=False)
+                whole.append(checkpoint)
             except CheckpointDamagedError as error:
                 logger.warning("left in place and not counted among those kept: %s", error)
-            else:
-                whole.append(checkpoint)
         for checkpoint in whole[self._max_to_keep :]:
             if checkpoint.step not in pending and checkpoint.step != best:
                 remove_folder(checkpoint.path)
@@ -314,12 +387,12 @@ def newest_at(url: str, options: Mapping[str, Any] | None) -> tuple[ObjectStore,
             return store, name
     else:
         store = ObjectStore(url, options)
-        if names := _later(store, None):
+        if names := _later(store):
             return store, names[0]
     raise FileNotFoundError(f"resume_from_checkpoint: {url} holds no whole checkpoint-<step>")
 
 
-def _later(store: ObjectStore, than: Checkpoint | None) -> list[str]:
+def _later(store: ObjectStore, than: Checkpoint | None = None) -> list[str]:
     """Names of the store's checkpoints with a higher step, the newest first."""
     names = [name for name in store.names() if _NAME.fullmatch(name)]
     return sorted((name for name in names if than is None or _step(name) > than.step), key=_step, reverse=True)
@@ -331,7 +404,7 @@ def _step(name: str) -> int:
     return int(match.group(1))
 
 
-def glance(
+def probable_checkpoint(
     resume_from_checkpoint: bool | str,
     folders: Sequence[Path],
     store: ObjectStore | None = None,
@@ -352,29 +425,22 @@ def glance(
         return None
     if resume_from_checkpoint is True:
         found = _latest(folders, contents=False)
-        for name in [] if store is None else _later(store, found)[:1]:
-            assert store is not None
-            return Checkpoint(store.fetch_some(name, file_names), _step(name))
-        return found
+        later = [] if store is None else _later(store, found)
+        return Checkpoint(store.fetch_some(later[0], file_names), _step(later[0])) if store and later else found
     if is_url(resume_from_checkpoint):
         of_url, name = newest_at(resume_from_checkpoint, None if store is None else store.options)
         return Checkpoint(of_url.fetch_some(name, file_names), _step(name))
-    path = Path(resume_from_checkpoint).expanduser()
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path} is not a folder; name a checkpoint-<step>, or write true for the latest")
-    if _NAME.fullmatch(path.name) or (path / MANIFEST_NAME).exists():
-        return Checkpoint(path, verify_folder(path, contents=False).step)
-    found = _latest([path], contents=False)
-    if found is None:
-        raise FileNotFoundError(f"{path} holds no whole checkpoint-<step> folder")
-    return found
+    try:
+        return CheckpointManager.find(Path(resume_from_checkpoint).expanduser(), contents=False)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}; name a checkpoint-<step>, or write true for the latest") from error
 
 
 def _checkpoints(folder: Path) -> list[Checkpoint]:
     if not folder.is_dir():
         return []
-    matches = [(entry, _NAME.fullmatch(entry.name)) for entry in folder.iterdir() if entry.is_dir()]
-    return [Checkpoint(entry, int(match.group(1))) for entry, match in matches if match is not None]
+    found = [entry for entry in folder.iterdir() if entry.is_dir() and _NAME.fullmatch(entry.name)]
+    return [Checkpoint(entry, _step(entry.name)) for entry in found]
 
 
 def _latest(folders: Sequence[Path], contents: bool = True) -> Checkpoint | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from roll.checkpoint.export import compare, write_hf
 from roll.checkpoint.folders import atomic_folder
-from roll.checkpoint.trained_model import find_trained, wrong
+from roll.checkpoint.trained_model import config_error, find_trained
 from roll.config.reading.errors import ConfigError, Problem
 from roll.models.loading import TensorFiles
 
@@ -153,7 +153,7 @@ def check_alike(folders: Sequence[Path]) -> None:
             names = sorted(found.keys() | shapes[0].keys())
             name = next(name for name in names if found.get(name) != shapes[0].get(name))
             rule = f"must have the tensors of {folders[0]}: {name} is {found.get(name)} and {shapes[0].get(name)}"
-            raise wrong("MODEL", str(folder), rule)
+            raise config_error("MODEL", str(folder), rule)
 
 
 # The command

@@ -35,7 +35,7 @@ def is_url(place: str | Path) -> bool:
 
 
 def store_problem(url: str) -> str | None:
-    """Why this host cannot open a store, in words; None: it can."""
+    """The reason why this host cannot open a store; None: it can."""
     import fsspec  # type: ignore[import-untyped, unused-ignore]
 
     protocol = url.split("://")[0]
@@ -111,7 +111,7 @@ class ObjectStore:
         fs.put_file(str(source), target)
 
     def fetch(self, name: str, parent: Path) -> Path:
-        """Copy a checkpoint into ``parent``, where it is there whole or not at all; one that is there already is used.
+        """Copy a checkpoint into ``parent``, whole or not at all; a whole one that is there already is used.
 
         Raises:
             OSError: the store does not answer, or has no such checkpoint.
@@ -119,8 +119,11 @@ class ObjectStore:
         """
         final = parent / name
         if final.is_dir():
-            verify_folder(final)
-            return final
+            try:
+                verify_folder(final)
+                return final
+            except CheckpointDamagedError as error:
+                logger.warning("%s; its copy is used", error)
         logger.info("fetching %s/%s", self.url, name)
         with atomic_folder(final) as folder:
             self._get(name, folder, lambda file: True)
@@ -129,7 +132,7 @@ class ObjectStore:
         return final
 
     def fetch_some(self, name: str, file_names: Collection[str]) -> Path:
-        """The files of a checkpoint that are called so, in a temporary folder."""
+        """The files of a checkpoint that have one of these names, in a temporary folder."""
         folder = Path(tempfile.mkdtemp(prefix="roll-checkpoint-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         self._get(name, folder / name, lambda file: posixpath.basename(file) in file_names)
@@ -144,8 +147,8 @@ class ObjectStore:
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 fs.get_file(f"{root}/{name}/{file}", str(folder / file))
 
-    def set_aside(self, name: str, new_name: str) -> None:
-        """Rename a checkpoint; what had the new name is gone."""
+    def rename(self, name: str, new_name: str) -> None:
+        """Rename a checkpoint, replacing one that has the new name."""
         fs, root = self._opened
         with self._errors():
             if fs.exists(f"{root}/{new_name}"):

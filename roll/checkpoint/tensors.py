@@ -139,7 +139,7 @@ class _Held:
             target = wanted[offset : offset + count * self.stride].view(count, self.stride)
             target[:, column : column + shape[1]] = rows[whole_first - first : whole_last - first]
             found += count * shape[1]
-        for row in (*range(first, min(whole_first, last)), *range(max(whole_last, whole_first), last)):
+        for row in (*range(first, min(whole_first, last)), *range(whole_last, last)):
             start = (base + row) * self.stride + column
             low, high = max(begin, start), min(end, start + shape[1])
             if low < high:

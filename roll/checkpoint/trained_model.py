@@ -1,4 +1,4 @@
-"""A trained model as a checkpoint holds it, read without ranks: parameters one by one, whole."""
+"""A trained model in a checkpoint, read in one process: whole parameters, one by one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from roll.checkpoint.manager import Checkpoint, CheckpointManager
 from roll.checkpoint.tensors import WEIGHT, StoredTensors, stored_tensors
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.roles import ModelArguments
-from roll.models.build import VALUE_HEAD, HeadName, auto_class, checked_config
+from roll.models.build import VALUE_HEAD, HeadName, checked_config, empty_model
 from roll.models.loading import TensorFiles
 from roll.models.lora import adapter_names, base_name, is_adapter, merged_weight
 from roll.models.stored import StoredLayout
@@ -47,8 +47,11 @@ class TrainedModel:
 
     @property
     def head(self) -> HeadName:
-        """A value head is trained where there is one."""
-        return "value" if any(base_name(name).startswith(VALUE_HEAD) for name in self.contents.trained) else "causal_lm"
+        """The head by its parameters: a critic's has a bias, a reward model's has none."""
+        names = {base_name(name) for name in (*self.contents.trained, *self.contents.frozen)}
+        if f"{VALUE_HEAD}weight" not in names:
+            return "causal_lm"
+        return "value" if f"{VALUE_HEAD}bias" in names else "score"
 
     @property
     def args(self) -> ModelArguments:
@@ -59,7 +62,7 @@ class TrainedModel:
         """Names in the checkpoint of the parameters that are trained whole, by their names in the plain model."""
         return {base_name(name): name for name in self.contents.trained if not is_adapter(name)}
 
-    def opened(self) -> AbstractContextManager[StoredTensors]:
+    def open_tensors(self) -> AbstractContextManager[StoredTensors]:
         return stored_tensors(self.folder, int(self.state.get("updates", 0)))
 
     def read(self, stored: StoredTensors, name: str) -> Tensor:
@@ -69,18 +72,14 @@ class TrainedModel:
 
     def skeleton(self) -> PreTrainedModel:
         """The plain model, without weights."""
-        config = checked_config(self.args, self.head)
-        made_by = auto_class(config, self.head)
-        with torch.device("meta"):
-            model: PreTrainedModel = (getattr(made_by, "from_config", None) or made_by._from_config)(config)
-        return model
+        return empty_model(checked_config(self.args, self.head), self.head)
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The plain model's tensors as a model folder names them, adapters merged, one by one."""
         skeleton, files = self.skeleton(), TensorFiles(self.model)
         layout = StoredLayout(skeleton)
         persistent = skeleton.state_dict().keys()
-        with self.opened() as stored:
+        with self.open_tensors() as stored:
             buffers = {base_name(name): buffer for name, buffer in stored.buffers().items()}
             for name, parameter in skeleton.named_parameters():
                 if name in self.trained:
@@ -114,16 +113,16 @@ def find_trained(path: Path, role: str | None, model: str | None) -> TrainedMode
         state = read_trainer_state(folder)
         contents = read_contents(state, folder)
     except (FileNotFoundError, CheckpointDamagedError, CheckpointMismatchError) as error:
-        raise wrong("CKPT", str(path), str(error)) from error
+        raise config_error("CKPT", str(path), str(error)) from error
     if state["format"] < 3 and contents.strategy.startswith("megatron"):
         rule = (
             "an earlier version of roll wrote it under megatron_train; let a run go on from it, and export that one's"
         )
-        raise wrong("CKPT", str(path), rule)
+        raise config_error("CKPT", str(path), rule)
     model = model or contents.path
     if model is None:
         rule = "the checkpoint does not say which model its run began with (format 2); name it"
-        raise wrong("--model", None, rule, "models/Qwen2.5-7B")
+        raise config_error("--model", None, rule, "models/Qwen2.5-7B")
     return TrainedModel(folder, state, contents, model)
 
 
@@ -141,8 +140,9 @@ def _role_folder(checkpoint: Checkpoint, role: str | None) -> Path:
     policies = [name for name in roles if name != "critic"]
     if len(policies) == 1:
         return checkpoint.path / policies[0]
-    raise wrong("--role", None, f"{checkpoint.path} holds {', '.join(roles) or 'no model'}; name one", "actor_train")
+    rule = f"{checkpoint.path} holds {', '.join(roles) or 'no model'}; name one"
+    raise config_error("--role", None, rule, "actor_train")
 
 
-def wrong(key: str, value: str | None, rule: str, example: str | None = None) -> ConfigError:
+def config_error(key: str, value: str | None, rule: str, example: str | None = None) -> ConfigError:
     return ConfigError([Problem(key, value, rule, example, has_value=value is not None)])

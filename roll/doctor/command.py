@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -22,8 +23,9 @@ from roll.doctor.findings import EXIT, Finding, Severity, as_json, gravest, rend
 def main(argv: Sequence[str]) -> int:
     """The exit status follows the gravest finding."""
     options = build_parser().parse_args(list(argv))
-    quiet = options.json or not sys.stderr.isatty()
-    findings = examine(Path(options.output), options.ranks, options.quick, _silent if quiet else _say)
+    # Programs and files want the report only.
+    say = (lambda text: None) if options.json or not sys.stderr.isatty() else _say
+    findings = examine(Path(options.output), options.ranks, options.quick, say)
     if options.json:
         sys.stdout.write(json.dumps(as_json(findings), indent=1) + "\n")
     else:
@@ -45,11 +47,14 @@ def examine(output: Path, ranks: int, quick: bool, say: Callable[[str], None]) -
     def look(section: str, found: Callable[[], Iterable[Finding]]) -> None:
         say(f"{section} ...")
         try:
-            findings.extend(found())
+            findings.extend(replace(finding, section=section) for finding in found())
         except Exception as error:  # the rest of the report is still worth having
-            value = f"{type(error).__name__}: {error}"
-            rule = "can be looked at"
-            findings.append(Finding(section, "look", value, rule, Severity.ERROR, "an error of roll doctor: report it"))
+            value, rule, remedy = (
+                f"{type(error).__name__}: {error}",
+                "can be looked at",
+                "an error of roll doctor: report it",
+            )
+            findings.append(Finding("look", value, rule, Severity.ERROR, remedy, section=section))
 
     look("versions", host.versions)
     look("backends", lambda: host.backends({} if quick else trials.try_imports()))
@@ -68,10 +73,6 @@ def examine(output: Path, ranks: int, quick: bool, say: Callable[[str], None]) -
 
 def _say(text: str) -> None:
     Console(stderr=True, emoji=False).print(text, markup=False, highlight=False, style="dim")
-
-
-def _silent(text: str) -> None:
-    """Programs and files want the report only."""
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from roll import __version__
 from roll.config.reading.masking import masked
@@ -42,7 +43,8 @@ _SHOWN = {
 class Finding:
     """One line of the report."""
 
-    section: str
+    section: str = field(default="", kw_only=True)
+    """Part of the report; :func:`roll.doctor.command.examine` fills it in."""
     what: str
     value: str
     rule: str
@@ -57,10 +59,10 @@ class Finding:
 
 
 def judge(
-    section: str, what: str, value: str, rule: str, holds: bool, severity: Severity, remedy: str, **more: Any
+    what: str, value: str, rule: str, holds: bool, remedy: str, severity: Severity = Severity.WARNING, **more: Any
 ) -> Finding:
     """The finding of a rule that ``holds``, or that is broken with ``severity`` and asks for ``remedy``."""
-    return Finding(section, what, value, rule, Severity.OK if holds else severity, "" if holds else remedy, **more)
+    return Finding(what, value, rule, Severity.OK if holds else severity, "" if holds else remedy, **more)
 
 
 def gravest(findings: Sequence[Finding]) -> Severity:
@@ -98,7 +100,8 @@ def render(findings: Sequence[Finding], console: Console) -> None:
         took = "" if finding.seconds is None else f" ({finding.seconds:.1f} s)"
         head = finding.section if finding.section != section else ""
         section = finding.section
-        table.add_row(head, finding.what, f"{masked(finding.value)}{took}", f"[{style}]{word}[/{style}]")
+        # Text, since messages of errors hold brackets, which Rich would take for markup.
+        table.add_row(head, Text(finding.what), Text(f"{masked(finding.value)}{took}"), Text(word, style))
     console.print(table)
     for finding in sorted(findings, key=lambda finding: -finding.severity):
         if finding.severity > Severity.OK:

@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -35,20 +36,18 @@ def versions() -> Iterator[Finding]:
     """Python, this package, and every requirement of the base install."""
     python = platform.python_version()
     yield judge(
-        "versions",
         "python",
         python,
         "3.11 or later",
-        python_is_new_enough(),
-        Severity.ERROR,
+        sys.version_info >= (3, 11),
         "make the environment with Python 3.11 or later",
+        severity=Severity.ERROR,
     )
-    yield Finding("versions", "roll", roll.__version__, f"at {Path(roll.__file__).parent}")
+    yield Finding("roll", roll.__version__, f"at {Path(roll.__file__).parent}")
     try:
         listed = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         yield Finding(
-            "versions",
             "requirements",
             "unknown",
             "the package is installed, so that what it needs is written down",
@@ -65,19 +64,14 @@ def versions() -> Iterator[Finding]:
         broken += not holds
         if not holds or requirement.name in SHOWN_PACKAGES:
             yield judge(
-                "versions",
                 requirement.name,
                 found or "not installed",
                 str(requirement.specifier) or "any version",
                 holds,
-                Severity.ERROR,
                 f"pip install '{requirement}'",
+                severity=Severity.ERROR,
             )
-    yield Finding("versions", "requirements", f"{len(base) - broken} of {len(base)} met", "all of them")
-
-
-def python_is_new_enough() -> bool:
-    return tuple(map(int, platform.python_version_tuple()[:2])) >= (3, 11)
+    yield Finding("requirements", f"{len(base) - broken} of {len(base)} met", "all of them")
 
 
 def installed_version(name: str) -> str | None:
@@ -111,7 +105,7 @@ def backends(broken_imports: Mapping[str, str]) -> Iterator[Finding]:
         elif package is not None and version is not None and package.title and not _is_tested(version, package.tested):
             rule = f"{package.tested[0]} up to, not including, {package.tested[1]}: the versions that were tried"
             severity = Severity.NOTE
-        yield Finding("backends", backend.name, value, rule, severity, remedy if severity else "")
+        yield Finding(backend.name, value, rule, severity, remedy if severity else "")
 
 
 def _is_tested(version: str, tested: tuple[str, str]) -> bool:
@@ -128,7 +122,7 @@ def version_of_module(module: str) -> str | None:
 
 @functools.cache
 def _distributions() -> Mapping[str, list[str]]:
-    """The distributions that bring a module, by its name; to collect them reads every one's list of files."""
+    """Distributions by the modules that they bring; collecting them reads the list of files of each."""
     return metadata.packages_distributions()
 
 
@@ -140,33 +134,27 @@ def devices() -> Iterator[Finding]:
     unused = here.name == "cpu" and bool(files) and chosen is None
     count = here.device_count()
     yield judge(
-        "devices",
         "platform",
         here.name if here.name == "cpu" else f"{count} x {here.name}",
         "devices of the host are used" if chosen is None else f"ROLL_PLATFORM={chosen}",
         not unused and count > 0,
-        Severity.WARNING,
         f"{len(files)} device files are there and torch uses none of them: install torch with support for them, see "
         "that the driver and the visible-devices variable are right, or set ROLL_PLATFORM=cpu",
     )
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield judge(
-        "devices",
         "processors",
         f"{usable} of {os.cpu_count()} usable",
         "two or more",
         usable > 1,
-        Severity.WARNING,
         "trainer, engine and Ray share one processor: expect a run to be slow",
     )
     total, free = memory()
     yield judge(
-        "devices",
         "memory",
         f"{free / GIBIBYTE:.1f} of {total / GIBIBYTE:.1f} GiB free",
         "4 GiB free, which a run on a tiny model takes",
         free >= 4 * GIBIBYTE,
-        Severity.WARNING,
         "end what else runs here, or give the container more memory",
         data={"total": total, "free": free},
     )
@@ -198,7 +186,6 @@ def limits(output: Path) -> Iterator[Finding]:
     store, elsewhere = object_store(None, Path(tempfile.gettempdir()))
     where = f"files under {elsewhere}" if elsewhere else str(shm)
     yield judge(
-        "limits",
         "shared memory",
         "no /dev/shm"
         if usage is None
@@ -206,19 +193,16 @@ def limits(output: Path) -> Iterator[Finding]:
         f"Ray's object store: {store / GIBIBYTE:.2f} GiB in {where}",
         f"{LEAST_SHM >> 20} MiB free in /dev/shm, for the batches between processes",
         usage is not None and usage.free >= LEAST_SHM,
-        Severity.WARNING,
         "batches go through files, which is slower: --shm-size=1g for docker run, shm_size: 1gb in a compose file, an "
         "emptyDir with medium: Memory at /dev/shm under Kubernetes",
         data={"object_store": store},
     )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield judge(
-        "limits",
         "open files",
         f"{soft} (at most {hard})",
         f"{LEAST_FILES} or more; 65536 with hundreds of workers",
         soft >= LEAST_FILES,
-        Severity.WARNING,
         "ulimit -n 65536 before the start; --ulimit nofile=65536 for docker run",
     )
     yield _disk(output)
@@ -240,7 +224,6 @@ def _disk(output: Path) -> Finding:
             os.fsync(file.fileno())
     except OSError as error:
         return Finding(
-            "limits",
             "output folder",
             f"{folder}: {error.strerror}",
             rule,
@@ -248,13 +231,12 @@ def _disk(output: Path) -> Finding:
             "give the user of the run the right to write there, or name another folder by --output and output_dir",
         )
     return judge(
-        "limits",
         "output folder",
         f"{folder}: {free / GIBIBYTE:.1f} GiB free",
         rule,
         free >= COMFORTABLE_DISK,
-        Severity.WARNING if free >= LEAST_DISK else Severity.ERROR,
         "free some of it, keep fewer checkpoints (max_ckpt_to_keep), or name another disk by --output and output_dir",
+        severity=Severity.WARNING if free >= LEAST_DISK else Severity.ERROR,
         data={"free": free},
     )
 
@@ -263,44 +245,41 @@ def _temporary() -> Finding:
     folder = Path(tempfile.gettempdir())
     free, writable = shutil.disk_usage(folder).free, os.access(folder, os.W_OK)
     return judge(
-        "limits",
         "temporary files",
         f"{folder}: {free / GIBIBYTE:.1f} GiB free{'' if writable else ', not writable'}",
         "can be written, with 1 GiB free: Ray keeps its session and spilled objects there",
         writable and free >= GIBIBYTE,
-        Severity.WARNING if writable else Severity.ERROR,
         "free some of it, or set TMPDIR to another disk",
+        severity=Severity.WARNING if writable else Severity.ERROR,
     )
 
 
 _TIME_ERROR = 5
-"""State of the kernel's clock that nobody keeps right, adjtimex(2)."""
+"""State of the kernel's clock while it is not synchronised, adjtimex(2)."""
 
 
 def clock(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """The time of day against the files of the installation, and whether the kernel's clock is kept right."""
+    """The time of day against the files of the installation, and whether the kernel's clock is synchronised."""
     newest = max(path.stat().st_mtime for path in Path(roll.__file__).parent.glob("*.py"))
     now = time.time()
     text = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
     yield judge(
-        "clock",
         "time of day",
         text,
         "not before the files of this installation",
         now >= newest - 60,
-        Severity.ERROR,
         "set the clock: certificates and the order of checkpoints depend on it",
+        severity=Severity.ERROR,
     )
     several = environ.get("WORLD_SIZE", "1") not in ("", "1")
     state = _clock_state()
     yield judge(
-        "clock",
         "synchronised",
         {None: "unknown", True: "yes", False: "no"}[state],
         "by NTP or the host, so that the logs of several hosts can be read together",
         bool(state),
-        Severity.WARNING if several and state is False else Severity.NOTE,
         "start chrony or systemd-timesyncd (in a container: on its host)",
+        severity=Severity.WARNING if several and state is False else Severity.NOTE,
     )
 
 
@@ -317,14 +296,12 @@ def network(environ: Mapping[str, str]) -> Iterator[Finding]:
     try:
         nodes = NodeEnvironment.from_environ(environ)
     except ValueError as error:
-        yield Finding(
-            "network", "nodes", str(error), "variables that make sense", Severity.ERROR, "see docs/multi-node.md"
-        )
+        yield Finding("nodes", str(error), "variables that make sense", Severity.ERROR, "see docs/multi-node.md")
         return
     if nodes.ray_address is not None:
-        yield Finding("network", "nodes", f"RAY_ADDRESS={nodes.ray_address}", "a cluster that is there is used")
+        yield Finding("nodes", f"RAY_ADDRESS={nodes.ray_address}", "a cluster that is there is used")
     elif nodes.world_size == 1:
-        yield Finding("network", "nodes", "this one alone, on loopback", "WORLD_SIZE above 1: several nodes")
+        yield Finding("nodes", "this one alone, on loopback", "WORLD_SIZE above 1: several nodes")
     else:
         yield from _several(nodes, environ)
 
@@ -334,7 +311,6 @@ def _several(nodes: NodeEnvironment, environ: Mapping[str, str]) -> Iterator[Fin
         address = own_address(nodes)
     except OSError as error:
         yield Finding(
-            "network",
             "address",
             f"MASTER_ADDR={nodes.master_addr}: {error}",
             "node 0 has a name or address that this host knows, and a route to it",
@@ -345,25 +321,23 @@ def _several(nodes: NodeEnvironment, environ: Mapping[str, str]) -> Iterator[Fin
     name = interface_of(address)
     chosen = environ.get("GLOO_SOCKET_IFNAME")
     yield judge(
-        "network",
         "address",
         f"node {nodes.rank} of {nodes.world_size}: {address} on {name or 'no interface'}{_speed(name)}",
         "an interface of this host; gloo uses it, unless GLOO_SOCKET_IFNAME names another",
         name is not None and chosen in (None, name),
-        Severity.WARNING if name is not None else Severity.ERROR,
         f"GLOO_SOCKET_IFNAME={chosen} sends collectives over another network than Ray: unset it, unless that is meant"
         if name is not None
         else f"MASTER_ADDR={nodes.master_addr} must be an address of node 0's own",
+        severity=Severity.WARNING if name is not None else Severity.ERROR,
     )
     problem = auth_problem(environ)
     yield judge(
-        "network",
         "access token",
         "set" if problem is None else "none",
         "nodes of a run know each other by a secret",
         problem is None,
-        Severity.ERROR,
         problem or "",
+        severity=Severity.ERROR,
     )
 
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,9 +46,9 @@ class Outcome:
     seconds: float
 
 
-def trial(name: str, *arguments: str, deadline: float, environ: Mapping[str, str] | None = None) -> Outcome:
+def trial(name: str, *arguments: str, deadline: float) -> Outcome:
     """Run a trial to its end, at most ``deadline`` seconds."""
-    return trials([(name, *arguments)], deadline, environ)[0]
+    return trials([(name, *arguments)], deadline)[0]
 
 
 def trials(
@@ -154,15 +155,14 @@ def try_devices() -> Iterator[Finding]:
             f"{figures['tflops']:.0f} TFLOP/s in bf16"
         )
         yield judge(
-            "devices",
             f"{here.name}:{index}",
             value,
             "a product of matrices is that of the CPU, and 90% of its memory is free",
             not outcome.error and figures["free"] >= 0.9 * figures["total"],
-            Severity.ERROR if outcome.error else Severity.WARNING,
             "see the driver's messages (dmesg | grep -i xid), reset the device, or leave it out of device_mapping"
             if outcome.error
             else "another process holds memory of it: nvidia-smi (or rocm-smi, npu-smi) says which",
+            severity=Severity.ERROR if outcome.error else Severity.WARNING,
             seconds=outcome.seconds,
             data=figures or None,
         )
@@ -170,21 +170,18 @@ def try_devices() -> Iterator[Finding]:
 
 
 def _uncorrected_errors() -> Iterator[Finding]:
-    query = ["nvidia-smi", "--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=DEVICE_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
+    lines = _nvidia_smi("--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader").splitlines()
+    if not lines:
         return
-    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if "," in line]
+    rows = [[part.strip() for part in line.split(",")] for line in lines if "," in line]
     bad = [f"cuda:{index} has {count}" for index, count in rows if count.isdigit() and int(count) > 0]
     yield judge(
-        "devices",
         "uncorrected memory errors",
         ", ".join(bad) or "none",
         "none since the driver was loaded",
         not bad,
-        Severity.ERROR,
         "take the device out of service: results and weights on it may be wrong",
+        severity=Severity.ERROR,
     )
 
 
@@ -203,18 +200,24 @@ def device(index: str) -> None:
     big = torch.randn(8192, 8192, device=target, dtype=torch.bfloat16)
     for _ in range(3):
         big @ big
-    here.synchronize()
-    began = time.perf_counter()
-    for _ in range(10):
-        big @ big
-    here.synchronize()
-    seconds = time.perf_counter() - began
+    seconds = _seconds(partial(torch.matmul, big, big), 10)
     module = getattr(torch, here.device_type)
     del big
     module.empty_cache()
     free, total = module.mem_get_info(int(index))
     name = module.get_device_name(int(index))
     did("a product of matrices", name=name, free=free, total=total, tflops=10 * 2 * 8192**3 / seconds / 1e12)
+
+
+def _seconds(run: Callable[[], object], repeats: int) -> float:
+    """The duration of all ``repeats`` on the current device."""
+    here = current_platform()
+    here.synchronize()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    here.synchronize()
+    return time.perf_counter() - began
 
 
 # Collectives
@@ -245,7 +248,7 @@ def try_collectives(ranks: int) -> Iterator[Finding]:
             "containers need --shm-size and --ipc=host"
         )
         what = f"{backend}, {world} ranks"
-        yield Finding("collectives", what, "; ".join(errors), rule, Severity.ERROR, remedy, seconds)
+        yield Finding(what, "; ".join(errors), rule, Severity.ERROR, remedy, seconds)
         return
     nominal = "" if on_cpu or world == 1 else nominal_speed()
     for word in outcomes[0].words:
@@ -255,7 +258,6 @@ def try_collectives(ranks: int) -> Iterator[Finding]:
             )
             copied = "" if link is None else f"; a copy {link['between']}: {link['rate'] / 1e9:.2f} GB/s{nominal}"
             yield Finding(
-                "collectives",
                 word["did"],
                 f"{slowest / 1e9:.2f} GB/s a rank ({backend}, {world} ranks, {word['bytes'] >> 20} MiB{copied})",
                 rule,
@@ -270,20 +272,23 @@ PCIE_LANE_GB = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 def nominal_speed() -> str:
     """NVIDIA's report of the first device's links, as the end of a sentence; empty where it says nothing."""
-    links = [float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", _asked(["nvlink", "--status", "-i", "0"]))]
+    status = _nvidia_smi("nvlink", "--status", "-i", "0")
+    links = [float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", status)]
     if links:
         return f", nominally {sum(links):.0f} GB/s ({len(links)} NVLinks)"
-    query = ["--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader", "-i", "0"]
-    parts = [part.strip() for part in _asked(query).split(",")]
+    query = ("--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader", "-i", "0")
+    parts = [part.strip() for part in _nvidia_smi(*query).split(",")]
     if len(parts) != 2 or not all(part.isdigit() for part in parts) or int(parts[0]) not in PCIE_LANE_GB:
         return ""
     generation, lanes = map(int, parts)
     return f", nominally {PCIE_LANE_GB[generation] * lanes:.0f} GB/s (PCIe {generation} x{lanes})"
 
 
-def _asked(words: Sequence[str]) -> str:
+def _nvidia_smi(*words: str) -> str:
+    """The output of NVIDIA's tool; empty where it fails, or there is none."""
+    command = ["nvidia-smi", *words]
     try:
-        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEVICE_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout
@@ -342,12 +347,7 @@ def _measure(name: str, run: Callable[[], object], share: float, size: int) -> N
     import torch.distributed as dist
 
     dist.barrier()
-    current_platform().synchronize()
-    began = time.perf_counter()
-    for _ in range(_REPEATS):
-        run()
-    current_platform().synchronize()
-    seconds = time.perf_counter() - began
+    seconds = _seconds(run, _REPEATS)
     did(name, rate=share * size * _REPEATS / seconds, bytes=size, seconds=seconds)
 
 
@@ -358,12 +358,7 @@ def _copy_rate(source: Any, target: Any, world: int) -> None:
     if here.name != "cpu" and world > 1:
         target, between = target.to(here.device((source.device.index + 1) % world)), "to the next device"
     target.copy_(source)
-    here.synchronize()
-    began = time.perf_counter()
-    for _ in range(_REPEATS):
-        target.copy_(source)
-    here.synchronize()
-    seconds = time.perf_counter() - began
+    seconds = _seconds(lambda: target.copy_(source), _REPEATS)
     did("copy", rate=source.nbytes * _REPEATS / seconds, between=between)
 
 
@@ -381,14 +376,13 @@ def try_ray() -> Iterator[Finding]:
         f"ended in {times['ended']['seconds']:.1f} s"
     )
     yield judge(
-        "ray",
         "start and stop",
         value,
         "a private Ray on loopback starts, a worker answers, and nothing is left at the end",
         not outcome.error,
-        Severity.ERROR,
         "its logs say more: RAY_BACKEND_LOG_LEVEL=debug; a full or slow folder for temporary files, too few processes "
         "(ulimit -u) and a loopback interface that is down are the usual causes",
+        severity=Severity.ERROR,
         seconds=outcome.seconds,
     )
 
@@ -431,12 +425,10 @@ def try_sandbox() -> Iterator[Finding]:
     if not outcome.error and word["missing"]:
         value += f"; not {', '.join(word['missing'])}"
     yield judge(
-        "sandbox",
         "isolation",
         value,
         f"gives {', '.join(PROMISED)}: without them code_sandbox refuses to run model-written code",
         not outcome.error and not broken,
-        Severity.WARNING,
         "only recipes with code rewards or a Python tool need it: run them where namespaces or Landlock are permitted "
         "(docs/code-rewards.md lists hosts) or on another host (code_url)"
         + (f"; here programs {'; '.join(CONSEQUENCES[name] for name in broken)}" if broken else ""),

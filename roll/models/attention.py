@@ -1,13 +1,13 @@
 """Causal attention for tokens laid out by :mod:`roll.models.layouts`: in rows, packed, behind shared prompts, or in
 sequence shards.
 
-All other layers of a transformer work on each token alone, so they need not know of the layout.
+All other layers of a transformer work on each token alone and do not depend on the layout.
 
 Sequence parallelism (Jacobs et al., 2023, "DeepSpeed Ulysses", arXiv:2309.14509): each rank holds a contiguous chunk of
-the sequence. Attention is the only layer that needs the whole of it, and it does with some of its heads.  An all-to-all
-before attention turns a chunk of the sequence with all heads into the whole sequence with some heads, and one after it
-turns it back.  Ranks exchange queries, keys, values and outputs once each; no rank needs to know of masks or of the
-order of chunks.
+the sequence.  Attention is the only layer that needs all of it, and each rank can compute it for some of the heads.  An
+all-to-all before attention turns a chunk of the sequence with all heads into the whole sequence with some heads, and
+one after it turns it back.  Ranks exchange queries, keys, values and outputs once each; masks and the order of chunks
+do not matter to the exchange.
 
 Shared prompts: prompts attend to themselves; each response part attends to its prompt's keys and its own.
 """
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
+from roll.models.expert_parallel import exchange
 from roll.models.layouts import AttentionPattern, PackedSequences, PromptParts
 
 if TYPE_CHECKING:
@@ -32,16 +33,15 @@ def heads_for_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """(s / n, b, heads, dim) of each of n ranks to (s, b, heads / n, dim): the whole sequence, some heads."""
     chunk, rows, heads, dim = tensor.shape
     ranks = group.size()
-    parts = tensor.reshape(chunk, rows, ranks, heads // ranks, dim).permute(2, 0, 1, 3, 4).contiguous()
-    return _AllToAll.apply(parts, group).view(ranks * chunk, rows, heads // ranks, dim)
+    parts = tensor.reshape(chunk, rows, ranks, heads // ranks, dim).permute(2, 0, 1, 3, 4)
+    return exchange(parts, None, None, group).view(ranks * chunk, rows, heads // ranks, dim)
 
 
 def sequence_for_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """The inverse of :func:`heads_for_sequence`."""
     length, rows, heads, dim = tensor.shape
     ranks = group.size()
-    parts = tensor.reshape(ranks, length // ranks, rows, heads, dim).contiguous()
-    received = _AllToAll.apply(parts, group)
+    received = exchange(tensor.reshape(ranks, length // ranks, rows, heads, dim), None, None, group)
     return received.permute(1, 2, 0, 3, 4).reshape(length // ranks, rows, ranks * heads, dim)
 
 
@@ -57,24 +57,9 @@ def divisible_heads(tensor: Tensor, query_heads: int, group: ProcessGroup) -> Te
 def sum_of_parts(part: Tensor, group: ProcessGroup) -> Tensor:
     """Collective. The sum over ranks, the same on each; a gradient flows back to each rank's own part only.
 
-    So ranks that all compute the same loss of the sum differentiate it once, not once each.
+    Ranks that all compute the same loss from the sum thus differentiate it once, not once each.
     """
     return _SumOfParts.apply(part, group)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Part i of the first dimension goes to rank i. Its own inverse, and so its own gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _AllToAll.apply(gradient.contiguous(), ctx.group), None
 
 
 class _SumOfParts(torch.autograd.Function):
@@ -132,13 +117,13 @@ def shared_prompt_attention(
 
 
 MOST_PARTS = 2
-"""Parts a prompt (the responses of a pair) up to which a CPU computes them one after another, without padding and with
-fewer copies than all at once: a third less of the backward pass."""
+"""Up to this many parts of each prompt (the responses of a pair) a CPU computes them one after another, without padding
+and with fewer copies than all at once: the backward pass takes a third less."""
 
 
 def _part_by_part(query: Tensor, key: Tensor, value: Tensor, parts: PromptParts, scaling: float | None) -> Tensor:
-    """:func:`shared_prompt_attention` with a call for each prompt and part. In a mask a part's tokens see what is in
-    front of them in it, and all of the prompt."""
+    """:func:`shared_prompt_attention` with a call for each prompt and part. The mask lets a part's tokens see the whole
+    prompt and the part up to themselves."""
     flat = [length for lengths in parts.lengths for length in lengths]
     # split, not slices: its backward pass joins the pieces once instead of adding up as many full-size gradients.
     pieces = zip(query.split(flat, 2), key.split(flat, 2), value.split(flat, 2), strict=True)
@@ -150,7 +135,7 @@ def _part_by_part(query: Tensor, key: Tensor, value: Tensor, parts: PromptParts,
         )
         for length in own:
             part_query, part_key, part_value = next(pieces)
-            if not length:  # of a response of one token nothing is computed
+            if not length:  # a response of one token has nothing to compute
                 continue
             seen = torch.ones(length, prompt + length, dtype=torch.bool, device=query.device).tril_(prompt)
             keys, values = torch.cat([prompt_key, part_key], 2), torch.cat([prompt_value, part_value], 2)
@@ -172,7 +157,7 @@ ATTENTION_NAME = "roll_layouts"
 _REPLACEABLE = ("sdpa", "flash_attention_2")
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 
-# What some families add to the scores or to the softmax, which is not computed here.
+# Changes to the scores or to the softmax in some families; they are not implemented here.
 _UNKNOWN_KEYS = ("attn_logit_softcapping", "attention_dropout", "attention_chunk_size")
 
 
@@ -267,15 +252,12 @@ def _attend(
         case PackedSequences():
             return packed_attention(query, key, value, pattern, scaling)
         case PromptParts():
-            groups = query.shape[1] // key.shape[1]
-            key, value = repeat_heads(key, groups), repeat_heads(value, groups)
-            return shared_prompt_attention(query, key, value, pattern, scaling)
+            return shared_prompt_attention(query, *_repeated(query, key, value), pattern, scaling)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """(S, heads, T, head_dim) for queries of that shape and (S, key-value heads, T, head_dim) keys and values."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = repeat_heads(key, groups), repeat_heads(value, groups)
+    key, value = _repeated(query, key, value)
     return scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] > 1, scale=scaling)
 
 
@@ -318,9 +300,10 @@ def _varlen_attention(
     return output[None]
 
 
-def repeat_heads(tensor: Tensor, times: int) -> Tensor:
-    """Key-value heads (dimension 1), each as often as there are query heads for it."""
-    return tensor if times == 1 else tensor.repeat_interleave(times, 1)
+def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with each head (dimension 1) as often as there are query heads for it."""
+    times = query.shape[1] // key.shape[1]
+    return (key, value) if times == 1 else (key.repeat_interleave(times, 1), value.repeat_interleave(times, 1))
 
 
 def _check_full_attention(config: PretrainedConfig, key: str, neutral: str) -> None:

@@ -1,9 +1,9 @@
 """A Hugging Face language model for training or for forward passes.
 
-Weights are loaded in float32, whatever the compute dtype is: the strategy casts what it computes with and keeps these
-as master weights.
+Weights are loaded in float32 whatever the compute dtype: the strategy casts a copy to compute with and keeps these as
+master weights.
 
-MLP layers can be computed a tile of tokens at a time, so that what is as wide as ``intermediate_size`` is never whole.
+MLP layers can be computed a tile of tokens at a time, so that activations of ``intermediate_size`` never exist for all.
 An MLP works on each token alone: ``mlp(x) = concat(mlp(tile) for tile in x)``.  A tile's activations are computed again
 in the backward pass (gradient checkpointing, for each tile), so at most one tile's exist at any time: 1/n of the memory
 for one more forward pass of the layer.  The tiles' gradients of the weights are summed by autograd before anyone sees
@@ -72,7 +72,7 @@ def build_model(
         args: ``model_name_or_path`` must be set.
         head: ``causal_lm``, or ``value``: the same body with a scalar head, which is zero unless the folder has one
             (a reward model's has, and one written by an earlier run of a critic); or ``score``: a reward model, whose
-            head is drawn by :func:`new_score_head` unless the folder has one.
+            head is drawn by :func:`new_head` unless the folder has one.
         dtype: of the weights in memory.
         seed: of a new score head.
 
@@ -98,6 +98,18 @@ def build_model(
     return model
 
 
+def empty_model(config: PretrainedConfig, head: HeadName, **options: Any) -> PreTrainedModel:
+    """A model of this configuration without weights: on torch's ``meta`` device.
+
+    Args:
+        options: of ``from_config``, such as ``dtype`` and ``attn_implementation``.
+    """
+    cls = auto_class(config, head)
+    with torch.device("meta"):
+        model: PreTrainedModel = (getattr(cls, "from_config", None) or cls._from_config)(config, **options)
+    return model
+
+
 def new_head(head: HeadName, parameter: Tensor, seed: int) -> Tensor:
     """The first values of a head's parameter on the CPU: zero for a critic; for a reward model normal with a deviation
     of 1/sqrt(d + 1), d the hidden size, as in "Learning to summarize from human feedback" (arXiv 2009.01325, sec. 3.4),
@@ -120,7 +132,7 @@ def auto_class(config: PretrainedConfig, head: HeadName) -> Any:
 
 
 def _vision_class(config: PretrainedConfig, head: HeadName) -> Any:
-    """transformers has classifiers for models of text only, and all that is needed to make others."""
+    """A classifier of a vision-language model, which transformers has the parts of but does not define."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_layers
 
     kind = "ForSequenceClassification" if head == "score" else "ForTokenClassification"
@@ -181,7 +193,7 @@ def attention_implementation(args: ModelArguments) -> str | None:
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel, args: ModelArguments) -> None:
-    """Compute each layer's activations again in the backward pass, unless the role says otherwise."""
+    """Recompute each layer's activations in the backward pass, unless the role disables it."""
     if not args.disable_gradient_checkpointing:
         # Renamed within transformers 5; the old name warns where the new one exists.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

@@ -60,7 +60,7 @@ def compared(
     outputs: Collection[str],
     teachers: Collection[TeacherTargets],
 ) -> tuple[Named, Named]:
-    """Outputs of one chunk: log-probs and entropies as asked for, and for each teacher, under ``<name>/``, the
+    """Outputs of one chunk: log-probs, entropies if wanted, and for each teacher, under ``<name>/``, the
     ``divergence``, with gradient; ``student_mass`` and ``teacher_mass`` of the teacher's k tokens and ``agreement`` (1
     where both sides' most probable tokens are the same), without."""
     table = torch.log_softmax(logits / temperature, dim=-1)
@@ -97,7 +97,7 @@ def chunked(
     time.
 
     Args:
-        logits_of: hidden (n, H), weight and bias to logits (n, V) that belong to nobody else.
+        logits_of: hidden (n, H), weight and bias to new logits (n, V), which may be changed in place.
     """
     names: list[str] = []
     values = _Chunked.apply(hidden, weight, bias, logits_of, outputs, chunk, names)

@@ -91,15 +91,15 @@ def row_runs(tensor: DTensor) -> list[slice]:
     return runs
 
 
-def own_rows(tensor: DTensor) -> slice:
-    """Those of :func:`row_runs` that this rank holds."""
-    run = slice(0, tensor.shape[0])
+def own_rows(tensor: Tensor) -> slice:
+    """The rows that this rank holds: of :func:`row_runs`, or all of a tensor that is not sharded."""
+    if not isinstance(tensor, DTensor) or not any(isinstance(one, Shard) for one in tensor.placements):
+        return slice(None)
+    mesh, index = tensor.device_mesh, 0
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
-            assert placement.dim == 0, placement
-            mesh = tensor.device_mesh
-            run = _chunks(run, mesh.size(mesh_dim))[mesh.get_local_rank(mesh_dim)]
-    return run
+            index = index * mesh.size(mesh_dim) + mesh.get_local_rank(mesh_dim)
+    return row_runs(tensor)[index]
 
 
 def _chunks(run: slice, number: int) -> list[slice]:
@@ -186,23 +186,22 @@ class DispatchedExperts:
             return cast(Tensor, self._forward(rows, experts[:, None], ones))[:number]
 
 
-def exchange(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    """Collective, differentiable. An all-to-all of (N, H) rows, the first ``sent[0]`` of them to the first rank of the
-    group and so on; those that arrive, in the order of the ranks."""
+def exchange(rows: Tensor, sent: list[int] | None, received: list[int] | None, group: ProcessGroup) -> Tensor:
+    """Collective, differentiable. An all-to-all of (N, ...) rows: the first ``sent[0]`` of them go to the first rank of
+    the group and so on, or as many to each (None). Those that arrive, in the order of the ranks."""
     return cast(Tensor, _Exchange.apply(rows, sent, received, group))
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = (sent, received), group
-        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int] | None, received: list[int] | None, group: ProcessGroup
+    ) -> Tensor:
+        ctx.inverse = (received, sent, group)
+        arrived = rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
         return arrived
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,), (sent, received) = gradients, ctx.sizes
-        returned = gradient.new_empty(sum(sent), *gradient.shape[1:])
-        dist.all_to_all_single(returned, gradient.contiguous(), sent, received, group=ctx.group)
-        return returned, None, None, None
+        return exchange(gradients[0], *ctx.inverse), None, None, None

@@ -109,7 +109,7 @@ def chosen_experts(output: Any, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 class RoutingRecorder:
-    """Observer of a model's routers in a forward pass, by hooks that cost nothing unless somebody asks."""
+    """Observer of a model's routers in a forward pass, by hooks that cost nothing until they are needed."""
 
     def __init__(self, layers: Sequence[SparseLayer]) -> None:
         self.layers = layers
@@ -150,7 +150,7 @@ class RoutingRecorder:
 
     @contextmanager
     def forcing(self, experts: Sequence[int], device: torch.device) -> Iterator[None]:
-        """Every token goes to these experts, k of them, in forward and backward passes inside the block."""
+        """Route every token to these k experts in forward and backward passes inside the block."""
         self._forced = torch.tensor(experts, device=device)
         try:
             yield
@@ -169,7 +169,7 @@ def _redirected(output: Any, experts: Tensor) -> Any:
 
 
 class _AllExperts(nn.ModuleList):
-    """Experts of which a pass calls each at least once, in ascending order, whatever the layer's code asks for."""
+    """Experts of which each is called at least once in a pass, in ascending order, whatever the layer's code calls."""
 
     _token: Tensor | None
     _called: set[int]
@@ -181,7 +181,7 @@ class _AllExperts(nn.ModuleList):
         self._called, self._next, self._idle = set(), 0, []
 
     def finish(self) -> Tensor:
-        """0, to which each expert that was not chosen has contributed."""
+        """A zero that depends on each expert that was not chosen."""
         self._run_idle(len(self))
         assert self._token is not None
         # A product, as above: it keeps a tensor for the backward pass, so the recomputation of a checkpointed layer

@@ -6,7 +6,7 @@ where in the batch each of its tokens stands, so that what belongs to a token (p
 image: :mod:`roll.models.vision`) follows it into any of them.  Three layouts are here:
 
 * :func:`row_layout`: the rows as they are, without the columns that predict nothing;
-* :func:`packed_layout`: the rows' own tokens behind one another, each row seeing itself only;
+* :func:`packed_layout`: the rows' own tokens one after another, each row seeing itself only;
 * :func:`shared_prompt_layout`: adjacent rows with the same prompt become ``[prompt | response 1 | response 2 | ...]``,
   in which each response sees the prompt and itself only, at the positions it would have behind its own copy of the
   prompt.  Log-probs and gradients are the same, the prompt is computed once, and no padding is computed.
@@ -58,7 +58,7 @@ class PromptParts(_OnDevice):
     """Of each prompt and the parts behind it, in the order of the N tokens, which are their sum."""
 
     def padded(self, count: int) -> PromptParts:
-        """With ``count`` more tokens, whose results are of no use."""
+        """With ``count`` padding tokens, whose results are discarded."""
         if not count:
             return self
         return replace(self, restore=pad(self.restore, (0, count)), lengths=(*self.lengths, (count,)))
@@ -172,15 +172,15 @@ class TokenLayout(_OnDevice):
     sources: Tensor
     """int64 (S, T), index of each token in the flattened (B * L) batch; -1: no result depends on it."""
     num_padding: int
-    """Number of the S * T tokens on which no result depends."""
+    """Number of the S * T tokens that no result depends on."""
     routes: Tensor | None = None
     """int64 (S, T, layers, k), experts that tokens are to go to (:mod:`roll.models.routes`); None: as routers say."""
     token_rows: Tensor | None = None
-    """float32 (S, T), how many rows each token stands for; where somebody asks (:func:`with_token_rows`)."""
+    """float32 (S, T), how many rows each token stands for; set by :func:`with_token_rows`."""
     images: ImageTokens | None = None
     """None: no token stands for a part of an image."""
     top_tokens: TopTokens | None = None
-    """None: nobody asks for them."""
+    """None: they are not wanted."""
     teachers: tuple[TeacherTargets, ...] = ()
     """Those that the response tokens' distributions are compared with."""
 
@@ -276,7 +276,7 @@ def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1
 
 
 def packed_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayout:
-    """The rows without padding, behind one another in one flat run of tokens; positions start anew with each row.
+    """The rows without padding, one after another in one flat run of tokens; positions restart with each row.
 
     Rows without a response token take no part.
 
@@ -307,7 +307,7 @@ def packed_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayout:
 
 
 def padded(layout: TokenLayout, sequences: int, length: int) -> TokenLayout:
-    """The same with more tokens, which nothing depends on: ``sequences`` of ``length`` tokens."""
+    """The layout padded to ``sequences`` of ``length`` tokens; no result depends on the new ones."""
     rows, width = layout.input_ids.shape
     if (rows, width) == (sequences, length):
         return layout

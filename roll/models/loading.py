@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from roll.config.roles import ModelArguments
 from roll.models.build import (
@@ -29,8 +29,8 @@ from roll.models.build import (
     VALUE_HEAD,
     HeadName,
     attention_implementation,
-    auto_class,
     checked_config,
+    empty_model,
     freeze_modules,
     new_head,
 )
@@ -67,7 +67,7 @@ class TensorFiles:
         return {name: shapes[name] for name in self._files}
 
     def fingerprint(self) -> str:
-        """Tells one model from another without reading all of it: names, shapes, and two rows of every tensor."""
+        """A hash of names, shapes and two rows of every tensor: tells models apart without reading all of them."""
         digest = hashlib.blake2b(digest_size=16)
         by_file: dict[Path, list[str]] = {}
         for name, path in self._files.items():
@@ -177,7 +177,7 @@ class MetaModel:
         computed = {name: buffer for name, buffer in root.named_buffers() if not buffer.is_meta}
         root.to_empty(device=device)
         if not any(isinstance(parameter, DTensor) for parameter in root.parameters()):
-            # DTensors keep their identity; others are made anew, one for each name of a tied one.
+            # DTensors keep their identity; other parameters are replaced, a tied one once for each of its names.
             self.language_model.tie_weights()
         for name, buffer in root.named_buffers():
             if name in computed:
@@ -190,12 +190,12 @@ class MetaModel:
         """Read a stored tensor (of a sharded one this rank's rows) into its place."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if name in self.new_head:
-            local.copy_(new_head(self.head, tensor, self.seed)[_own_rows(tensor)])
+            local.copy_(new_head(self.head, tensor, self.seed)[own_rows(tensor)])
         elif local.numel():
-            self._read_rows(name, tensor, local)
+            self._read_run(name, local, own_rows(tensor), tensor.shape)
 
     def elements(self, name: str, shape: torch.Size, begin: int, end: int) -> Tensor:
-        """float32 (end - begin,): elements of a flattened tensor of this whole shape; few others are read."""
+        """float32 (end - begin,): elements of the flattened tensor of this shape; only their rows are read."""
         width = shape[1:].numel()
         first, last = begin // width, -(-end // width)
         if name in self.new_head:
@@ -205,12 +205,9 @@ class MetaModel:
             self._read_run(name, rows, slice(first, last), shape)
         return rows.flatten()[begin - first * width : end - first * width]
 
-    def _read_rows(self, name: str, tensor: Tensor, local: Tensor) -> None:
-        """This rank's rows of a tensor: of fused experts, from the matrices of those that it holds."""
-        self._read_run(name, local, _own_rows(tensor), tensor.shape)
-
     def _read_run(self, name: str, local: Tensor, own: slice, shape: torch.Size) -> None:
-        """The rows ``own`` of a tensor of this whole shape."""
+        """Read the rows ``own`` of a tensor of this whole shape: of fused experts, from the matrices of those among
+        them."""
         parts = self.layout.parts(name)
         if len(parts) == 1:
             local.copy_(self.files.read_rows(parts[0].name, own))
@@ -276,12 +273,11 @@ def build_on_meta(
     except OSError:
         obstacle = "there are no safetensors files"
     if obstacle is None:
-        made_by = auto_class(config, head)
-        from_config = getattr(made_by, "from_config", None) or made_by._from_config
-        with torch.device("meta"):
-            model = from_config(config, dtype=dtype, attn_implementation=attention_implementation(args))
+        model = empty_model(config, head, dtype=dtype, attn_implementation=attention_implementation(args))
         stored, found = _stored_tensors(model), files.shapes()
-        not_stored = _not_stored(stored, found) if head != "causal_lm" else frozenset()
+        # For a critic made of a reward model, the bias of the head.
+        in_head = [name for name in stored if name.startswith(VALUE_HEAD) and head != "causal_lm"]
+        not_stored = frozenset(name for name in in_head if name not in found)
         layout = _layout(model, stored)
         obstacle = _obstacle(model, dtype, layout) or _mismatch(model, found, not_stored, layout)
     if obstacle is not None:
@@ -295,11 +291,6 @@ def build_on_meta(
     _read_generation_config(model, str(args.model_name_or_path))
     freeze_modules(model, args.freeze_module_prefix)
     return MetaModel(model.eval(), files, layout, head, not_stored, seed)
-
-
-def _not_stored(stored: Iterable[str], found: Container[str]) -> frozenset[str]:
-    """The parameters of the head that are in no file: for a critic made of a reward model, the bias."""
-    return frozenset(name for name in stored if name.startswith(VALUE_HEAD) and name not in found)
 
 
 def _layout(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> StoredLayout | None:
@@ -357,7 +348,7 @@ def _compute_buffers(model: PreTrainedModel) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if (f"{prefix}.{name}" if prefix else name) not in stored:
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
-    # Nothing happens to what is still on meta.
+    # Parameters are still on meta, where initialisation does nothing.
     model.initialize_weights()
 
 
@@ -369,9 +360,3 @@ def _read_generation_config(model: PreTrainedModel, name_or_path: str) -> None:
             model.generation_config = GenerationConfig.from_pretrained(name_or_path)
         except OSError:
             logger.debug("%s has no generation configuration: it follows from the model's", name_or_path)
-
-
-def _own_rows(tensor: Tensor) -> slice:
-    """The rows of a tensor that this rank holds."""
-    sharded = isinstance(tensor, DTensor) and any(isinstance(one, Shard) for one in tensor.placements)
-    return own_rows(tensor) if sharded else slice(None)  # type: ignore[arg-type]

@@ -6,8 +6,8 @@ The fused experts of a sparse layer are tensors W: (E, out, in), adapted through
 expert has A and B of its own, held as A: (E r, in), expert by expert, and B: (out, r E), in whose columns the expert is
 the inner index.
 
-peft puts the adapters into a Hugging Face model in place, so the model stays what it was to everyone else; only the
-names of adapted modules change.  :class:`Adapters` knows the way back: the weights of the model without adapters that
+peft puts the adapters into a Hugging Face model in place, so its users see the same model; only the names of adapted
+modules change.  :class:`Adapters` reverses this: the weights of the model without adapters that
 computes the same (``W + scaling * B A``), under the names that the base has.
 """
 
@@ -42,7 +42,7 @@ DOWN_PART, UP_PART = "#lora_A", "#lora_B"
 
 _WHOLE = f".modules_to_save.{ADAPTER}."
 _ORIGINAL = ".original_module."
-_BASE, _LORA_A, _LORA_B = ".base_layer.", f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}."
+_LORA_A, _LORA_B = f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}."
 _BASES = re.compile(r"(\.base_layer)+\.")  # peft wraps a module once for each of its tensors
 EXPERT_TENSORS = ("gate_up_proj", "down_proj")
 """The fused tensors of a sparse layer's experts that adapters go with: both, of which peft wraps the first inside."""
@@ -50,7 +50,7 @@ _TENSOR = "parameter_name"  # of peft's modules that adapt a tensor
 _FILE_PREFIX = "base_model.model."
 _VALUE_HEAD = VALUE_HEAD.removesuffix(".")
 
-# What an adapter's file may ask for beyond the formula above; merging such an adapter takes other arithmetic.
+# Options of an adapter beyond the formula above; merging such an adapter takes other arithmetic.
 _PLAIN_CONFIG: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "use_dora": (False, None),
@@ -180,7 +180,7 @@ class Adapters:
         """
         tensors = dict(named)
         for name, tensor in tensors.items():
-            if _ORIGINAL in name or _LORA_A in name or _LORA_B in name:
+            if _ORIGINAL in name or is_adapter(name):
                 continue
             weight = base_name(name)
             if weight in self.scalings:
@@ -191,8 +191,7 @@ class Adapters:
 
     def own(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """The tensors that an adapter file holds, under the names that peft gives them there."""
-        named = ((name, tensor) for name, tensor in named if is_adapter(name) or _WHOLE in name)
-        return [(adapter_file_name(name), tensor) for name, tensor in named]
+        return [(adapter_file_name(name), t) for name, t in named if is_adapter(name) or is_trained_whole(name)]
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor], base: str) -> None:
         """Write ``adapter_config.json`` and ``adapter_model.safetensors``, as ``PeftModel.from_pretrained`` reads them.
@@ -236,7 +235,10 @@ def add_adapters(model: PreTrainedModel, args: ModelArguments, seed: int, dtype:
         ImportError: peft is not installed; the message names the extra.
     """
     assert uses_lora(args)
-    peft = _import_peft()
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("model_args.lora_target needs peft: pip install 'roll-rl[peft]'") from error
     config = _loaded_config(peft, model, args) if args.adapter_name_or_path else _new_config(peft, model, args)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -267,14 +269,6 @@ def _with_adapted_tensor(wrapper: Any, active: Sequence[str]) -> Iterator[None]:
         return
     with substituted(experts, name, torch.baddbmm(getattr(experts, name), up, down, alpha=scaling)):
         yield
-
-
-def _import_peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError("model_args.lora_target needs peft: pip install 'roll-rl[peft]'") from error
-    return peft
 
 
 def _new_config(peft: Any, model: PreTrainedModel, args: ModelArguments) -> Any:
@@ -367,16 +361,13 @@ def _targets(
     layers = [layer for found in meant.values() for layer in found]
     for layer in layers:
         _check_adaptable(layer, where)
-    tensors = [f"{layer.name}.{EXPERTS}.{tensor}" for layer in layers for tensor in EXPERT_TENSORS]
-    if not others:
-        return None, tensors
+    tensors = [f"{layer.name}.{EXPERTS}.{tensor}" for layer in layers for tensor in EXPERT_TENSORS] or None
+    named = [name for name in others if name != ALL_LINEAR]
+    modules = _target_modules(model, named, whole, where) if named else None
     if ALL_LINEAR in others:
         linear = _target_modules(model, ALL_LINEAR, whole, where)
-        named = [name for name in others if name != ALL_LINEAR]
-        if not named:
-            return linear, tensors or None
-        return sorted({*linear, *_target_modules(model, named, whole, where)}), tensors or None
-    return _target_modules(model, others, whole, where), tensors or None
+        modules = linear if modules is None else sorted({*linear, *modules})
+    return modules, tensors
 
 
 def _check_adaptable(layer: SparseLayer, where: str) -> None:
@@ -474,21 +465,13 @@ def _refuse_experts(model: PreTrainedModel, wanted: str, found: Sequence[str], w
 def _adaptable(model: PreTrainedModel, whole: Sequence[str]) -> list[str]:
     """Linear layers, without the output matrix (whose weight is used without calling it), what is trained whole, and
     the gates of sparse layers: a router stays what it was, unless ``additional_target`` names it."""
-    output = model.get_output_embeddings()
-    blocks = [layer.block for layer in sparse_layers(model)]
-    gates = [
-        child
-        for block in blocks
-        for child in block.children()
-        if isinstance(child, nn.Linear)  # the router, and in Qwen2-MoE the gate of the shared expert
-    ]
+    # Children of a sparse layer: the router, and in Qwen2-MoE the gate of the shared expert.
+    gates = (child for layer in sparse_layers(model) for child in layer.block.children())
+    left_out = {model.get_output_embeddings(), *gates}
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not output
-        and module not in gates
-        and not any(_is_named(name, one) for one in whole)
+        if isinstance(module, nn.Linear) and module not in left_out and not any(_is_named(name, one) for one in whole)
     ]
 
 
@@ -520,8 +503,8 @@ def _load(peft: Any, model: PreTrainedModel, path: str) -> None:
         result = peft.set_peft_model_state_dict(model, weights)
     except (RuntimeError, KeyError) as error:
         raise ValueError(f"model_args.adapter_name_or_path: {path} does not fit the model: {error}") from error
-    marks = (_LORA_A, _LORA_B, _WHOLE)
-    wrong = [*result.unexpected_keys, *(name for name in result.missing_keys if any(mark in name for mark in marks))]
+    missing = [name for name in result.missing_keys if is_adapter(name) or is_trained_whole(name)]
+    wrong = [*result.unexpected_keys, *missing]
     if wrong:
         raise ValueError(
             f"model_args.adapter_name_or_path: {path} does not fit the model; {len(wrong)} tensors are missing on one "

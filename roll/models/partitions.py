@@ -11,10 +11,10 @@ from numpy.typing import ArrayLike, NDArray
 Partitions = list[list[int]]
 
 
-def workload(lengths: ArrayLike, linear: float = 24576.0) -> NDArray[np.float64]:
-    """Cost of a sequence in a transformer: ``linear * L + L^2`` (matrix products, then attention)."""
+def workload(lengths: ArrayLike) -> NDArray[np.float64]:
+    """Cost of a sequence in a transformer: ``24576 L + L^2`` (matrix products, then attention)."""
     length = np.asarray(lengths, dtype=np.float64)
-    return linear * length + length**2
+    return 24576.0 * length + length**2
 
 
 def balance_partitions(costs: ArrayLike, num_partitions: int, equal_counts: bool = False) -> Partitions:

@@ -1,8 +1,8 @@
-"""Experts that tokens went to, as they travel with their tokens: recorded in one pass, replayed in another.
+"""Router choices that travel with their tokens: recorded in one pass, replayed in another.
 
 A column ``routed_experts`` (B, L, layers, k) holds for each token of a batch the experts that the routers chose when it
 was the input, best first: uint8 for up to 255 experts (48 layers of 8 choices are 384 bytes a token), int16 beyond.
-The last token of a sequence is no input, so it has none; 255 (or -1) stands for a choice that nobody has recorded.
+The last token of a sequence is no input, so it has none; 255 (or -1) marks a choice that was not recorded.
 
 Replay takes over *choices* only: weights come from the live logits of the chosen experts, so routers learn as ever.
 """
@@ -17,9 +17,8 @@ from torch import Tensor
 
 from roll.models.layouts import TokenLayout
 
-COLUMN = "routed_experts"
 PADDING, MISSING = -2, -1
-"""In a layout: a token that counts nothing, and one of which nothing is recorded."""
+"""In a layout: a padding token, and one whose choices were not recorded."""
 
 
 def route_dtype(num_experts: int) -> torch.dtype:

@@ -2,10 +2,10 @@
 
 A batch has an object column of :class:`~roll.protocol.vision.VisionInputs`. :func:`with_images` replaces it, once
 for all micro-batches, by columns of one number a token: which feature of which image the token stands for, and where it
-is. From there on images need no care of their own: a layout takes those numbers along with its tokens, whether these
+is. From there on images need no special treatment: a layout takes those numbers along with its tokens, whether these
 are padded, packed, behind a shared prompt or in the chunk of a rank.
 
-An image of which several rows speak (all samples of its prompt) is in a micro-batch once. The vision tower computes it
+An image that several rows share (all samples of its prompt) is in a micro-batch once. The vision tower computes it
 once, its features go to the tokens of all rows, and autograd sums what comes back from them.
 
 Positions (M-RoPE, Wang et al., 2024, "Qwen2-VL", arXiv:2409.12191): a token of text is at the same place on all three

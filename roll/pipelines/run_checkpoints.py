@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.checkpoint import Checkpoint, CheckpointManager
-from roll.checkpoint.best import BestCheckpoint
+from roll.checkpoint.manager import BestCheckpoint
 from roll.checkpoint.state import save_state
 from roll.config.plan.plan import Plan
 from roll.config.run import RunConfig
@@ -138,7 +138,7 @@ class RunCheckpoints:
     def take_up(self) -> Checkpoint | None:
         """The checkpoint that ``resume_from_checkpoint`` asks for, if there is one; later ones are renamed."""
         if self.resume is not None:
-            self.manager.set_aside_after(self.resume.step)
+            self.manager.supersede_after(self.resume.step)
             logger.info("continuing from %s", self.resume.path)
         return self.resume
 

@@ -305,7 +305,7 @@ class RunOutputs:
 
     def __init__(self, loaded: LoadedConfig[Any], resumed: bool) -> None:
         self._loaded, self._config, self._plan = loaded, loaded.config, loaded.plan
-        self._files = RunFiles.of(loaded, resumed=resumed)
+        self._files = RunFiles(loaded, resumed)
         self.describe = self._files.write
         """Say where the files are, and with ``outcome`` how the run has ended."""
         self.metrics = self._plan.log_dir / METRICS_NAME

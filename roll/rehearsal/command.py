@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from roll.config.loader import LoadedConfig, load_config
-from roll.rehearsal.hardware import BETWEEN, DEFAULT_GPU, DEFAULT_NETWORK, GPUS, WITHIN, hardware
+from roll.rehearsal.catalog import BETWEEN, DEFAULT_GPU, DEFAULT_NETWORK, GPUS, WITHIN, hardware
 
 EXIT_DOES_NOT_FIT = 1
 
@@ -41,11 +41,7 @@ def main(words: Sequence[str]) -> int:
     report = rehearse_recipe(loaded, machine, given, say, known)
     found = [] if report.fits or arguments.no_suggestions else suggest(loaded, report, given, say, known)
     if arguments.json:
-        content = to_json(report) | {
-            "suggestions": [
-                {"overrides": list(one.overrides), "peak": one.peak, "seconds": one.seconds} for one in found
-            ]
-        }
+        content = to_json(report) | {"suggestions": [one.as_json() for one in found]}
         sys.stdout.write(json.dumps(content, indent=1) + "\n")
     else:
         console = Console(emoji=False, width=max(100, Console().width))

@@ -1,43 +1,31 @@
 """A whole recipe: which role does what in which phase of a step, what is on a device meanwhile, and how long it takes.
 
 Who is moved off a device between phases is decided by the class that does it in a run
-(:class:`roll.pipelines.run_context.Residency`), on clusters that only note what they are asked.
+(:class:`roll.pipelines.run_context.Residency`), on clusters that only record the calls.
 """
 
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roll.config.lora import uses_lora
 from roll.config.losses import RANKS, is_unpaired
 from roll.config.pipelines import GENERATES, SCORES
 from roll.config.plan.plan import Plan, RolePlan
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError, Problem
-from roll.config.strategies.registry import (
-    DeepSpeedStrategyConfig,
-    Fsdp1StrategyConfig,
-    HfInferStrategyConfig,
-    MegatronStrategyConfig,
-    backend_of,
-    generation_strategies,
-    typed_strategy_config,
-)
+from roll.config.strategies.registry import backend_of, generation_strategies
 from roll.pipelines.policy import is_taught, taught_by_advantage
 from roll.pipelines.rlvr.teachers import TEACHER, opd_divergence
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency
-from roll.rehearsal.arithmetic import with_deepspeed, with_megatron
-from roll.rehearsal.engines import EngineUse, engine_use, generation_time
-from roll.rehearsal.formulas import ModelShape, model_shape
-from roll.rehearsal.hardware import GIB, Hardware
-from roll.rehearsal.models import KNOWN, find_config
+from roll.rehearsal.catalog import GIB, KNOWN, Hardware, find_config
+from roll.rehearsal.formulas import EngineUse, ModelShape, engine_use, generation_time, model_shape
+from roll.rehearsal.roles import rehearse_role
 from roll.rehearsal.roofline import PhaseTime, Traffic, kernel_times, network_time, traffic
-from roll.rehearsal.simulate import RoleRun, Task, rehearse
+from roll.rehearsal.simulate import RoleRun, Task
 from roll.rehearsal.tracker import Kind
 from roll.strategies.base import ModelHead, Output, StateKind
 
@@ -65,7 +53,7 @@ class DeviceUse:
     ids: tuple[int, ...]
     roles: tuple[str, ...]
     phases: list[PhaseUse]
-    unmoved: list[PhaseUse]
+    phases_without_offload: list[PhaseUse]
     """The same if nothing were offloaded between phases."""
 
     @property
@@ -73,8 +61,8 @@ class DeviceUse:
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
-    def unmoved_peak(self) -> PhaseUse:
-        return max(self.unmoved, key=lambda phase: phase.total)
+    def peak_without_offload(self) -> PhaseUse:
+        return max(self.phases_without_offload, key=lambda phase: phase.total)
 
 
 @dataclass
@@ -137,7 +125,7 @@ def rehearse_recipe(
     Args:
         loaded: a configuration, as :func:`roll.config.loader.load_config` gives it.
         given: ``config.json`` by role; that of ``""`` for all roles without one.
-        known: roles that were rehearsed before, by what they were asked; it is added to.
+        known: roles that were rehearsed before, by task and model; new ones are added.
 
     Raises:
         ConfigError: a model whose sizes are not known.
@@ -164,7 +152,7 @@ def rehearse_recipe(
             say(f"rehearsing {name} ({role.strategy_name}, {role.world_size} ranks)")
             known[key] = rehearse_role(role, task, configs[name])
         runs[name] = known[key]
-    phases = _phases(loaded, runs, engines)
+    step = _Step(loaded, runs, engines)
     offloads = loaded.config.is_offload_states is not False
     report = Rehearsal(
         name=plan.exp_name,
@@ -172,23 +160,18 @@ def rehearse_recipe(
         runs=runs,
         engines=engines,
         shapes=shapes,
-        devices=_devices(plan, phases, runs, engines, offloads),
+        devices=step.devices(offloads),
         times={},
         traffic={},
         flops={},
-        host=_host(plan, loaded, runs, engines),
+        host=step.host(),
         problems=[use.problem for use in engines.values() if use.problem],
         offloads=offloads,
-        concurrent=_concurrent(plan, [phase.name for phase in phases]),
+        concurrent=step.concurrent(),
     )
-    _add_times(report, loaded, phases)
+    for phase in step.phases:
+        step.add_times(report, phase)
     return report
-
-
-def _concurrent(plan: Any, phases: Sequence[str]) -> tuple[str, ...]:
-    ahead = "generation" if getattr(plan, "is_async", False) else f"forward of {TEACHER}"
-    runs_ahead = getattr(plan, "is_async", False) or getattr(plan, "teacher_runs_ahead", False)
-    return (ahead,) if runs_ahead and ahead in phases else ()
 
 
 def _model_configs(plan: Plan, given: Mapping[str, Path]) -> dict[str, Mapping[str, Any]]:
@@ -296,86 +279,15 @@ def _looks_back(loaded: Any, name: str) -> bool:
     return bool(getattr(plan, "needs_old_log_probs", False) or reference)
 
 
-def rehearse_role(role: RolePlan, task: Task, config: Mapping[str, Any]) -> RoleRun:
-    """One role by its strategy: executed, or with what its backend keeps by arithmetic.
-
-    Args:
-        config: the ``config.json`` of its model.
-    """
-    shape = model_shape(config)
-    options = typed_strategy_config(role.section.strategy_args)
-    with tempfile.TemporaryDirectory() as folder:
-
-        def at(content: Mapping[str, Any]) -> Task:
-            path = Path(folder) / f"model_{len(list(Path(folder).iterdir()))}"
-            path.mkdir()
-            (path / "config.json").write_text(json.dumps(content), encoding="utf-8")
-            args = replace(role.section.model_args, model_name_or_path=str(path), adapter_name_or_path=None)
-            if role.section.model_args.adapter_name_or_path and not uses_lora(args):
-                args = replace(args, lora_target="all-linear")
-            return replace(task, role=replace(task.role, model_args=args))
-
-        if isinstance(options, DeepSpeedStrategyConfig):
-            return with_deepspeed(role, options, shape, at(config))
-        if isinstance(options, MegatronStrategyConfig):
-            return with_megatron(role, options, shape, config, at, task)
-        if isinstance(options, HfInferStrategyConfig):
-            return rehearse(at(config), execute_sharded=False)
-        run_task = at(config)
-        if isinstance(options, Fsdp1StrategyConfig):
-            return _as_fsdp1(run_task)
-        return rehearse(run_task)
-
-
-def _as_fsdp1(task: Task) -> RoleRun:
-    """FSDP1 shards the same units over the same ranks: run as FSDP2, with the options that both have."""
-    from roll.config.reading.schema import section_fields
-    from roll.config.strategies.registry import Fsdp2StrategyConfig
-
-    own = {item.name for item in section_fields(Fsdp2StrategyConfig)}
-    arguments = task.role.strategy_args
-    options = {key: value for key, value in arguments.strategy_config.items() if key in own}
-    name = "fsdp2_train" if task.updates else "fsdp2_infer"
-    role = replace(task.role, strategy_args=replace(arguments, strategy_name=name, strategy_config=options))
-    run = rehearse(replace(task, role=role))
-    run.method = "as fsdp2"
-    return run
-
-
-def _phases(loaded: Any, runs: Mapping[str, RoleRun], engines: Mapping[str, EngineUse]) -> list[_Phase]:
-    """The phases of a step in their order, as :mod:`roll.pipelines.policy_pipeline` brings states for them."""
-    plan = loaded.plan
-    phases = []
-    teachers = [name for name in engines if name.partition(".")[0] == TEACHER]
-    judges = [name for name in engines if name != "actor_infer" and name not in teachers]
-    if "actor_infer" in engines:
-        needs = {"actor_train": WEIGHTS, "actor_infer": WEIGHTS}
-        phases.append(_Phase("weight update", needs, {"actor_train": "send"}))
-        scorers = [name for name in runs if name == "reward_model"]
-        generating = dict.fromkeys(("actor_infer", *judges), GENERATION) | dict.fromkeys(scorers, WEIGHTS)
-        phases.append(_Phase("generation", generating, dict.fromkeys(scorers, "forward")))
-    phases += [_Phase(f"forward of {name}", {name: GENERATION}, {}) for name in teachers]
-    for name, run in runs.items():
-        if name in plan.training or name == "reward_model" or "forward" not in run.works:
-            continue
-        phases.append(_Phase(f"forward of {name}", {name: WEIGHTS}, {name: "forward"}))
-    learners = sorted((name for name in plan.training if name in runs), key=lambda name: name == "actor_train")
-    for name in learners[::-1]:
-        if "forward" in runs[name].works:
-            phases.append(_Phase(f"forward of {name}", {name: WEIGHTS}, {name: "forward"}))
-    phases += [_Phase(f"update of {name}", {name: TRAINING}, {name: "train"}) for name in learners]
-    return phases
-
-
-class _NotingCluster:
-    """In place of a cluster: notes which states of its role are on the devices."""
+class _RecordingCluster:
+    """Stand-in for a cluster: records which states of its role are on the devices."""
 
     def __init__(self, role: RolePlan, states: frozenset[StateKind]) -> None:
         self.name, self.role = role.name, role.section
         self.live_ranks = list(range(role.world_size))
         self.states, self.resident = states, set(states)
 
-    def call_all(self, method: Any, argument: Any = None) -> _NotingCluster:
+    def call_all(self, method: Any, argument: Any = None) -> _RecordingCluster:
         match method.__name__:
             case "sleep":
                 self.resident.clear()
@@ -387,131 +299,139 @@ class _NotingCluster:
                 self.resident |= set(argument)
         return self
 
-    def within(self, timeout: float | None) -> _NotingCluster:
+    def within(self, timeout: float | None) -> _RecordingCluster:
         return self
 
     def result(self) -> list[None]:
         return []
 
 
-def _devices(
-    plan: Plan,
-    phases: list[_Phase],
-    runs: Mapping[str, RoleRun],
-    engines: Mapping[str, EngineUse],
-    offloads: bool,
-) -> list[DeviceUse]:
-    """Two steps are gone through: what the first leaves on the devices is there in the second."""
-    on: dict[int, tuple[str, ...]] = {}
-    for name, role in plan.roles.items():
-        if name in runs or name in engines:
-            for device in role.device_mapping:
-                on[device] = (*on.get(device, ()), name)
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for device, names in sorted(on.items()):
-        groups.setdefault(names, []).append(device)
-    present = {moved: _residents(plan, phases, runs, engines, moved) for moved in (True, False)}
-    uses = []
-    for names, ids in groups.items():
-        pages = {
-            moved: [_page(phase, names, runs, engines, resident) for phase, resident in zip(phases, found, strict=True)]
-            for moved, found in present.items()
-        }
-        uses.append(DeviceUse(tuple(ids), names, pages[offloads], pages[False]))
-    return uses
+class _Step:
+    """The phases of a step, and what its roles hold and do in them."""
 
+    def __init__(self, loaded: Any, runs: Mapping[str, RoleRun], engines: Mapping[str, EngineUse]) -> None:
+        self.config, self.plan, self.runs, self.engines = loaded.config, loaded.plan, runs, engines
+        self.phases = list(self._phases())
 
-def _residents(
-    plan: Plan,
-    phases: list[_Phase],
-    runs: Mapping[str, RoleRun],
-    engines: Mapping[str, EngineUse],
-    offloads: bool,
-) -> list[dict[str, set[StateKind]]]:
-    residency = Residency(plan, enabled=offloads)
-    clusters = {name: _NotingCluster(plan.roles[name], GENERATION) for name in engines}
-    for name in runs:
-        clusters[name] = _NotingCluster(plan.roles[name], TRAINING if name in plan.training else WEIGHTS)
-    for name, cluster in clusters.items():
-        if residency.moves(name):
-            residency.admit(cluster, cluster.states)  # type: ignore[arg-type]
-    found: list[dict[str, set[StateKind]]] = []
-    for _ in range(2):
+    def _phases(self) -> Iterator[_Phase]:
+        """In their order, as :mod:`roll.pipelines.policy_pipeline` brings states for them."""
+        plan, runs, engines = self.plan, self.runs, self.engines
+        teachers = [name for name in engines if name.partition(".")[0] == TEACHER]
+        judges = [name for name in engines if name != "actor_infer" and name not in teachers]
+        if "actor_infer" in engines:
+            needs = {"actor_train": WEIGHTS, "actor_infer": WEIGHTS}
+            yield _Phase("weight update", needs, {"actor_train": "send"})
+            scorers = [name for name in runs if name == "reward_model"]
+            generating = dict.fromkeys(("actor_infer", *judges), GENERATION) | dict.fromkeys(scorers, WEIGHTS)
+            yield _Phase("generation", generating, dict.fromkeys(scorers, "forward"))
+        for name in teachers:
+            yield _Phase(f"forward of {name}", {name: GENERATION}, {})
+        learners = sorted((name for name in plan.training if name in runs), key=lambda name: name == "actor_train")
+        others = [name for name in runs if name not in plan.training and name != "reward_model"]
+        for name in (*others, *learners[::-1]):
+            if "forward" in runs[name].works:
+                yield _Phase(f"forward of {name}", {name: WEIGHTS}, {name: "forward"})
+        for name in learners:
+            yield _Phase(f"update of {name}", {name: TRAINING}, {name: "train"})
+
+    def concurrent(self) -> tuple[str, ...]:
+        """Phases that other devices work on while the rest of the step goes on."""
+        is_async = getattr(self.plan, "is_async", False)
+        ahead = "generation" if is_async else f"forward of {TEACHER}"
+        runs_ahead = is_async or getattr(self.plan, "teacher_runs_ahead", False)
+        return (ahead,) if runs_ahead and ahead in [phase.name for phase in self.phases] else ()
+
+    def devices(self, offloads: bool) -> list[DeviceUse]:
+        on: dict[int, tuple[str, ...]] = {}
+        for name, role in self.plan.roles.items():
+            if name in self.runs or name in self.engines:
+                for device in role.device_mapping:
+                    on[device] = (*on.get(device, ()), name)
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for device, names in sorted(on.items()):
+            groups.setdefault(names, []).append(device)
+        present = {moved: self._residents(moved) for moved in (True, False)}
+        uses = []
+        for names, ids in groups.items():
+            pages = {
+                moved: [self._use(phase, names, states) for phase, states in zip(self.phases, found, strict=True)]
+                for moved, found in present.items()
+            }
+            uses.append(DeviceUse(tuple(ids), names, pages[offloads], pages[False]))
+        return uses
+
+    def _residents(self, offloads: bool) -> list[dict[str, set[StateKind]]]:
+        """States on the devices by phase and role, in the second of two steps: the first leaves some there."""
+        plan = self.plan
+        residency = Residency(plan, enabled=offloads)
+        clusters = {name: _RecordingCluster(plan.roles[name], GENERATION) for name in self.engines}
+        for name in self.runs:
+            clusters[name] = _RecordingCluster(plan.roles[name], TRAINING if name in plan.training else WEIGHTS)
+        for name, cluster in clusters.items():
+            if residency.moves(name):
+                residency.admit(cluster, cluster.states)  # type: ignore[arg-type]
         found = []
-        for phase in phases:
+        for phase in (*self.phases, *self.phases):
             residency.bring(phase.needs)
             found.append({name: set(cluster.resident) for name, cluster in clusters.items()})
-    return found
+        return found[len(self.phases) :]
 
+    def _use(self, phase: _Phase, names: tuple[str, ...], resident: Mapping[str, set[StateKind]]) -> PhaseUse:
+        parts: dict[tuple[str, str], float] = {}
+        for name in names:
+            there = resident[name]
+            parts[name, "context"] = CONTEXT_BYTES
+            if name in self.engines:
+                use = self.engines[name]
+                if StateKind.MODEL_PARAMS in there:
+                    parts[name, "weights"] = use.weights
+                if StateKind.KV_CACHE in there:
+                    parts[name, "KV cache"] = use.cache
+                    parts[name, "workspace"] = use.workspace
+                if phase.name == "weight update" and name == "actor_infer":
+                    parts[name, "receive bucket"] = self._sent_bucket()
+                continue
+            run = self.runs[name]
+            for state, label in _STATES.items():
+                if state in there:
+                    parts[name, label] = run.states.get(state, 0)
+            work = run.works.get(phase.works.get(name, ""))
+            if work is not None:
+                sends = phase.works[name] == "send"
+                for kind, size in work.working.items():
+                    label = "send buckets" if sends else str(kind)
+                    parts[name, label] = parts.get((name, label), 0.0) + size
+        return PhaseUse(phase.name, {key: size for key, size in parts.items() if size})
 
-def _page(
-    phase: _Phase,
-    names: tuple[str, ...],
-    runs: Mapping[str, RoleRun],
-    engines: Mapping[str, EngineUse],
-    resident: Mapping[str, set[StateKind]],
-) -> PhaseUse:
-    parts: dict[tuple[str, str], float] = {}
-    for name in names:
-        there = resident[name]
-        parts[name, "context"] = CONTEXT_BYTES
-        if name in engines:
-            use = engines[name]
-            if StateKind.MODEL_PARAMS in there:
-                parts[name, "weights"] = use.weights
-            if StateKind.KV_CACHE in there:
-                parts[name, "KV cache"] = use.cache
-                parts[name, "workspace"] = use.workspace
-            if phase.name == "weight update" and name == "actor_infer":
-                parts[name, "receive bucket"] = _sent_bucket(runs)
-            continue
-        run = runs[name]
-        if StateKind.MODEL_PARAMS in there:
-            parts[name, "parameters"] = run.states[StateKind.MODEL_PARAMS]
-        if StateKind.OTHER_PARAMS in there:
-            parts[name, "gradient buffers"] = run.states.get(StateKind.OTHER_PARAMS, 0)
-        if StateKind.OPTIMIZER_STATES in there:
-            parts[name, "optimizer states"] = run.states[StateKind.OPTIMIZER_STATES]
-        work = run.works.get(phase.works.get(name, ""))
-        if work is not None:
-            sends = phase.works[name] == "send"
-            for kind, size in work.working.items():
-                label = "send buckets" if sends else str(kind)
-                parts[name, label] = parts.get((name, label), 0.0) + size
-    return PhaseUse(phase.name, {key: size for key, size in parts.items() if size})
+    def _sent_bucket(self) -> float:
+        """An engine copies a bucket to its device before it takes it over."""
+        send = self.runs["actor_train"].works.get("send") if "actor_train" in self.runs else None
+        return max(send.working.values(), default=0) / 2 if send is not None else 0.0
 
+    def host(self) -> dict[str, float]:
+        """Host memory of a worker: what it is moved to between phases, what stays there, and columns of log-probs."""
+        found: dict[str, float] = {}
+        offloads = self.config.is_offload_states is not False
+        for name, run in self.runs.items():
+            role = self.plan.roles[name]
+            if run.host:
+                found[f"{name}: states"] = run.host
+            if role.colocated_with and offloads:
+                found[f"{name}: offloaded between phases"] = sum(run.states.values())
+            if "forward" in run.works:
+                samples = next(iter(self.plan.training.values())).samples_per_step
+                found[f"{name}: log-prob columns"] = -(-samples // role.dp_size) * role.sequence_length * 4.0
+        for name, use in self.engines.items():
+            if self.plan.roles[name].colocated_with and offloads:
+                found[f"{name}: offloaded between phases"] = use.weights
+        return found
 
-def _sent_bucket(runs: Mapping[str, RoleRun]) -> float:
-    """An engine copies a bucket to its device before it takes it over."""
-    send = runs["actor_train"].works.get("send") if "actor_train" in runs else None
-    return max(send.working.values(), default=0) / 2 if send is not None else 0.0
-
-
-def _host(plan: Any, loaded: Any, runs: Mapping[str, RoleRun], engines: Mapping[str, EngineUse]) -> dict[str, float]:
-    """Host memory of a worker: what it is moved to between phases, what stays there, and columns of log-probs."""
-    found: dict[str, float] = {}
-    for name, run in runs.items():
-        role = plan.roles[name]
-        if run.host:
-            found[f"{name}: states"] = run.host
-        if role.colocated_with and loaded.config.is_offload_states is not False:
-            found[f"{name}: offloaded between phases"] = sum(run.states.values())
-        if "forward" in run.works:
-            samples = next(iter(plan.training.values())).samples_per_step
-            found[f"{name}: log-prob columns"] = -(-samples // role.dp_size) * role.sequence_length * 4.0
-    for name, use in engines.items():
-        if plan.roles[name].colocated_with and loaded.config.is_offload_states is not False:
-            found[f"{name}: offloaded between phases"] = use.weights
-    return found
-
-
-def _add_times(report: Rehearsal, loaded: Any, phases: list[_Phase]) -> None:
-    plan, gpu = loaded.plan, report.hardware.gpu
-    for phase in phases:
+    def add_times(self, report: Rehearsal, phase: _Phase) -> None:
+        plan, gpu = self.plan, report.hardware.gpu
         compute = memory = flops = 0.0
         flows: list[Traffic] = []
         for name, kind in phase.works.items():
-            work = report.runs[name].works[kind]
+            work = self.runs[name].works[kind]
             seconds = kernel_times(work.operations, gpu)
             compute, memory, flops = compute + seconds[0], memory + seconds[1], flops + work.flops
             flows += traffic(work.collectives, plan.roles[name].device_mapping, report.hardware.per_node)
@@ -521,7 +441,7 @@ def _add_times(report: Rehearsal, loaded: Any, phases: list[_Phase]) -> None:
             bound = generation_time(
                 role,
                 shape,
-                report.engines["actor_infer"],
+                self.engines["actor_infer"],
                 gpu,
                 plan.samples_per_step,
                 plan.group_size,
@@ -535,6 +455,14 @@ def _add_times(report: Rehearsal, loaded: Any, phases: list[_Phase]) -> None:
         report.times[phase.name] = PhaseTime(compute, memory, network_time(flows, report.hardware))
         report.traffic[phase.name] = flows
         report.flops[phase.name] = flops
+
+
+_STATES = {
+    StateKind.MODEL_PARAMS: "parameters",
+    StateKind.OTHER_PARAMS: "gradient buffers",
+    StateKind.OPTIMIZER_STATES: "optimizer states",
+}
+"""Labels of what trainers hold between passes."""
 
 
 __all__ = ["CONTEXT_BYTES", "DeviceUse", "Kind", "PhaseUse", "Rehearsal", "rehearse_recipe"]

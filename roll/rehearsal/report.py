@@ -76,8 +76,8 @@ def _render_device(report: Rehearsal, use: DeviceUse, console: Console) -> None:
     console.print(table)
     capacity = report.hardware.gpu.memory
     _line(console, f"  peak {size(use.peak.total)} of {size(capacity)} in: {use.peak.name}")
-    if report.offloads and use.unmoved_peak.total > use.peak.total * 1.001:
-        without = use.unmoved_peak
+    if report.offloads and use.peak_without_offload.total > use.peak.total * 1.001:
+        without = use.peak_without_offload
         _line(console, f"  without offload between phases: {size(without.total)} in: {without.name}")
 
 
@@ -136,7 +136,7 @@ def to_json(report: Rehearsal) -> dict[str, Any]:
                 "roles": list(use.roles),
                 "peak": use.peak.total,
                 "peak_phase": use.peak.name,
-                "peak_without_offload": use.unmoved_peak.total,
+                "peak_without_offload": use.peak_without_offload.total,
                 "phases": [
                     {
                         "name": phase.name,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
-from roll.rehearsal.hardware import Gpu, Hardware
+from roll.rehearsal.catalog import Gpu, Hardware
 from roll.rehearsal.tracker import Collective, Operation
 
 
@@ -120,13 +120,4 @@ def merged(flows: Sequence[Sequence[Traffic]]) -> list[Traffic]:
 
 
 def as_json(times: Mapping[str, PhaseTime]) -> dict[str, dict[str, float | str]]:
-    return {
-        name: {
-            "seconds": time.seconds,
-            "compute": time.compute,
-            "memory": time.memory,
-            "network": time.network,
-            "bound": time.bound,
-        }
-        for name, time in times.items()
-    }
+    return {name: {"seconds": time.seconds, **asdict(time), "bound": time.bound} for name, time in times.items()}

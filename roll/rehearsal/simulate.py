@@ -15,7 +15,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,8 @@ from roll.models.build import (
     DTYPES,
     HeadName,
     attention_implementation,
-    auto_class,
     checked_config,
+    empty_model,
     enable_gradient_checkpointing,
     freeze_modules,
     tile_mlp_layers,
@@ -47,7 +47,7 @@ from roll.models.layouts import PackedSequences, TokenLayout, TopTokens
 from roll.models.log_probs import HeadMemory
 from roll.models.lora import add_adapters
 from roll.protocol.metrics import Metrics
-from roll.rehearsal.tracker import Collective, Kind, Operation, Tally, Tracker
+from roll.rehearsal.tracker import Collective, Kind, Tally, Tracker
 from roll.strategies.base import ALL_WEIGHTS, Comparison, ModelHead, Output, StateKind, TensorBatch, teacher_columns
 from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
 from roll.strategies.training import gather
@@ -62,23 +62,13 @@ SENT_BUCKETS = 4
 
 
 @dataclass
-class Work:
-    """One kind of pass of a role on its first rank."""
+class Work(Tally):
+    """One kind of pass of a role on its first rank: counts of one pipeline step; the peak includes states."""
 
-    peak: dict[Kind, int]
-    """Bytes by kind when most was held, states included."""
-    operations: Counter[Operation] = field(default_factory=Counter)
-    """Kernels of one pipeline step."""
-    collectives: Counter[Collective] = field(default_factory=Counter)
-    """Those of one pipeline step."""
     micro_batches: int = 1
     """In one pipeline step."""
     tokens: int = 0
     """Of the largest micro-batch, as computed."""
-
-    @property
-    def flops(self) -> int:
-        return sum(operation.flops * count for operation, count in self.operations.items())
 
     @property
     def working(self) -> dict[Kind, int]:
@@ -149,7 +139,7 @@ def fake_world(ranks: int) -> Iterator[None]:
 
 
 class _FakeWeights:
-    """In place of the files that a model's weights are read from: takes memory, reads nothing."""
+    """Stand-in for the files of a model's weights: takes memory, reads nothing."""
 
     def __init__(self, tracker: Tracker, language_model: Any) -> None:
         self._tracker, self._language_model = tracker, language_model
@@ -183,7 +173,7 @@ class _Rehearsed(DataParallelStrategy):
         return model
 
     def _check_experts(self, learns: bool) -> None:
-        """Nothing: it compares numbers."""
+        """Skipped, since it compares numbers."""
 
     def _max_over_ranks(self, count: int) -> int:
         return count
@@ -255,16 +245,13 @@ class RehearsedModule(_Rehearsed):
 def build_without_weights(args: ModelArguments, head: HeadName, dtype: torch.dtype) -> Any:
     """The language model on torch's ``meta`` device."""
     config = checked_config(args, head)
-    made_by = auto_class(config, head)
-    from_config = getattr(made_by, "from_config", None) or made_by._from_config
-    with torch.device("meta"):
-        model = from_config(config, dtype=dtype, attn_implementation=attention_implementation(args))
+    model = empty_model(config, head, dtype=dtype, attn_implementation=attention_implementation(args))
     freeze_modules(model, args.freeze_module_prefix)
     return model.eval()
 
 
 def full_rows(rows: int, task: Task) -> TensorBatch:
-    """Samples of the greatest length; those of a group have one prompt."""
+    """Samples of full length; those of a group share a prompt."""
     length = task.prompt + task.response
     columns = torch.arange(length).expand(rows, -1)
     group = torch.arange(rows)[:, None] // max(1, task.group_size)
@@ -373,16 +360,7 @@ def _train(strategy: Any, task: Task) -> Work:
     strategy.passes = []
     with strategy.tracker.counting() as step:
         strategy.train_step(batch, sum_of_outputs, _outputs(task), 1.0, teachers)
-    passes = strategy.passes
-    work = Work(step.peak, micro_batches=count * task.updates, tokens=_tokens(passes, batch))
-    for counts in ("operations", "collectives"):
-        of_step = getattr(step, counts)
-        total = Counter({key: number * task.updates for key, number in of_step.items()})
-        if count > len(passes):
-            for key, number in getattr(passes[0], counts).items():
-                total[key] += number * (count - len(passes)) * task.updates
-        setattr(work, counts, total)
-    return work
+    return _work(step, strategy.passes, batch, count, task.updates)
 
 
 def _forward(strategy: Any, task: Task) -> Work:
@@ -395,18 +373,19 @@ def _forward(strategy: Any, task: Task) -> Work:
             strategy.forward_top_tokens(batch, TopTokens(task.top_tokens, _vocabulary(strategy)))
         else:
             strategy.forward(batch, [Output.LOG_PROBS] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES])
-    passes = strategy.passes
-    work = Work(tally.peak, micro_batches=count, tokens=_tokens(passes, batch))
-    for counts in ("operations", "collectives"):
-        total = Counter(getattr(tally, counts))
-        for key, number in getattr(passes[0], counts).items():
-            total[key] += number * (count - len(passes))
-        setattr(work, counts, total)
+    return _work(tally, strategy.passes, batch, count)
+
+
+def _work(tally: Tally, passes: list[Tally], batch: TensorBatch, micro_batches: int, repeats: int = 1) -> Work:
+    """Work of ``repeats`` times ``micro_batches``; those that ``tally`` lacks count as the first of ``passes``."""
+    tokens = int(batch["attention_mask"].sum()) // max(1, len(passes))
+    work = Work(peak=tally.peak, micro_batches=micro_batches * repeats, tokens=tokens)
+    for counted, factor in ((tally, repeats), (passes[0], (micro_batches - len(passes)) * repeats)):
+        for operation, number in counted.operations.items():
+            work.operations[operation] += number * factor
+        for collective, number in counted.collectives.items():
+            work.collectives[collective] += number * factor
     return work
-
-
-def _tokens(passes: list[Tally], batch: TensorBatch) -> int:
-    return int(batch["attention_mask"].sum()) // max(1, len(passes))
 
 
 def _send(strategy: Any, task: Task) -> Work:
@@ -423,7 +402,7 @@ def _send(strategy: Any, task: Task) -> Work:
     weights = strategy._selected_weights(ALL_WEIGHTS)
     sent = sum(strategy._num_bytes(weight) for weight in weights)
     group = tuple(range(task.world_size))
-    return Work(tally.peak, Counter(), Counter({Collective("gather", group, sent): 1}))
+    return Work(peak=tally.peak, collectives=Counter({Collective("gather", group, sent): 1}))
 
 
 def sum_of_outputs(outputs: TensorBatch, batch: TensorBatch) -> tuple[Tensor, Metrics]:

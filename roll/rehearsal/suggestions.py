@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from roll.config.strategies.registry import (
 )
 from roll.config.strategies.sglang import SglangStrategyConfig
 from roll.config.strategies.vllm import VllmStrategyConfig
+from roll.rehearsal.catalog import Hardware
 from roll.rehearsal.formulas import size
-from roll.rehearsal.hardware import Hardware
 from roll.rehearsal.recipe import Rehearsal, rehearse_recipe
 from roll.rehearsal.simulate import RoleRun
 
@@ -38,7 +39,7 @@ class Suggestion:
         return f"fits with {' '.join(self.overrides)}: at most {share}, a step of at least {self.seconds:,.1f} s"
 
     def as_json(self) -> dict[str, Any]:
-        return {"overrides": list(self.overrides), "peak": self.peak, "seconds": self.seconds}
+        return asdict(self)
 
 
 def suggest(
@@ -55,41 +56,32 @@ def suggest(
     """
     found: list[Suggestion] = []
     nearest: list[tuple[float, tuple[str, ...]]] = []
+
+    def attempt(change: tuple[str, ...]) -> None:
+        try:
+            changed: Any = load_config(None, loaded.source, None, (*loaded.overrides, *change), check_files=False)
+            say(f"trying {' '.join(change)}")
+            result = rehearse_recipe(changed, report.hardware, given, say, known)
+        except (ConfigError, ValueError, AssertionError):
+            return  # not a recipe
+        if result.fits:
+            found.append(Suggestion(change, result.peak, result.seconds))
+        elif result.peak < report.peak:
+            nearest.append((result.peak, change))
+
     for change in list(candidates(loaded, report))[:MOST_TRIED]:
-        _try(loaded, report, given, change, say, known, found, nearest)
+        attempt(change)
     if not found:
         best = [change for _, change in sorted(nearest)[:3]]
-        pairs = [(*one, *other) for place, one in enumerate(best) for other in best[place + 1 :]]
-        for change in pairs:
+        for one, other in combinations(best, 2):
+            change = (*one, *other)
             if len({override.partition("=")[0] for override in change}) == len(change):
-                _try(loaded, report, given, change, say, known, found, nearest)
+                attempt(change)
     return sorted(found, key=lambda one: one.seconds)[:MOST_SHOWN]
 
 
-def _try(
-    loaded: Any,
-    report: Rehearsal,
-    given: Mapping[str, Path],
-    change: tuple[str, ...],
-    say: Callable[[str], None],
-    known: dict[Any, RoleRun] | None,
-    found: list[Suggestion],
-    nearest: list[tuple[float, tuple[str, ...]]],
-) -> None:
-    try:
-        changed: Any = load_config(None, loaded.source, None, (*loaded.overrides, *change), check_files=False)
-        say(f"trying {' '.join(change)}")
-        result = rehearse_recipe(changed, report.hardware, given, say, known)
-    except (ConfigError, ValueError, AssertionError):
-        return  # not a recipe
-    if result.fits:
-        found.append(Suggestion(change, result.peak, result.seconds))
-    elif result.peak < report.peak:
-        nearest.append((result.peak, change))
-
-
 def candidates(loaded: Any, report: Rehearsal) -> Iterator[tuple[str, ...]]:
-    """Changes that take something off the phase in which most is held, the cheapest in time first."""
+    """Changes that lower the peak of the fullest devices, the cheapest in time first."""
     plan = loaded.plan
     if not report.devices:
         return
@@ -110,7 +102,7 @@ def candidates(loaded: Any, report: Rehearsal) -> Iterator[tuple[str, ...]]:
                 share = int((capacity - others) / capacity * 50) / 50
                 if 0.1 < share < (getattr(options, key, None) or 0.9):
                     yield (f"++{path}.{key}={share:g}",)
-    if loaded.config.is_offload_states is False and use.unmoved_peak.total > use.peak.total:
+    if loaded.config.is_offload_states is False and use.peak_without_offload.total > use.peak.total:
         yield ("++is_offload_states=true",)
     holders = {owner for (owner, kind), number in use.peak.parts.items() if kind != "context" and number}
     for name in use.roles:

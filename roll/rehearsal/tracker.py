@@ -5,8 +5,8 @@ A :class:`Tracker` sees every operation of autograd, of FSDP and of the optimize
 
 PyTorch's own trackers (``torch.distributed._tools``) follow modules and tensors; this one follows storages, for three
 reasons.  FSDP2 resizes the storages of gathered parameters without an operation.  A flat optimizer state is not a
-tensor of any module.  And what a rank holds at a peak shall be said in the words of a recipe (gradients, activations,
-gathered parameters), not of PyTorch.
+tensor of any module.  And memory at a peak is to be reported in a recipe's terms (gradients, activations, gathered
+parameters), not in PyTorch's.
 
 Operations on real tensors only (the batch, which decides about micro-batches) are really computed; as soon as one of
 its inputs is fake, so is a result.  A number that is asked of a fake tensor is 1.
@@ -148,7 +148,7 @@ class Tracker(TorchDispatchMode):
         self.tally.operations[Operation(flops, moved, tensors[0].dtype)] += 1
 
     def mark(self, tensors: Iterable[Tensor], kind: Kind) -> None:
-        """From now on the storages of these tensors count as ``kind``."""
+        """Count the storages of these tensors as ``kind`` from now on."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             key = id_of(local.untyped_storage())
@@ -177,7 +177,7 @@ class Tracker(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not func.is_view:
             moved = _bytes_moved(func, inputs, outputs)
-            flops = flops_of(func, args, kwargs, outputs)
+            flops = flops_of(func._schema.name, args, kwargs)
             if moved or flops:
                 dtype = inputs[-1].dtype if inputs else outputs[0].dtype
                 self.tally.operations[Operation(flops, moved if inputs else 0, dtype)] += 1
@@ -281,17 +281,21 @@ def _ranks_of(group: Any) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
 
 
-def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: list[Tensor]) -> int:
+def flops_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Multiplications and additions of a kernel; 0 for all but matrix products and attention."""
-    formula = _FLOPS.get(func._schema.name)
-    return 0 if formula is None else formula(args, kwargs, outputs)
+    if name in _FACTORS:
+        left, right = _FACTORS[name]
+        return 2 * prod(args[left].shape) * int(args[right].shape[-1])
+    if name == "aten::_grouped_mm":
+        return 2 * prod(args[0].shape[-2:]) * int(args[1].shape[-1])
+    if name == _CPU_ATTENTION:
+        return _attention_flops(args[0], args[1], _is_causal(args, kwargs, 4), 2)
+    if name == f"{_CPU_ATTENTION}_backward":
+        return _attention_flops(args[1], args[2], _is_causal(args, kwargs, 7), 5)
+    return 0
 
 
-def _mm(a: Tensor, b: Tensor) -> int:
-    return 2 * prod(a.shape) * b.shape[-1]
-
-
-def _attention(query: Tensor, key: Tensor, causal: bool, products: int) -> int:
+def _attention_flops(query: Tensor, key: Tensor, causal: bool, products: int) -> int:
     """``products`` matrix products of (length, keys, head); of causal attention half of each is needed."""
     rows, heads, length, size = query.shape
     return 2 * products * rows * heads * length * key.shape[2] * size // (2 if causal else 1)
@@ -301,17 +305,12 @@ def _is_causal(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int) -> 
     return bool(kwargs.get("is_causal", args[place] if len(args) > place else False))
 
 
-_FLOPS: dict[str, Callable[[tuple[Any, ...], Mapping[str, Any], list[Tensor]], int]] = {
-    "aten::mm": lambda args, kwargs, out: _mm(args[0], args[1]),
-    "aten::addmm": lambda args, kwargs, out: _mm(args[1], args[2]),
-    "aten::addmm_": lambda args, kwargs, out: _mm(args[1], args[2]),
-    "aten::bmm": lambda args, kwargs, out: _mm(args[0], args[1]),
-    "aten::baddbmm": lambda args, kwargs, out: _mm(args[1], args[2]),
-    "aten::_grouped_mm": lambda args, kwargs, out: 2 * prod(args[0].shape[-2:]) * args[1].shape[-1],
-    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda args, kwargs, out: _attention(
-        args[0], args[1], _is_causal(args, kwargs, 4), 2
-    ),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda args, kwargs, out: _attention(
-        args[1], args[2], _is_causal(args, kwargs, 7), 5
-    ),
+_FACTORS = {
+    "aten::mm": (0, 1),
+    "aten::bmm": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::addmm_": (1, 2),
+    "aten::baddbmm": (1, 2),
 }
+"""Places of the two matrices among the arguments of a product."""
+_CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"

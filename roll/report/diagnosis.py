@@ -1,15 +1,15 @@
-"""Diagnosis of a run: rules that look at its metrics, samples and times, and say what they have seen.
+"""Diagnosis of a run: rules on its metrics, samples and times, which report what they find.
 
 A rule stays silent unless its evidence is there.  The findings come in the order of :data:`RULES`, which is that of
 causes: what goes into the model, what the reward makes of what comes out, whether engine and trainer agree, what the
-update does, what becomes of the policy, and the machine.  So what follows from something else stands behind it.  The
+update does, what becomes of the policy, and the machine.  So a consequence comes after its cause.  The
 thresholds are those that separate the seeded pathologies of ``benchmarks/pathologies.py`` from healthy runs.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -46,8 +46,7 @@ def learning_rate_high(facts: Facts) -> Finding | None:
         if len(values) >= LEAST_STEPS and not facts.values("critic/score/mean"):
             first, last = values[0], ends(values)[1]
             if last > first + max(0.5, 0.5 * abs(first)):
-                evidence = (f"{loss} rises from {first:.3g} to {last:.3g}", *_norms(facts, family))
-                return _rate_finding(facts, family, evidence)
+                return _rate_finding(facts, family, [f"{loss} rises from {first:.3g} to {last:.3g}"])
     scores = facts.values("critic/score/mean")
     if len(scores) < 2 * LEAST_STEPS:
         return None
@@ -64,21 +63,20 @@ def learning_rate_high(facts: Facts) -> Finding | None:
         seen.append(f"KL to the reference reaches {max(kl):.3g}")
     if entropy:
         seen.append(f"entropy goes from {entropy[0]:.3g} to {entropy[-1]:.3g} nats a token")
-    return _rate_finding(facts, "actor", (*seen, *_norms(facts, "actor")))
+    return _rate_finding(facts, "actor", seen)
 
 
-def _norms(facts: Facts, family: str) -> list[str]:
-    norms = facts.values(f"{family}/grad_norm")
-    return [f"gradient norm {norms[0]:.3g} at first, {max(norms):.3g} at most"] if norms else []
-
-
-def _rate_finding(facts: Facts, family: str, evidence: tuple[str, ...]) -> Finding:
-    rates = facts.values(f"{family}/lr")
-    shown = (f"learning rate up to {max(rates):.3g}",) if rates else ()
+def _rate_finding(facts: Facts, family: str, evidence: Sequence[str]) -> Finding:
+    norms, rates = facts.values(f"{family}/grad_norm"), facts.values(f"{family}/lr")
+    seen = [*evidence]
+    if norms:
+        seen.append(f"gradient norm {norms[0]:.3g} at first, {max(norms):.3g} at most")
+    if rates:
+        seen.append(f"learning rate up to {max(rates):.3g}")
     return Finding(
         "learning_rate_high",
         "The updates destroy the model: the learning rate is too high",
-        (*evidence, *shown),
+        tuple(seen),
         "lower the learning rate by ten, warm up for some steps, keep max_grad_norm at 1",
     )
 
@@ -108,7 +106,7 @@ def learning_rate_low(facts: Facts) -> Finding | None:
     if len(rates) < 2 * LEAST_STEPS or not norms or median(norms) <= 0:
         return None
     kl = facts.values("actor/kl_loss")
-    still = bool(kl) and max(kl[1:]) < 1e-7
+    still = len(kl) > 1 and max(kl[1:]) < 1e-7
     if not (max(rates) < 1e-9 or (still and max(rates) < 1e-6)):
         return None
     moved = (f"KL to the reference stays below {max(kl):.1g}",) if kl else ()
@@ -136,7 +134,7 @@ def entropy_collapse(facts: Facts) -> Finding | None:
     first, last = entropy[0], ends(entropy)[1]
     late = [members for members in facts.groups if members[0].step >= facts.groups[-1][0].step - len(entropy) // 4]
     alike = [members for members in late if len({sample.text for sample in members}) <= 1 + len(members) // 5]
-    top = max(sample.score for sample in facts.sampled if sample.score is not None)
+    top = max((sample.score for sample in facts.sampled if sample.score is not None), default=0.0)
     wrong = [usual for usual in map(_usual, alike) if (usual.score or 0.0) < 0.9 * top]
     early = [members for members in facts.groups if members[0].step <= facts.groups[0][0].step + len(entropy) // 4]
     elsewhere = _said_elsewhere(late)
@@ -247,36 +245,18 @@ def dead_experts(facts: Facts) -> Finding | None:
 
 
 def straggler(facts: Facts) -> Finding | None:
-    found = []
+    step = facts.typical("time/step_total") or 0.0
+    remedy = "look at that host and device (clocks, other jobs, storage) and at the rank's log and timeline"
+    found: list[tuple[float, Finding]] = []
     for role, ranks in facts.busy.items():
         steps = min((len(times) for times in ranks.values()), default=0)
-        if len(ranks) < 2 or steps < LEAST_STEPS + 1:
-            continue
-        rows = [{rank: times[step] for rank, times in ranks.items()} for step in range(1, steps)]
+        rows = [{rank: times[number] for rank, times in ranks.items()} for number in range(1, steps)]
         rows = [row for row in rows if max(row.values()) > 0.02]
-        if len(rows) < LEAST_STEPS:
-            continue
-        slowest = Counter(max(row, key=lambda rank: row[rank]) for row in rows)
-        rank, times = slowest.most_common(1)[0]
-        own = median(row[rank] for row in rows)
-        others = median(median(value for other, value in row.items() if other != rank) for row in rows)
-        if times >= 0.8 * len(rows) and own > 2 * others and own - others > 0.2 * _step_seconds(facts):
-            found.append((own - others, role, rank, own, others, times, len(rows)))
-    if not found:
-        return _slow_process(facts)
-    _, role, rank, own, others, times, total = max(found)
-    return Finding(
-        "straggler",
-        f"Rank {rank} of {role} is slower than the others, which wait for it",
-        (
-            f"busy {own:.2f} s a step, the other ranks {others:.2f} s (medians)",
-            f"it is the slowest in {times} of {total} steps of {_step_seconds(facts):.2f} s",
-        ),
-        "look at that host and device (clocks, other jobs, storage) and at the rank's log and timeline",
-    )
+        found += _slow_rank(role, rows, 0.2 * step, "busy {own:.2f} s a step", f"steps of {step:.2f} s", remedy)
+    return max(found, key=lambda one: one[0])[1] if found else _slow_process(facts, step)
 
 
-def _slow_process(facts: Facts) -> Finding | None:
+def _slow_process(facts: Facts, step: float) -> Finding | None:
     """Ranks that wait for one another in every call are distinguished by the time in which each worked or was kept from
     working (with ``memory_steps``)."""
     by_phase: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(dict)
@@ -284,30 +264,32 @@ def _slow_process(facts: Facts) -> Finding | None:
         _, phase, rest = name.split("/", 2)
         role, _, rank = rest.rpartition("/rank_")
         by_phase[phase, role][int(rank)] = values
+    remedy = "look at that host and process: other jobs, threads, preparation of data, its log and timeline"
     for (phase, role), ranks in by_phase.items():
-        steps = list(zip(*ranks.values(), strict=False))[1:]
-        if len(ranks) < 2 or len(steps) < LEAST_STEPS:
-            continue
-        slowest = Counter(max(range(len(row)), key=row.__getitem__) for row in steps)
-        place, times = slowest.most_common(1)[0]
-        own = median(row[place] for row in steps)
-        others = median(median(value for other, value in enumerate(row) if other != place) for row in steps)
-        if times >= 0.8 * len(steps) and own > 2 * others and own - others > 0.1 * _step_seconds(facts):
-            late = list(ranks)[place]
-            return Finding(
-                "straggler",
-                f"Rank {late} of {role} is slower than the others, which wait for it",
-                (
-                    f"worked or was held up in {phase} for {own:.2f} s, the other ranks {others:.2f} s (medians)",
-                    f"it is the slowest in {times} of {len(steps)} steps that were measured",
-                ),
-                "look at that host and process: other jobs, threads, preparation of data, its log and timeline",
-            )
+        rows = [dict(zip(ranks, row, strict=True)) for row in zip(*ranks.values(), strict=False)][1:]
+        seen = f"worked or was held up in {phase} for {{own:.2f}} s"
+        for _, finding in _slow_rank(role, rows, 0.1 * step, seen, "steps that were measured", remedy):
+            return finding
     return None
 
 
-def _step_seconds(facts: Facts) -> float:
-    return facts.typical("time/step_total") or 0.0
+def _slow_rank(
+    role: str, rows: Sequence[Mapping[int, float]], least: float, seen: str, steps: str, remedy: str
+) -> Iterator[tuple[float, Finding]]:
+    """At most one finding, with the seconds that are lost: a rank that is the slowest in four of five ``rows`` (seconds
+    by rank, one row a step) and takes twice as long as the others, and ``least`` seconds longer."""
+    if len(rows) < LEAST_STEPS or len(rows[0]) < 2:
+        return
+    rank, times = Counter(max(row, key=row.__getitem__) for row in rows).most_common(1)[0]
+    own = median(row[rank] for row in rows)
+    others = median(median(value for other, value in row.items() if other != rank) for row in rows)
+    if times >= 0.8 * len(rows) and own > 2 * others and own - others > least:
+        evidence = (
+            f"{seen.format(own=own)}, the other ranks {others:.2f} s (medians)",
+            f"it is the slowest in {times} of {len(rows)} {steps}",
+        )
+        title = f"Rank {rank} of {role} is slower than the others, which wait for it"
+        yield own - others, Finding("straggler", title, evidence, remedy)
 
 
 def memory_growth(facts: Facts) -> Finding | None:

@@ -1,12 +1,12 @@
-"""Facts of a run that the rules of :mod:`roll.report.diagnosis` look at, each computed once, and the form of what they
-find."""
+"""Facts of a run for the rules of :mod:`roll.report.diagnosis`, each computed once, and the form of their findings."""
 
 from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import fmean, median
@@ -16,7 +16,7 @@ from roll.report.run_files import Run
 from roll.tracking.run_record import decoded
 
 LEAST_STEPS = 3
-"""Of a run whose course is judged."""
+"""Steps that a run must have for its course to be judged."""
 MAX_BLOCKS = 40
 """Steps whose samples are read, spread evenly over the run."""
 MARKER = re.compile(r"<[|/]?[A-Za-z_\u2581/][\w\u2581|]*[|]?>|<\uff5c[^<>]{1,40}\uff5c>")
@@ -106,7 +106,7 @@ class Facts:
 
     @cached_property
     def sampled(self) -> list[Sample]:
-        """Those that the policy itself has made."""
+        """Samples that the policy itself has made."""
         return [sample for sample in self.samples if "k" not in sample.fields and "l" in sample.fields]
 
     @cached_property
@@ -124,9 +124,6 @@ class Facts:
         for sample in self.samples:
             seen.setdefault(sample.group, sample)
         return [(one.step, str(one.prompt.get("text", "")), one.prompt) for one in seen.values()]
-
-    def share(self, samples: Sequence[Sample], test: Callable[[Sample], bool]) -> float:
-        return sum(map(test, samples)) / len(samples) if samples else 0.0
 
     @cached_property
     def end_markers(self) -> set[str]:
@@ -163,9 +160,9 @@ def spread(items: Sequence[Any], most: int) -> list[Any]:
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
-def ends(values: Sequence[float], share: float = 0.25) -> tuple[float, float]:
+def ends(values: Sequence[float]) -> tuple[float, float]:
     """Means of the first and of the last quarter."""
-    size = max(1, int(len(values) * share))
+    size = max(1, len(values) // 4)
     return fmean(values[:size]), fmean(values[-size:])
 
 
@@ -174,12 +171,9 @@ def correlation(pairs: Iterable[tuple[float, float]]) -> float:
     points = list(pairs)
     if len(points) < 3:
         return 0.0
-    mean_x, mean_y = fmean(x for x, _ in points), fmean(y for _, y in points)
-    variance_x = sum((x - mean_x) ** 2 for x, _ in points)
-    variance_y = sum((y - mean_y) ** 2 for _, y in points)
-    if variance_x < 1e-12 or variance_y < 1e-12:
-        return 0.0
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / math.sqrt(variance_x * variance_y)
+    x, y = zip(*points, strict=True)
+    varies = min(statistics.pvariance(x), statistics.pvariance(y)) * len(points) >= 1e-12
+    return statistics.correlation(x, y) if varies else 0.0
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,7 @@ def _write(out: TextIO, runs: Sequence[Run], max_samples: int) -> int:
     labels = run_labels(runs)
     policy = (
         f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; style-src 'sha256-{_sha256(style)}'; "
-        "img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
     title = html.escape(", ".join(labels))
     out.write(
@@ -141,8 +140,17 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping) and value:
             found |= flattened(value, f"{name}.")
         else:
-            found[name] = value
+            found[name] = value if _is_strict_json(value) else str(value)
     return found
+
+
+def _is_strict_json(value: Any) -> bool:
+    """False for what holds NaN or an infinity, which browsers do not parse."""
+    try:
+        json.dumps(value, default=str, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _timeline(run: Run) -> dict[str, Any]:
@@ -270,7 +278,7 @@ def _sha256(text: str) -> str:
 
 
 def write_report(output_dir: Path) -> None:
-    """``report.html`` in the folder of the run; what prevents it is logged, and the run's end does not fail of it."""
+    """``report.html`` in the folder of the run; errors are logged and do not fail the run."""
     try:
         write_page([read_run(output_dir)], output_dir / REPORT_NAME)
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:

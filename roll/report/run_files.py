@@ -1,4 +1,4 @@
-"""The files of a run: what a run says about itself for later, and all of it read again."""
+"""The files of a run: ``record/run.json``, and all of them read back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -44,35 +44,25 @@ WORKERS_FOLDER = "workers"
 class RunFiles:
     """``record/run.json`` of a run in progress."""
 
-    output_dir: Path
-    log_dir: Path
-    exp_name: str
-    pipeline: str
-    panels: Sequence[Panel]
-    resumed: bool
+    loaded: LoadedConfig[Any]
+    resumed: bool = False
     began: float = field(default_factory=time.time)
-
-    @classmethod
-    def of(cls, loaded: LoadedConfig[Any], resumed: bool = False) -> RunFiles:
-        plan = loaded.plan
-        return cls(
-            plan.output_dir, plan.log_dir, plan.exp_name, loaded.pipeline.name, loaded.pipeline.panels, resumed=resumed
-        )
 
     def write(self, outcome: str | None = None) -> None:
         """Replace the file; ``outcome``: how the run has ended."""
-        path = self.output_dir / RECORD_FOLDER / ABOUT_NAME
+        plan, pipeline = self.loaded.plan, self.loaded.pipeline
+        path = plan.output_dir / RECORD_FOLDER / ABOUT_NAME
         began = self.began
         if self.resumed and path.is_file():
             began = min(began, _began(_read_json(path)) or began)
         about = {
-            "exp_name": self.exp_name,
-            "pipeline": self.pipeline,
-            "log_dir": os.path.relpath(self.log_dir, self.output_dir),
+            "exp_name": plan.exp_name,
+            "pipeline": pipeline.name,
+            "log_dir": os.path.relpath(plan.log_dir, plan.output_dir),
             "began": began,
             "ended": None if outcome is None else time.time(),
             "outcome": None if outcome is None else masked_text(outcome)[:4000],
-            "panels": [asdict(panel) for panel in self.panels],
+            "panels": [asdict(panel) for panel in pipeline.panels],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.part")
@@ -82,7 +72,7 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class Run:
-    """A run on disk; everything is read when it is asked for."""
+    """A run on disk; its files are read when they are needed."""
 
     folder: Path
     """``output_dir``."""
@@ -153,7 +143,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """The run whose ``output_dir`` is ``path``; its log folder, or ``metrics.jsonl``, will do too.
+    """The run whose ``output_dir`` is ``path``; its log folder and ``metrics.jsonl`` are accepted too.
 
     Raises:
         ConfigError: nothing of a run is there.

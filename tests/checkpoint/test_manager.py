@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from roll.checkpoint import Checkpoint, CheckpointDamagedError, CheckpointManager
-from roll.checkpoint.folders import verify_folder
+from roll.checkpoint.folders import atomic_folder, sweep, verify_folder
 
 
 def write(manager: CheckpointManager, step: int, payload: bytes = b"weights") -> Path:
@@ -47,6 +48,23 @@ def test_nothing_is_visible_before_the_block_ends(tmp_path: Path) -> None:
         CheckpointManager(tmp_path)
         assert folder.exists()
     assert manager.latest() == Checkpoint(tmp_path / "checkpoint-1", 1)
+
+
+def test_a_lock_that_is_swept_before_it_is_held_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process that starts between the two would otherwise remove the folder that is being written."""
+    sweeps = iter([True])
+    flock = fcntl.flock
+
+    def late(descriptor: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX and next(sweeps, False):
+            sweep(tmp_path)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with atomic_folder(tmp_path / "final") as folder:
+        (folder / "file").write_text("x")
+        sweep(tmp_path)
+    assert names(tmp_path) == ["final"]
 
 
 def test_block_that_raises_leaves_everything_as_it_was(tmp_path: Path) -> None:
@@ -173,7 +191,7 @@ def test_going_on_from_an_older_one_sets_the_later_ones_aside(tmp_path: Path) ->
     manager = CheckpointManager(tmp_path, upload_dir=tmp_path / "store", async_upload=False)
     for step in (10, 20, 30):
         write(manager, step)
-    manager.set_aside_after(10)
+    manager.supersede_after(10)
     assert manager.latest() == Checkpoint(tmp_path / "checkpoint-10", 10)
     assert (tmp_path / "superseded-checkpoint-20").is_dir() and (tmp_path / "store/superseded-checkpoint-30").is_dir()
     write(manager, 15)

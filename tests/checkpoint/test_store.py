@@ -14,9 +14,8 @@ import fsspec
 import pytest
 
 from roll.checkpoint import CheckpointManager
-from roll.checkpoint.best import BestCheckpoint
 from roll.checkpoint.folders import MANIFEST_NAME
-from roll.checkpoint.manager import Checkpoint, glance
+from roll.checkpoint.manager import BestCheckpoint, Checkpoint, probable_checkpoint
 from roll.checkpoint.store import ObjectStore, store_problem
 from roll.config.reading.errors import ConfigError
 from roll.preflight import check_resumption
@@ -39,18 +38,23 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("async_upload", [True, False])
 def test_a_run_goes_on_elsewhere_from_what_was_copied(url: str, tmp_path: Path, async_upload: bool) -> None:
-    here = CheckpointManager(tmp_path / "here", upload_dir=url, keep_local_file=False, async_upload=async_upload)
+    mark = BestCheckpoint(tmp_path / "here", "val/acc", "max")
+    here = CheckpointManager(
+        tmp_path / "here", upload_dir=url, keep_local_file=False, async_upload=async_upload, best=mark
+    )
     for step in (2, 4):
         write(here, step)
+        here.measured(step, {"val/acc": 0.5})
     here.close()
     assert not list((tmp_path / "here").glob("checkpoint-*")), "copied whole, so it is not kept"
+    assert not (tmp_path / "here/best").is_symlink()
     assert sorted(ObjectStore(url).names()) == ["checkpoint-2", "checkpoint-4"]
     for place, wanted in ((True, 4), (url, 4), (f"{url}/checkpoint-2", 2)):
         there = tmp_path / f"there {wanted}"
         found = CheckpointManager(there, upload_dir=url).resolve(place)
         assert found == Checkpoint(there / f"checkpoint-{wanted}", wanted)
         assert (found.role("actor_train") / "deep/weights").read_text() == f"actor_train {wanted}"
-        seen = glance(place, [tmp_path / "none"], ObjectStore(url), ("weights",))
+        seen = probable_checkpoint(place, [tmp_path / "none"], ObjectStore(url), ("weights",))
         assert seen is not None and seen.step == wanted and (seen.path / "pipeline/deep/weights").exists()
     with pytest.raises(FileNotFoundError, match="holds no whole checkpoint"):
         CheckpointManager(tmp_path / "x").resolve(f"{url}/checkpoint-3")
@@ -68,8 +72,19 @@ def test_what_was_never_finished_is_no_checkpoint(url: str, tmp_path: Path, capl
         found = manager.latest()
     assert found == Checkpoint(tmp_path / "here/checkpoint-1", 1)
     assert "skipped a damaged checkpoint" in caplog.text and "checkpoint-2" in caplog.text
-    manager.set_aside_after(1)
+    manager.supersede_after(1)
     assert sorted(ObjectStore(url).names()) == ["checkpoint-1", "superseded-checkpoint-2"]
+
+
+def test_a_damaged_checkpoint_is_fetched_again(url: str, tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "here", upload_dir=url, async_upload=False)
+    for step in (1, 2):
+        write(manager, step)
+    weights = tmp_path / "here/checkpoint-2/actor_train/deep/weights"
+    weights.write_text("torn")
+    for place in (True, url):
+        assert manager.resolve(place) == Checkpoint(tmp_path / "here/checkpoint-2", 2)
+        assert weights.read_text() == "actor_train 2"
 
 
 def test_a_store_that_does_not_answer_leaves_the_local_checkpoint(tmp_path: Path) -> None:
@@ -117,8 +132,9 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path, mode: str, kept: int) -> No
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{kept}", "checkpoint-8"]
     assert (tmp_path / "best").resolve().name == f"checkpoint-{kept}"
     assert CheckpointManager.find(tmp_path / "best").step == kept
-    manager.set_aside_after(2)
+    manager.supersede_after(2)
     assert json.loads((tmp_path / "best.json").read_text())["values"].keys() == {"2"}
+    assert (tmp_path / "best").exists() == (mode == "min"), "no link to what has been superseded"
 
 
 def test_a_metric_that_never_comes_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -159,5 +175,5 @@ def test_s3(bucket: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     there = CheckpointManager(tmp_path / "there", upload_dir=url, storage_options=options)
     found = there.latest()
     assert found == Checkpoint(tmp_path / "there/checkpoint-3", 3)
-    there.set_aside_after(2)
+    there.supersede_after(2)
     assert sorted(ObjectStore(url, options).names()) == ["checkpoint-2", "superseded-checkpoint-3"]

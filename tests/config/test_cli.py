@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from roll import cli
+from roll import cli, preflight
 from roll.checkpoint.contents import ModelContents
 from roll.config.loader import LoadedConfig
 from roll.config.pipelines import definitions
@@ -113,7 +113,7 @@ def test_run_hands_the_loaded_configuration_to_the_pipeline(monkeypatch: pytest.
     for pipeline in definitions():
         monkeypatch.setattr(type(pipeline), "run", lambda self, loaded: seen.append(loaded))
     asked: list[LoadedConfig[Any]] = []
-    monkeypatch.setattr(cli, "find_models", lambda loaded, say: asked.append(loaded))
+    monkeypatch.setattr(preflight, "find_models", lambda loaded, say: asked.append(loaded))
     data_there = changed({"pretrain": "owner/model"})
     for file in ("train.jsonl", "val.jsonl"):
         Path(file).touch()
@@ -169,6 +169,18 @@ def test_check_imports_no_heavy_package(good: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=good, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+
+
+def test_models_of_an_evaluation_have_different_names(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["evaluate", "tiny/evaluate_config.yaml", "--model", "a/checkpoint-2", "--model", "b/checkpoint-2"]
+    assert cli.main(words) == 2
+    assert "a second model named checkpoint-2: write NAME=PATH" in " ".join(capsys.readouterr().err.split())
+
+
+def test_options_of_a_harness_need_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", "tiny/evaluate_config.yaml", "--tasks", "gsm8k"])
+    assert "are read with --harness only" in capsys.readouterr().err
 
 
 def test_prepare_data_goes_to_its_module(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from roll import cli
 from roll.config.strategies.registry import BACKENDS
 from roll.distributed.guard import is_alive
 from roll.doctor import command, host, trials
-from roll.doctor.findings import EXIT, Finding, Severity, as_json, gravest
+from roll.doctor.findings import EXIT, Finding, Severity, as_json, gravest, render
 from roll.preflight import is_installed
 
 SECRET = "hf_" + "a1B2" * 8
@@ -47,13 +48,19 @@ def test_the_exit_status_follows_the_gravest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for severity, status in EXIT.items():
-        found = Finding("s", "w", f"token {SECRET}", "r", severity, "do this")
-        monkeypatch.setattr(command, "examine", lambda *args, found=found: [Finding("s", "fine", "v", "r"), found])
+        found = Finding("w", f"token {SECRET}", "r", severity, "do this")
+        monkeypatch.setattr(command, "examine", lambda *args, found=found: [Finding("fine", "v", "r"), found])
         assert command.main([]) == status
         text = capsys.readouterr().out
         assert ("do this" in text) == (severity > Severity.OK)
         assert SECRET not in text and SECRET not in json.dumps(as_json([found]))
     assert gravest([]) is Severity.OK
+
+
+def test_brackets_of_an_error_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    error = "[rank0]: cannot load [/usr/lib/libnccl.so]"
+    render([Finding("nccl", error, "r", Severity.ERROR, "do this")], Console(width=200))
+    assert error in capsys.readouterr().out
 
 
 def test_a_look_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -95,6 +95,16 @@ def test_a_seed_that_starts_from_another_model_is_another_start() -> None:
     assert (verdict.word, verdict.why) == ("agrees", "1 other starts than the 3 recorded")
 
 
+def test_recorded_rows_of_other_starts_are_named() -> None:
+    table = made(start="before")
+    for row, before in zip(table.rows, (0.32, 0.301, 0.32), strict=True):
+        reproduce.keep_results(table, {row.name: [{"seed": 0, "before": before, "after": 0.7}]})
+    assert table.rows[0].results[0] == {"seed": 0, "before": 0.32, "after": 0.7}, "the newest figures of a seed"
+    (sentence,) = reproduce.mixed_starts(table)
+    assert sentence.startswith("seed 0: one started from other models than the rest (before is not 0.32)")
+    assert list(reproduce.mixed_starts(made())) == []
+
+
 def test_figures_of_a_run() -> None:
     rows = [{"step": 0, "a": 1.0}, {"step": 1}, {"step": 2, "a": 2.0}, {"step": 3, "a": 6.0}]
     assert [Figure("a", take, "").of(rows) for take in reproduce.TAKES] == [1.0, 6.0, 4.0]
@@ -107,9 +117,10 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["nothing"])
     with pytest.raises(ConfigError, match="no row's name"):
         main(["backends", "--rows", "no-such"])
-    (tmp_path / "wrong.json").write_text("{}")
-    with pytest.raises(ConfigError, match="is not a table"):
-        main([str(tmp_path / "wrong.json")])
+    for text in ("{}", "[]", "{,}"):
+        (tmp_path / "wrong.json").write_text(text)
+        with pytest.raises(ConfigError, match="is not a table"):
+            main([str(tmp_path / "wrong.json")])
     assert main(["--list"]) == main(["backends", "--list"]) == 0
     assert "GRPO fsdp2" in capsys.readouterr().out
 

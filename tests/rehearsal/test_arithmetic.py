@@ -11,10 +11,8 @@ import torch
 from roll.cli import main
 from roll.config.loader import load_config
 from roll.config.reading.errors import ConfigError
-from roll.rehearsal.engines import engine_use, generation_time
-from roll.rehearsal.formulas import model_shape, quick_lines
-from roll.rehearsal.hardware import GB, GPUS, hardware
-from roll.rehearsal.models import KNOWN, known_config
+from roll.rehearsal.catalog import GB, GPUS, KNOWN, hardware, known_config
+from roll.rehearsal.formulas import engine_use, generation_time, misfits, model_shape, quick_lines
 from roll.rehearsal.roofline import PhaseTime, kernel_times, network_time, traffic
 from roll.rehearsal.tracker import Collective, Operation
 
@@ -110,6 +108,13 @@ def test_check_refuses_what_cannot_fit_with_the_sum(capsys: pytest.CaptureFixtur
     assert main(["check", SEVEN, "--skip-files", "--gpu", "rtx4090-24g", half]) == 2
     assert "leaves room for" in capsys.readouterr().err
     assert main(["check", SEVEN, "--skip-files", "--gpu", "abacus"]) == 2
+
+
+def test_a_teacher_that_is_served_elsewhere_needs_no_device() -> None:
+    served = "{strategy_name: remote, strategy_config: {base_url: 'http://127.0.0.1:1/v1'}}"
+    words = [f"teacher.strategy_args={served}", "~teacher.device_mapping", "teacher_pretrain=Qwen/Qwen2.5-72B"]
+    loaded = load_config(None, "tiny_distill/distill_config", None, words, check_files=False)
+    assert misfits(loaded.plan, GPUS["rtx4090-24g"]) == []
 
 
 def test_links_between_nodes_are_shared_by_the_devices_of_a_node() -> None:

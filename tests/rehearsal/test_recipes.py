@@ -16,7 +16,7 @@ from benchmarks.rehearsal import PAGE, RECIPES, recipe_row
 from roll.cli import main
 from roll.config.loader import load_config
 from roll.config.roles import StrategyArguments, TrainingArguments
-from roll.rehearsal.hardware import Gpu, Hardware
+from roll.rehearsal.catalog import Gpu, Hardware
 from roll.rehearsal.recipe import Rehearsal, rehearse_recipe
 from roll.rehearsal.report import to_json, verdict
 from roll.rehearsal.simulate import rehearse

@@ -92,3 +92,14 @@ def test_scores_say_nothing_where_only_a_teacher_is_learnt_from(tmp_path: Path) 
     assert "reward_constant" in found(tmp_path, blocks, **{low: [0.0] * 6, high: [0.0] * 6})
     (tmp_path / "config.yaml").write_text("is_pure_opd: true\n")
     assert diagnose(read_run(tmp_path)) == []
+
+
+def test_rules_bear_a_single_finite_kl_and_samples_without_scores(tmp_path: Path) -> None:
+    blocks = [made_block(step, 4, 4, 6, random.Random(step)) for step in range(8)]
+    for block in blocks:
+        for sample in block["samples"]:
+            sample["s"] = None
+    kl = [0.0, *[float("nan")] * 7]
+    rates = {"actor__lr": [1e-6] * 8, "actor__grad_norm": [1.0] * 8, "actor__kl_loss": kl}
+    evidence = found(tmp_path, blocks, **rates, actor__entropy=[1.0] * 8, critic__score__mean=[0.5] * 8)
+    assert "learning_rate_low" not in evidence

@@ -47,6 +47,16 @@ def test_blocks_survive_what_a_crash_leaves(tmp_path: Path) -> None:
     assert file.with_name("samples.blocks.previous").is_file()
 
 
+def test_infinities_of_the_configuration_are_text(tmp_path: Path) -> None:
+    """``JSON.parse`` of a browser knows no ``Infinity``: the page would stay empty."""
+    config = {"rewards": {"math": {"reward_kwargs": {"tolerance": float("inf"), "range": [0, float("nan")]}}}}
+    run = read_run(made_run(tmp_path, [made_block(0, 2, 3, 5, random.Random(0))], config))
+    write_page([run], tmp_path / "report.html")
+    about = parts((tmp_path / "report.html").read_text())["about"]
+    json.dumps(about, allow_nan=False)
+    assert about["runs"][0]["config"]["rewards.math.reward_kwargs.tolerance"] == "inf"
+
+
 def test_record_stays_within_its_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = SampleLog(tmp_path / "samples.blocks", 150)
     for step in range(20):

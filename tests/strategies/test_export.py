@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
 
 from roll import cli
 from roll.checkpoint import CheckpointManager, export
@@ -77,6 +78,18 @@ def test_an_adapter_is_written_and_merged(untied_model: Path, tmp_path: Path) ->
     down, up = trained.values()
     torch.testing.assert_close(merged[f"{path}.weight"], base[f"{path}.weight"] + 2.0 * up @ down)
     assert all(torch.equal(merged[name], tensor) for name, tensor in base.items() if not name.startswith(path))
+
+
+def test_a_reward_model_is_exported_as_a_sequence_classifier(untied_model: Path, tmp_path: Path) -> None:
+    body = {name: tensor for name, tensor in changed(untied_model).items() if name != "lm_head.weight"}
+    trained = {**body, "score.weight": torch.randn(1, 32)}
+    checkpoint = checkpoint_of(untied_model, tmp_path, trained)
+    output = tmp_path / "out"
+    assert cli.main(["export", str(checkpoint), "--output", str(output), "--dtype", "fp32"]) == 0
+    written = AutoModelForSequenceClassification.from_pretrained(output, dtype=torch.float32).state_dict()
+    assert written.keys() == trained.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in trained.items())
+    assert cli.main(["export", str(checkpoint), "--to", "gguf", "--output", str(tmp_path / "gguf")]) == 2
 
 
 def test_nothing_is_kept_of_an_export_that_is_another_model(

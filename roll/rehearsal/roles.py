@@ -1,6 +1,6 @@
-"""DeepSpeed and Megatron: their states and collectives by arithmetic, and everything in between by running the model.
+"""A role by its strategy: FSDP and ``hf_infer`` by running the model, DeepSpeed and Megatron in part by arithmetic.
 
-Both compute the same layers as the other strategies (:mod:`roll.strategies.training.data_parallel` and
+The latter two compute the same layers as the other strategies (:mod:`roll.strategies.training.data_parallel` and
 :mod:`roll.models`, Megatron with layers of its own of the same shapes), so activations, FLOPs and micro-batches come
 from running the model unsharded on fake tensors; of Megatron, the slice of it that one rank holds.  What ZeRO's
 optimizers and Megatron's keep cannot be run without their kernels; docs/rehearsal.md compares these sums with measured
@@ -9,17 +9,28 @@ runs.
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from roll.config.lora import uses_lora
 from roll.config.plan.plan import RolePlan
+from roll.config.reading.schema import section_fields
 from roll.config.strategies.deepspeed import numbers, plan_zero
-from roll.config.strategies.registry import DeepSpeedStrategyConfig, MegatronStrategyConfig
-from roll.rehearsal.formulas import BYTES, ModelShape, megatron_share
+from roll.config.strategies.registry import (
+    DeepSpeedStrategyConfig,
+    Fsdp1StrategyConfig,
+    Fsdp2StrategyConfig,
+    HfInferStrategyConfig,
+    MegatronStrategyConfig,
+    typed_strategy_config,
+)
+from roll.rehearsal.formulas import BYTES, ModelShape, megatron_share, megatron_states, model_shape
 from roll.rehearsal.simulate import RoleRun, Task, Work, rehearse
 from roll.rehearsal.tracker import Collective, Kind
 from roll.strategies.base import StateKind
@@ -30,7 +41,50 @@ PREFETCH_ELEMENTS = 50_000_000
 """Its ``stage3_prefetch_bucket_size``."""
 
 
-def with_deepspeed(role: RolePlan, options: DeepSpeedStrategyConfig, shape: ModelShape | None, task: Task) -> RoleRun:
+def rehearse_role(role: RolePlan, task: Task, config: Mapping[str, Any]) -> RoleRun:
+    """One role by its strategy: executed, or with what its backend keeps by arithmetic.
+
+    Args:
+        config: the ``config.json`` of its model.
+    """
+    shape = model_shape(config)
+    options = typed_strategy_config(role.section.strategy_args)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def task_at(content: Mapping[str, Any]) -> Task:
+            path = Path(folder) / f"model_{len(list(Path(folder).iterdir()))}"
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+            args = replace(role.section.model_args, model_name_or_path=str(path), adapter_name_or_path=None)
+            if role.section.model_args.adapter_name_or_path and not uses_lora(args):
+                args = replace(args, lora_target="all-linear")
+            return replace(task, role=replace(task.role, model_args=args))
+
+        if isinstance(options, DeepSpeedStrategyConfig):
+            return deepspeed_run(role, options, shape, task_at(config))
+        if isinstance(options, MegatronStrategyConfig):
+            return megatron_run(role, options, shape, config, task_at, task)
+        if isinstance(options, HfInferStrategyConfig):
+            return rehearse(task_at(config), execute_sharded=False)
+        run_task = task_at(config)
+        if isinstance(options, Fsdp1StrategyConfig):
+            return _as_fsdp1(run_task)
+        return rehearse(run_task)
+
+
+def _as_fsdp1(task: Task) -> RoleRun:
+    """FSDP1 shards the same units over the same ranks: run as FSDP2, with the options that both have."""
+    own = {item.name for item in section_fields(Fsdp2StrategyConfig)}
+    arguments = task.role.strategy_args
+    options = {key: value for key, value in arguments.strategy_config.items() if key in own}
+    name = "fsdp2_train" if task.updates else "fsdp2_infer"
+    role = replace(task.role, strategy_args=replace(arguments, strategy_name=name, strategy_config=options))
+    run = rehearse(replace(task, role=role))
+    run.method = "as fsdp2"
+    return run
+
+
+def deepspeed_run(role: RolePlan, options: DeepSpeedStrategyConfig, shape: ModelShape | None, task: Task) -> RoleRun:
     """ZeRO's states over the activations of the unsharded model (of stage 3: and of what is gathered for a layer).
 
     =====  ==========  =====================  ==============================  ===================================
@@ -113,12 +167,12 @@ def _trained_weights(run: RoleRun, weights: float, compute: int, lora: bool) -> 
     return run.works["train"].peak[Kind.GRADIENTS] / compute
 
 
-def with_megatron(
+def megatron_run(
     role: RolePlan,
     options: MegatronStrategyConfig,
     shape: ModelShape | None,
     config: Mapping[str, Any],
-    at: Callable[[Mapping[str, Any]], Task],
+    task_at: Callable[[Mapping[str, Any]], Task],
     task: Task,
 ) -> RoleRun:
     """The first pipeline stage of the first rank, as the slice of the model that it holds.
@@ -130,18 +184,17 @@ def with_megatron(
     assert shape is not None, "Megatron's models are of the usual build"
     tensor, stages = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     slice_config = _slice_of(config, shape, tensor, stages, options.expert_ranks)
-    sliced = at(slice_config)
+    sliced = task_at(slice_config)
     run = rehearse(replace(sliced, world_size=1, sends=False), execute_sharded=False)
     compute, ranks = BYTES[role.section.model_args.dtype], task.world_size
     copies = max(1, ranks // (tensor * stages))
     weights = megatron_share(options, shape)
-    learns, masters = task.updates > 0, 4 if compute < 4 else 0
-    shard = copies if options.use_distributed_optimizer else 1
+    states = megatron_states(role, options, shape, learns=task.updates > 0)
     run.states = {
-        StateKind.MODEL_PARAMS: int(weights * compute),
-        StateKind.OPTIMIZER_STATES: int(learns * weights * (8 + masters) / shard),
+        StateKind.MODEL_PARAMS: int(states.parameters),
+        StateKind.OPTIMIZER_STATES: int(states.optimizer),
         # Megatron's buffer of gradients outlives a step.
-        StateKind.OTHER_PARAMS: int(learns * weights * 4),
+        StateKind.OTHER_PARAMS: int(states.gradients),
     }
     run.method = "activations of a rank's slice executed, states by arithmetic"
     for name, work in run.works.items():
@@ -151,12 +204,8 @@ def with_megatron(
             _add_megatron_traffic(work, options, shape, task, weights, compute, copies)
             recomputes = not task.role.model_args.disable_gradient_checkpointing
             layers, tokens = -(-shape.layers // stages), work.tokens // options.context_parallel_size
-            own = (
-                _kept_by_fused_layers(shape, options.bias_activation_fusion and not task.on_cpu)
-                // tensor
-                * tokens
-                * compute
-            )
+            fused = _kept_by_fused_layers(shape, options.bias_activation_fusion and not task.on_cpu)
+            own = fused // tensor * tokens * compute
             work.peak[Kind.ACTIVATIONS] += own * (1 if recomputes else layers)
             hidden = tokens * shape.hidden * compute // (tensor if options.sequence_parallel else 1)
             in_flight = min(stages, work.micro_batches // max(1, task.updates))
@@ -164,7 +213,7 @@ def with_megatron(
             work.peak[Kind.ACTIVATIONS] += int(kept) * (in_flight - 1)
     if task.sends:
         bucket = min(task.bucket_bytes, int(shape.total * compute))
-        run.works["send"] = Work({Kind.COMMUNICATION: 2 * bucket})
+        run.works["send"] = Work(peak={Kind.COMMUNICATION: 2 * bucket})
         flow = Collective("gather", tuple(range(tensor * stages)), int(shape.total * compute))
         run.works["send"].collectives[flow] += 1
     return run
@@ -178,7 +227,7 @@ def _kept_by_fused_layers(shape: ModelShape, activation_is_fused: bool) -> int:
     activation is one kernel.  And what attention gives is copied into the order (length, batch).
     """
     mlp = 0 if activation_is_fused else shape.intermediate
-    return mlp + (shape.heads + shape.kv_heads) * shape.head_dim + shape.heads * shape.head_dim
+    return mlp + (2 * shape.heads + shape.kv_heads) * shape.head_dim
 
 
 def _slice_of(
@@ -207,8 +256,7 @@ def _divide_tokens(work: Work, context: int) -> None:
     """Context-parallel ranks each compute a part of every sequence."""
     if context == 1:
         return
-    for kind in (Kind.ACTIVATIONS,):
-        work.peak[kind] //= context
+    work.peak[Kind.ACTIVATIONS] //= context
     work.operations = Counter(
         {
             replace(operation, flops=operation.flops // context, num_bytes=operation.num_bytes // context): count

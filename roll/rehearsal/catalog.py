@@ -1,7 +1,9 @@
-"""The ``config.json`` of a role's model: its folder's own, one that is given, or that of a well-known size. Torch-free.
+"""Tables of known hardware and models: GPUs and networks as their makers state them, and the ``config.json`` of
+well-known sizes. Torch-free.
 
-Hubs cannot be asked from everywhere, and the sizes of the usual models do not change: a table holds what decides about
-memory and arithmetic.
+Every figure of the hardware is a peak that no program reaches, so that times that follow from them are lower bounds.
+Models have a table because hubs cannot be asked from everywhere, and the sizes of the usual models do not change: it
+holds what decides about memory and arithmetic.
 """
 
 from __future__ import annotations
@@ -9,11 +11,107 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from roll.config.model_files import CONFIG, read_model_config
 from roll.config.reading.errors import ConfigError, Problem
+
+GIB = 2**30
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device."""
+
+    name: str
+    memory: int
+    """Bytes that a driver reports, which are fewer than its name says."""
+    half: float
+    """FLOP/s of dense matrix products in bf16 and fp16."""
+    single: float
+    """The same in float32, without TF32 (which PyTorch does not use unless asked to)."""
+    bandwidth: float
+    """Bytes a second between memory and processors."""
+    nvlink: float
+    """Bytes a second that a device sends to the others of its node by NVLink (on AMD by Infinity Fabric); 0: none."""
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-40g", int(39.4 * GIB), 312e12, 19.5e12, 1555 * GB, 300 * GB),
+        Gpu("a100-80g", int(79.3 * GIB), 312e12, 19.5e12, 2039 * GB, 300 * GB),
+        Gpu("h100-80g", int(79.2 * GIB), 989e12, 67e12, 3350 * GB, 450 * GB),
+        Gpu("h200-141g", int(139.8 * GIB), 989e12, 67e12, 4800 * GB, 450 * GB),
+        Gpu("b200-180g", int(178.0 * GIB), 2250e12, 75e12, 8000 * GB, 900 * GB),
+        Gpu("mi300x-192g", int(191.5 * GIB), 1307e12, 163e12, 5300 * GB, 448 * GB),
+        Gpu("l40s-48g", int(44.4 * GIB), 362e12, 91.6e12, 864 * GB, 0),
+        Gpu("rtx4090-24g", int(23.5 * GIB), 165e12, 82.6e12, 1008 * GB, 0),
+    )
+}
+DEFAULT_GPU = "h100-80g"
+
+WITHIN = {"nvlink": None, "pcie4": 32.0 * GB, "pcie5": 64.0 * GB}
+"""Bytes a second from a device to the others of its node; null: what the GPU has."""
+BETWEEN = {"ib400": 50.0 * GB, "ib200": 25.0 * GB, "ib100": 12.5 * GB, "eth100": 12.5 * GB, "eth25": 3.125 * GB}
+"""Bytes a second from a device to other nodes: InfiniBand with an adapter a device, Ethernet with one a node."""
+PER_NODE = ("eth100", "eth25")
+DEFAULT_NETWORK = "nvlink+ib400"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A GPU and how it is connected."""
+
+    gpu: Gpu
+    network: str
+    within: float
+    """Bytes a second of a device to devices of its node."""
+    between: float
+    """Bytes a second of a device to other nodes, when all devices of its node send."""
+    per_node: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.gpu.name}, {self.network}, {self.per_node} a node"
+
+
+def find_gpu(name: str) -> Gpu:
+    """
+    Raises:
+        ConfigError: a name that is not in the table.
+    """
+    if name not in GPUS:
+        raise ConfigError([Problem("--gpu", name, f"is not known: {', '.join(GPUS)} are", DEFAULT_GPU)])
+    return GPUS[name]
+
+
+def hardware(gpu: str, network: str, per_node: int) -> Hardware:
+    """
+    Args:
+        network: ``within+between``, such as ``nvlink+ib400``.
+        per_node: devices of a node.
+
+    Raises:
+        ConfigError: a name that is in no table.
+    """
+    found = find_gpu(gpu)
+    within, _, between = network.partition("+")
+    between = between or "ib400"
+    if within not in WITHIN or between not in BETWEEN:
+        rule = f"must be one of {', '.join(WITHIN)}, a plus sign, and one of {', '.join(BETWEEN)}"
+        raise ConfigError([Problem("--network", network, rule, DEFAULT_NETWORK)])
+    inside = found.nvlink if within == "nvlink" else WITHIN[within]
+    if not inside:
+        raise ConfigError([Problem("--network", network, f"{gpu} has no NVLink", f"pcie4+{between}")])
+    outside = BETWEEN[between] / (per_node if between in PER_NODE else 1)
+    return Hardware(found, f"{within}+{between}", inside, outside, per_node)
+
+
+# Models
 
 _SHARED: dict[str, Any] = {"max_position_embeddings": 40960, "use_cache": True}
 _FAMILIES: dict[str, dict[str, Any]] = {
@@ -24,6 +122,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "head_dim": 128,
         "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
@@ -45,26 +145,8 @@ _SIZES: dict[str, tuple[str, int, int, int, int, int, bool, dict[str, Any]]] = {
     "Qwen3-8B": ("qwen3", 4096, 12288, 36, 32, 8, False, {}),
     "Qwen3-14B": ("qwen3", 5120, 17408, 40, 40, 8, False, {}),
     "Qwen3-32B": ("qwen3", 5120, 25600, 64, 64, 8, False, {}),
-    "Qwen3-30B-A3B": (
-        "qwen3_moe",
-        2048,
-        6144,
-        48,
-        32,
-        4,
-        False,
-        {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
-    ),
-    "Qwen3-235B-A22B": (
-        "qwen3_moe",
-        4096,
-        12288,
-        94,
-        64,
-        4,
-        False,
-        {"moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8},
-    ),
+    "Qwen3-30B-A3B": ("qwen3_moe", 2048, 6144, 48, 32, 4, False, {"moe_intermediate_size": 768}),
+    "Qwen3-235B-A22B": ("qwen3_moe", 4096, 12288, 94, 64, 4, False, {"moe_intermediate_size": 1536}),
     "Llama-3.2-1B": ("llama", 2048, 8192, 16, 32, 8, True, {"head_dim": 64}),
     "Llama-3.2-3B": ("llama", 3072, 8192, 28, 24, 8, True, {"head_dim": 128}),
     "Llama-3.1-8B": ("llama", 4096, 14336, 32, 32, 8, False, {"head_dim": 128}),
