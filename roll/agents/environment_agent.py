@@ -68,13 +68,18 @@ class EnvironmentAgent:
 
     async def _begun(self, task: Task, episode: Episode) -> tuple[Environment, Turn]:
         for attempt in range(self._options.retries + 1):
+            environment = None
             try:
                 with in_own_process() if attempt else contextlib.nullcontext():
                     environment = self._make()
                 given, named = reset_arguments(environment, task.seed, task.row)
                 answer = await self._timed(episode, self._options.reset_seconds, environment.reset, *given, **named)
                 return environment, read_reset(self._name, answer)
-            except Exception as error:
+            except BaseException as error:
+                if environment is not None:
+                    await self._closed(environment)
+                if not isinstance(error, Exception):
+                    raise
                 if attempt == self._options.retries:
                     raise self._fault(episode, "reset", error) from error
         raise AssertionError("unreachable: the last attempt returns or raises")
