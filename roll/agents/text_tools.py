@@ -5,7 +5,6 @@ A response that calls a tool is answered with its result; any other is an action
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import urllib.error
@@ -18,7 +17,7 @@ from typing import Any, Protocol
 from roll.agents.built_in_tools import PythonTool, ToolSet
 from roll.agents.tool_calls import parse_response
 from roll.agents.tools import ToolError, ToolResult
-from roll.environments.base import Environment, reset_arguments, resolved
+from roll.environments.base import Environment, reset_arguments
 from roll.environments.off_loop import call_off_loop
 
 _MAX_BODY = 4 * 2**20
@@ -191,7 +190,7 @@ class _ToolEnvironment:
 
     async def reset(self, seed: int, task: Mapping[str, Any] | None = None) -> Any:
         given, named = reset_arguments(self._inner, seed, task)
-        observation, info = await _called(self._inner.reset, *given, **named)
+        observation, info = await call_off_loop(self._inner.reset, *given, **named)
         self._uses = 0
         instructions = "\n".join(tool.instruction for tool in self._tools)
         if isinstance(observation, str):
@@ -204,7 +203,7 @@ class _ToolEnvironment:
                 found = tool.find(action)
                 if found is not None:
                     return await self._used(tool, found)
-        observation, reward, terminated, truncated, info = await _called(self._inner.step, action)
+        observation, reward, terminated, truncated, info = await call_off_loop(self._inner.step, action)
         succeeded = bool(info.get("success", reward > 0))
         if (terminated or truncated) and self._uses and succeeded:
             reward = float(reward) + self._options.tool_success_reward
@@ -213,7 +212,7 @@ class _ToolEnvironment:
     async def close(self) -> None:
         close = getattr(self._inner, "close", None)
         if close is not None:
-            await _called(close)
+            await call_off_loop(close)
 
     async def _used(self, tool: TextTool, found: Any) -> Any:
         self._uses += 1
@@ -221,10 +220,3 @@ class _ToolEnvironment:
         text = result.text + (_NO_MORE if self._uses == self._options.max_tool_uses else "")
         metrics = {"tool_calls": 1.0, "failed_tool_calls": float(result.failed)}
         return text, self._options.tool_reward, False, False, {"metrics": metrics}
-
-
-async def _called(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    instant = getattr(getattr(method, "__self__", None), "instant", False)
-    if instant and not asyncio.iscoroutinefunction(method):
-        return await resolved(method(*args, **options))
-    return await call_off_loop(method, *args, **options)

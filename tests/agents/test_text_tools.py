@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Thread, get_ident
 from typing import Any, ClassVar
 
 import pytest
@@ -16,6 +16,7 @@ from roll.agents.text_tools import SearchText, TextTools, WrapperOptions, text_t
 from roll.agents.tools import ToolError
 from roll.environments.base import Environment
 from roll.environments.checking import check_environment
+from roll.environments.games import GuessNumber
 from roll.environments.registry import EnvironmentOptionError, make_environment
 
 
@@ -55,6 +56,21 @@ def test_a_column_that_is_not_there(questions: str) -> None:
         environment.reset(seed=1)
     with pytest.raises(EnvironmentOptionError, match="did you mean 'answer_key'"):
         make_environment("roll_math", {"dataset_name": questions, "answer_kye": "x"})
+
+
+class Waits(GuessNumber):
+    """A subclass of an instant environment whose own ``step`` may wait."""
+
+    threads: ClassVar[set[int]] = set()
+
+    def step(self, action: str) -> Any:
+        self.threads.add(get_ident())
+        return super().step(action)
+
+
+def test_methods_that_may_wait_are_called_off_the_loop_within_tools() -> None:
+    played(TextTools([], WrapperOptions()).around(Waits), "1")
+    assert Waits.threads and get_ident() not in Waits.threads
 
 
 def reverse(text: str) -> str:
