@@ -152,18 +152,14 @@ def _read_index(path: str, title_key: str, text_key: str) -> tuple[list[str], Se
     texts = []
     try:
         with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    texts.append(_text_of(json.loads(line), title_key, text_key, f"{path}:{number}"))
+            rows = [(number, json.loads(line)) for number, line in enumerate(file, 1) if line.strip()]
     except (OSError, ValueError) as error:
         raise ToolError(f"search: {path}: {error}") from error
+    for number, row in rows:
+        if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
+            raise ToolError(f"search: {path}:{number}: the row has no text {text_key!r}; text_key names the column")
+        texts.append(f"{row[title_key]}\n{row[text_key]}" if row.get(title_key) else row[text_key])
     return texts, SearchIndex(texts)
-
-
-def _text_of(row: Any, title_key: str, text_key: str, place: str) -> str:
-    if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
-        raise ToolError(f"search: {place}: the row has no text {text_key!r}; text_key names the column")
-    return f"{row[title_key]}\n{row[text_key]}" if row.get(title_key) else str(row[text_key])
 
 
 KINDS: dict[str, Callable[..., Any]] = {"python": PythonTool, "search": search_tool, "mcp": McpServer}
@@ -187,10 +183,9 @@ class ToolSet:
         self._timeout, self._max_result = timeout, max_result
         self._tools: list[Tool] = []
         self._programs: list[PythonTool] = []
-        self._servers: list[Mapping[str, Any]] = []
+        self._servers: list[HeldMcpServer] = []
         for spec in specs:
             self._add(*_read_spec(spec))
-        self._held: list[HeldMcpServer] = []
         self._opening: asyncio.Lock | None = None
         self._box: ToolBox | None = None
         if len({tool.name for tool in self._tools}) != len(self._tools):
@@ -203,7 +198,7 @@ class ToolSet:
         _check_options(kind, options)
         if kind == "mcp":
             McpServer(**options)
-            self._servers.append(options)
+            self._servers.append(HeldMcpServer(functools.partial(McpServer, **options)))
         elif kind == "python":
             self._programs.append(PythonTool(**options))
             self._tools.append(self._programs[-1].tool())
@@ -227,15 +222,14 @@ class ToolSet:
         async with self._opening:
             if self._box is None:
                 tools = list(self._tools)
-                self._held = [HeldMcpServer(functools.partial(McpServer, **one)) for one in self._servers]
-                for server in self._held:
+                for server in self._servers:
                     tools += await server.tools()
                 self._box = ToolBox(tools, self._timeout, self._max_result)
             return self._box
 
     async def close(self) -> None:
         """End servers and sandboxes."""
-        for server in self._held:
+        for server in self._servers:
             await server.close()
         for program in self._programs:
             await program.close()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -158,6 +158,7 @@ class McpServer:
         self._command, self._url, self._names = list(command), url, list(names)
         self._env, self._start_timeout = dict(env or {}), start_timeout
         self._stack = contextlib.AsyncExitStack()
+        self._client: Any = None
 
     @property
     def _title(self) -> str:
@@ -165,28 +166,44 @@ class McpServer:
 
     async def __aenter__(self) -> list[Tool]:
         try:
-            async with asyncio.timeout(self._start_timeout):
-                client = await self._connect()
-                listed = [tool async for tool in _listed(client)]
-        except TimeoutError:
+            listed = await self._list_tools()
+        except BaseException:  # also where nobody waits for it any more
             await self._stack.aclose()
-            raise ToolError(f"{self._title} did not answer within {self._start_timeout:g} s") from None
-        except Exception as error:
-            await self._stack.aclose()
-            raise ToolError(f"{self._title} cannot be used: {_first_reason(error)}") from error
-        missing = set(self._names) - {tool.name for tool in listed}
-        if missing:
-            await self._stack.aclose()
-            there = ", ".join(tool.name for tool in listed)
-            raise ToolError(f"{self._title} has no tools {', '.join(sorted(missing))}; it has {there}")
+            raise
         return [
-            Tool(tool.name, tool.description or "", tool.input_schema, _McpCall(_Client(client), tool.name))
+            Tool(tool.name, tool.description or "", tool.input_schema, _McpCall(self, tool.name))
             for tool in listed
             if not self._names or tool.name in self._names
         ]
 
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Call a tool of the running server."""
+        answer = await self._client.call_tool(name, dict(arguments))
+        texts = [block.text if block.type == "text" else f"[{block.type}]" for block in answer.content]
+        return ToolResult("\n".join(texts), bool(answer.is_error))
+
+    async def _list_tools(self) -> list[Any]:
+        """Start or reach the server."""
+        try:
+            async with asyncio.timeout(self._start_timeout):
+                self._client = await self._connect()
+                page = await self._client.list_tools()
+                listed = list(page.tools)
+                while page.next_cursor is not None:
+                    page = await self._client.list_tools(cursor=page.next_cursor)
+                    listed += page.tools
+        except TimeoutError:
+            raise ToolError(f"{self._title} did not answer within {self._start_timeout:g} s") from None
+        except Exception as error:
+            raise ToolError(f"{self._title} cannot be used: {_first_reason(error)}") from error
+        missing = set(self._names) - {tool.name for tool in listed}
+        if missing:
+            there = ", ".join(tool.name for tool in listed)
+            raise ToolError(f"{self._title} has no tools {', '.join(sorted(missing))}; it has {there}")
+        return listed
 
     async def _connect(self) -> Any:
         from mcp import Client, StdioServerParameters
@@ -272,11 +289,15 @@ class _McpSession:
     async def start(self) -> None:
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold(opened))
-        await opened
+        try:
+            await opened
+        except asyncio.CancelledError:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            raise
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        result: ToolResult = await self.tools[name].function(**arguments)
-        return result
+        return await self._server.call_tool(name, arguments)
 
     async def close(self) -> None:
         self._leave.set()
@@ -306,35 +327,14 @@ _CONNECTION_CLOSED = -32000
 """MCP's code for it."""
 
 
-async def _listed(client: Any) -> AsyncIterator[Any]:
-    cursor = None
-    while True:
-        page = await client.list_tools(cursor=cursor)
-        for tool in page.tools:
-            yield tool
-        cursor = page.next_cursor
-        if cursor is None:
-            return
-
-
-@dataclass(frozen=True)
-class _Client:
-    client: Any
-
-    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        answer = await self.client.call_tool(name, dict(arguments))
-        texts = [block.text if block.type == "text" else f"[{block.type}]" for block in answer.content]
-        return ToolResult("\n".join(texts), bool(answer.is_error))
-
-
 @dataclass(frozen=True)
 class _McpCall:
     """The function of a server's tool, which checks its arguments itself."""
 
-    server: _Client | HeldMcpServer
+    server: McpServer | HeldMcpServer
     name: str
 
-    async def __call__(self, **arguments: Any) -> ToolResult:
+    async def __call__(self, /, **arguments: Any) -> ToolResult:
         return await self.server.call_tool(self.name, arguments)
 
 

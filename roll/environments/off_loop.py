@@ -55,7 +55,7 @@ class _DaemonThreads:
 _threads = _DaemonThreads(MOST_THREADS)
 
 
-async def call_off_loop(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+async def call_off_loop(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
     """Call a coroutine function on the event loop, any other in a thread, so that it blocks nobody.
 
     Methods that :func:`says_instant` never wait and take next to no time: they are called as they are.
