@@ -82,6 +82,8 @@ class BlackBoxAgent:
         if self._workers is not None:
             await self._workers.close()
         self._endpoint.close()
+        if self._verifier is not None:
+            self._verifier.close()
 
     async def _taken(self, session: Session) -> None:
         """Wait until whoever takes the episode is done with it."""
@@ -188,11 +190,11 @@ class _Workers:
                 ended = str(await self._run(key))
             except ProgramError as error:
                 ended = str(error)
-            lost = self._endpoint.dismiss_worker(key)
-            for session in lost:
+            unfinished, has_taken = self._endpoint.dismiss_worker(key)
+            for session in unfinished:
                 session.lost = ended
                 session.done.set()
-            failures = 0 if lost else failures + 1
+            failures = 0 if has_taken else failures + 1
             logger.warning("an agent's program has ended and is started again: %s", ended)
         self._fault = EngineFault()
         self._fault.__cause__ = ProgramError(f"{self._options.command[0]} ends again and again: {ended}")

@@ -66,6 +66,8 @@ class AgentEndpoint:
         """Episodes that wait for an agent from elsewhere, first come first served."""
         self._workers: dict[str, bytes] = {}
         """Public part of a worker's key to the digest of the key, for programs that we have started."""
+        self._have_taken: set[str] = set()
+        """Public parts of the keys of workers that have taken an episode."""
         self._lock = threading.Lock()
         self._began = int(time.time())
 
@@ -114,11 +116,19 @@ class AgentEndpoint:
         self._workers[name] = _digest(key)
         return key
 
-    def dismiss_worker(self, key: str) -> list[Session]:
-        """Let it take no more; the episodes that it has taken and not finished."""
+    def dismiss_worker(self, key: str) -> tuple[list[Session], bool]:
+        """Refuse the key from now on, also to a request that still waits for an episode.
+
+        Returns:
+            The episodes that the worker has taken and not finished, and whether it has taken any.
+        """
         name = _public_part(key)
-        self._workers.pop(name, None)
-        return [one for one in list(self._sessions.values()) if one.taker == name and not one.done.is_set()]
+        with self._lock:
+            del self._workers[name]
+            has_taken = name in self._have_taken
+            self._have_taken.discard(name)
+        unfinished = [one for one in list(self._sessions.values()) if one.taker == name and not one.done.is_set()]
+        return unfinished, has_taken
 
     def offer(self, session: Session) -> None:
         """Let whoever asks for an episode have ``session``."""
@@ -130,9 +140,16 @@ class AgentEndpoint:
         with self._lock:
             return list(self._waiting)
 
-    def _next_waiting(self) -> Session | None:
+    def _take(self, worker: str) -> Session | None:
+        """The episode that waits longest, if any, for ``worker`` (empty: an agent from elsewhere), unless dismissed."""
         with self._lock:
-            return self._waiting.pop(0) if self._waiting else None
+            if not self._waiting or (worker and worker not in self._workers):
+                return None
+            session = self._waiting.pop(0)
+            session.taker = worker
+            if worker:
+                self._have_taken.add(worker)
+            return session
 
     def _app(self) -> Starlette:
         post = ["POST"]
@@ -253,13 +270,15 @@ class AgentEndpoint:
         if not name and not known:
             return _error(request, Refusal(401, "the worker's key is missing or wrong", "authentication_error"))
         until = time.monotonic() + min(_MAX_WAIT, _seconds(request.query_params.get("wait", "0")))
-        while (session := self._next_waiting()) is None:
-            if time.monotonic() >= until or await request.is_disconnected():
-                return Response(status_code=204)
+        while not await request.is_disconnected():
+            session = self._take(name)
+            if session is not None:
+                session.loop.call_soon_threadsafe(session.begin)
+                return JSONResponse({"key": session.key, "base_url": self.url, "task": task_body(session.task)})
+            if time.monotonic() >= until:
+                break
             await asyncio.sleep(DISCONNECT_POLL_SECONDS)
-        session.taker = name
-        session.loop.call_soon_threadsafe(session.begin)
-        return JSONResponse({"key": session.key, "base_url": self.url, "task": task_body(session.task)})
+        return Response(status_code=204)
 
 
 def _new_key() -> tuple[str, str]:
