@@ -89,7 +89,8 @@ class ToolAgent:
         return tool_messages(calls, identities, [*results, *[refused] * (len(calls) - len(allowed))])
 
     async def close(self) -> None:
-        """End the tools' servers and sandboxes."""
+        """End the tools' servers and sandboxes, and what the verifier holds."""
+        self._verifier.close()
         await self._tools.close()
 
 

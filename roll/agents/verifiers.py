@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,10 @@ class Verifier(Protocol):
         Raises:
             EpisodeOver: ``environment_error``, with the reason in ``episode.error``: the verifier itself has failed.
         """
+        ...
+
+    def close(self) -> None:
+        """Release what it holds."""
         ...
 
 
@@ -140,9 +145,10 @@ class CommandVerifier:
         if not lines and ended.status in (0, 1):
             return float(ended.status == 0)
         try:
-            if ended.status != 0:
+            reward = float(lines[-1])
+            if ended.status != 0 or not math.isfinite(reward):
                 raise ValueError
-            return float(lines[-1])
+            return reward
         except (ValueError, IndexError):
             raise _failed(episode, f"verifier {self._command[0]} gives no reward: {ended}") from None
 
@@ -155,6 +161,9 @@ class NoVerdict:
 
     async def __call__(self, task: Task, model: Model, episode: Episode, folder: str | None = None) -> float:
         return 0.0
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 class ScoredAgent:

@@ -270,7 +270,8 @@ class VerlAgent:
         return _with_images(messages, row, options.image_key)
 
     async def close(self) -> None:
-        """Nothing of its own is open."""
+        """Release what the verifier holds."""
+        self._verifier.close()
 
 
 def _with_images(messages: Sequence[Message], row: Mapping[str, Any], column: str) -> list[Message]:
