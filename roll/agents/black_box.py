@@ -14,7 +14,7 @@ from roll.agents.agent_options import BlackBoxOptions
 from roll.agents.endpoint import AgentEndpoint
 from roll.agents.episode import EngineFault, Episode, EpisodeOver, Model, Task
 from roll.agents.programs import Exit, ProgramError, filled_command, program_environment, running
-from roll.agents.session import Session, task_body
+from roll.agents.session import Session
 from roll.agents.verifiers import Verifier
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class BlackBoxAgent:
 
     async def _program(self, session: Session, scratch: str) -> Exit | None:
         """The program's end; None for one that was ended because its episode was over."""
-        options, fields = self._options, task_body(session.task)
+        options, fields = self._options, session.task.body
         task_file = Path(scratch) / "task.json"
         task_file.write_text(json.dumps(fields, ensure_ascii=False, default=str), "utf-8")
         url = self._endpoint.url

@@ -1,4 +1,4 @@
-"""Tools of roll's own: Python in the sandbox, search over a local index; and the tools that a configuration names."""
+"""Built-in tools: Python in the sandbox, search over a local index; and the tools that a configuration names."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class SearchIndex:
         self._norms = [_K1 * (1 - _B + _B * length / mean) for length in lengths]
 
     def best(self, query: str, count: int) -> list[int]:
-        """The numbers of the texts with the highest scores above 0, best first; of equal ones the first."""
+        """Indices of the texts with the highest scores above 0, best first; ties in the order of the texts."""
         scores: dict[int, float] = defaultdict(float)
         for term in _terms(query):
             found = self._postings.get(term, ())
@@ -148,7 +148,7 @@ def search_tool(path: str, top_k: int = 3, title_key: str = "title", text_key: s
 
 @functools.cache
 def _read_index(path: str, title_key: str, text_key: str) -> tuple[list[str], SearchIndex]:
-    """Once for all environments and agents of a process."""
+    """The texts and their index, read once per process."""
     texts = []
     try:
         with open(path, encoding="utf-8") as file:
@@ -163,15 +163,15 @@ def _read_index(path: str, title_key: str, text_key: str) -> tuple[list[str], Se
 
 
 KINDS: dict[str, Callable[..., Any]] = {"python": PythonTool, "search": search_tool, "mcp": McpServer}
-"""Name in a configuration to what its options are arguments of."""
+"""Name in a configuration to the class or function whose arguments are its options."""
 
 
 class ToolSet:
     """The tools that a configuration names, opened at first use and shared by all episodes.
 
     Args:
-        specs: each a name (``python``), the dotted path of a function of one's own, or a mapping of one of
-            ``python``, ``search``, ``mcp``, ``function`` to its options.
+        specs: each a name (``python``), the dotted path of a user's function, or a mapping of one of ``python``,
+            ``search``, ``mcp``, ``function`` to its options.
         timeout: seconds of a call.
         max_result: characters of a result.
 
@@ -188,8 +188,7 @@ class ToolSet:
             self._add(*_read_spec(spec))
         self._opening: asyncio.Lock | None = None
         self._box: ToolBox | None = None
-        if len({tool.name for tool in self._tools}) != len(self._tools):
-            ToolBox(self._tools)
+        ToolBox(self._tools)  # refuses two tools with one name
 
     def _add(self, kind: str, options: Any) -> None:
         if kind == "function":
@@ -262,7 +261,7 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
 
 
 def load_function(path: Any, key: str) -> Callable[..., Any]:
-    """The function, or class, at a dotted path.
+    """Import the function or class at a dotted path.
 
     Raises:
         ToolError: there is none; the message begins with ``key``.

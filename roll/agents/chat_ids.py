@@ -9,6 +9,7 @@ conversation with a marker in place of every response, so no template is known h
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ class Bridge:
     """The first of ``token_ids`` where the template ends a turn with a token; not repeated behind a response that was
     sampled up to its end."""
     moved: str | None = None
-    """Where the template renders earlier turns otherwise than before: the first text that differs."""
+    """The first text that differs, where the template renders earlier turns differently than before."""
     only_thoughts: bool = False
     """The difference is thinking of earlier responses, which the template drops."""
 
@@ -130,36 +131,31 @@ class ChatTemplate:
         messages = self._as_text(messages)
         if not any(message.get("tool_calls") for message in messages):
             return self._render(messages, generation_prompt)
-        forms = (False, True) if self._json_arguments is None else (self._json_arguments,)
-        for as_json in forms:
+        if self._json_arguments is None:
             try:
-                text = self._render(_with_arguments(messages, as_json), generation_prompt)
+                text = self._render(messages, generation_prompt)
+                self._json_arguments = False
             except TemplateError:
-                if as_json is forms[-1]:
-                    raise
-                continue
-            self._json_arguments = as_json
+                text = self._render(_with_json_arguments(messages), generation_prompt)
+                self._json_arguments = True
             return text
-        raise AssertionError("unreachable: the last form raises")
+        return self._render(_with_json_arguments(messages) if self._json_arguments else messages, generation_prompt)
 
     def _render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         import jinja2
 
         try:
-            return self._rendered(messages, generation_prompt)
+            rendered: Any = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=self._tools,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self._arguments,
+            )
+            return str(rendered)
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise TemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
-
-    def _rendered(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        rendered: Any = self._tokenizer.apply_chat_template(
-            list(messages),
-            tools=self._tools,
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-            **self._arguments,
-        )
-        return str(rendered)
 
     def bridge(self, history: Sequence[Message], new: Sequence[Message]) -> Bridge:
         """The ids between the last response of ``history`` and the generation prompt behind ``new``.
@@ -174,10 +170,8 @@ class ChatTemplate:
         assert history and history[-1]["role"] == "assistant"
         assert new and all(message["role"] != "assistant" for message in new)
         new = self._as_text(new)
-        whole = self._with_markers([*history, *new])
-        marker = _MARKER.format(len(history) - 1)
-        text = self.render(whole)
-        _, found, tail = text.rpartition(marker)
+        text = self.render(self._with_markers([*history, *new]))
+        _, found, tail = text.rpartition(_MARKER.format(len(history) - 1))
         if not found:
             raise TemplateError("the chat template leaves out the response that the new messages answer")
         starts = [(tail.find(end), end) for end in self._ends if end in tail]
@@ -186,9 +180,8 @@ class ChatTemplate:
         for message in new:
             self._assert_shown(message, tail)
         earlier = self._with_markers(history[:-1])
-        begun, bare = self.render(earlier), self.render(earlier, generation_prompt=False)
         # What both renderings begin with is the messages; templates may end a conversation with a token of its own.
-        shown = _common_beginning(begun, bare)
+        shown = common_prefix([self.render(earlier), self.render(earlier, generation_prompt=False)])
         moved = None if text.startswith(shown) else _difference(shown, text)
         only_thoughts = moved is not None and without_thoughts(text).startswith(without_thoughts(shown))
         return Bridge(ids, None if end is None else self._ends[end], moved, only_thoughts)
@@ -197,20 +190,20 @@ class ChatTemplate:
         """``prompt_ids``, the sampled ``response`` and the bridge as the ids of the next prompt.
 
         A response that ends with any end token is followed by what comes behind the template's: a model may be trained
-        to end a turn otherwise than its template writes history.  One that was cut short gets the template's.
+        to end a turn differently than its template writes history. One that was cut short gets the template's.
         """
         ended = bool(response) and response[-1] in self.end_tokens and bridge.end_token is not None
         return [*prompt_ids, *response, *(bridge.token_ids[1:] if ended else bridge.token_ids)]
 
-    def drops_thoughts(self, asked: Sequence[Message], response: Message, new: Sequence[Message]) -> bool:
-        """The template renders ``response`` otherwise once ``new`` stands behind it: without its thinking.
+    def drops_thoughts(self, prompt: Sequence[Message], response: Message, new: Sequence[Message]) -> bool:
+        """True where the template renders ``response`` without its thinking once ``new`` follows it.
 
         Responses stand as they were sampled, thinking included, so what is compared are the texts in which the
         response is the last message and in which it is not.
         """
         try:
-            alone = self.render([*asked, response], generation_prompt=False)
-            followed = self.render([*asked, response, *new])
+            alone = self.render([*prompt, response], generation_prompt=False)
+            followed = self.render([*prompt, response, *new])
         except TemplateError:
             return True
         text = str(response.get("content") or "")
@@ -234,39 +227,31 @@ class ChatTemplate:
                 marked.append(message)
                 continue
             marker = _MARKER.format(index)
+            results = itertools.takewhile(lambda one: one["role"] == "tool", messages[index + 1 :])
+            calls = [
+                {
+                    "id": str(result.get("tool_call_id", f"call{number:05d}")),
+                    "type": "function",
+                    "function": {"name": str(result.get("name", "tool")), "arguments": {"value": marker}},
+                }
+                for number, result in enumerate(results)
+            ]
             response: Message = {"role": "assistant", "content": marker}
-            calls: list[Message] = []
-            for follower in messages[index + 1 :]:
-                if follower["role"] != "tool":
-                    break
-                calls.append(_call(follower, len(calls), marker))
-            if calls:
-                response["tool_calls"] = calls
-            marked.append(response)
+            marked.append(response | {"tool_calls": calls} if calls else response)
         return marked
 
 
-def _call(tool_message: Message, index: int, marker: str) -> Message:
-    name = str(tool_message.get("name", "tool"))
-    identifier = str(tool_message.get("tool_call_id", f"call{index:05d}"))
-    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": {"value": marker}}}
-
-
-def _with_arguments(messages: Sequence[Message], as_json: bool) -> list[Message]:
-    if not as_json:
-        return list(messages)
+def _with_json_arguments(messages: Sequence[Message]) -> list[Message]:
+    """``messages`` with the arguments of tool calls as JSON texts."""
     rendered = []
     for message in messages:
-        calls = [
-            one | {"function": one["function"] | {"arguments": _as_json(one["function"]["arguments"])}}
-            for one in message.get("tool_calls") or ()
-        ]
+        calls = []
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"]["arguments"]
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            calls.append(call | {"function": call["function"] | {"arguments": text}})
         rendered.append(message | {"tool_calls": calls} if calls else message)
     return rendered
-
-
-def _as_json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def without_thoughts(text: str) -> str:
@@ -274,19 +259,21 @@ def without_thoughts(text: str) -> str:
     return _THOUGHTS.sub("", text)
 
 
-def _common_beginning(one: str, other: str) -> str:
-    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return one[:length]
+def common_prefix(texts: Sequence[str]) -> str:
+    """The longest text that all of ``texts`` begin with."""
+    first, last = min(texts), max(texts)
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return first[:length]
 
 
 def _difference(earlier: str, later: str) -> str:
     """The first text of ``earlier`` that ``later`` does not continue with, shortened."""
-    at = len(_common_beginning(earlier, later))
+    at = len(common_prefix([earlier, later]))
     return earlier[max(0, at - 20) : at + 40]
 
 
 Thinking = Literal["keep", "new_sample"]
-"""Where a template drops the thinking of earlier turns: keep its ids all the same, or begin a new sample there."""
+"""Where a template drops the thinking of earlier turns: keep its ids anyway, or start a new sample there."""
 
 _PROBES: dict[str, tuple[list[str], list[str]]] = {
     "user": (["user", "assistant"], ["user"]),
@@ -314,7 +301,7 @@ class Boundaries:
 
 
 def probe_boundaries(template: ChatTemplate) -> Boundaries:
-    """Render one conversation for every kind of boundary."""
+    """Render one conversation for each kind of boundary."""
     appended, dropping, moving, refused = [], [], {}, {}
     for name, (before, behind) in _PROBES.items():
         messages = [_probe(role, index) for index, role in enumerate([*before, *behind])]

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from roll.agents.chat_ids import TemplateError
-from roll.agents.session import Refusal, Session, episode_over, task_body
+from roll.agents.session import Refusal, Session, episode_over
 from roll.agents.wire_chat import Reply, chat_body, chat_events, read_chat_request
 from roll.agents.wire_messages import messages_body, messages_events, read_messages_request
 from roll.agents.wire_responses import read_responses_request, responses_body, responses_events
@@ -47,10 +47,10 @@ class AgentEndpoint:
     """Serves the model of every open session to whoever has its key.
 
     Args:
-        host: address to listen on; other hosts than this one reach it only where it is none of the loopback's.
+        host: address to listen on; other hosts reach it only where it is not a loopback address.
         port: 0: a free one.
-        worker_key: what agents that are started elsewhere send for ``POST /episodes``; empty: none may.
-        public_url: address under which they reach it; empty: the one that it listens on.
+        worker_key: key that agents from elsewhere send with ``POST /episodes``; empty: they are refused.
+        public_url: address under which they reach the endpoint; empty: the one that it listens on.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, worker_key: str = "", public_url: str = "") -> None:
@@ -100,7 +100,7 @@ class AgentEndpoint:
         self._sessions[name] = session
 
     def retire(self, session: Session) -> None:
-        """Answer to the key no more; who still comes with it learns that the episode has ended."""
+        """End a session: whoever still sends its key is told that the episode has ended."""
         session.close()
         name = _public_part(session.key)
         if self._sessions.pop(name, None) is not None:
@@ -131,7 +131,7 @@ class AgentEndpoint:
         return unfinished, has_taken
 
     def offer(self, session: Session) -> None:
-        """Let whoever asks for an episode have ``session``."""
+        """Queue ``session`` for agents that ask for an episode."""
         with self._lock:
             self._waiting.append(session)
 
@@ -187,16 +187,17 @@ class AgentEndpoint:
         return handle
 
     def _session_of(self, request: Request) -> Session:
-        """
+        """The session that a request's key opens.
+
         Raises:
-            Refusal: 410 for the key of an episode that has ended, 401 for any other that is none.
+            Refusal: 410 for the key of an episode that has ended, 401 for any other wrong key.
         """
-        given = _given_key(request)
-        name = _public_part(given)
+        key = _key_of(request)
+        name = _public_part(key)
         session = self._sessions.get(name)
-        if session is not None and hmac.compare_digest(given.encode(), session.key.encode()):
+        if session is not None and hmac.compare_digest(key.encode(), session.key.encode()):
             return session
-        if hmac.compare_digest(self._retired.get(name, b""), _digest(given)):
+        if hmac.compare_digest(self._retired.get(name, b""), _digest(key)):
             raise episode_over()
         raise Refusal(401, "the API key is missing or wrong", "authentication_error", "invalid_api_key")
 
@@ -206,39 +207,31 @@ class AgentEndpoint:
         return JSONResponse({"object": "list", "data": models})
 
     async def _task(self, request: Request, session: Session) -> Response:
-        return JSONResponse(task_body(session.task))
+        return JSONResponse(session.task.body)
 
     async def _chat(self, request: Request, session: Session) -> Response:
-        asked = read_chat_request(await read_json(request))
-        reply = await _while_connected(request, session, session.answer(asked))
-        if reply is None:
-            return Response(status_code=CLIENT_HAS_GONE)
-        if asked.stream:
-            return _events(chat_events(reply, asked.include_usage))
-        return JSONResponse(chat_body(reply))
+        call = read_chat_request(await read_json(request))
+        reply = await _while_connected(request, session, session.answer(call))
+        return _events(chat_events(reply, call.include_usage)) if call.stream else JSONResponse(chat_body(reply))
 
     async def _responses(self, request: Request, session: Session) -> Response:
-        asked = read_responses_request(await read_json(request), session.responses)
-        reply = await _while_connected(request, session, session.answer(asked))
-        if reply is None:
-            return Response(status_code=CLIENT_HAS_GONE)
-        body = responses_body(reply, asked)
-        session.responses[body["id"]] = [*asked.messages[asked.own_messages :], reply.message]
-        return _events(responses_events(body)) if asked.stream else JSONResponse(body)
+        call = read_responses_request(await read_json(request), session.responses)
+        reply = await _while_connected(request, session, session.answer(call))
+        body = responses_body(reply, call)
+        session.responses[body["id"]] = [*call.messages[call.own_messages :], reply.message]
+        return _events(responses_events(body)) if call.stream else JSONResponse(body)
 
     async def _messages(self, request: Request, session: Session) -> Response:
-        asked = read_messages_request(await read_json(request))
-        reply = await _while_connected(request, session, session.answer(asked))
-        if reply is None:
-            return Response(status_code=CLIENT_HAS_GONE)
-        body = messages_body(reply, asked.stops[0] if len(asked.stops) == 1 else None)
-        return _events(messages_events(reply, body)) if asked.stream else JSONResponse(body)
+        call = read_messages_request(await read_json(request))
+        reply = await _while_connected(request, session, session.answer(call))
+        body = messages_body(reply, call.stops[0] if len(call.stops) == 1 else None)
+        return _events(messages_events(reply, body)) if call.stream else JSONResponse(body)
 
     async def _count_tokens(self, request: Request, session: Session) -> Response:
-        asked = read_messages_request(await read_json(request), counting=True)
+        call = read_messages_request(await read_json(request), counting=True)
 
         async def count() -> int:
-            return session.model.count_tokens(asked.messages, asked.tools)
+            return session.model.conversations.count_tokens(call.messages, call.tools)
 
         try:
             return JSONResponse({"input_tokens": await _on_loop(session, count())})
@@ -262,19 +255,19 @@ class AgentEndpoint:
 
     async def _episodes(self, request: Request) -> Response:
         """Give an agent from elsewhere the episode that waits longest: its key, address and task; 204 without one."""
-        given = _given_key(request)
-        name = _public_part(given)
-        if not hmac.compare_digest(self._workers.get(name, b""), _digest(given)):
+        key = _key_of(request)
+        name = _public_part(key)
+        if not hmac.compare_digest(self._workers.get(name, b""), _digest(key)):
             name = ""
-        known = self._worker_key and hmac.compare_digest(given.encode(), self._worker_key.encode())
-        if not name and not known:
+        from_elsewhere = self._worker_key and hmac.compare_digest(key.encode(), self._worker_key.encode())
+        if not name and not from_elsewhere:
             return _error(request, Refusal(401, "the worker's key is missing or wrong", "authentication_error"))
         until = time.monotonic() + min(_MAX_WAIT, _seconds(request.query_params.get("wait", "0")))
         while not await request.is_disconnected():
             session = self._take(name)
             if session is not None:
                 session.loop.call_soon_threadsafe(session.begin)
-                return JSONResponse({"key": session.key, "base_url": self.url, "task": task_body(session.task)})
+                return JSONResponse({"key": session.key, "base_url": self.url, "task": session.task.body})
             if time.monotonic() >= until:
                 break
             await asyncio.sleep(DISCONNECT_POLL_SECONDS)
@@ -297,7 +290,7 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def _given_key(request: Request) -> str:
+def _key_of(request: Request) -> str:
     """OpenAI's clients send a bearer token, Anthropic's ``x-api-key`` or the same."""
     return request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
 
@@ -350,14 +343,18 @@ def _is_cancelling() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def _while_connected(request: Request, session: Session, call: Coroutine[Any, Any, Reply]) -> Reply | None:
-    """The reply; None where the client has disconnected, whose call is then dropped."""
+async def _while_connected(request: Request, session: Session, call: Coroutine[Any, Any, Reply]) -> Reply:
+    """Make a call and return its reply.
+
+    Raises:
+        ClientDisconnect: the client has gone; the call is dropped.
+    """
     task = asyncio.create_task(_on_loop(session, call))
     try:
         while not task.done():
             await asyncio.wait([task], timeout=DISCONNECT_POLL_SECONDS)
             if not task.done() and await request.is_disconnected():
-                return None
+                raise ClientDisconnect
         return task.result()
     finally:
         task.cancel()

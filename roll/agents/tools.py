@@ -1,4 +1,4 @@
-"""Tools that a policy calls: plain functions and MCP servers, checked arguments, deadlines, results as text."""
+"""Tools that a policy calls: functions and MCP servers, with checked arguments, deadlines and results as text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from roll.agents.programs import program_environment
 from roll.agents.tool_calls import ToolCall
 from roll.environments.off_loop import call_off_loop
 
-_MAX_RESULT = 20_000
-"""Characters of a result that a conversation gets by default."""
-
 
 class ToolError(ValueError):
-    """Tools that cannot be offered: two of one name, a function without type hints, a server that does not answer."""
+    """Tools that cannot be offered: two with one name, a function without type hints, a server that does not answer."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class ToolResult:
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
-    """The tool of a function: its schema from type hints and a docstring in Google's style.
+    """Build the tool of a function, with a schema from its type hints and its docstring in Google's style.
 
     Raises:
         ToolError: an argument without a type hint or a description.
@@ -82,7 +79,7 @@ class ToolBox:
         ToolError: two tools of one name.
     """
 
-    def __init__(self, tools: Sequence[Tool], timeout: float = 30.0, max_result: int = _MAX_RESULT) -> None:
+    def __init__(self, tools: Sequence[Tool], timeout: float = 30.0, max_result: int = 20_000) -> None:
         self._tools = {tool.name: tool for tool in tools}
         if len(self._tools) != len(tools):
             names = sorted(name for name in self._tools if sum(tool.name == name for tool in tools) > 1)
@@ -98,10 +95,10 @@ class ToolBox:
         return list(await asyncio.gather(*map(self.call, calls)))
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Make one call; whatever goes wrong is a result that the policy reads.
+        """Make one call; errors become results that the policy reads.
 
         Raises:
-            ToolError: a server is lost, and cannot be started again.
+            ToolError: a server is lost and cannot be restarted.
         """
         tool = self._tools.get(call.name)
         if tool is None:
@@ -117,9 +114,9 @@ class ToolBox:
             raise
         except Exception as error:
             return ToolResult(f"Error: {type(error).__name__}: {error}"[: self._max_result], True)
-        if isinstance(value, ToolResult):
-            return ToolResult(_shortened(value.text, self._max_result), value.failed)
-        return ToolResult(_shortened(_shown(value), self._max_result))
+        if not isinstance(value, ToolResult):
+            value = ToolResult(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+        return replace(value, text=_shortened(value.text, self._max_result))
 
 
 def tool_messages(calls: Sequence[ToolCall], identities: Sequence[str], results: Sequence[ToolResult]) -> list[Message]:
@@ -217,11 +214,10 @@ class McpServer:
 
 
 class HeldMcpServer:
-    """An MCP server that many episodes use: open from the first call on, in a task of its own, and started again where
-    it was lost.
+    """An MCP server that many episodes share: started at first use, in a task of its own, and restarted when lost.
 
     Args:
-        make: a new :class:`McpServer` for every start.
+        make: returns a new :class:`McpServer` for every start.
     """
 
     def __init__(self, make: Callable[[], McpServer]) -> None:
@@ -240,10 +236,10 @@ class HeldMcpServer:
         return [replace(tool, function=_McpCall(self, tool.name)) for tool in session.tools.values()]
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Make a call; once more, to a new server, where the connection is lost.
+        """Make a call; where the connection is lost, restart the server and repeat it.
 
         Raises:
-            ToolError: the server cannot be started again.
+            ToolError: the server cannot be restarted.
         """
         session = await self._open()
         try:
@@ -258,7 +254,7 @@ class HeldMcpServer:
         return await (await self._open()).call(name, arguments)
 
     async def close(self) -> None:
-        """End the server, for good."""
+        """End the server for good."""
         async with self._lock:
             self._closed = True
             if self._session is not None:
@@ -278,7 +274,7 @@ class HeldMcpServer:
 
 
 class _McpSession:
-    """A server from its start to its end, both in one task: MCP's client demands it."""
+    """One run of a server: started and ended in the same task, as MCP's client requires."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
@@ -311,25 +307,25 @@ class _McpSession:
                 opened.set_result(None)
                 await self._leave.wait()
         except Exception as error:
-            # Of a server that is lost, what its end raises says nothing more.
+            # Errors at the end of a lost server add nothing.
             if not opened.done():
                 opened.set_exception(error)
 
 
 def _is_lost(error: Exception) -> bool:
-    """The connection is gone; any other error is the call's own."""
+    """True where the connection is gone; any other error is one of the call."""
     from mcp.shared.exceptions import MCPError
 
     return error.code == _CONNECTION_CLOSED if isinstance(error, MCPError) else True
 
 
 _CONNECTION_CLOSED = -32000
-"""MCP's code for it."""
+"""MCP's error code for a closed connection."""
 
 
 @dataclass(frozen=True)
 class _McpCall:
-    """The function of a server's tool, which checks its arguments itself."""
+    """The function of a server's tool; the server checks the arguments itself."""
 
     server: McpServer | HeldMcpServer
     name: str
@@ -340,14 +336,14 @@ class _McpCall:
 
 @functools.lru_cache(maxsize=1024)
 def _validator(schema: str) -> Any:
-    """Of a JSON schema, as a text."""
+    """The validator of a JSON schema, given as text."""
     import jsonschema
 
     return jsonschema.Draft202012Validator(json.loads(schema))
 
 
 def _argument_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
-    """The first way in which arguments break the tool's schema."""
+    """The most relevant violation of the tool's schema."""
     import jsonschema
 
     validator = _validator(json.dumps(tool.parameters))
@@ -359,10 +355,6 @@ def _argument_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
     if unknown and tool.parameters.get("additionalProperties") is not True and not isinstance(tool.function, _McpCall):
         return f"{tool.name} has no argument {', '.join(sorted(unknown))}"
     return None
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _shortened(text: str, limit: int) -> str:

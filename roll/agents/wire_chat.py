@@ -15,10 +15,9 @@ from typing import Any
 from roll.agents.chat_ids import Message
 from roll.agents.episode import Response
 from roll.serving.requests import CHAT, NO_LIMIT, BadRequest, Fields, read_message
-from roll.strategies.engines.requests import SamplingParams, visible_text
+from roll.strategies.engines.requests import SamplingParams, check_sampling_params, visible_text
 
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-STOPS = ("stop", "stop_sequences")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 """Change the distribution that tokens are drawn from, which is the run's: it is what the policy is trained under."""
 HINTS = frozenset({"prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "verbosity"})
@@ -62,7 +61,7 @@ class ChatRequest:
     must_call: tuple[str, ...] = ()
     """Tools of which the response must call one."""
     tool_choice: Any = "auto"
-    """As it was asked for, which OpenAI's Responses repeat."""
+    """As in the request; OpenAI's Responses repeat it."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def read_chat_request(body: Any) -> ChatRequest:
     return ChatRequest(
         messages=named_tools([_plain(read_message(message, tools=True, images=True)) for message in messages]),
         tools=tools,
-        **asked_options(fields, shared["params"]),
+        **sampling_options(fields, shared["params"]),
         model=fields.model,
         stream=shared["stream"],
         include_usage=shared["include_usage"],
@@ -140,8 +139,22 @@ def refuse_unavailable(body: Any, neutral: Mapping[str, Collection[Any]]) -> Non
             raise BadRequest(f"{name}: is not available in an episode", name)
 
 
-def asked_options(fields: Fields, params: SamplingParams) -> dict[str, Any]:
-    """Those arguments of :class:`ChatRequest` that say how a response is sampled."""
+def sampling_params(**params: Any) -> SamplingParams:
+    """Checked sampling parameters.
+
+    Raises:
+        BadRequest: one is out of range.
+    """
+    checked = SamplingParams(**params)
+    try:
+        check_sampling_params(checked, "request")
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+    return checked
+
+
+def sampling_options(fields: Fields, params: SamplingParams) -> dict[str, Any]:
+    """The arguments of :class:`ChatRequest` that say how a response is sampled."""
     limited = any(fields.given(name) for name in LIMITS)
     return {
         "max_tokens": params.max_new_tokens if limited else None,
@@ -151,7 +164,7 @@ def asked_options(fields: Fields, params: SamplingParams) -> dict[str, Any]:
 
 
 def read_tool_choice(choice: Any, tools: Sequence[Message]) -> dict[str, Any]:
-    """Those arguments of :class:`ChatRequest` that say whether a tool is called: of OpenAI's interfaces.
+    """The arguments of :class:`ChatRequest` that say whether a tool is called, from OpenAI's ``tool_choice``.
 
     Raises:
         BadRequest: no such choice, or one that the offered tools do not allow.
@@ -164,8 +177,8 @@ def read_tool_choice(choice: Any, tools: Sequence[Message]) -> dict[str, Any]:
         allowed = choice.get("allowed_tools", choice)
         if not isinstance(allowed, Mapping) or allowed.get("mode") != "required":
             raise BadRequest("tool_choice: allowed_tools is available with mode required", "tool_choice")
-        given = allowed.get("tools")
-        named = [one.get("function", one) if isinstance(one, Mapping) else one for one in given or [None]]
+        tools_given = allowed.get("tools") or [None]
+        named = [one.get("function", one) if isinstance(one, Mapping) else one for one in tools_given]
     elif choice not in _TOOL_CHOICES:
         raise BadRequest(f"tool_choice: must be one of {', '.join(_TOOL_CHOICES)} or name a function", "tool_choice")
     names = [one.get("name") if isinstance(one, Mapping) else one for one in named]
@@ -241,7 +254,7 @@ def chat_body(reply: Reply) -> dict[str, Any]:
 
 
 def chat_events(reply: Reply, include_usage: bool) -> Iterator[bytes]:
-    """The same as a stream."""
+    """A chat completion as a stream."""
     head = _head(reply, "chat.completion.chunk")
 
     def chunk(delta: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
@@ -292,12 +305,8 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _usage(reply: Reply) -> dict[str, int]:
-    total = reply.prompt_tokens + reply.completion_tokens
-    return {
-        "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": reply.completion_tokens,
-        "total_tokens": total,
-    }
+    prompt, completion = reply.prompt_tokens, reply.completion_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def joined_texts(parts: Any, kinds: Sequence[str], field_name: str) -> str:

@@ -10,7 +10,6 @@ from roll.agents.chat_ids import Message
 from roll.agents.wire_chat import (
     ChatRequest,
     Reply,
-    asked_options,
     demanded_tools,
     event,
     identifier,
@@ -18,10 +17,12 @@ from roll.agents.wire_chat import (
     named_tools,
     pieces,
     refuse_unavailable,
+    sampling_options,
+    sampling_params,
     tool_schema,
 )
 from roll.serving.requests import MAX_STOP_LENGTH, MAX_STOPS, BadRequest, Fields
-from roll.strategies.engines.requests import SamplingParams, check_sampling_params
+from roll.strategies.engines.requests import SamplingParams
 
 _KNOWN = (
     *("max_tokens", "messages", "model", "stop_sequences", "stream", "system", "temperature", "tool_choice", "tools"),
@@ -64,7 +65,7 @@ def read_messages_request(body: Any, counting: bool = False) -> ChatRequest:
     return ChatRequest(
         messages=named_tools(messages),
         tools=tools,
-        **asked_options(fields, _params(fields)),
+        **sampling_options(fields, _params(fields)),
         model=fields.model,
         stream=fields.get("stream", bool, False),
         **_read_choice(fields.get("tool_choice", dict, {"type": "auto"}), tools),
@@ -76,18 +77,13 @@ def _params(fields: Fields) -> SamplingParams:
     if len(stops) > MAX_STOPS or not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in stops):
         rule = f"at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters"
         raise BadRequest(f"stop_sequences: must be {rule}", "stop_sequences")
-    params = SamplingParams(
+    return sampling_params(
         max_new_tokens=fields.get("max_tokens", int, 1),
         temperature=float(fields.get("temperature", (int, float), 1.0)),
         top_p=float(fields.get("top_p", (int, float), 1.0)),
         top_k=fields.get("top_k", int, -1),
         stop_strings=tuple(stops),
     )
-    try:
-        check_sampling_params(params, "request")
-    except ValueError as error:
-        raise BadRequest(str(error)) from error
-    return params
 
 
 def _read_choice(choice: Mapping[str, Any], tools: list[Message]) -> dict[str, Any]:
@@ -161,7 +157,7 @@ def messages_body(reply: Reply, stop_sequence: str | None = None) -> dict[str, A
 
 
 def messages_events(reply: Reply, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """The same as a stream of events."""
+    """A message as a stream of events."""
 
     def typed(kind: str, **fields: Any) -> bytes:
         return event({"type": kind, **fields}, kind)

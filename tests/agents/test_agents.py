@@ -19,9 +19,9 @@ import pytest
 from roll.agents.agent_options import AgentOptionError
 from roll.agents.built_in_tools import SearchIndex, ToolSet
 from roll.agents.chat_ids import ChatTemplate
-from roll.agents.doors import check_agent, make_agent
 from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Task
 from roll.agents.programs import ProgramError, program_environment
+from roll.agents.registry import check_agent, make_agent
 from roll.agents.tool_calls import ToolCall
 from roll.agents.tools import ToolError
 from roll.agents.verifiers import RewardVerifier

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from roll.agents.text_tools import SearchText, TextTools, WrapperOptions, text_tool
+from roll.agents.agent_options import ToolWrapperArguments
+from roll.agents.text_tools import SearchText, TextTools, text_tool
 from roll.agents.tools import ToolError
 from roll.environments.base import Environment
-from roll.environments.checking import check_environment
+from roll.environments.command import check_environment
 from roll.environments.games import GuessNumber
 from roll.environments.registry import EnvironmentOptionError, make_environment
 
@@ -69,7 +70,7 @@ class Waits(GuessNumber):
 
 
 def test_methods_that_may_wait_are_called_off_the_loop_within_tools() -> None:
-    played(TextTools([], WrapperOptions()).around(Waits), "1")
+    played(TextTools([], ToolWrapperArguments()).around(Waits), "1")
     assert Waits.threads and get_ident() not in Waits.threads
 
 
@@ -83,7 +84,7 @@ def reverse(text: str) -> str:
 
 
 def test_a_wrapped_environment(questions: str) -> None:
-    tools = TextTools([text_tool(f"{__name__}.reverse", {})], WrapperOptions(0.1, 0.5, 2))
+    tools = TextTools([text_tool(f"{__name__}.reverse", {})], ToolWrapperArguments(0.1, 0.5, 2))
     wrapped = tools.around(lambda: make_environment("roll_math", {"dataset_name": questions}))
     call = '<tool_call>{"name": "reverse", "arguments": {"text": "abc"}}</tool_call>'
     begin, _ = played(wrapped)[0]

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import ceil
-from typing import Any, Literal
+from typing import Any
 
-from roll.agents.agent_options import asks_the_run
+from roll.agents.agent_options import Context, asks_the_run
 from roll.config.model_files import model_number
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.plan import RunAhead
@@ -21,7 +21,7 @@ from roll.config.rewards import judge_length
 from roll.config.roles import GeneratingArguments, WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import generation_strategies, with_engine_size
-from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, EnvManagerConfig
+from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, EnvManagerConfig, Samples
 from roll.pipelines.policy import (
     PolicyPlan,
     policy_plan,
@@ -34,9 +34,6 @@ from roll.pipelines.teachers import finished_teacher
 
 REWARD = "reward"
 """The role that judges episodes."""
-
-Context = Literal["append", "observation", "last", "own", "response"]
-Samples = Literal["trajectory", "step"]
 
 
 @dataclass(frozen=True)

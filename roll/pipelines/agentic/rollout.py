@@ -16,7 +16,14 @@ from roll.environments.off_loop import EnvironmentProcesses
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
 from roll.pipelines.agentic.metrics import dumped_episodes, episode_metrics, token_checks
 from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan
-from roll.pipelines.agentic.players import TaskSource, build_players, fitting_rows, read_data, tags_in_order
+from roll.pipelines.agentic.players import (
+    TaskSource,
+    build_players,
+    close_agents,
+    fitting_rows,
+    read_data,
+    tags_in_order,
+)
 from roll.pipelines.agentic.preflight import own_group_filter
 from roll.pipelines.engine_rollout import EngineRollout, RunsAhead
 from roll.pipelines.files import pad_token_id
@@ -50,9 +57,9 @@ class EpisodeData:
     tasks: TaskSource
     validation_tasks: TaskSource | None
     processes: list[EnvironmentProcesses]
-    """Of environments that do not live in the driver."""
+    """Processes of environments that do not live in the driver."""
     shared: list[Any]
-    """Agents without an environment, and tools around environments."""
+    """Agents without an environment, tools around environments and their verifiers."""
 
 
 def load_episode_data(
@@ -61,10 +68,10 @@ def load_episode_data(
     tokenizer: PreTrainedTokenizerBase,
     judge: Mapping[str, str] | None = None,
 ) -> EpisodeData:
-    """Environments, agents, chat templates and data sets.
+    """Build environments and agents, and read chat templates and data sets.
 
     Args:
-        judge: where verifiers find the role ``reward``.
+        judge: address and key of the role ``reward``, for verifiers.
 
     Raises:
         DataError: a file that cannot be read.
@@ -96,7 +103,7 @@ class EpisodeValidation:
 
 
 class EpisodeRollout(EngineRollout[EpisodeValidation]):
-    """Draws tasks and has groups of episodes work on them; the draws are counted, and seeds depend on their number."""
+    """Draws tasks and plays groups of episodes on them; seeds depend on the number of tasks drawn so far."""
 
     def __init__(self, config: AgenticConfig, plan: AgenticPlan, clusters: Clusters, data: EpisodeData) -> None:
         super().__init__(config, plan, clusters.actor_infer, SLICE_SECONDS, router="EnvAffinityRouter")
@@ -125,7 +132,7 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         sampled = float(batch.batch["response_mask"].sum())
         given = float(batch.batch["attention_mask"].sum()) - sampled
         metrics |= self._size_metrics(len(batch), sampled, given) | self._loss_metrics()
-        metrics |= episode_metrics(groups) | token_checks(batch, groups) | self._what_became() | self._prefix_hits()
+        metrics |= episode_metrics(groups) | token_checks(batch, groups) | self._flow_metrics() | self._prefix_hits()
         templates = {tag: player.template for tag, player in self._data.players.items()}
         self.notes = partial(episode_notes, groups)
         return batch, partial(dumped_episodes, groups, templates, self._plan.dump_dir), metrics
@@ -147,48 +154,38 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
             "scheduler/aborted_query_count": Mean(result.num_aborted),
         }
 
-    def _what_became(self) -> Metrics:
-        """Episodes since the last step, by what became of them."""
+    def _flow_metrics(self) -> Metrics:
+        """Episodes since the last step by their end, quarantined samples, and processes that died."""
         before, now = self._counts_before, dict(self._flow.counts)
         self._counts_before = now
-        names = ("ended", "retried", "cancelled")
-        deaths = sum(one.num_deaths for one in self._data.processes)
         metrics: Metrics = {
-            f"scheduler/episodes_{name}": Mean(now.get(name, 0) - before.get(name, 0)) for name in names
+            f"scheduler/episodes_{name}": Mean(now.get(name, 0) - before.get(name, 0))
+            for name in ("ended", "retried", "cancelled")
         }
-        quarantined = self._flow.quarantine.num_samples
-        if quarantined:
+        if quarantined := self._flow.quarantine.num_samples:
             metrics["scheduler/set_aside_samples"] = Mean(quarantined)
-        return metrics | {"env/process_deaths": Mean(deaths)}
+        return metrics | {"env/process_deaths": Mean(sum(one.num_deaths for one in self._data.processes))}
 
     def _prefix_hits(self) -> Metrics:
-        """Share of the prompts' tokens since the last step that engines had in a prefix cache, where they count it."""
-        asked = self._engines.prompt_tokens - self._prompts_before[0]
+        """Share of the prompts' tokens since the last step that came from a prefix cache, where engines count it."""
+        sent = self._engines.prompt_tokens - self._prompts_before[0]
         reused = self._engines.reused_tokens - self._prompts_before[1]
         self._prompts_before = self._engines.prompt_tokens, self._engines.reused_tokens
-        return {"engine/prefix_hit": Mean(float(reused), asked)} if asked else {}
+        return {"engine/prefix_hit": Mean(float(reused), sent)} if sent else {}
 
     def close(self) -> None:
-        self.driver.run(self._close_agents())
+        self.driver.run(close_agents(self._data.shared))
         super().close()
         for processes in self._data.processes:
             processes.close()
 
-    async def _close_agents(self) -> None:
-        """End what agents have started: servers of tools, sandboxes, their endpoint."""
-        for one in self._data.shared:
-            close = getattr(one, "close", None)
-            ending = close() if close is not None else None
-            if ending is not None:
-                await ending
-
     def validation(self) -> Coroutine[Any, Any, EpisodeValidation]:
-        """The same tasks each time, sampled from the same seeds: two validations differ by the policy alone."""
+        """Play the same tasks with the same seeds each time: two validations differ by the policy alone."""
         manager = self._plan.validation
         assert manager is not None and self._data.validation_tasks is not None
-        return self._validated(manager, self._data.validation_tasks)
+        return self._validate(manager, self._data.validation_tasks)
 
-    async def _validated(self, manager: ManagerPlan, tasks: TaskSource) -> EpisodeValidation:
+    async def _validate(self, manager: ManagerPlan, tasks: TaskSource) -> EpisodeValidation:
         began = time.perf_counter()
         numbers = iter(range(manager.groups))
         flow = EpisodeFlow(
@@ -202,7 +199,7 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         return EpisodeValidation(result.groups, time.perf_counter() - began)
 
     def validation_table(self, groups: Sequence[EpisodeGroup]) -> SampleTable:
-        """The episodes of a validation, for people."""
+        """The episodes of a validation as rows of the sample table."""
         templates = {tag: player.template for tag, player in self._data.validation_players.items()}
         return dumped_episodes(groups, templates, self._plan.dump_dir)
 
@@ -214,7 +211,7 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
 
 
 class AsyncEpisodeRollout(RunsAhead[EpisodeValidation, EpisodeGroup], EpisodeRollout):
-    """As :class:`EpisodeRollout`, ahead of training by up to ``async_generation_ratio`` steps."""
+    """Like :class:`EpisodeRollout`, but runs ahead of training by up to ``async_generation_ratio`` steps."""
 
     _filtered_key = "scheduler/group_filter_count"
 
@@ -255,12 +252,13 @@ def _settings(manager: ManagerPlan, name: str, roles: Collection[str] = ()) -> E
 
 
 def group_filter(section: EnvManagerConfig, roles: Collection[str] = ()) -> Callable[[EpisodeGroup], bool]:
-    """``group_filter_config`` and ``group_filter_cls`` together: true for groups that both keep.
+    """Combine ``group_filter_config`` and ``group_filter_cls``: true for groups that both keep.
 
-    Where episodes have several roles, a group is kept for any that is trained: what opponents earn may sum to nothing.
+    Where episodes have several roles, a group is kept if the scores of any trained role are: those of opponents may sum
+    to zero.
 
     Args:
-        roles: that are trained; empty: all.
+        roles: trained roles; empty: all.
     """
     keep = build_filter(section.group_filter_config.type, section.group_filter_config.filter_args)
     own = None if section.group_filter_cls is None else own_group_filter(section.group_filter_cls)
@@ -279,7 +277,7 @@ def group_filter(section: EnvManagerConfig, roles: Collection[str] = ()) -> Call
 
 
 def staleness_metrics(groups: Sequence[EpisodeGroup], step: int) -> Metrics:
-    """Steps by which the weights that sampled are behind those that are trained, by episode and by token."""
+    """Number of steps by which the sampling weights lag behind the trained ones, by episode and by token."""
     episodes = [
         np.concatenate([call.versions for call in episode.calls])
         for group in groups
