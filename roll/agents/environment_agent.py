@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
+import itertools
+import string
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -249,25 +250,15 @@ def _filled_content(template: str, **values: Any) -> Any:
     # Values are converted to texts first: a template cannot reach attributes or indices of anything else.
     if not any(map(has_images, values.values())):
         return template.format_map({name: str(value) for name, value in values.items()})
-    images: list[Any] = []
-    parts_of = {name: value if has_images(value) else [str(value)] for name, value in values.items()}
-    text = template.format_map({name: _marked(parts, images) for name, parts in parts_of.items()})
-    pieces = _MARK.split(text)  # texts and numbers of images in turn
-    parts = [images[int(piece)] if place % 2 else {"type": "text", "text": piece} for place, piece in enumerate(pieces)]
-    return [part for part in parts if is_image(part) or part["text"]]
-
-
-_MARK = re.compile("\0([0-9]+)\0")
-"""Stands for an image while a template is filled."""
-
-
-def _marked(content: Sequence[Any], images: list[Any]) -> str:
-    """The text of ``content`` with marks in place of images, which are appended to ``images``."""
-    texts = []
-    for part in content:
-        if is_image(part):
-            texts.append(f"\0{len(images)}\0")
-            images.append(part)
-        else:
-            texts.append(content_text([part]).replace("\0", ""))
-    return "".join(texts)
+    formatter, parts = string.Formatter(), list[Any]()
+    for literal, name, spec, conversion in formatter.parse(template):
+        parts.append(literal)
+        if name is not None and has_images(values[name]):
+            parts += values[name]
+        elif name is not None:
+            parts.append(formatter.format_field(formatter.convert_field(str(values[name]), conversion), spec or ""))
+    content: list[Any] = []
+    for are_images, group in itertools.groupby(parts, is_image):
+        run = list(group)
+        content += run if are_images else [{"type": "text", "text": content_text(run)}]
+    return [part for part in content if is_image(part) or part["text"]]

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import importlib
 import importlib.util
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -289,22 +290,20 @@ def _with_images(messages: Sequence[Message], row: Mapping[str, Any], column: st
     """
     reader, source = ImageReader(None, column), SourceRow(Path("custom_envs"), _index(row), dict(row))
     images = [reader.encoded(source, value, number) for number, value in enumerate(row[column])]
-    left, shown = iter(images), []
-    for message in messages:
-        pieces = str(message["content"]).split(IMAGE_MARK)
-        if len(pieces) == 1:
-            shown.append(dict(message))
-            continue
-        parts: list[Message] = []
-        for number, piece in enumerate(pieces):
-            if number:
-                parts.append({"type": "image", "image": next(left, None)})
-            if piece:
-                parts.append({"type": "text", "text": piece})
-        shown.append({**message, "content": parts})
     marks = sum(str(message["content"]).count(IMAGE_MARK) for message in messages)
     if marks != len(images):
         raise ValueError(f"column {column}: has {len(images)} images, and the conversation {marks} times {IMAGE_MARK}")
+    left, shown = iter(images), []
+    for message in messages:
+        content: Any = message["content"]
+        if IMAGE_MARK in str(content):
+            pieces = re.split(f"({re.escape(IMAGE_MARK)})", str(content))
+            content = [
+                {"type": "image", "image": next(left)} if piece == IMAGE_MARK else {"type": "text", "text": piece}
+                for piece in pieces
+                if piece
+            ]
+        shown.append({**message, "content": content})
     return shown
 
 

@@ -15,15 +15,8 @@ Position = tuple[Cell, frozenset[Cell]]
 
 WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = range(7)
 _SYMBOLS: dict[int | str, str] = {0: "#", 1: "_", 2: "O", 3: "√", 4: "X", 5: "P", 6: "S"}
-_NAMES = {
-    WALL: "wall",
-    FLOOR: "empty",
-    TARGET: "target",
-    BOX_ON_TARGET: "box on target",
-    BOX: "box",
-    PLAYER: "player",
-    PLAYER_ON_TARGET: "player on target",
-}
+_NAMES = ("wall", "empty", "target", "box on target", "box", "player", "player on target")
+"""By code."""
 _WALL, _FLOOR, _TARGET = (90, 80, 70), (235, 230, 215), (240, 160, 170)
 _BOX, _DONE, _PLAYER = (150, 100, 40), (40, 150, 60), (40, 90, 200)
 _SPRITES = {
@@ -132,7 +125,7 @@ class Sokoban(GridGame):
         return [[self._code((row, column)) for column in range(columns)] for row in range(rows)]
 
     def _rules(self) -> str:
-        words = self.grid_vocab or {self._symbols[code]: name for code, name in _NAMES.items()}
+        words = self.grid_vocab or {self._symbols[code]: name for code, name in enumerate(_NAMES)}
         legend = ", ".join(f"{symbol} is {name}" for symbol, name in words.items())
         if self.render_mode != "text":
             legend = _PICTURE_LEGEND

@@ -108,14 +108,10 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
     def __init__(self, config: AgenticConfig, plan: AgenticPlan, clusters: Clusters, data: EpisodeData) -> None:
         super().__init__(config, plan, clusters.actor_infer, SLICE_SECONDS, router="EnvAffinityRouter")
         self._config, self._plan, self._data = config, plan, data
-        self._flow = EpisodeFlow(
-            self._engines,
-            data.tasks.draw,
-            data.players,
-            _settings(plan.train, f"{config.seed}/", config.train_roles),
-            0,
-            SampleQuarantine(plan.log_dir),
-        )
+        train, keeps = plan.train, group_filter(plan.train.section, config.train_roles)
+        settings = EpisodeSettings(train.group_size, f"{config.seed}/", train.redundancy, train.num_groups, keeps=keeps)
+        quarantine = SampleQuarantine(plan.log_dir)
+        self._flow = EpisodeFlow(self._engines, data.tasks.draw, data.players, settings, 0, quarantine)
         self._counts_before = dict(self._flow.counts)
         self._prompts_before = (0, 0)
 
@@ -244,11 +240,6 @@ class AsyncEpisodeRollout(RunsAhead[EpisodeValidation, EpisodeGroup], EpisodeRol
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._take_up(state)
-
-
-def _settings(manager: ManagerPlan, name: str, roles: Collection[str] = ()) -> EpisodeSettings:
-    keeps = group_filter(manager.section, roles)
-    return EpisodeSettings(manager.group_size, name, manager.redundancy, manager.num_groups, keeps=keeps)
 
 
 def group_filter(section: EnvManagerConfig, roles: Collection[str] = ()) -> Callable[[EpisodeGroup], bool]:
