@@ -1,4 +1,4 @@
-"""Options of agents, as ``agent_config`` of a configuration gives them: checked without starting anything."""
+"""Options of agents (``agent_config``), checked without starting anything."""
 
 from __future__ import annotations
 
@@ -224,8 +224,8 @@ def asks_the_run(verifier: Mapping[str, Any]) -> bool:
     return is_judge and options.get("model_type") == CLUSTER
 
 
-def read_options(kind: type[T], given: Mapping[str, Any], key: str = "agent_config") -> T:
-    """An instance of a dataclass of options.
+def read_options(kind: type[T], options: Mapping[str, Any], key: str = "agent_config") -> T:
+    """Read a dataclass of options from a section.
 
     Raises:
         AgentOptionError: an unknown name or a wrong type.
@@ -233,7 +233,7 @@ def read_options(kind: type[T], given: Mapping[str, Any], key: str = "agent_conf
     hints = typing.get_type_hints(kind)
     names = [one.name for one in dataclasses.fields(kind)]  # type: ignore[arg-type]
     checked = {}
-    for name, value in given.items():
+    for name, value in options.items():
         if name not in hints:
             near = closest(name, names)
             hint = f"did you mean {near!r}? " if near else ""

@@ -1,9 +1,9 @@
-"""Chat messages as token ids that only grow: the text that a template puts between two turns, derived and checked.
+"""Token ids of conversations that only grow: the text that a chat template puts between two turns, derived and checked.
 
-A response is trained on the ids that were sampled, so nothing of a conversation may be tokenised twice.  The ids of a
-later turn are those of the earlier ones, the sampled response, and a *bridge*: what the chat template puts behind the
-response's text up to the next generation prompt.  The bridge is read off the template itself, by rendering the
-conversation with a marker in place of every response, so no template is known here by name.
+A response is trained on the ids that were sampled, so no part of a conversation may be tokenised twice. The ids of a
+later turn are those of the earlier ones, the sampled response, and a *bridge*: the template's text after the response
+up to the next generation prompt. The bridge is found by rendering the conversation with a marker in place of every
+response, so it works for any template.
 """
 
 from __future__ import annotations
@@ -119,14 +119,14 @@ class ChatTemplate:
         return str(text)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a conversation's beginning, the generation prompt included."""
+        """The ids of messages with the generation prompt."""
         return self.encode(self.render(messages))
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
-        """The text of ``messages``; arguments of tool calls in the form that this template takes.
+        """The text of ``messages``, with arguments of tool calls in the form that the template takes.
 
         Raises:
-            TemplateError: with the template's own message.
+            TemplateError: with the template's error message.
         """
         messages = self._as_text(messages)
         if not any(message.get("tool_calls") for message in messages):
@@ -165,7 +165,7 @@ class ChatTemplate:
             new: the messages that answer it; none of an assistant.
 
         Raises:
-            TemplateError: the template refuses the conversation, or renders no response where one stands.
+            TemplateError: the template refuses the conversation, or leaves out a response.
         """
         assert history and history[-1]["role"] == "assistant"
         assert new and all(message["role"] != "assistant" for message in new)
@@ -180,7 +180,7 @@ class ChatTemplate:
         for message in new:
             self._assert_shown(message, tail)
         earlier = self._with_markers(history[:-1])
-        # What both renderings begin with is the messages; templates may end a conversation with a token of its own.
+        # The common prefix is the messages alone: templates may end a conversation with a further token.
         shown = common_prefix([self.render(earlier), self.render(earlier, generation_prompt=False)])
         moved = None if text.startswith(shown) else _difference(shown, text)
         only_thoughts = moved is not None and without_thoughts(text).startswith(without_thoughts(shown))
@@ -198,8 +198,8 @@ class ChatTemplate:
     def drops_thoughts(self, prompt: Sequence[Message], response: Message, new: Sequence[Message]) -> bool:
         """True where the template renders ``response`` without its thinking once ``new`` follows it.
 
-        Responses stand as they were sampled, thinking included, so what is compared are the texts in which the
-        response is the last message and in which it is not.
+        Compares the text in which the response is the last message with the one in which it is not, both with the
+        response as it was sampled, thinking included.
         """
         try:
             alone = self.render([*prompt, response], generation_prompt=False)
@@ -220,7 +220,7 @@ class ChatTemplate:
             raise TemplateError(f"the chat template leaves out the message of role {message['role']}")
 
     def _with_markers(self, messages: Sequence[Message]) -> list[Message]:
-        """``messages`` with a marker as the text of every response, and one call for every tool message behind it."""
+        """``messages`` with a marker as the text of every response, and a tool call for every tool message after it."""
         marked: list[Message] = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":

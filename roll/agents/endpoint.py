@@ -1,7 +1,7 @@
-"""The HTTP endpoint that agents' programs talk to: OpenAI's and Anthropic's interfaces, one key an episode.
+"""HTTP endpoint for agents' programs: OpenAI's and Anthropic's interfaces, with one key per episode.
 
-It runs in a thread of its own, so that it takes requests while the driver is busy; every model call runs on the event
-loop of its episode, through the episode's own model.
+It runs in its own thread, so that it accepts requests while the driver is busy; model calls run on the event loop of
+their episode.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[Request, Session], Awaitable[Response]]
 _MAX_RETIRED = 65_536
-"""Ended episodes whose keys are still known as such."""
+"""Number of ended episodes whose keys are remembered."""
 _MAX_WAIT = 60.0
 """Seconds that ``POST /episodes`` waits for an episode at most."""
 
 
 class AgentEndpoint:
-    """Serves the model of every open session to whoever has its key.
+    """Serves the model of every open session to clients with its key.
 
     Args:
         host: address to listen on; other hosts reach it only where it is not a loopback address.
@@ -95,7 +95,7 @@ class AgentEndpoint:
             self._server = None
 
     def open(self, session: Session) -> None:
-        """Give ``session`` a key and answer to it."""
+        """Give ``session`` a key and serve it."""
         name, session.key = _new_key()
         self._sessions[name] = session
 
@@ -180,7 +180,7 @@ class AgentEndpoint:
                 return _error(request, refusal)
             except ClientDisconnect:
                 return Response(status_code=CLIENT_HAS_GONE)
-            except Exception:  # of this request alone; what it is goes to the log, not to the client
+            except Exception:  # fails this request only; details go to the log, not to the client
                 logger.exception("a request to %s has failed", request.url.path)
                 return _error(request, Refusal(500, "the request has failed; see the run's log", "server_error"))
 
@@ -254,7 +254,7 @@ class AgentEndpoint:
         return JSONResponse({"ok": True})
 
     async def _episodes(self, request: Request) -> Response:
-        """Give an agent from elsewhere the episode that waits longest: its key, address and task; 204 without one."""
+        """Give a worker or an agent from elsewhere the longest waiting episode: key, address and task; 204 without one."""
         key = _key_of(request)
         name = _public_part(key)
         if not hmac.compare_digest(self._workers.get(name, b""), _digest(key)):
@@ -281,7 +281,7 @@ def _new_key() -> tuple[str, str]:
 
 
 def _public_part(key: str) -> str:
-    """Names the episode of a key; the rest is secret."""
+    """The part of a key that identifies its episode or worker; the rest is secret."""
     parts = key.split("-", 2)
     return parts[1] if len(parts) == 3 else ""
 
@@ -320,7 +320,7 @@ def _events(events: Any) -> Response:
 
 
 async def _on_loop(session: Session, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run ``coroutine`` on the event loop of the episode; cancelling this cancels it.
+    """Run ``coroutine`` on the event loop of the episode; cancellation is passed on.
 
     Raises:
         Refusal: the run has ended.

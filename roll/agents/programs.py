@@ -1,4 +1,4 @@
-"""Programs of an episode: agents and verifiers as child processes with a deadline, ended with all that they started."""
+"""Child processes of agents and verifiers, which are killed with everything that they have started."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Program:
         await self._process.wait()
 
     def _signal(self, number: int) -> None:
-        # The group is there as long as one of its processes is.
+        # The group exists as long as one of its processes does.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 

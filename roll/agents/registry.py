@@ -61,27 +61,27 @@ def make_agent(
         config: options of the agent; of a coroutine its keyword arguments.
         system: system message, for ``tools``.
         template: text of the question, for ``tools``.
-        judge: where verifiers find the role ``reward``, as :func:`make_verifier` takes it.
+        judge: address and key of the role ``reward``, as for :func:`make_verifier`.
 
     Raises:
-        AgentOptionError: see there; the message begins with the key.
+        AgentOptionError: no such agent, or a wrong option; the message begins with the key.
     """
-    given = dict(config or {})
+    options = dict(config or {})
     try:
         if agent == "tools":
-            return _tool_agent(read_options(ToolAgentOptions, given), system, template, judge)
+            return _tool_agent(read_options(ToolAgentOptions, options), system, template, judge)
         if agent == "black_box":
-            return _black_box(read_options(BlackBoxOptions, given), judge)
+            return _black_box(read_options(BlackBoxOptions, options), judge)
         if agent == "repository":
-            return _repository(read_options(RepositoryOptions, given), system, template)
+            return _repository(read_options(RepositoryOptions, options), system, template)
         if agent == "verl":
-            return _verl(read_options(VerlOptions, given), judge)
+            return _verl(read_options(VerlOptions, options), judge)
         if "." not in agent:
             near = closest(agent, AGENTS)
             hint = f"did you mean {near!r}? " if near else ""
             there = f"there are {', '.join(AGENTS)}, or the dotted path of a coroutine"
             raise AgentOptionError(f"agent: {agent!r} is not known; {hint}{there}")
-        return FunctionAgent(agent, given)
+        return FunctionAgent(agent, options)
     except ToolError as error:
         key = "" if str(error).startswith("agent: ") else "agent_config.tools: "
         raise AgentOptionError(f"{key}{error}") from error

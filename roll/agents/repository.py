@@ -4,7 +4,7 @@ reward.
 A task is a row with ``issue``, ``files`` (path to text) or ``folder``, ``tests`` (a text of asserts, shown to the
 policy and run at its wish), ``hidden_tests`` (the same, for the verdict alone) and ``imports`` (what both begin
 with). Files live in memory: an episode never touches the row's folder, and all that the policy writes runs in the
-code sandbox, which is given a copy of the files each time.
+code sandbox, which gets a copy of the files each time.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class RepositoryAgent(ToolAgent):
         """Work until it is done; returns the share of tests that pass, or with ``partial: false`` whether all do.
 
         Raises:
-            EpisodeOver: a limit, with the reward given; or a sandbox that is lost.
+            EpisodeOver: a limit, after the reward has been added; or a lost sandbox.
         """
         row, repository = dict(task.row), Repository(files_of(task.row))
         row["file_names"] = ", ".join(sorted(repository.files))

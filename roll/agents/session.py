@@ -1,4 +1,4 @@
-"""An episode as its agent's program sees it from outside: model calls, limits as refusals, the reward that it posts."""
+"""The server side of an agent's program: its model calls, limits as refusals, and the reward that it posts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Refusal(Exception):
 
 @dataclass(eq=False)
 class Session:
-    """An episode, as the endpoint knows it.  Created and used on the episode's event loop."""
+    """An episode that the endpoint serves; created and used on the episode's event loop."""
 
     task: Task
     model: Model
@@ -45,7 +45,7 @@ class Session:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     """The agent has posted that it is done, has no turn left, or an engine has failed."""
     limit: EpisodeOver | None = None
-    """The limit that the newest call has met."""
+    """The limit that the latest call ran into."""
     fault: EngineFault | None = None
     demanded: int = 0
     """Calls with an enforced tool call."""
@@ -63,7 +63,7 @@ class Session:
     """Response id to its conversation, for ``previous_response_id``."""
 
     def begin(self) -> None:
-        """Note that an agent works on it from now on."""
+        """Record that an agent starts to work on it."""
         self.began = time.perf_counter()
 
     async def answer(self, request: ChatRequest) -> Reply:

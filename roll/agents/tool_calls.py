@@ -39,7 +39,7 @@ class ParsedResponse:
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    """Calls that were begun and cannot be read, each with the reason; their text stays in ``content``."""
+    """Reasons why calls that were begun cannot be parsed; their text stays in ``content``."""
 
 
 class _BadCall(ValueError):
@@ -47,11 +47,11 @@ class _BadCall(ValueError):
 
 
 _Found = Iterator[tuple[int, int, Callable[[], list[ToolCall]]]]
-"""Where calls begin and end in a text, and their reader, which raises ``_BadCall``."""
+"""Begin and end of calls in a text, and a function that parses them or raises ``_BadCall``."""
 
 
 def parse_response(text: str, tool_format: str) -> ParsedResponse:
-    """Read a response in ``tool_format``.
+    """Parse a response in ``tool_format``.
 
     Args:
         text: decoded with special tokens, without the token that ended the turn.
@@ -209,7 +209,7 @@ TOOL_FORMATS: dict[str, Callable[[str], _Found]] = {
     "llama3": _llama3,
     "gpt_oss": lambda _: iter(()),
 }
-"""Name to the finder of calls; ``gpt_oss`` has channels in place of marks and a reader of its own."""
+"""Name to the finder of calls; ``gpt_oss``, which has channels in place of marks, has its own parser."""
 
 
 def _gpt_oss(text: str) -> ParsedResponse:
@@ -234,7 +234,7 @@ def _gpt_oss(text: str) -> ParsedResponse:
 
 
 def _closed(match: re.Match[str]) -> str:
-    """The body of a call that was written to its end."""
+    """The body of a call that has its end mark."""
     if not match["end"]:
         raise _BadCall(f"a tool call that does not end: {match['body'][:80]!r}")
     return match["body"]
@@ -281,7 +281,7 @@ _THINK, _THOUGHT = "<think>", "\n</think>\n\n"
 def call_opening(template: ChatTemplate, tool_format: str, messages: Sequence[Message], name: str) -> str:
     """The opening of a response to ``messages`` that calls ``name``, up to its arguments.
 
-    It is read off the chat template; where that writes no calls, ``hermes`` has a form of its own. Thinking that the
+    It is derived from the chat template; where that writes no calls, ``hermes`` has a default form. Thinking that the
     generation prompt has opened is closed first.
 
     Raises:
@@ -309,8 +309,8 @@ def call_opening(template: ChatTemplate, tool_format: str, messages: Sequence[Me
 def _rendered(template: ChatTemplate, messages: Sequence[Message], name: str, arguments: dict[str, str]) -> str | None:
     text = None
     # Some templates write calls only where there is no content at all, and then with arguments as JSON.
-    for content, given in (("", arguments), (None, json.dumps(arguments))):
-        call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": given}}
+    for content, value in (("", arguments), (None, json.dumps(arguments))):
+        call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": value}}
         try:
             text = template.render([*messages, {"role": "assistant", "content": content, "tool_calls": [call]}], False)
         except TemplateError:

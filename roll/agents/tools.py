@@ -136,7 +136,7 @@ class McpServer:
         command: program and arguments of a server that speaks over standard input and output.
         url: address of a server that speaks streamable HTTP.
         names: the tools to offer; empty: all.
-        env: environment of the child process, added to ``PATH`` and its like, which it has of this one.
+        env: environment of the child process, in addition to ``PATH`` and the like of this process.
 
     Raises:
         ToolError: neither or both of ``command`` and ``url``; on entry, a server that does not start, or lacks a name.
@@ -164,7 +164,7 @@ class McpServer:
     async def __aenter__(self) -> list[Tool]:
         try:
             listed = await self._list_tools()
-        except BaseException:  # also where nobody waits for it any more
+        except BaseException:  # cancellation included
             await self._stack.aclose()
             raise
         return [

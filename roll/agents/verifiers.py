@@ -127,14 +127,14 @@ class CommandVerifier:
 
     async def __call__(self, task: Task, model: Model, episode: Episode, folder: str | None = None) -> float:
         call = episode.calls[-1] if episode.calls else None
-        given = {
+        stdin = {
             "task": task.body,
             "answer": "" if call is None else str(call.message.get("content") or ""),
             "messages": [] if call is None else [*call.messages, call.message],
         }
         environment = program_environment({"ROLL_SEED": str(task.seed), "ROLL_SCRATCH": folder or ""})
         try:
-            async with running(self._command, environment, given, os.getcwd()) as program:
+            async with running(self._command, environment, stdin, os.getcwd()) as program:
                 ended = await asyncio.wait_for(program.wait(), self._timeout)
         except TimeoutError:
             raise episode.fault(f"verifier {self._command[0]} took more than {self._timeout:g} s") from None

@@ -6,8 +6,8 @@ Everything else is roll's: a conversation grows as the chat template renders it,
 The loop (``verl/experimental/agent_loop/tool_agent_loop.py``): after each response the episode ends where the
 response budget is used up or the turns are; else its tool calls are made, the first ``max_parallel_calls`` of them;
 without a call an interaction, if there is one, gives the next user message; without either the episode ends.  The
-reward is a function of all tokens behind the prompt; what tools and interactions score reaches that function in
-``extra_info``, and no gradient otherwise.
+reward is a function of all tokens after the prompt; scores of tools and interactions reach only that function, in
+``extra_info``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ REGISTRIES = {
         "initialize_interactions_from_config",
     ),
 }
-"""Modules of verl, of which versions have one or the other, and the function that builds what a file names."""
+"""Modules of verl's registries (which one exists depends on the version), and the function that builds from a file."""
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""OpenAI's chat completions as an agent's program speaks them: requests in, bodies and events out.
+"""OpenAI's chat completions for agents' programs: requests in, bodies and events out.
 
-The common form of a request and a response, which the other interfaces translate to and from, is here too.
+Also the common form of requests and replies that the other interfaces translate to and from.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from roll.strategies.engines.requests import SamplingParams, check_sampling_para
 
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-"""Change the distribution that tokens are drawn from, which is the run's: it is what the policy is trained under."""
+"""Fields that change the sampling distribution, which is the run's: the policy is trained under it."""
 HINTS = frozenset({"prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "verbosity"})
-"""Fields that closed agents send, which ask for nothing that a response could lack."""
+"""Fields that closed agents send, which request nothing that a response could lack."""
 _UNAVAILABLE = {
     "add_generation_prompt": (None, True),
     "chat_template_kwargs": (None, {}),
@@ -33,7 +33,7 @@ _UNAVAILABLE = {
     "stop_token_ids": (None, []),
     "top_logprobs": (None, 0),
 }
-"""Fields of the served interface that an episode has no use for, and the values that ask for nothing."""
+"""Fields of the served interface that are not available in an episode, and their neutral values."""
 _CHAT = {*CHAT, *HINTS, "tools", "tool_choice"} - _UNAVAILABLE.keys()
 _TOOL_CHOICES = ("auto", "none", "required")
 
@@ -88,7 +88,7 @@ class Reply:
 
 
 def reply_of(request: ChatRequest, response: Response, prompt_tokens: int) -> Reply:
-    """The part of ``response`` for the client: thinking apart, stop strings cut off."""
+    """The client's view of ``response``: thinking separated, stop strings cut off."""
     parsed = response.parsed
     calls = list(response.message.get("tool_calls", ())) if request.parse_calls else []
     content = parsed.content if request.parse_calls or not parsed.calls else response.text
@@ -205,7 +205,7 @@ def demanded_tools(names: Sequence[Any], offered: Sequence[str], some: bool) -> 
 
 
 def named_tools(messages: list[Message]) -> list[Message]:
-    """Tool messages with the name of the tool that they answer for, which some templates write."""
+    """Add the name of the answered tool to tool messages, which some templates write."""
     names: dict[str, str] = {}
     for message in messages:
         names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
@@ -215,7 +215,7 @@ def named_tools(messages: list[Message]) -> list[Message]:
 
 
 def _plain(message: Message) -> Message:
-    """Only what templates know: libraries add absent fields of theirs."""
+    """The fields that templates use: client libraries add others."""
     role = {"developer": "system"}.get(message["role"], message["role"])
     kept = {key: message[key] for key in ("content", "tool_calls", "tool_call_id", "name") if message.get(key)}
     return {"role": role, "content": ""} | kept
@@ -274,7 +274,7 @@ def chat_events(reply: Reply, include_usage: bool) -> Iterator[bytes]:
 
 
 def pieces(text: str, size: int = 64) -> Iterator[str]:
-    """A text in the pieces of a stream, which begins when the whole response is there."""
+    """Pieces of a text for a stream, which begins once the whole response is generated."""
     for begin in range(0, len(text), size):
         yield text[begin : begin + size]
 
@@ -286,7 +286,7 @@ def event(body: Mapping[str, Any], name: str = "") -> bytes:
 
 
 def arguments_text(call: Mapping[str, Any]) -> str:
-    """The arguments of a call as JSON; those that cannot be read as they were written."""
+    """The arguments of a call as JSON; those that cannot be parsed as the policy wrote them."""
     arguments = call["function"]["arguments"]
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 

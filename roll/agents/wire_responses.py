@@ -1,4 +1,4 @@
-"""OpenAI's Responses as an agent's program speaks them: items in and out, whole and as events."""
+"""OpenAI's Responses API for agents' programs: requests to :class:`ChatRequest`, replies to bodies and events."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read_responses_request(body: Any, earlier: Mapping[str, list[Message]]) -> C
     messages += _read_items(fields.get("input", (str, list), []))
     if not messages:
         raise BadRequest("input: is needed, a text or a list of items", "input")
-    # Instructions are not part of what a later request goes on from.
+    # Instructions are not part of the conversation that a later request continues.
     instructions = fields.get("instructions", str, "")
     if instructions:
         messages.insert(0, {"role": "system", "content": instructions})

@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
         environment = make_environment(arguments.env_type, config)
         rows = _rows(environment, arguments.data)
         chooser = _random_player(environment, arguments.seed) if arguments.random else _person
-        given, named = reset_arguments(environment, arguments.seed, row_of(rows, arguments.seed))
-        first = functools.partial(environment.reset, *given, **named)
+        args, keywords = reset_arguments(environment, arguments.seed, row_of(rows, arguments.seed))
+        first = functools.partial(environment.reset, *args, **keywords)
         asyncio.run(_play(console, arguments.env_type, environment, first, chooser))
     except (EnvironmentOptionError, DataError, BrokenContract) as error:
         Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
@@ -294,8 +294,8 @@ async def play_episode(
 ) -> Played:
     """Play one episode with the given actions, else with random ones drawn from ``seed``."""
     rng, samples = random.Random(seed), samples_actions(environment)
-    given, named = reset_arguments(environment, seed, row_of(rows, seed))
-    answer = await _timed(functools.partial(environment.reset, *given, **named), "reset", report)
+    args, keywords = reset_arguments(environment, seed, row_of(rows, seed))
+    answer = await _timed(functools.partial(environment.reset, *args, **keywords), "reset", report)
     played = Played([], [read_reset(name, answer)])
     while not played.turns[-1].done and len(played.actions) < _MAX_TURNS:
         if actions is not None:

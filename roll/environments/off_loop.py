@@ -298,8 +298,8 @@ def _called(
 ) -> Any:
     if method == "reset":
         environment = environments[number] = make()
-        given, named = reset_arguments(environment, *args)
-        value = environment.reset(*given, **named)
+        positional, keywords = reset_arguments(environment, *args)
+        value = environment.reset(*positional, **keywords)
     elif method == "close":
         environment = environments.pop(number, None)
         close = getattr(environment, "close", None)

@@ -1,5 +1,5 @@
-"""The agentic pipeline: reinforcement learning from episodes. Agents work on tasks through the engines, and what they
-leave is learned from by the steps that all pipelines share."""
+"""The agentic pipeline: reinforcement learning from episodes, in which agents work on tasks through the engines. The
+steps of training are those that all policy pipelines share."""
 
 from __future__ import annotations
 

@@ -126,8 +126,8 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
             bootstrap=self._config.bootstraps,
         )
         sampled = float(batch.batch["response_mask"].sum())
-        given = float(batch.batch["attention_mask"].sum()) - sampled
-        metrics |= self._size_metrics(len(batch), sampled, given) | self._loss_metrics()
+        context = float(batch.batch["attention_mask"].sum()) - sampled
+        metrics |= self._size_metrics(len(batch), sampled, context) | self._loss_metrics()
         metrics |= episode_metrics(groups) | token_checks(batch, groups) | self._flow_metrics() | self._prefix_hits()
         templates = {tag: player.template for tag, player in self._data.players.items()}
         self.notes = partial(episode_notes, groups)
