@@ -254,7 +254,7 @@ class AgentEndpoint:
         return JSONResponse({"ok": True})
 
     async def _episodes(self, request: Request) -> Response:
-        """Give a worker or an agent from elsewhere the longest waiting episode: key, address and task; 204 without one."""
+        """Give a worker or an agent from elsewhere an episode (its key, address and task); 204 where none waits."""
         key = _key_of(request)
         name = _public_part(key)
         if not hmac.compare_digest(self._workers.get(name, b""), _digest(key)):

@@ -38,7 +38,7 @@ _MAX_TRIES = 1000
 class FrozenLake(GridGame):
     """A square lake with random start, goal and holes, drawn from the seed; the goal can always be reached in time.
 
-    The reward is 1 at the goal, otherwise 0; ``format_penalty`` is added for a response without a legal action.
+    The reward is 1 at the goal, otherwise 0.
     """
 
     instant: ClassVar[bool] = True
@@ -50,24 +50,15 @@ class FrozenLake(GridGame):
     """Probability that a cell is ice."""
     is_slippery: bool = False
     """Every move goes to one of its two sides with probability 1/3 each, as in gymnasium's FrozenLake."""
-    max_steps: int = 10
-    format_penalty: float = 0.0
-    action_pattern: str | None = None
     min_distance: int = 1
     """Fewest moves from start to goal."""
     map_seed: int | None = None
     """Draws the map in place of the episode's seed, so that every episode has the same map."""
     grid_lookup: Mapping[int | str, str] = field(default_factory=lambda: dict(_SYMBOLS))
     """Symbols by code: 0 player, 1 ice, 2 hole, 3 goal, 4 player in a hole, 5 player on the goal."""
-    show_instruction: bool = True
-    """Put the rules of the game before the first observation."""
-    render_mode: str = "text"
-    """``rgb_array``: observations are pictures, for policies that see images."""
-    cell_pixels: int = 32
-    """Side of a cell of a picture."""
 
     def __post_init__(self) -> None:
-        self._check_options()
+        self._check_options(self.grid_lookup)
         if self.size < 2:
             raise ValueError(f"size of frozen_lake must be at least 2, got {self.size}")
         if not 0 < self.p <= 1:

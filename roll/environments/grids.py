@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -47,20 +48,28 @@ class Sprite:
         return cell
 
 
+@dataclass(kw_only=True)
 class GridGame:
-    """Options and rendering that games on a grid share; the games are dataclasses with the options as fields."""
+    """Options and rendering that games on a grid share; a game adds ``grid_lookup``, the symbols of cells by code."""
 
     name: ClassVar[str]
     sprites: ClassVar[Mapping[int, Sprite]]
     """Look of a cell by its code; the codes are 0, 1, ..."""
     gap: ClassVar[str] = ""
     """Text in front of every symbol."""
-    action_pattern: str | None
-    grid_lookup: Mapping[int | str, str]
-    render_mode: str
-    cell_pixels: int
+    max_steps: int = 10
+    format_penalty: float = 0.0
+    """Added to the reward of a step without a legal action."""
+    action_pattern: str | None = None
+    """Regular expression that finds the action in a response, see :class:`ActionPattern`."""
+    show_instruction: bool = True
+    """Put the rules of the game before the first observation."""
+    render_mode: str = "text"
+    """``rgb_array``: observations are pictures, for policies that see images."""
+    cell_pixels: int = 32
+    """Side of a cell of a picture."""
 
-    def _check_options(self) -> None:
+    def _check_options(self, symbols: Mapping[int | str, str]) -> None:
         """
         Raises:
             ValueError: options that the game cannot be rendered with.
@@ -71,7 +80,7 @@ class GridGame:
         if not 4 <= self.cell_pixels <= 256:
             raise ValueError(f"cell_pixels of {self.name} must lie in 4..256, got {self.cell_pixels}")
         self._pattern = ActionPattern(self.action_pattern)
-        self._symbols = {int(code): symbol for code, symbol in self.grid_lookup.items()}
+        self._symbols = {int(code): symbol for code, symbol in symbols.items()}
         if set(self._symbols) != set(self.sprites):
             codes = f"0 to {max(self.sprites)}"
             raise ValueError(f"grid_lookup of {self.name} needs the codes {codes}, got {sorted(self._symbols)}")

@@ -53,22 +53,13 @@ class Sokoban(GridGame):
     num_boxes: int = 1
     search_depth: int = 300
     """Number of positions that the backward search visits; the game begins with the hardest of them."""
-    max_steps: int = 10
-    format_penalty: float = 0.0
-    action_pattern: str | None = None
     grid_lookup: Mapping[int | str, str] = field(default_factory=lambda: dict(_SYMBOLS))
     """Symbols by code: 0 wall, 1 floor, 2 target, 3 box on target, 4 box, 5 player, 6 player on target."""
     grid_vocab: Mapping[str, str] | None = None
     """Symbols to words for the rules."""
-    show_instruction: bool = True
-    """Put the rules of the game before the first observation."""
-    render_mode: str = "text"
-    """``rgb_array``: observations are pictures, for policies that see images."""
-    cell_pixels: int = 32
-    """Side of a cell of a picture."""
 
     def __post_init__(self) -> None:
-        self._check_options()
+        self._check_options(self.grid_lookup)
         if len(self.dim_room) != 2 or min(self.dim_room) < 5:
             raise ValueError(f"dim_room of sokoban is [rows, columns], each at least 5, got {list(self.dim_room)}")
         floor = (self.dim_room[0] - 2) * (self.dim_room[1] - 2)
