@@ -12,7 +12,7 @@ import copy
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -275,7 +275,7 @@ def _difference(earlier: str, later: str) -> str:
 Thinking = Literal["keep", "new_sample"]
 """Where a template drops the thinking of earlier turns: keep its ids anyway, or start a new sample there."""
 
-_PROBES: dict[str, tuple[list[str], list[str]]] = {
+BOUNDARIES: dict[str, tuple[list[str], list[str]]] = {
     "user": (["user", "assistant"], ["user"]),
     "user, twice": (["user", "assistant", "user", "assistant"], ["user"]),
     "tool": (["user", "assistant"], ["tool"]),
@@ -283,43 +283,24 @@ _PROBES: dict[str, tuple[list[str], list[str]]] = {
     "two tools": (["user", "assistant"], ["tool", "tool"]),
     "user after tool": (["user", "assistant", "tool", "assistant"], ["user"]),
 }
-"""Name of a boundary to the roles before it and behind it."""
+"""Name of a boundary between turns to the roles before and after it."""
 
 
-@dataclass(frozen=True)
-class Boundaries:
-    """The boundaries between turns that a chat template can render, each by its name in ``_PROBES``."""
+def probe_boundary(template: ChatTemplate, name: str) -> Bridge:
+    """Render a short conversation with one of :data:`BOUNDARIES`.
 
-    appended: tuple[str, ...]
-    """Rendered by appending."""
-    dropping_thoughts: tuple[str, ...]
-    """Rendered by appending, but for the thinking of earlier turns."""
-    moving: Mapping[str, str]
-    """Rendered otherwise: with the first text that moved."""
-    refused: Mapping[str, str]
-    """Not rendered: with the reason."""
-
-
-def probe_boundaries(template: ChatTemplate) -> Boundaries:
-    """Render one conversation for each kind of boundary."""
-    appended, dropping, moving, refused = [], [], {}, {}
-    for name, (before, behind) in _PROBES.items():
-        messages = [_probe(role, index) for index, role in enumerate([*before, *behind])]
-        try:
-            bridge = template.bridge(messages[: len(before)], messages[len(before) :])
-        except TemplateError as error:
-            refused[name] = str(error)
-            continue
-        if bridge.moved is None:
-            appended.append(name)
-        elif bridge.only_thoughts:
-            dropping.append(name)
-        else:
-            moving[name] = bridge.moved
-    return Boundaries(tuple(appended), tuple(dropping), moving, refused)
+    Raises:
+        TemplateError: the template cannot render it.
+    """
+    before, after = BOUNDARIES[name]
+    messages: list[Message] = []
+    for index, role in enumerate([*before, *after]):
+        tool = {"name": "probe", "tool_call_id": f"probe{index:04d}"} if role == "tool" else {}
+        messages.append({"role": role, "content": f"probe {index} of {role}", **tool})
+    return template.bridge(messages[: len(before)], messages[len(before) :])
 
 
-def check_template(template: ChatTemplate, thinking: Thinking, tools: bool) -> Boundaries:
+def check_template(template: ChatTemplate, thinking: Thinking, tools: bool) -> None:
     """Refuse a template whose conversations cannot grow by appending, before anything is generated.
 
     Args:
@@ -329,22 +310,14 @@ def check_template(template: ChatTemplate, thinking: Thinking, tools: bool) -> B
         TemplateError: ``thinking`` is ``keep`` and the template moves earlier text at a boundary that is needed, or
             cannot render it at all.
     """
-    found = probe_boundaries(template)
-    needed = ("tool", "tool, twice") if tools else ("user", "user, twice")
-    for name in needed:
-        if name in found.refused:
-            raise TemplateError(f"the chat template has no turns of the kind '{name}': {found.refused[name]}")
-        if thinking == "keep" and name in found.moving:
+    for name in ("tool", "tool, twice") if tools else ("user", "user, twice"):
+        try:
+            bridge = probe_boundary(template, name)
+        except TemplateError as error:
+            raise TemplateError(f"the chat template has no turns of the kind '{name}': {error}") from error
+        if thinking == "keep" and bridge.moved is not None and not bridge.only_thoughts:
             raise TemplateError(
                 f"the chat template renders earlier turns otherwise once a later one is there ('{name}': "
-                f"{found.moving[name]!r} moves), so a conversation's ids cannot grow; set thinking: new_sample, which "
+                f"{bridge.moved!r} moves), so a conversation's ids cannot grow; set thinking: new_sample, which "
                 "begins a new sample at every such place, or give a `chat_template` that only appends"
             )
-    return found
-
-
-def _probe(role: str, index: int) -> Message:
-    message: Message = {"role": role, "content": f"probe {index} of {role}"}
-    if role == "tool":
-        message |= {"name": "probe", "tool_call_id": f"probe{index:04d}"}
-    return message
