@@ -314,7 +314,7 @@ def test_group_filters_of_ones_own() -> None:
 
 
 def test_a_filter_leaves_out_groups(tmp_path: Path) -> None:
-    from roll.pipelines.agentic.rollout import group_filter
+    from roll.pipelines.agentic.pipeline import group_filter
 
     section = planned(tmp_path, {"train_env_manager.group_filter_cls": f"{__name__}.DropsAll"}).train.section
     keeps = group_filter(section)

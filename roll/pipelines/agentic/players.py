@@ -14,18 +14,21 @@ from roll.agents.agent_options import uses_tools
 from roll.agents.chat_ids import check_template
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Agent, Limits, Task
+from roll.agents.images import ChatImages
 from roll.agents.registry import make_agent, make_verifier
 from roll.agents.text_tools import TextTools, text_tool
 from roll.agents.tool_calls import detect_format
 from roll.agents.verifiers import ScoredAgent
+from roll.datasets.images import ImageReader
 from roll.datasets.reading import read_rows
 from roll.datasets.types import DataError
+from roll.datasets.vision_model import VisionModel
 from roll.environments.base import Environment, resolved
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.environments.registry import is_instant, make_environment
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
 from roll.pipelines.agentic.plan import AgenticPlan, EntryPlan, ManagerPlan
-from roll.pipelines.agentic.templates import chat_template, policy_images
+from roll.pipelines.agentic.preflight import chat_template
 from roll.rollout.episodes import Player
 from roll.rollout.flow import sampling_params
 
@@ -88,6 +91,22 @@ def build_players(
         tool_format = section.tool_format or detect_format(template.source)
         players[tag] = Player(agent, template, limits, own, tool_format, section.thinking)
     return players
+
+
+def policy_images(
+    config: AgenticConfig, model_path: str | None, tokenizer: PreTrainedTokenizerBase
+) -> ChatImages | None:
+    """The policy's view of images, with the pixel limits of ``actor_train.data_args``; None: it is a model of text.
+
+    Raises:
+        DataError: a vision-language model whose image processor is of another kind.
+    """
+    assert model_path is not None, "the policy has a model"
+    model_args = config.actor_train.model_args
+    model = ImageReader.of(
+        config.actor_train.data_args, VisionModel.load(model_path, tokenizer, model_args.trust_remote_code)
+    ).model
+    return None if model is None else ChatImages(model)
 
 
 async def close_agents(agents: Iterable[Any]) -> None:

@@ -7,10 +7,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from roll.agents.agent_options import AgentOptionError, uses_tools
+from roll.agents.chat_ids import ChatTemplate, TemplateError, check_template
+from roll.agents.images import ChatImages
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import model_config, model_folder
+from roll.config.names import TEMPLATE_ENDINGS
 from roll.config.pipelines import find_own_modules
 from roll.config.plan.plan import RolePlan
 from roll.config.reading.errors import ConfigError, Problem
@@ -21,6 +25,9 @@ from roll.environments.registry import EnvironmentOptionError, check_environment
 from roll.pipelines.agentic.config import AgenticConfig, ToolWrapperConfig
 from roll.pipelines.agentic.plan import AgenticPlan, agent_of, managers, used_entries
 from roll.pipelines.policy_preflight import build_own_filter, policy_functions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class OwnGroupFilter(Protocol):
@@ -77,7 +84,6 @@ def vision_problems(key: str, env_config: dict[str, Any], model_path: str | None
 
 def agent_problems(key: str, agent: str, options: dict[str, Any]) -> Iterator[Problem]:
     """Problems of an agent and its options."""
-    from roll.agents.agent_options import AgentOptionError
     from roll.agents.registry import check_agent
 
     try:
@@ -91,7 +97,6 @@ def agent_problems(key: str, agent: str, options: dict[str, Any]) -> Iterator[Pr
 
 def verifier_problems(key: str, verifier: dict[str, Any]) -> Iterator[Problem]:
     """Problems of an environment's verifier."""
-    from roll.agents.agent_options import AgentOptionError
     from roll.agents.registry import make_verifier
 
     try:
@@ -125,6 +130,37 @@ def _environment_problem(key: str, env_type: str, env_config: dict[str, Any], er
     return Problem(f"{key}.env_type", env_type, text.removeprefix(begun).strip())
 
 
+CHATML = (
+    "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+_THINKING = {"qwen3": True, "qwen3_nothink": False}
+
+
+def chat_template(
+    config: AgenticConfig, tokenizer: PreTrainedTokenizerBase, images: ChatImages | None = None
+) -> ChatTemplate:
+    """The template that the run names, with the variables of ``data_args.chat_template_kwargs``.
+
+    Args:
+        images: images as the policy sees them; None: it is a text model.
+    """
+    data_args = config.actor_train.data_args
+    name = config.global_template or data_args.template
+    arguments: dict[str, Any] = dict(data_args.chat_template_kwargs)
+    if name == "chatml":
+        arguments = {"chat_template": CHATML} | arguments
+    elif name is not None and name.endswith(TEMPLATE_ENDINGS):
+        from roll.datasets.templates import template_text
+
+        arguments = {"chat_template": template_text(name)} | arguments
+    elif name in _THINKING:
+        arguments = {"enable_thinking": _THINKING[name]} | arguments
+    stops = config.actor_infer.generating_args.stop_token_ids or ()
+    ends = [token for token in (tokenizer.eos_token_id, *stops) if token is not None]
+    return ChatTemplate(tokenizer, ends, arguments=arguments, images=images)
+
+
 def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
     """Conversations of more than one turn can grow with the chat template. The tokenizer of a model that is not on this
     machine yet is checked when the run starts.
@@ -140,10 +176,7 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
     entries = [one for one in loaded.plan.entries.values() if one.turns > 1 and one.context in ("append", "last")]
     if not entries:
         return
-    from roll.agents.agent_options import uses_tools
-    from roll.agents.chat_ids import TemplateError, check_template
     from roll.agents.template_files import TemplateFiles
-    from roll.pipelines.agentic.templates import chat_template
 
     tokenizer: Any = TemplateFiles(folder)
     if tokenizer.has_own_code or not tokenizer.chat_template:  # a class of a tokenizer may bring a template

@@ -11,6 +11,7 @@ from roll.config.loader import LoadedConfig
 from roll.config.plan.plan import RolePlan
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.pipelines.agentic.metrics import episode_table
+from roll.pipelines.agentic.pipeline import SLICE_SECONDS
 from roll.pipelines.agentic.players import (
     TaskSource,
     build_players,
@@ -19,7 +20,6 @@ from roll.pipelines.agentic.players import (
     read_data,
     tags_in_order,
 )
-from roll.pipelines.agentic.rollout import SLICE_SECONDS
 from roll.pipelines.agentic_rollout.config import AgenticRolloutConfig, AgenticRolloutPlan
 from roll.pipelines.evaluate.config import EvaluatedModel, Pass
 from roll.pipelines.evaluate.models import ModelRun
