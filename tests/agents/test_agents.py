@@ -135,7 +135,7 @@ def test_a_verifier_that_fails_is_no_verdict(template: ChatTemplate) -> None:
 )
 def test_agents_close_their_verifier(agent: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[RewardVerifier] = []
-    monkeypatch.setattr(RewardVerifier, "close", closed.append)
+    monkeypatch.setattr(RewardVerifier, "close", lambda verifier: closed.append(verifier))
     made: Any = make_agent(agent, config | {"verifier": ADDING["verifier"]})
     asyncio.run(made.close())
     assert len(closed) == 1
