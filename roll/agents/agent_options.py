@@ -1,4 +1,4 @@
-"""Options of agents, as ``agent_config`` of a configuration gives them: checked without starting anything."""
+"""Options of agents (``agent_config``), checked without starting anything."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ from typing import Any, Literal, TypeVar
 
 from roll.config.names import PUBLISHED_REWARDS
 from roll.config.reading.errors import closest
+from roll.config.reading.fields import setting
 from roll.config.reading.schema import Mismatch, convert
 from roll.config.rewards import CLUSTER, LLM_JUDGE
 
 T = TypeVar("T")
+AGENTS = ("tools", "black_box", "repository", "verl")
+"""Names of the built-in agents."""
+Context = Literal["append", "observation", "last", "own", "response"]
+"""Contents of an environment's next prompt: everything so far; the current observation with the last turns in a
+template; the current observation after the last turns as messages; the environment's messages and nothing else;
+everything so far, observations raw within the one message that the policy writes."""
 Sampling = Literal["run", "refuse"]
-"""Where a client sets a temperature or its like: the run's hold all the same, or the request is refused."""
+"""Treatment of a request that sets a temperature or another sampling parameter: ignore it, or refuse the request."""
 ToolChoice = Literal["enforce", "auto"]
-"""Where a client demands a tool call: the response begins with one, or the policy does as it likes."""
+"""Treatment of a request that demands a tool call: begin the response with one, or let the policy decide."""
 
 
 def uses_tools(agent: str | None) -> bool:
-    """Conversations of the agent may have tool messages: the chat template must have a place for them."""
+    """True where conversations of the agent may have tool messages, which the chat template must then support."""
     return agent in ("tools", "repository", "verl")
 
 
@@ -69,6 +76,18 @@ class ToolAgentOptions:
     """Added once to an episode that succeeds and has used a tool."""
     max_tool_uses: int | None = None
     """Tool calls of an episode; null: no limit."""
+
+
+@dataclass(frozen=True)
+class ToolWrapperArguments:
+    """``custom_envs.<tag>.tool_wrapper.wrapper_args``."""
+
+    tool_reward: float = 0.0
+    """Added for every response that calls a tool."""
+    tool_success_reward: float = 0.0
+    """Added once at the end of an episode that succeeds and has used a tool."""
+    max_tool_uses: int = setting(10, ge=0)
+    """Calls of an episode; further ones are actions of the environment."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +173,9 @@ class BlackBoxOptions:
     """Where the reward comes from."""
     verifier: dict[str, Any] = field(default_factory=dict)
     """For ``reward: verifier``."""
-    sampling: Literal["run", "refuse"] = "run"
+    sampling: Sampling = "run"
     """Treatment of a request that sets a temperature or another sampling parameter."""
-    tool_choice: Literal["enforce", "auto"] = "enforce"
+    tool_choice: ToolChoice = "enforce"
     """Treatment of a request that demands a tool call: ``enforce``: the response begins with one; ``auto``: the
     policy may call or not, and learns to."""
     roles: list[str] = field(default_factory=list)
@@ -205,8 +224,8 @@ def asks_the_run(verifier: Mapping[str, Any]) -> bool:
     return is_judge and options.get("model_type") == CLUSTER
 
 
-def read_options(kind: type[T], given: Mapping[str, Any], key: str = "agent_config") -> T:
-    """An instance of a dataclass of options.
+def read_options(kind: type[T], options: Mapping[str, Any], key: str = "agent_config") -> T:
+    """Read a dataclass of options from a section.
 
     Raises:
         AgentOptionError: an unknown name or a wrong type.
@@ -214,7 +233,7 @@ def read_options(kind: type[T], given: Mapping[str, Any], key: str = "agent_conf
     hints = typing.get_type_hints(kind)
     names = [one.name for one in dataclasses.fields(kind)]  # type: ignore[arg-type]
     checked = {}
-    for name, value in given.items():
+    for name, value in options.items():
         if name not in hints:
             near = closest(name, names)
             hint = f"did you mean {near!r}? " if near else ""

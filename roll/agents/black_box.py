@@ -1,4 +1,4 @@
-"""Agents that are programs: they speak to the policy over HTTP as they would to OpenAI or Anthropic, unmodified."""
+"""Agents that are programs: unmodified, they talk to the policy over HTTP as they would to OpenAI or Anthropic."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ from roll.agents.agent_options import BlackBoxOptions
 from roll.agents.endpoint import AgentEndpoint
 from roll.agents.episode import EngineFault, Episode, EpisodeOver, Model, Task
 from roll.agents.programs import Exit, ProgramError, filled_command, program_environment, running
-from roll.agents.session import Session, task_body
+from roll.agents.session import Session
 from roll.agents.verifiers import Verifier
 
 logger = logging.getLogger(__name__)
 
 _FAREWELL_SECONDS = 10.0
-"""For a program whose episode is over: it has posted its reward, or no turn is left."""
-
-
+"""Time to exit for a program whose episode is over: it has posted its reward, or no turn is left."""
 _COMMON = {
     # It would send every conversation to OpenAI, with the episode's key.
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
 }
 _MOST_FAILURES = 5
-"""Ends of a program that serves the whole run, one after another without an episode in between."""
+"""Most consecutive exits of a program that serves the whole run without an episode in between."""
 
 
 class BlackBoxAgent:
-    """Runs a program per episode, or lets one from elsewhere have it, and answers its model calls.
+    """Runs a program per episode, or hands the episode to one from elsewhere, and answers its model calls.
 
-    The program is given ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``; its
-    task is the JSON on standard input and in the file ``ROLL_TASK_FILE``.  It ends with its episode: at the deadline it
-    is killed with all that it has started.
+    The program gets ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``; its task
+    is the JSON on standard input and in the file ``ROLL_TASK_FILE``. It ends with its episode: at the deadline it is
+    killed with everything it has started.
     """
 
     def __init__(self, options: BlackBoxOptions, verifier: Verifier | None = None) -> None:
@@ -53,8 +51,8 @@ class BlackBoxAgent:
         """Answer the agent's calls until it is done; returns its reward.
 
         Raises:
-            EngineFault: of a call.
-            EpisodeOver: the agent has made no use of its episode: nobody took it, or its program failed.
+            EngineFault: an engine failed during a call.
+            EpisodeOver: the agent has not done its part: no program took the episode, or it failed.
         """
         self._endpoint.start()
         options = self._options
@@ -62,8 +60,8 @@ class BlackBoxAgent:
         self._endpoint.open(session)
         with tempfile.TemporaryDirectory(prefix="roll-episode-", ignore_cleanup_errors=True) as scratch:
             try:
-                alone = self._options.command and self._workers is None
-                ended = await (self._program(session, scratch) if alone else self._taken(session))
+                own_program = self._options.command and self._workers is None
+                ended = await (self._run_program(session, scratch) if own_program else self._wait(session))
             finally:
                 self._endpoint.retire(session)
                 if session.began is not None:
@@ -82,17 +80,19 @@ class BlackBoxAgent:
         if self._workers is not None:
             await self._workers.close()
         self._endpoint.close()
+        if self._verifier is not None:
+            self._verifier.close()
 
-    async def _taken(self, session: Session) -> None:
-        """Wait until whoever takes the episode is done with it."""
+    async def _wait(self, session: Session) -> None:
+        """Offer the episode, and wait until the program that takes it is done."""
         self._endpoint.offer(session)
         if self._workers is not None:
             self._workers.start()
         await session.done.wait()
 
-    async def _program(self, session: Session, scratch: str) -> Exit | None:
-        """The program's end; None for one that was ended because its episode was over."""
-        options, fields = self._options, task_body(session.task)
+    async def _run_program(self, session: Session, scratch: str) -> Exit | None:
+        """Run a program for the episode; returns its end, None where it was killed because the episode was over."""
+        options, fields = self._options, session.task.body
         task_file = Path(scratch) / "task.json"
         task_file.write_text(json.dumps(fields, ensure_ascii=False, default=str), "utf-8")
         url = self._endpoint.url
@@ -124,7 +124,7 @@ class BlackBoxAgent:
     async def _reward(
         self, session: Session, ended: Exit | None, episode: Episode, scratch: str
     ) -> float | dict[str, float]:
-        """The reward by the configured source; the episode's outcome, success and metrics."""
+        """The reward from the configured source; sets the episode's outcome, success and metrics."""
         episode.metrics |= session.metrics
         episode.count("overridden_sampling", session.overridden)
         episode.count("demanded_calls", session.demanded)
@@ -145,7 +145,7 @@ class BlackBoxAgent:
         raise self._fault(session, episode, "posted no reward" if source == "post" else "failed", ended)
 
     def _fault(self, session: Session, episode: Episode, what: str, ended: Exit | None) -> EpisodeOver:
-        """The agent has not done its part: at a limit of the episode that is to be expected, otherwise a fault."""
+        """The end of an episode whose agent has not done its part: its limit, if it met one, else a fault."""
         if session.limit is not None:
             episode.success = False
             return session.limit
@@ -156,7 +156,7 @@ class BlackBoxAgent:
 
 
 class _Workers:
-    """Programs that serve the whole run; one that ends is started again."""
+    """Programs that serve the whole run; one that ends is restarted."""
 
     def __init__(self, endpoint: AgentEndpoint, options: BlackBoxOptions) -> None:
         self._endpoint, self._options = endpoint, options
@@ -167,7 +167,7 @@ class _Workers:
         """Start the programs; a second call does nothing.
 
         Raises:
-            EngineFault: they have ended again and again.
+            EngineFault: they ended too often without serving an episode.
         """
         if self._fault is not None:
             raise self._fault
@@ -188,11 +188,11 @@ class _Workers:
                 ended = str(await self._run(key))
             except ProgramError as error:
                 ended = str(error)
-            lost = self._endpoint.dismiss_worker(key)
-            for session in lost:
+            unfinished, has_taken = self._endpoint.dismiss_worker(key)
+            for session in unfinished:
                 session.lost = ended
                 session.done.set()
-            failures = 0 if lost else failures + 1
+            failures = 0 if has_taken else failures + 1
             logger.warning("an agent's program has ended and is started again: %s", ended)
         self._fault = EngineFault()
         self._fault.__cause__ = ProgramError(f"{self._options.command[0]} ends again and again: {ended}")

@@ -1,4 +1,4 @@
-"""Tools of roll's own: Python in the sandbox, search over a local index; and the tools that a configuration names."""
+"""Built-in tools: Python in the sandbox, search over a local index; and the tools that a configuration names."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class SearchIndex:
         self._norms = [_K1 * (1 - _B + _B * length / mean) for length in lengths]
 
     def best(self, query: str, count: int) -> list[int]:
-        """The numbers of the texts with the highest scores above 0, best first; of equal ones the first."""
+        """Indices of the texts with the highest scores above 0, best first; ties in the order of the texts."""
         scores: dict[int, float] = defaultdict(float)
         for term in _terms(query):
             found = self._postings.get(term, ())
@@ -148,34 +148,30 @@ def search_tool(path: str, top_k: int = 3, title_key: str = "title", text_key: s
 
 @functools.cache
 def _read_index(path: str, title_key: str, text_key: str) -> tuple[list[str], SearchIndex]:
-    """Once for all environments and agents of a process."""
+    """The texts and their index, read once per process."""
     texts = []
     try:
         with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    texts.append(_text_of(json.loads(line), title_key, text_key, f"{path}:{number}"))
+            rows = [(number, json.loads(line)) for number, line in enumerate(file, 1) if line.strip()]
     except (OSError, ValueError) as error:
         raise ToolError(f"search: {path}: {error}") from error
+    for number, row in rows:
+        if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
+            raise ToolError(f"search: {path}:{number}: the row has no text {text_key!r}; text_key names the column")
+        texts.append(f"{row[title_key]}\n{row[text_key]}" if row.get(title_key) else row[text_key])
     return texts, SearchIndex(texts)
 
 
-def _text_of(row: Any, title_key: str, text_key: str, place: str) -> str:
-    if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
-        raise ToolError(f"search: {place}: the row has no text {text_key!r}; text_key names the column")
-    return f"{row[title_key]}\n{row[text_key]}" if row.get(title_key) else str(row[text_key])
-
-
 KINDS: dict[str, Callable[..., Any]] = {"python": PythonTool, "search": search_tool, "mcp": McpServer}
-"""Name in a configuration to what its options are arguments of."""
+"""Name in a configuration to the class or function whose arguments are its options."""
 
 
 class ToolSet:
     """The tools that a configuration names, opened at first use and shared by all episodes.
 
     Args:
-        specs: each a name (``python``), the dotted path of a function of one's own, or a mapping of one of
-            ``python``, ``search``, ``mcp``, ``function`` to its options.
+        specs: each a name (``python``), the dotted path of a user's function, or a mapping of one of ``python``,
+            ``search``, ``mcp``, ``function`` to its options.
         timeout: seconds of a call.
         max_result: characters of a result.
 
@@ -187,14 +183,12 @@ class ToolSet:
         self._timeout, self._max_result = timeout, max_result
         self._tools: list[Tool] = []
         self._programs: list[PythonTool] = []
-        self._servers: list[Mapping[str, Any]] = []
+        self._servers: list[HeldMcpServer] = []
         for spec in specs:
             self._add(*_read_spec(spec))
-        self._held: list[HeldMcpServer] = []
         self._opening: asyncio.Lock | None = None
         self._box: ToolBox | None = None
-        if len({tool.name for tool in self._tools}) != len(self._tools):
-            ToolBox(self._tools)
+        ToolBox(self._tools)  # refuses two tools with one name
 
     def _add(self, kind: str, options: Any) -> None:
         if kind == "function":
@@ -203,7 +197,7 @@ class ToolSet:
         _check_options(kind, options)
         if kind == "mcp":
             McpServer(**options)
-            self._servers.append(options)
+            self._servers.append(HeldMcpServer(functools.partial(McpServer, **options)))
         elif kind == "python":
             self._programs.append(PythonTool(**options))
             self._tools.append(self._programs[-1].tool())
@@ -227,15 +221,14 @@ class ToolSet:
         async with self._opening:
             if self._box is None:
                 tools = list(self._tools)
-                self._held = [HeldMcpServer(functools.partial(McpServer, **one)) for one in self._servers]
-                for server in self._held:
+                for server in self._servers:
                     tools += await server.tools()
                 self._box = ToolBox(tools, self._timeout, self._max_result)
             return self._box
 
     async def close(self) -> None:
         """End servers and sandboxes."""
-        for server in self._held:
+        for server in self._servers:
             await server.close()
         for program in self._programs:
             await program.close()
@@ -268,7 +261,7 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
 
 
 def load_function(path: Any, key: str) -> Callable[..., Any]:
-    """The function, or class, at a dotted path.
+    """Import the function or class at a dotted path.
 
     Raises:
         ToolError: there is none; the message begins with ``key``.

@@ -1,17 +1,18 @@
-"""Chat messages as token ids that only grow: the text that a template puts between two turns, derived and checked.
+"""Token ids of conversations that only grow: the text that a chat template puts between two turns, derived and checked.
 
-A response is trained on the ids that were sampled, so nothing of a conversation may be tokenised twice.  The ids of a
-later turn are those of the earlier ones, the sampled response, and a *bridge*: what the chat template puts behind the
-response's text up to the next generation prompt.  The bridge is read off the template itself, by rendering the
-conversation with a marker in place of every response, so no template is known here by name.
+A response is trained on the ids that were sampled, so no part of a conversation may be tokenised twice. The ids of a
+later turn are those of the earlier ones, the sampled response, and a *bridge*: the template's text after the response
+up to the next generation prompt. The bridge is found by rendering the conversation with a marker in place of every
+response, so it works for any template.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,7 +45,7 @@ class Bridge:
     """The first of ``token_ids`` where the template ends a turn with a token; not repeated behind a response that was
     sampled up to its end."""
     moved: str | None = None
-    """Where the template renders earlier turns otherwise than before: the first text that differs."""
+    """The first text that differs, where the template renders earlier turns differently than before."""
     only_thoughts: bool = False
     """The difference is thinking of earlier responses, which the template drops."""
 
@@ -118,48 +119,43 @@ class ChatTemplate:
         return str(text)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a conversation's beginning, the generation prompt included."""
+        """The ids of messages with the generation prompt."""
         return self.encode(self.render(messages))
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
-        """The text of ``messages``; arguments of tool calls in the form that this template takes.
+        """The text of ``messages``, with arguments of tool calls in the form that the template takes.
 
         Raises:
-            TemplateError: with the template's own message.
+            TemplateError: with the template's error message.
         """
         messages = self._as_text(messages)
         if not any(message.get("tool_calls") for message in messages):
             return self._render(messages, generation_prompt)
-        forms = (False, True) if self._json_arguments is None else (self._json_arguments,)
-        for as_json in forms:
+        if self._json_arguments is None:
             try:
-                text = self._render(_with_arguments(messages, as_json), generation_prompt)
+                text = self._render(messages, generation_prompt)
+                self._json_arguments = False
             except TemplateError:
-                if as_json is forms[-1]:
-                    raise
-                continue
-            self._json_arguments = as_json
+                text = self._render(_with_json_arguments(messages), generation_prompt)
+                self._json_arguments = True
             return text
-        raise AssertionError("unreachable: the last form raises")
+        return self._render(_with_json_arguments(messages) if self._json_arguments else messages, generation_prompt)
 
     def _render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         import jinja2
 
         try:
-            return self._rendered(messages, generation_prompt)
+            rendered: Any = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=self._tools,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self._arguments,
+            )
+            return str(rendered)
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise TemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
-
-    def _rendered(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        rendered: Any = self._tokenizer.apply_chat_template(
-            list(messages),
-            tools=self._tools,
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-            **self._arguments,
-        )
-        return str(rendered)
 
     def bridge(self, history: Sequence[Message], new: Sequence[Message]) -> Bridge:
         """The ids between the last response of ``history`` and the generation prompt behind ``new``.
@@ -169,15 +165,13 @@ class ChatTemplate:
             new: the messages that answer it; none of an assistant.
 
         Raises:
-            TemplateError: the template refuses the conversation, or renders no response where one stands.
+            TemplateError: the template refuses the conversation, or leaves out a response.
         """
         assert history and history[-1]["role"] == "assistant"
         assert new and all(message["role"] != "assistant" for message in new)
         new = self._as_text(new)
-        whole = self._with_markers([*history, *new])
-        marker = _MARKER.format(len(history) - 1)
-        text = self.render(whole)
-        _, found, tail = text.rpartition(marker)
+        text = self.render(self._with_markers([*history, *new]))
+        _, found, tail = text.rpartition(_MARKER.format(len(history) - 1))
         if not found:
             raise TemplateError("the chat template leaves out the response that the new messages answer")
         starts = [(tail.find(end), end) for end in self._ends if end in tail]
@@ -186,9 +180,8 @@ class ChatTemplate:
         for message in new:
             self._assert_shown(message, tail)
         earlier = self._with_markers(history[:-1])
-        begun, bare = self.render(earlier), self.render(earlier, generation_prompt=False)
-        # What both renderings begin with is the messages; templates may end a conversation with a token of its own.
-        shown = _common_beginning(begun, bare)
+        # The common prefix is the messages alone: templates may end a conversation with a further token.
+        shown = common_prefix([self.render(earlier), self.render(earlier, generation_prompt=False)])
         moved = None if text.startswith(shown) else _difference(shown, text)
         only_thoughts = moved is not None and without_thoughts(text).startswith(without_thoughts(shown))
         return Bridge(ids, None if end is None else self._ends[end], moved, only_thoughts)
@@ -197,20 +190,20 @@ class ChatTemplate:
         """``prompt_ids``, the sampled ``response`` and the bridge as the ids of the next prompt.
 
         A response that ends with any end token is followed by what comes behind the template's: a model may be trained
-        to end a turn otherwise than its template writes history.  One that was cut short gets the template's.
+        to end a turn differently than its template writes history. One that was cut short gets the template's.
         """
         ended = bool(response) and response[-1] in self.end_tokens and bridge.end_token is not None
         return [*prompt_ids, *response, *(bridge.token_ids[1:] if ended else bridge.token_ids)]
 
-    def drops_thoughts(self, asked: Sequence[Message], response: Message, new: Sequence[Message]) -> bool:
-        """The template renders ``response`` otherwise once ``new`` stands behind it: without its thinking.
+    def drops_thoughts(self, prompt: Sequence[Message], response: Message, new: Sequence[Message]) -> bool:
+        """True where the template renders ``response`` without its thinking once ``new`` follows it.
 
-        Responses stand as they were sampled, thinking included, so what is compared are the texts in which the
-        response is the last message and in which it is not.
+        Compares the text in which the response is the last message with the one in which it is not, both with the
+        response as it was sampled, thinking included.
         """
         try:
-            alone = self.render([*asked, response], generation_prompt=False)
-            followed = self.render([*asked, response, *new])
+            alone = self.render([*prompt, response], generation_prompt=False)
+            followed = self.render([*prompt, response, *new])
         except TemplateError:
             return True
         text = str(response.get("content") or "")
@@ -227,46 +220,38 @@ class ChatTemplate:
             raise TemplateError(f"the chat template leaves out the message of role {message['role']}")
 
     def _with_markers(self, messages: Sequence[Message]) -> list[Message]:
-        """``messages`` with a marker as the text of every response, and one call for every tool message behind it."""
+        """``messages`` with a marker as the text of every response, and a tool call for every tool message after it."""
         marked: list[Message] = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 marked.append(message)
                 continue
             marker = _MARKER.format(index)
+            results = itertools.takewhile(lambda one: one["role"] == "tool", messages[index + 1 :])
+            calls = [
+                {
+                    "id": str(result.get("tool_call_id", f"call{number:05d}")),
+                    "type": "function",
+                    "function": {"name": str(result.get("name", "tool")), "arguments": {"value": marker}},
+                }
+                for number, result in enumerate(results)
+            ]
             response: Message = {"role": "assistant", "content": marker}
-            calls: list[Message] = []
-            for follower in messages[index + 1 :]:
-                if follower["role"] != "tool":
-                    break
-                calls.append(_call(follower, len(calls), marker))
-            if calls:
-                response["tool_calls"] = calls
-            marked.append(response)
+            marked.append(response | {"tool_calls": calls} if calls else response)
         return marked
 
 
-def _call(tool_message: Message, index: int, marker: str) -> Message:
-    name = str(tool_message.get("name", "tool"))
-    identifier = str(tool_message.get("tool_call_id", f"call{index:05d}"))
-    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": {"value": marker}}}
-
-
-def _with_arguments(messages: Sequence[Message], as_json: bool) -> list[Message]:
-    if not as_json:
-        return list(messages)
+def _with_json_arguments(messages: Sequence[Message]) -> list[Message]:
+    """``messages`` with the arguments of tool calls as JSON texts."""
     rendered = []
     for message in messages:
-        calls = [
-            one | {"function": one["function"] | {"arguments": _as_json(one["function"]["arguments"])}}
-            for one in message.get("tool_calls") or ()
-        ]
+        calls = []
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"]["arguments"]
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            calls.append(call | {"function": call["function"] | {"arguments": text}})
         rendered.append(message | {"tool_calls": calls} if calls else message)
     return rendered
-
-
-def _as_json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def without_thoughts(text: str) -> str:
@@ -274,21 +259,23 @@ def without_thoughts(text: str) -> str:
     return _THOUGHTS.sub("", text)
 
 
-def _common_beginning(one: str, other: str) -> str:
-    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return one[:length]
+def common_prefix(texts: Sequence[str]) -> str:
+    """The longest text that all of ``texts`` begin with."""
+    first, last = min(texts), max(texts)
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return first[:length]
 
 
 def _difference(earlier: str, later: str) -> str:
     """The first text of ``earlier`` that ``later`` does not continue with, shortened."""
-    at = len(_common_beginning(earlier, later))
+    at = len(common_prefix([earlier, later]))
     return earlier[max(0, at - 20) : at + 40]
 
 
 Thinking = Literal["keep", "new_sample"]
-"""Where a template drops the thinking of earlier turns: keep its ids all the same, or begin a new sample there."""
+"""Where a template drops the thinking of earlier turns: keep its ids anyway, or start a new sample there."""
 
-_PROBES: dict[str, tuple[list[str], list[str]]] = {
+BOUNDARIES: dict[str, tuple[list[str], list[str]]] = {
     "user": (["user", "assistant"], ["user"]),
     "user, twice": (["user", "assistant", "user", "assistant"], ["user"]),
     "tool": (["user", "assistant"], ["tool"]),
@@ -296,43 +283,24 @@ _PROBES: dict[str, tuple[list[str], list[str]]] = {
     "two tools": (["user", "assistant"], ["tool", "tool"]),
     "user after tool": (["user", "assistant", "tool", "assistant"], ["user"]),
 }
-"""Name of a boundary to the roles before it and behind it."""
+"""Name of a boundary between turns to the roles before and after it."""
 
 
-@dataclass(frozen=True)
-class Boundaries:
-    """The boundaries between turns that a chat template can render, each by its name in ``_PROBES``."""
+def probe_boundary(template: ChatTemplate, name: str) -> Bridge:
+    """Render a short conversation with one of :data:`BOUNDARIES`.
 
-    appended: tuple[str, ...]
-    """Rendered by appending."""
-    dropping_thoughts: tuple[str, ...]
-    """Rendered by appending, but for the thinking of earlier turns."""
-    moving: Mapping[str, str]
-    """Rendered otherwise: with the first text that moved."""
-    refused: Mapping[str, str]
-    """Not rendered: with the reason."""
-
-
-def probe_boundaries(template: ChatTemplate) -> Boundaries:
-    """Render one conversation for every kind of boundary."""
-    appended, dropping, moving, refused = [], [], {}, {}
-    for name, (before, behind) in _PROBES.items():
-        messages = [_probe(role, index) for index, role in enumerate([*before, *behind])]
-        try:
-            bridge = template.bridge(messages[: len(before)], messages[len(before) :])
-        except TemplateError as error:
-            refused[name] = str(error)
-            continue
-        if bridge.moved is None:
-            appended.append(name)
-        elif bridge.only_thoughts:
-            dropping.append(name)
-        else:
-            moving[name] = bridge.moved
-    return Boundaries(tuple(appended), tuple(dropping), moving, refused)
+    Raises:
+        TemplateError: the template cannot render it.
+    """
+    before, after = BOUNDARIES[name]
+    messages: list[Message] = []
+    for index, role in enumerate([*before, *after]):
+        tool = {"name": "probe", "tool_call_id": f"probe{index:04d}"} if role == "tool" else {}
+        messages.append({"role": role, "content": f"probe {index} of {role}", **tool})
+    return template.bridge(messages[: len(before)], messages[len(before) :])
 
 
-def check_template(template: ChatTemplate, thinking: Thinking, tools: bool) -> Boundaries:
+def check_template(template: ChatTemplate, thinking: Thinking, tools: bool) -> None:
     """Refuse a template whose conversations cannot grow by appending, before anything is generated.
 
     Args:
@@ -342,22 +310,14 @@ def check_template(template: ChatTemplate, thinking: Thinking, tools: bool) -> B
         TemplateError: ``thinking`` is ``keep`` and the template moves earlier text at a boundary that is needed, or
             cannot render it at all.
     """
-    found = probe_boundaries(template)
-    needed = ("tool", "tool, twice") if tools else ("user", "user, twice")
-    for name in needed:
-        if name in found.refused:
-            raise TemplateError(f"the chat template has no turns of the kind '{name}': {found.refused[name]}")
-        if thinking == "keep" and name in found.moving:
+    for name in ("tool", "tool, twice") if tools else ("user", "user, twice"):
+        try:
+            bridge = probe_boundary(template, name)
+        except TemplateError as error:
+            raise TemplateError(f"the chat template has no turns of the kind '{name}': {error}") from error
+        if thinking == "keep" and bridge.moved is not None and not bridge.only_thoughts:
             raise TemplateError(
                 f"the chat template renders earlier turns otherwise once a later one is there ('{name}': "
-                f"{found.moving[name]!r} moves), so a conversation's ids cannot grow; set thinking: new_sample, which "
+                f"{bridge.moved!r} moves), so a conversation's ids cannot grow; set thinking: new_sample, which "
                 "begins a new sample at every such place, or give a `chat_template` that only appends"
             )
-    return found
-
-
-def _probe(role: str, index: int) -> Message:
-    message: Message = {"role": role, "content": f"probe {index} of {role}"}
-    if role == "tool":
-        message |= {"name": "probe", "tool_call_id": f"probe{index:04d}"}
-    return message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,19 +23,19 @@ class Call:
     """One generation of an episode.
 
     The prompt's ids are those of ``parent`` (prompt and response) followed by ``new_ids``; without a parent they are
-    ``new_ids`` alone.  Only ``response_ids`` were sampled.
+    ``new_ids`` alone. Only ``response_ids`` were sampled.
     """
 
     index: int
     parent: int | None
     new_ids: list[int]
     messages: list[Message]
-    """The whole conversation that was asked about; images in it by their digests."""
+    """The whole conversation up to the response; images in it by their digests."""
     tools: list[Message] = field(default_factory=list)
-    """Schemas that the conversation was offered."""
+    """Schemas of the tools offered."""
     response_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    """Of ``response_ids``, by the engine."""
+    """Log-probs of ``response_ids``, by the engine."""
     versions: list[int] = field(default_factory=list)
     """Weight version of every sampled id."""
     finish_reason: str = ""
@@ -47,11 +46,11 @@ class Call:
     state: str = ""
     """Identifies the state of the environment that the call acted in, for step-level advantages."""
     opening: int = 0
-    """Ids at the end of ``new_ids`` with which the response was made to begin (:mod:`roll.agents.demanded_calls`)."""
+    """Number of ids at the end of ``new_ids`` that force a tool call (:func:`~roll.agents.tool_calls.call_opening`)."""
     role: str = ""
-    """Who speaks, where the policy plays several parts: each has rewards and baselines of its own."""
+    """Role that the policy plays, where there are several: each has rewards and baselines of its own."""
     images: tuple[EncodedImage, ...] = ()
-    """Of ``new_ids``, in the order of their placeholders."""
+    """Images of ``new_ids``, in the order of their placeholders."""
 
     @property
     def finished(self) -> bool:
@@ -59,7 +58,7 @@ class Call:
 
     @property
     def whole_response(self) -> list[int]:
-        """The response with the ids that it was made to begin with."""
+        """The response with the ids of its forced opening."""
         return self.new_ids[len(self.new_ids) - self.opening :] + self.response_ids
 
 
@@ -89,18 +88,18 @@ class ConversationCounts:
     """Statistics of the ids of an episode's conversations."""
 
     breaks: int = 0
-    """Calls that answer an earlier response without going on from its ids."""
+    """Calls that follow an earlier response but do not extend its ids."""
     kept_thoughts: int = 0
     """Boundaries at which the template would have dropped thinking that was kept."""
     foreign_responses: int = 0
-    """Responses in a conversation that no call gave: context, never trained."""
+    """Responses in conversations that no call produced: context, never trained."""
 
 
 class Conversations:
     """All conversations of an episode, as a tree of calls.
 
-    A conversation is known by its messages: an agent that sends the messages of an earlier call, its response and new
-    messages goes on from the ids of that call, whoever keeps the list, in whatever order its calls interleave.
+    Conversations are recognised by their messages: an agent that sends the messages of an earlier call, its response
+    and new messages extends the ids of that call, whoever keeps the list and however calls interleave.
     """
 
     def __init__(self, template: ChatTemplate, thinking: Thinking = "keep") -> None:
@@ -109,28 +108,28 @@ class Conversations:
         self.calls: list[Call] = []
         self.counts = ConversationCounts()
         self._answered: dict[str, int] = {}
-        """Digest of a conversation that ends with a response that a call gave, to the newest such call; behind the name
-        of a role, to the newest of that role."""
+        """Digest of a conversation that ends with the response of a call, to the index of the newest such call; with
+        the name of a role in front, to that of the newest of that role."""
         self.images: dict[str, EncodedImage] = {}
-        """By digest, those of all messages."""
+        """The images of all messages by digest."""
         self._templates: dict[str, ChatTemplate] = {}
         """JSON of tools to the template with them."""
 
     def ask(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, role: str = "") -> Call:
-        """A new call whose prompt is ``messages``, from the ids of an earlier call where it goes on from one.
+        """Add a call whose prompt is ``messages``, which extends the ids of an earlier call where it continues one.
 
         Args:
-            role: who asks; of calls that were answered alike it goes on from the one of its own role.
-            tools: schemas that the conversation is offered; None: those of the run's template.  A conversation that
-                goes on with other tools than before begins anew, as its prompt does.
+            role: role that asks; of calls with equal responses, the one of the same role is continued.
+            tools: schemas that the conversation is offered; None: those of the run's template. A conversation that
+                continues with other tools than before starts over, as its prompt does.
 
         Raises:
             TemplateError: the chat template cannot render them, or an image of them cannot be read.
-            BlindPolicyError: an image, and the policy is a model of text.
+            BlindPolicyError: an image, and the policy is a text model.
         """
-        messages = self._seen(messages)
+        messages = self._with_digests(messages)
         template = self._with_tools(tools)
-        parent, new_ids = self._grown(messages, template, tools or (), role)
+        parent, new_ids = self._extend(messages, template, tools or (), role)
         if parent is None:
             new_ids = template.prompt(messages)
         new_ids, images = self._expanded(new_ids, messages if parent is None else self._behind(parent, messages))
@@ -139,22 +138,21 @@ class Conversations:
         return call
 
     def go_on(self, parent: Call, texts: Sequence[str]) -> Call:
-        """A new call within the response of ``parent``, behind ``texts``: no message ends between the two, so the token
-        that ended the text of ``parent`` is taken out of it."""
+        """Add a call that continues the response of ``parent`` after ``texts``: no message ends between the two, so the
+        token that ended the text of ``parent`` is removed."""
         if parent.response_ids and parent.response_ids[-1] == self._template.eos_token:
             for column in (parent.response_ids, parent.log_probs, parent.versions):
                 column.pop()
-        said: Message = {"role": "user", "content": "".join(texts)}
         ids = [one for text in texts for one in self._template.encode(text)]
-        messages = [*parent.messages, parent.message, said]
+        messages = [*parent.messages, parent.message, {"role": "user", "content": "".join(texts)}]
         call = Call(len(self.calls), parent.index, ids, messages, parent.tools, role=parent.role)
         self.calls.append(call)
         return call
 
     def end(self, call: Call) -> None:
-        """Put the token that ends a text behind a response that has stopped without it.
+        """Append the end-of-text token to a response that has stopped without it.
 
-        It is trained, though nobody has sampled it, and the engine's log-probability of it is written as 0, as by SkyRL
+        It is trained although it was not sampled, with an engine log-prob of 0, as in SkyRL
         (``skyrl_gym_generator.py``, without ``use_conversation_multi_turn``).
         """
         eos, ids = self._template.eos_token, call.response_ids
@@ -165,7 +163,7 @@ class Conversations:
 
     @property
     def is_blind(self) -> bool:
-        """The policy is a model of text."""
+        """True where the policy is a text model."""
         return self._template.images is None
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> int:
@@ -174,11 +172,11 @@ class Conversations:
         Raises:
             see :meth:`ask`.
         """
-        messages = self._seen(messages)
+        messages = self._with_digests(messages)
         return len(self._expanded(self._with_tools(tools).prompt(messages), messages)[0])
 
-    def _seen(self, messages: Sequence[Message]) -> list[Message]:
-        """Copies of ``messages``; their images are held, and named by their digests."""
+    def _with_digests(self, messages: Sequence[Message]) -> list[Message]:
+        """Copies of ``messages`` with digests in place of their images, which go to ``images``."""
         with _as_template_error():
             refuse_unseen(messages)
         if self._template.images is None:
@@ -188,7 +186,7 @@ class Conversations:
             return [self._template.images.take(message, self.images) for message in messages]
 
     def _behind(self, parent: int, messages: list[Message]) -> list[Message]:
-        """Those of ``messages`` that answer the response of ``parent``."""
+        """The part of ``messages`` that follows the response of ``parent``."""
         return messages[len(self.calls[parent].messages) + 1 :]
 
     def _expanded(self, token_ids: list[int], messages: list[Message]) -> tuple[list[int], tuple[EncodedImage, ...]]:
@@ -200,7 +198,7 @@ class Conversations:
             return self._template.images.expanded(token_ids, images), images
 
     def restore(self, images: Sequence[EncodedImage]) -> None:
-        """Give calls of an earlier process, which are here without, their images."""
+        """Give calls that were restored from another process their images back."""
         self.images = {image.digest: image for image in images}
         for call in self.calls:
             fresh = call.messages if call.parent is None else self._behind(call.parent, call.messages)
@@ -215,14 +213,14 @@ class Conversations:
         finish_reason: str,
         message: Message,
     ) -> None:
-        """Record what was sampled for ``call``, and ``message``, the form in which the agent gets it."""
+        """Record the sampled response of ``call``, and ``message``, the form in which the agent gets it."""
         assert not call.finished and len(response_ids) == len(log_probs) == len(versions)
         call.response_ids, call.log_probs, call.versions = list(response_ids), list(log_probs), list(versions)
         call.finish_reason, call.message = finish_reason, dict(message)
         self.known_as(call, call.message)
 
     def known_as(self, call: Call, message: Message) -> None:
-        """Recognise ``message`` as the response of ``call``: a further form in which an agent gets it."""
+        """Register ``message`` as another form of the response of ``call``."""
         digest = _digest([*call.messages, message])
         self._answered[digest] = self._answered[call.role + digest] = call.index
 
@@ -236,20 +234,12 @@ class Conversations:
 
     def prompt_ids(self, call: Call) -> list[int]:
         """The ids that the engine is given for ``call``."""
-        chain = self._chain(call)
-        ids: list[int] = []
-        for one in chain[:-1]:
-            ids += one.new_ids
-            ids += one.response_ids
-        return ids + call.new_ids
+        return _ids(self._chain(call)[:-1]) + call.new_ids
 
     def ids_behind_prompt(self, call: Call) -> list[int]:
         """The ids of a conversation up to ``call`` and its response, without those of its first prompt."""
-        ids: list[int] = []
-        for one in (chain := self._chain(call)):
-            ids += one.new_ids if one is not chain[0] else one.new_ids[len(one.new_ids) - one.opening :]
-            ids += one.response_ids
-        return ids
+        first, *others = self._chain(call)
+        return first.whole_response + _ids(others)
 
     def vision(self, call: Call) -> VisionInputs | None:
         """The images of :meth:`prompt_ids`; None without any."""
@@ -281,10 +271,10 @@ class Conversations:
             chain.append(self.calls[parent])
         return chain[::-1]
 
-    def _grown(
+    def _extend(
         self, messages: list[Message], template: ChatTemplate, tools: Sequence[Message], role: str
     ) -> tuple[int | None, list[int]]:
-        """The call that ``messages`` go on from, and the ids that come behind its response."""
+        """The index of the call that ``messages`` continue (None: of none), and the ids that follow its response."""
         responses = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not responses:
             return None, []
@@ -311,7 +301,7 @@ class Conversations:
         return known, grown[len(call.response_ids) :]
 
     def _breaks(self, call: Call, new: list[Message], bridge: Bridge, template: ChatTemplate) -> bool:
-        """A new sample begins: the ids of ``call`` cannot grow, or the template drops their thinking."""
+        """True where a new sample begins: the ids of ``call`` cannot grow, or the template drops their thinking."""
         moved = bridge.moved is not None
         if moved and not bridge.only_thoughts:
             return True
@@ -331,36 +321,36 @@ def _as_template_error() -> Iterator[None]:
         raise TemplateError(str(error)) from error
 
 
+def _ids(calls: Sequence[Call]) -> list[int]:
+    """The ids of calls in order, those of their responses included."""
+    ids: list[int] = []
+    for call in calls:
+        ids += call.new_ids
+        ids += call.response_ids
+    return ids
+
+
 def _branch(chain: Sequence[Call], trained: set[int]) -> Branch:
-    parts = list(_parts(chain))
-    sizes = [len(ids) for ids, _ in parts]
-    length = sum(sizes)
-    token_ids = np.fromiter(itertools.chain.from_iterable(ids for ids, _ in parts), np.int64, length)
+    """The sample of a chain of calls; ``trained``: indices of the calls whose responses are trained in it."""
+    token_ids = np.array(_ids(chain), np.int64)
+    length = len(token_ids)
     log_probs, rewards = np.zeros(length, np.float32), np.zeros(length, np.float32)
     versions, turns = np.full(length, -1, np.int64), np.full(length, -1, np.int64)
     mask = np.zeros(length, bool)
-    at = 0
-    for size, (_, call) in zip(sizes, parts, strict=True):
-        if call is not None and size:
-            here = slice(at, at + size)
-            log_probs[here], versions[here], turns[here] = call.log_probs, call.versions, call.index
-            if call.index in trained:
-                mask[here] = True
-                rewards[at + size - 1] = call.reward
-        at += size
+    end = 0
+    for call in chain:
+        begin = end + len(call.new_ids)
+        end = begin + len(call.response_ids)
+        log_probs[begin:end], versions[begin:end], turns[begin:end] = call.log_probs, call.versions, call.index
+        if call.index in trained and call.response_ids:
+            mask[begin:end] = True
+            rewards[end - 1] = call.reward
     images = tuple(image for call in chain for image in call.images)
     return Branch(tuple(call.index for call in chain), token_ids, mask, log_probs, versions, turns, rewards, images)
 
 
-def _parts(chain: Sequence[Call]) -> Iterator[tuple[list[int], Call | None]]:
-    """Context ids (with None) and sampled ids (with their call), in order."""
-    for call in chain:
-        yield call.new_ids, None
-        yield call.response_ids, call
-
-
 def _digest(messages: Sequence[Message]) -> str:
-    """Identity of a conversation, whatever a client's library does to absent fields and to JSON's white space."""
+    """Identity of a conversation, independent of how a client's library writes absent fields and JSON."""
     return json.dumps([_canonical(message) for message in messages], sort_keys=True, default=str)
 
 

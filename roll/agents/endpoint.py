@@ -1,7 +1,7 @@
-"""The HTTP endpoint that agents' programs talk to: OpenAI's and Anthropic's interfaces, one key an episode.
+"""HTTP endpoint for agents' programs: OpenAI's and Anthropic's interfaces, with one key per episode.
 
-It runs in a thread of its own, so that it takes requests while the driver is busy; every model call runs on the event
-loop of its episode, through the episode's own model.
+It runs in its own thread, so that it accepts requests while the driver is busy; model calls run on the event loop of
+their episode.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from roll.agents.chat_ids import TemplateError
-from roll.agents.session import Refusal, Session, episode_over, task_body
+from roll.agents.session import Refusal, Session, episode_over
 from roll.agents.wire_chat import Reply, chat_body, chat_events, read_chat_request
 from roll.agents.wire_messages import messages_body, messages_events, read_messages_request
 from roll.agents.wire_responses import read_responses_request, responses_body, responses_events
@@ -38,19 +38,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[Request, Session], Awaitable[Response]]
 _MAX_RETIRED = 65_536
-"""Ended episodes whose keys are still known as such."""
+"""Number of ended episodes whose keys are remembered."""
 _MAX_WAIT = 60.0
 """Seconds that ``POST /episodes`` waits for an episode at most."""
 
 
 class AgentEndpoint:
-    """Serves the model of every open session to whoever has its key.
+    """Serves the model of every open session to clients with its key.
 
     Args:
-        host: address to listen on; other hosts than this one reach it only where it is none of the loopback's.
+        host: address to listen on; other hosts reach it only where it is not a loopback address.
         port: 0: a free one.
-        worker_key: what agents that are started elsewhere send for ``POST /episodes``; empty: none may.
-        public_url: address under which they reach it; empty: the one that it listens on.
+        worker_key: key that agents from elsewhere send with ``POST /episodes``; empty: they are refused.
+        public_url: address under which they reach the endpoint; empty: the one that it listens on.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, worker_key: str = "", public_url: str = "") -> None:
@@ -66,6 +66,8 @@ class AgentEndpoint:
         """Episodes that wait for an agent from elsewhere, first come first served."""
         self._workers: dict[str, bytes] = {}
         """Public part of a worker's key to the digest of the key, for programs that we have started."""
+        self._have_taken: set[str] = set()
+        """Public parts of the keys of workers that have taken an episode."""
         self._lock = threading.Lock()
         self._began = int(time.time())
 
@@ -93,12 +95,12 @@ class AgentEndpoint:
             self._server = None
 
     def open(self, session: Session) -> None:
-        """Give ``session`` a key and answer to it."""
+        """Give ``session`` a key and serve it."""
         name, session.key = _new_key()
         self._sessions[name] = session
 
     def retire(self, session: Session) -> None:
-        """Answer to the key no more; who still comes with it learns that the episode has ended."""
+        """End a session: whoever still sends its key is told that the episode has ended."""
         session.close()
         name = _public_part(session.key)
         if self._sessions.pop(name, None) is not None:
@@ -114,14 +116,22 @@ class AgentEndpoint:
         self._workers[name] = _digest(key)
         return key
 
-    def dismiss_worker(self, key: str) -> list[Session]:
-        """Let it take no more; the episodes that it has taken and not finished."""
+    def dismiss_worker(self, key: str) -> tuple[list[Session], bool]:
+        """Refuse the key from now on, also to a request that still waits for an episode.
+
+        Returns:
+            The episodes that the worker has taken and not finished, and whether it has taken any.
+        """
         name = _public_part(key)
-        self._workers.pop(name, None)
-        return [one for one in list(self._sessions.values()) if one.taker == name and not one.done.is_set()]
+        with self._lock:
+            del self._workers[name]
+            has_taken = name in self._have_taken
+            self._have_taken.discard(name)
+        unfinished = [one for one in list(self._sessions.values()) if one.taker == name and not one.done.is_set()]
+        return unfinished, has_taken
 
     def offer(self, session: Session) -> None:
-        """Let whoever asks for an episode have ``session``."""
+        """Queue ``session`` for agents that ask for an episode."""
         with self._lock:
             self._waiting.append(session)
 
@@ -130,9 +140,16 @@ class AgentEndpoint:
         with self._lock:
             return list(self._waiting)
 
-    def _next_waiting(self) -> Session | None:
+    def _take(self, worker: str) -> Session | None:
+        """The episode that waits longest, if any, for ``worker`` (empty: an agent from elsewhere), unless dismissed."""
         with self._lock:
-            return self._waiting.pop(0) if self._waiting else None
+            if not self._waiting or (worker and worker not in self._workers):
+                return None
+            session = self._waiting.pop(0)
+            session.taker = worker
+            if worker:
+                self._have_taken.add(worker)
+            return session
 
     def _app(self) -> Starlette:
         post = ["POST"]
@@ -163,23 +180,24 @@ class AgentEndpoint:
                 return _error(request, refusal)
             except ClientDisconnect:
                 return Response(status_code=CLIENT_HAS_GONE)
-            except Exception:  # of this request alone; what it is goes to the log, not to the client
+            except Exception:  # fails this request only; details go to the log, not to the client
                 logger.exception("a request to %s has failed", request.url.path)
                 return _error(request, Refusal(500, "the request has failed; see the run's log", "server_error"))
 
         return handle
 
     def _session_of(self, request: Request) -> Session:
-        """
+        """The session that a request's key opens.
+
         Raises:
-            Refusal: 410 for the key of an episode that has ended, 401 for any other that is none.
+            Refusal: 410 for the key of an episode that has ended, 401 for any other wrong key.
         """
-        given = _given_key(request)
-        name = _public_part(given)
+        key = _key_of(request)
+        name = _public_part(key)
         session = self._sessions.get(name)
-        if session is not None and hmac.compare_digest(given.encode(), session.key.encode()):
+        if session is not None and hmac.compare_digest(key.encode(), session.key.encode()):
             return session
-        if hmac.compare_digest(self._retired.get(name, b""), _digest(given)):
+        if hmac.compare_digest(self._retired.get(name, b""), _digest(key)):
             raise episode_over()
         raise Refusal(401, "the API key is missing or wrong", "authentication_error", "invalid_api_key")
 
@@ -189,39 +207,31 @@ class AgentEndpoint:
         return JSONResponse({"object": "list", "data": models})
 
     async def _task(self, request: Request, session: Session) -> Response:
-        return JSONResponse(task_body(session.task))
+        return JSONResponse(session.task.body)
 
     async def _chat(self, request: Request, session: Session) -> Response:
-        asked = read_chat_request(await read_json(request))
-        reply = await _while_connected(request, session, session.answer(asked))
-        if reply is None:
-            return Response(status_code=CLIENT_HAS_GONE)
-        if asked.stream:
-            return _events(chat_events(reply, asked.include_usage))
-        return JSONResponse(chat_body(reply))
+        call = read_chat_request(await read_json(request))
+        reply = await _while_connected(request, session, session.answer(call))
+        return _events(chat_events(reply, call.include_usage)) if call.stream else JSONResponse(chat_body(reply))
 
     async def _responses(self, request: Request, session: Session) -> Response:
-        asked = read_responses_request(await read_json(request), session.responses)
-        reply = await _while_connected(request, session, session.answer(asked))
-        if reply is None:
-            return Response(status_code=CLIENT_HAS_GONE)
-        body = responses_body(reply, asked)
-        session.responses[body["id"]] = [*asked.messages[asked.own_messages :], reply.message]
-        return _events(responses_events(body)) if asked.stream else JSONResponse(body)
+        call = read_responses_request(await read_json(request), session.responses)
+        reply = await _while_connected(request, session, session.answer(call))
+        body = responses_body(reply, call)
+        session.responses[body["id"]] = [*call.messages[call.own_messages :], reply.message]
+        return _events(responses_events(body)) if call.stream else JSONResponse(body)
 
     async def _messages(self, request: Request, session: Session) -> Response:
-        asked = read_messages_request(await read_json(request))
-        reply = await _while_connected(request, session, session.answer(asked))
-        if reply is None:
-            return Response(status_code=CLIENT_HAS_GONE)
-        body = messages_body(reply, asked.stops[0] if len(asked.stops) == 1 else None)
-        return _events(messages_events(reply, body)) if asked.stream else JSONResponse(body)
+        call = read_messages_request(await read_json(request))
+        reply = await _while_connected(request, session, session.answer(call))
+        body = messages_body(reply, call.stops[0] if len(call.stops) == 1 else None)
+        return _events(messages_events(reply, body)) if call.stream else JSONResponse(body)
 
     async def _count_tokens(self, request: Request, session: Session) -> Response:
-        asked = read_messages_request(await read_json(request), counting=True)
+        call = read_messages_request(await read_json(request), counting=True)
 
         async def count() -> int:
-            return session.model.count_tokens(asked.messages, asked.tools)
+            return session.model.conversations.count_tokens(call.messages, call.tools)
 
         try:
             return JSONResponse({"input_tokens": await _on_loop(session, count())})
@@ -244,22 +254,24 @@ class AgentEndpoint:
         return JSONResponse({"ok": True})
 
     async def _episodes(self, request: Request) -> Response:
-        """Give an agent from elsewhere the episode that waits longest: its key, address and task; 204 without one."""
-        given = _given_key(request)
-        name = _public_part(given)
-        if not hmac.compare_digest(self._workers.get(name, b""), _digest(given)):
+        """Give a worker or an agent from elsewhere an episode (its key, address and task); 204 where none waits."""
+        key = _key_of(request)
+        name = _public_part(key)
+        if not hmac.compare_digest(self._workers.get(name, b""), _digest(key)):
             name = ""
-        known = self._worker_key and hmac.compare_digest(given.encode(), self._worker_key.encode())
-        if not name and not known:
+        from_elsewhere = self._worker_key and hmac.compare_digest(key.encode(), self._worker_key.encode())
+        if not name and not from_elsewhere:
             return _error(request, Refusal(401, "the worker's key is missing or wrong", "authentication_error"))
         until = time.monotonic() + min(_MAX_WAIT, _seconds(request.query_params.get("wait", "0")))
-        while (session := self._next_waiting()) is None:
-            if time.monotonic() >= until or await request.is_disconnected():
-                return Response(status_code=204)
+        while not await request.is_disconnected():
+            session = self._take(name)
+            if session is not None:
+                session.loop.call_soon_threadsafe(session.begin)
+                return JSONResponse({"key": session.key, "base_url": self.url, "task": session.task.body})
+            if time.monotonic() >= until:
+                break
             await asyncio.sleep(DISCONNECT_POLL_SECONDS)
-        session.taker = name
-        session.loop.call_soon_threadsafe(session.begin)
-        return JSONResponse({"key": session.key, "base_url": self.url, "task": task_body(session.task)})
+        return Response(status_code=204)
 
 
 def _new_key() -> tuple[str, str]:
@@ -269,7 +281,7 @@ def _new_key() -> tuple[str, str]:
 
 
 def _public_part(key: str) -> str:
-    """Names the episode of a key; the rest is secret."""
+    """The part of a key that identifies its episode or worker; the rest is secret."""
     parts = key.split("-", 2)
     return parts[1] if len(parts) == 3 else ""
 
@@ -278,7 +290,7 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def _given_key(request: Request) -> str:
+def _key_of(request: Request) -> str:
     """OpenAI's clients send a bearer token, Anthropic's ``x-api-key`` or the same."""
     return request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
 
@@ -308,7 +320,7 @@ def _events(events: Any) -> Response:
 
 
 async def _on_loop(session: Session, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run ``coroutine`` on the event loop of the episode; cancelling this cancels it.
+    """Run ``coroutine`` on the event loop of the episode; cancellation is passed on.
 
     Raises:
         Refusal: the run has ended.
@@ -331,14 +343,18 @@ def _is_cancelling() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def _while_connected(request: Request, session: Session, call: Coroutine[Any, Any, Reply]) -> Reply | None:
-    """The reply; None where the client has disconnected, whose call is then dropped."""
+async def _while_connected(request: Request, session: Session, call: Coroutine[Any, Any, Reply]) -> Reply:
+    """Make a call and return its reply.
+
+    Raises:
+        ClientDisconnect: the client has gone; the call is dropped.
+    """
     task = asyncio.create_task(_on_loop(session, call))
     try:
         while not task.done():
             await asyncio.wait([task], timeout=DISCONNECT_POLL_SECONDS)
             if not task.done() and await request.is_disconnected():
-                return None
+                raise ClientDisconnect
         return task.result()
     finally:
         task.cancel()

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
+import itertools
+import string
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from roll.agents.agent_options import Context
 from roll.agents.chat_ids import Message
 from roll.agents.episode import Episode, EpisodeOver, Model, Response, Task
 from roll.agents.images import content_text, has_images, is_image
 from roll.environments.base import Environment, Turn, read_reset, read_step, reset_arguments
 from roll.environments.off_loop import call_off_loop, in_own_process
 from roll.tracking.run_record import span_log
-
-Context = Literal["append", "observation", "last", "own", "response"]
-"""Contents of the next prompt: everything so far; the current observation with the last turns in a template; the
-current observation behind the last turns as messages; the environment's messages and nothing else; everything so far,
-observations raw within the one message that the policy writes."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class EnvironmentOptions:
     """Turns that ``observation`` and ``last`` remember."""
     max_steps: int = 10
     max_tokens: int = 128
-    """Of a response; shown to the policy."""
+    """Most tokens of a response; shown to the policy."""
     reset_seconds: float = 60.0
     step_seconds: float = 60.0
     retries: int = 1
@@ -50,36 +47,41 @@ class EnvironmentOptions:
 class EnvironmentAgent:
     """Plays environments that ``make`` builds, one per episode.
 
-    Plain methods run in threads, coroutines on the event loop; both within their deadlines.  A thread cannot be ended:
-    an environment that hangs keeps its thread, and is not used again.
+    Plain methods run in threads, coroutines on the event loop; both within their deadlines. A thread cannot be ended:
+    an environment that hangs keeps its thread and is not used again.
     """
 
     def __init__(self, name: str, make: Callable[[], Environment], options: EnvironmentOptions) -> None:
         self._name, self._make, self._options = name, make, options
-        self._places: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
+        self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     async def run(self, task: Task, model: Model, episode: Episode) -> None:
         """Play one episode to its end."""
-        environment, turn = await self._begun(task, episode)
+        environment, turn = await self._reset(task, episode)
         try:
-            await self._played(environment, turn, model, episode)
+            await self._play(environment, turn, model, episode)
         finally:
-            await self._closed(environment)
+            await self._close(environment)
 
-    async def _begun(self, task: Task, episode: Episode) -> tuple[Environment, Turn]:
+    async def _reset(self, task: Task, episode: Episode) -> tuple[Environment, Turn]:
         for attempt in range(self._options.retries + 1):
+            environment = None
             try:
                 with in_own_process() if attempt else contextlib.nullcontext():
                     environment = self._make()
-                given, named = reset_arguments(environment, task.seed, task.row)
-                answer = await self._timed(episode, self._options.reset_seconds, environment.reset, *given, **named)
+                args, options = reset_arguments(environment, task.seed, task.row)
+                answer = await self._timed(episode, self._options.reset_seconds, environment.reset, *args, **options)
                 return environment, read_reset(self._name, answer)
-            except Exception as error:
+            except BaseException as error:
+                if environment is not None:
+                    await self._close(environment)
+                if not isinstance(error, Exception):
+                    raise
                 if attempt == self._options.retries:
                     raise self._fault(episode, "reset", error) from error
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _played(self, environment: Environment, turn: Turn, model: Model, episode: Episode) -> None:
+    async def _play(self, environment: Environment, turn: Turn, model: Model, episode: Episode) -> None:
         memory = _Memory(self._options, turn)
         within = self._options.context == "response"
         response: Response | None = None
@@ -109,40 +111,35 @@ class EnvironmentAgent:
     def _fault(self, episode: Episode, method: str, error: Exception) -> EpisodeOver:
         limit = self._options.reset_seconds if method == "reset" else self._options.step_seconds
         what = f"took more than {limit:g} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
-        episode.error = f"{self._name}.{method}: {what}"
-        return EpisodeOver("environment_error")
+        return episode.fault(f"{self._name}.{method}: {what}")
 
     async def _timed(
         self, episode: Episode, limit: float, method: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
         begin = time.perf_counter()
         try:
-            async with self._place():
+            async with self._slot():
                 return await asyncio.wait_for(call_off_loop(method, *args, **options), limit)
         finally:
             seconds = time.perf_counter() - begin
             episode.seconds.environment += seconds
             span_log.note(getattr(method, "__name__", "call"), seconds, {"environment": self._name})
 
-    def _place(self) -> contextlib.AbstractAsyncContextManager[object]:
-        """One of the places for calls; waiting for it counts against no deadline."""
+    def _slot(self) -> contextlib.AbstractAsyncContextManager[object]:
+        """A slot for a call, of ``concurrent``; no deadline runs while waiting for it."""
         if self._options.concurrent is None:
             return contextlib.nullcontext()
-        return self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._options.concurrent))
+        return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._options.concurrent))
 
-    async def _closed(self, environment: Environment) -> None:
-        close = getattr(environment, "close", None)
-        if close is not None:
-            try:
-                async with self._place():
+    async def _close(self, environment: Environment) -> None:
+        if (close := getattr(environment, "close", None)) is not None:
+            with contextlib.suppress(Exception):  # a failing close changes no episode
+                async with self._slot():
                     await asyncio.wait_for(call_off_loop(close), self._options.step_seconds)
-            except Exception:
-                # What an environment does when it is thrown away changes no episode.
-                return
 
 
 class _Memory:
-    """The turns so far, as the prompt of the next one."""
+    """Builds the prompt of the next turn from the turns so far."""
 
     def __init__(self, options: EnvironmentOptions, first: Turn) -> None:
         self._options = options
@@ -150,7 +147,7 @@ class _Memory:
         if options.system:
             self._messages.append({"role": "system", "content": options.system})
         self._pairs: list[tuple[list[Message], Message]] = []
-        self._told: list[tuple[str, str]] = []
+        self._history: list[tuple[str, str]] = []
         self._instruction = str(first.info.get("instruction", first.info.get("env_instruction", "")))
         self.turns = 0
 
@@ -160,16 +157,14 @@ class _Memory:
             return [*self._messages, {"role": "user", "content": self._step_content(turn)}]
         if options.context == "own":
             return [*self._messages, *turn.observation]
-        shown = self._shown(turn)
         forgotten = max(0, self.turns - options.history_length) if options.context == "last" else 0
-        kept = self._pairs[forgotten:]
-        before = [message for asked, answer in kept for message in (*asked, answer)]
-        return [*self._messages, *before, *shown]
+        before = [message for shown, answer in self._pairs[forgotten:] for message in (*shown, answer)]
+        return [*self._messages, *before, *self._shown(turn)]
 
     def add(self, turn: Turn, message: Message, text: str) -> None:
-        """Remember what was shown and answered."""
+        """Remember an observation and the response to it."""
         if self._options.context == "observation":
-            self._told.append((_text_of(turn.observation), text))
+            self._history.append((_text_of(turn.observation), text))
         else:
             self._pairs.append((self._shown(turn), message))
         self.turns += 1
@@ -191,7 +186,7 @@ class _Memory:
         return messages
 
     def _step_content(self, turn: Turn) -> Any:
-        remembered = self._told[max(0, self.turns - self._options.history_length) :]
+        remembered = self._history[max(0, self.turns - self._options.history_length) :]
         first = self.turns - len(remembered) + 1
         history = "\n".join(
             f"Turn {first + number}: observation: {seen}\naction: {answer}"
@@ -213,7 +208,7 @@ class _Memory:
 
 
 def _note(episode: Episode, turn: Turn) -> None:
-    """Take ``success`` of the last turn that has it and the sum of every metric."""
+    """Record ``success`` of the last turn that has it, and the sum of every metric."""
     if "success" in turn.info:
         episode.success = bool(turn.info["success"])
     for name, value in dict(turn.info.get("metrics", {})).items():
@@ -235,7 +230,7 @@ def _text_of(observation: Sequence[Message]) -> str:
 
 
 def _content_of(observation: Sequence[Message]) -> Any:
-    """One content of all messages: a text, or parts where there are images."""
+    """The contents of all messages as one: a text, or parts where there are images."""
     if not any(has_images(message["content"]) for message in observation):
         return _text_of(observation)
     parts: list[Any] = []
@@ -246,35 +241,24 @@ def _content_of(observation: Sequence[Message]) -> Any:
 
 
 def _is_shown(content: Any) -> bool:
-    """A template can be put around it."""
+    """True for a content that fits into a template."""
     return isinstance(content, str) or has_images(content)
 
 
 def _filled_content(template: str, **values: Any) -> Any:
-    """The template with its values as a text, or as parts where a value has images; each image stands in the place of
-    the value's own."""
-    # Of texts alone: no attribute or index of anything else.
+    """The filled template as a text, or as parts with the images of its values in their places."""
+    # Values are converted to texts first: a template cannot reach attributes or indices of anything else.
     if not any(map(has_images, values.values())):
         return template.format_map({name: str(value) for name, value in values.items()})
-    images: list[Any] = []
-    parts_of = {name: value if has_images(value) else [str(value)] for name, value in values.items()}
-    text = template.format_map({name: _marked(parts, images) for name, parts in parts_of.items()})
-    pieces = _MARK.split(text)  # texts and numbers of images in turn
-    parts = [images[int(piece)] if place % 2 else {"type": "text", "text": piece} for place, piece in enumerate(pieces)]
-    return [part for part in parts if is_image(part) or part["text"]]
-
-
-_MARK = re.compile("\0([0-9]+)\0")
-"""Stands for an image while a template is filled."""
-
-
-def _marked(content: Sequence[Any], images: list[Any]) -> str:
-    """The text of ``content``, in which marks stand for images, which are put into ``images``."""
-    texts = []
-    for part in content:
-        if is_image(part):
-            texts.append(f"\0{len(images)}\0")
-            images.append(part)
-        else:
-            texts.append(content_text([part]).replace("\0", ""))
-    return "".join(texts)
+    formatter, parts = string.Formatter(), list[Any]()
+    for literal, name, spec, conversion in formatter.parse(template):
+        parts.append(literal)
+        if name is not None and has_images(values[name]):
+            parts += values[name]
+        elif name is not None:
+            parts.append(formatter.format_field(formatter.convert_field(str(values[name]), conversion), spec or ""))
+    content: list[Any] = []
+    for are_images, group in itertools.groupby(parts, is_image):
+        run = list(group)
+        content += run if are_images else [{"type": "text", "text": content_text(run)}]
+    return [part for part in content if is_image(part) or part["text"]]

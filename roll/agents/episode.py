@@ -7,14 +7,12 @@ import copy
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from roll.agents.chat_ids import ChatTemplate, Message, Thinking
 from roll.agents.conversation import Call, Conversations
-from roll.agents.demanded_calls import call_opening, drawn_opening
 from roll.agents.images import BlindPolicyError
-from roll.agents.tool_calls import ParsedResponse, parse_response
+from roll.agents.tool_calls import ParsedResponse, call_opening, choose_opening, parse_response
 
 if TYPE_CHECKING:
     from roll.protocol.vision import VisionInputs
@@ -31,30 +29,35 @@ class Task:
     """A task to work on."""
 
     tag: str
-    """Which of the configured environments or agents."""
+    """Name of the configured environment or agent."""
     seed: int
     """Equal for all members of a group."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """Of a data set; empty for environments that need none."""
+    """Row of a data set; empty for environments that need none."""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The task as programs get it, in JSON."""
+        return {"tag": self.tag, "seed": self.seed, **self.row}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one episode."""
+    """Limits of one episode."""
 
     turns: int = 10
     """Model calls."""
     new_tokens: int = 128
-    """Of a call."""
+    """Tokens of a response."""
     context: int = 2048
     """Tokens of a call's prompt and response together."""
     seconds: float | None = None
-    """Of the whole episode."""
+    """Duration of the whole episode; None: unlimited."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """A response as an engine gives it; all of the same length but for ``finish_reason``."""
+    """A response as an engine returns it; the lists have one entry per token."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -65,7 +68,7 @@ class Sampled:
 
 
 class Sample(Protocol):
-    """An engine, as a model's handle calls it."""
+    """An engine, as :class:`Model` calls it."""
 
     def __call__(
         self,
@@ -86,7 +89,7 @@ class Sample(Protocol):
 class EpisodeOver(BaseException):
     """A limit of the episode is reached; raised out of a model call.
 
-    No ``Exception``, like cancellation: an agent that survives the errors of its tools ends all the same.
+    Not an ``Exception``, like cancellation: it also ends agents that catch the errors of their tools.
     """
 
     def __init__(self, outcome: Outcome) -> None:
@@ -95,7 +98,7 @@ class EpisodeOver(BaseException):
 
 
 class EngineFault(BaseException):
-    """An engine failed, which is the run's trouble and not the episode's; the cause says how."""
+    """An engine failed, which ends the run and not just the episode; ``__cause__`` is the engine's error."""
 
 
 @dataclass(frozen=True)
@@ -132,24 +135,30 @@ class Episode:
     success: bool | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     over_turns: set[str] = field(default_factory=set)
-    """Those of ``metrics`` that are sums over turns, and are shown as means over turns; the others are numbers of the
+    """Names of ``metrics`` that are sums over turns and reported as means over turns; the others are numbers of the
     whole episode."""
     error: str | None = None
     seconds: Seconds = field(default_factory=Seconds)
 
     def count(self, name: str, number: float = 1.0) -> None:
-        """Add what a turn has measured; 0 for what may not come to happen."""
+        """Add to a metric that is summed over turns; add 0 to report one that may never be counted."""
         self.metrics[name] = self.metrics.get(name, 0.0) + float(number)
         self.over_turns.add(name)
 
+    def fault(self, error: str) -> EpisodeOver:
+        """Note a fault of the environment, a tool or the verifier, and return the exception that ends the episode."""
+        self.error = error
+        return EpisodeOver("environment_error")
+
     @property
     def failed(self) -> bool:
-        """A fault of its environment or of the agent's code has ended it: its reward says nothing of the policy."""
+        """True where a fault of the environment or of the agent's code ended it: its reward says nothing about the
+        policy."""
         return self.outcome in ("environment_error", "agent_error")
 
     @property
     def calls(self) -> list[Call]:
-        """The calls that were answered."""
+        """The calls that have a response."""
         return [call for call in self.conversations.calls if call.finished]
 
 
@@ -168,14 +177,14 @@ class EpisodeGroup:
         return next((one.error for one in self.episodes if one.error is not None), None)
 
     def scores(self, role: str | None = None) -> list[float]:
-        """The rewards of the episodes that no fault has ended, or what ``role`` has earned in them."""
+        """The rewards of the episodes that no fault has ended, or the rewards of ``role`` in them."""
         sound = [one for one in self.episodes if not one.failed]
         if role is None:
             return [one.reward for one in sound]
         return [sum(call.reward for call in one.calls if call.role == role) for one in sound]
 
     def mean_score(self) -> float:
-        """Their mean; NaN where there is none."""
+        """The mean of :meth:`scores`; NaN without any."""
         scores = self.scores()
         return sum(scores) / len(scores) if scores else float("nan")
 
@@ -197,11 +206,11 @@ class Model:
         return self._seconds.model
 
     def as_(self, role: str) -> Model:
-        """The same policy in a part of its own: its calls have rewards and a baseline of their own, and are trained
-        where ``train_roles`` names the role."""
-        part = copy.copy(self)
-        part.role = role
-        return part
+        """The same policy in another role: its calls have rewards and a baseline of their own, and are trained where
+        ``train_roles`` names the role."""
+        model = copy.copy(self)
+        model.role = role
+        return model
 
     @property
     def turns_left(self) -> int:
@@ -219,15 +228,15 @@ class Model:
 
         Args:
             tools: schemas that the policy may call; None: those of the run's template.
-            must_call: names of tools, one of which the response calls; empty: as the policy likes.
-            most_behind_prompt: tokens of the conversation behind its first prompt, this response included.
+            must_call: names of tools, one of which the response must call; empty: the policy decides.
+            most_behind_prompt: limit of the conversation's tokens after its first prompt, this response included.
             options: ``max_new_tokens``; ``stop``, texts that end the response; further sampling parameters, as far as
                 the run lets an agent choose them.
 
         Raises:
             EpisodeOver: no turn is left, or the prompt leaves no room for a response.
             TemplateError: the chat template cannot render the messages, or no call that must be made.
-            EngineFault: they have an image, and the policy is a model of text.
+            EngineFault: an engine failed, or the messages have an image and the policy is a text model.
         """
         if self.turns_left <= 0:
             raise EpisodeOver("turn_limit")
@@ -243,7 +252,11 @@ class Model:
             ids = [template.encode(text) for text in openings]
             if len(prompt_ids) + max(map(len, ids)) >= self._limits.context:
                 raise EpisodeOver("context_limit")
-            chosen = await drawn_opening(ids, prompt_ids, partial(self._draw, vision))
+
+            async def draw(prompt: list[int]) -> int:
+                return (await self._sampled(prompt, 1, {}, vision)).token_ids[0]
+
+            chosen = await choose_opening(ids, prompt_ids, draw)
             call.new_ids, call.opening, demanded = [*call.new_ids, *ids[chosen]], len(ids[chosen]), must_call[chosen]
             prompt_ids += ids[chosen]
         wanted = int(options.pop("max_new_tokens", self._limits.new_tokens))
@@ -255,10 +268,10 @@ class Model:
         return self._answered(call, await self._sampled(prompt_ids, room, options, vision), demanded)
 
     async def go_on(self, call: Call, texts: Sequence[str]) -> Response:
-        """The policy's next words in the message that it began with ``call``, behind ``texts``, which stand in it raw.
+        """Continue the message that ``call`` began, after ``texts``, which are inserted into it without a template.
 
         Raises:
-            EpisodeOver: no turn is left, or what was said leaves no room for a response.
+            EpisodeOver: no turn is left, or no room for a response.
         """
         if self.turns_left <= 0:
             raise EpisodeOver("turn_limit")
@@ -281,17 +294,6 @@ class Model:
         finally:
             self._seconds.model += time.perf_counter() - begin
 
-    async def _draw(self, vision: VisionInputs | None, ids: list[int]) -> int:
-        return (await self._sampled(ids, 1, {}, vision)).token_ids[0]
-
-    def count_tokens(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> int:
-        """The tokens of ``messages`` as a prompt of their own.
-
-        Raises:
-            TemplateError: the chat template cannot render them.
-        """
-        return self.conversations.count_tokens(messages, tools)
-
     def tokens_behind_prompt(self, call: Call) -> int:
         """The tokens of a conversation up to ``call`` and its response, without those of its first prompt."""
         return len(self.conversations.ids_behind_prompt(call))
@@ -300,36 +302,36 @@ class Model:
         """The text of ids.
 
         Args:
-            ended: of a response: without the token that ended its turn.
-            special: special tokens included.
+            ended: leave out the token that ended a response's turn.
+            special: include special tokens.
         """
         ids = list(token_ids)
         cut = ids[:-1] if ended and ids and ids[-1] in self._template.end_tokens else ids
         return self._template.decode(cut, special)
 
     def reward(self, value: float, call: Call | None = None) -> None:
-        """Add to the reward of ``call`` (None: the newest that was answered, in a role the newest of that role)."""
-        answered = (one for one in reversed(self.conversations.calls) if one.finished)
-        target = call or next((one for one in answered if self.role in ("", one.role)), None)
+        """Add to the reward of ``call``; None: of the newest one with a response (of this role, if it has one)."""
+        finished = (one for one in reversed(self.conversations.calls) if one.finished)
+        target = call or next((one for one in finished if self.role in ("", one.role)), None)
         if target is not None:
             target.reward += value
 
     def _answered(self, call: Call, sampled: Sampled, demanded: str | None = None) -> Response:
-        """Record the response; ``demanded`` is the tool that it was made to call."""
+        """Record the response; ``demanded`` is the tool whose call it was forced to begin."""
         ids = sampled.token_ids
         text = self.text_of([*call.whole_response, *ids], ended=True)
         parsed = parse_response(text, self._tool_format)
-        made = [{"name": one.name, "arguments": one.arguments} for one in parsed.calls]
-        if demanded is not None and not made:
-            # It has been called, with arguments that cannot be read: who asked for the call gets them as they are.
-            made = [{"name": demanded, "arguments": self.text_of(ids, ended=True).strip() or {}}]
+        functions = [{"name": one.name, "arguments": one.arguments} for one in parsed.calls]
+        if demanded is not None and not functions:
+            # The tool has been called, with arguments that cannot be parsed: the client gets them as text.
+            functions = [{"name": demanded, "arguments": self.text_of(ids, ended=True).strip() or {}}]
             parsed = replace(parsed, content="")
         message: Message = {"role": "assistant", "content": text}
-        if made:
+        if functions:
             message["content"] = parsed.content
             message["tool_calls"] = [
                 {"id": f"call{call.index:04d}{number:02d}", "type": "function", "function": function}
-                for number, function in enumerate(made)
+                for number, function in enumerate(functions)
             ]
         self.conversations.answer(call, ids, sampled.log_probs, sampled.versions, sampled.finish_reason, message)
         return Response(message, parsed, text, sampled.finish_reason, call)
@@ -339,9 +341,9 @@ class Agent(Protocol):
     """An agent, which works on tasks; one object serves many episodes at once."""
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float | None:
-        """Work until done; what is returned is added to the reward of the last call.
+        """Work until done; the returned number is added to the reward of the last call.
 
-        It may await anything.  ``episode`` takes ``outcome``, ``success`` and ``metrics``.
+        It may await anything, and may set ``outcome``, ``success`` and ``metrics`` of ``episode``.
         """
         ...
 
@@ -350,7 +352,7 @@ async def run_episode(task: Task, agent: Agent, model: Model, limits: Limits) ->
     """Let ``agent`` work on ``task``; whatever goes wrong in its code is an outcome of the episode.
 
     Raises:
-        Exception: what the engines raise; nothing of the agent or its environment.
+        Exception: errors of the engines; none of the agent or its environment.
     """
     episode = Episode(task, model.conversations, outcome="terminated")
     begin = time.perf_counter()

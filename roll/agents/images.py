@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 IMAGE_NAMED = "(image)"
-"""Stands for an image where a text tells of it."""
+"""Stands for an image in a text for people."""
 
 
 class BlindPolicyError(ValueError):
-    """A conversation has an image, and the policy is a model of text."""
+    """A conversation has an image, and the policy is a text model."""
 
 
 class ChatImages:
     """The images of conversations as a vision-language policy sees them.
 
     Args:
-        model: what the data layer knows of it, with the run's limits of pixels.
+        model: its properties as the data layer reads them, with the run's pixel limits.
     """
 
     def __init__(self, model: VisionModel) -> None:
@@ -36,7 +36,7 @@ class ChatImages:
         self._known: WeakValueDictionary[str, EncodedImage] = WeakValueDictionary()
 
     def take(self, message: Mapping[str, Any], held: dict[str, EncodedImage]) -> Message:
-        """The message with digests in place of its images, which are put into ``held``.
+        """The message with digests in place of its images, which are added to ``held``.
 
         Raises:
             ImageError: an image that cannot be read, or of another form (a path, a URL).
@@ -102,17 +102,17 @@ class ChatImages:
 
 
 def has_images(content: Any) -> bool:
-    """The content of a message is a list with an image in it."""
+    """True for the content of a message that is a list with an image in it."""
     return isinstance(content, list | tuple) and any(map(is_image, content))
 
 
 def is_image(part: Any) -> bool:
-    """The part of a content is an image, in the form of chat templates or of OpenAI."""
+    """True for a part of a content that is an image, in the form of chat templates or of OpenAI."""
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
 def digests(messages: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Of the images of messages that :meth:`ChatImages.take` made, in their order."""
+    """Digests of the images of messages returned by :meth:`ChatImages.take`, in order."""
     for message in messages:
         if has_images(message.get("content")):
             yield from (part["image"] for part in message["content"] if is_image(part))
@@ -131,7 +131,7 @@ def content_text(content: Any, image: str = IMAGE_NAMED) -> str:
 
 
 def refuse_unseen(messages: Iterable[Mapping[str, Any]]) -> None:
-    """For parts that no policy is shown, which would be left out without a word.
+    """Refuse parts that would silently not be shown to the policy.
 
     Raises:
         ImageError: a part that is neither a text nor an image, such as a video.
@@ -149,7 +149,7 @@ def refuse_unseen(messages: Iterable[Mapping[str, Any]]) -> None:
 
 
 def refuse_images(messages: Iterable[Mapping[str, Any]]) -> None:
-    """For a policy that is a model of text.
+    """Refuse images for a policy that is a text model.
 
     Raises:
         BlindPolicyError: a message has an image.

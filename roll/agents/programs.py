@@ -1,4 +1,4 @@
-"""Programs of an episode: agents and verifiers as child processes with a deadline, ended with all that they started."""
+"""Child processes of agents and verifiers, which are killed with everything that they have started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEPT_OUTPUT = 64 * 1024
 _TERM_SECONDS = 2.0
 """Between the request to end and the end."""
 _INHERITED = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", "USER", "VIRTUAL_ENV")
-"""All that a program gets of this process's environment unless asked otherwise: keys of other services stand there."""
+"""The variables that a program inherits by default: the others may hold keys of other services."""
 _SHOWN = 2000
 """Characters of output in an error."""
 
@@ -66,16 +66,16 @@ def filled_command(command: Sequence[str], fields: Mapping[str, Any]) -> list[st
 
 
 class Program:
-    """A program that runs; :func:`running` starts and ends it."""
+    """A running program; :func:`running` starts and ends it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, given: bytes) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, stdin: bytes) -> None:
         self._process = process
         streams = (process.stdout, process.stderr)
         self._readers = [asyncio.create_task(_tail(stream)) for stream in streams if stream is not None]
-        self._writer = asyncio.create_task(self._write(given))
+        self._writer = asyncio.create_task(self._write(stdin))
 
     async def wait(self) -> Exit:
-        """Wait for its end; what it has started ends with it."""
+        """Wait for its end, and kill what it has started."""
         status = await self._process.wait()
         self._signal(signal.SIGKILL)
         await asyncio.wait(self._readers, timeout=_TERM_SECONDS)
@@ -96,15 +96,15 @@ class Program:
         await self._process.wait()
 
     def _signal(self, number: int) -> None:
-        # The group is there as long as one of its processes is.
+        # The group exists as long as one of its processes does.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 
-    async def _write(self, given: bytes) -> None:
+    async def _write(self, data: bytes) -> None:
         stdin = self._process.stdin
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it does not read
-            stdin.write(given)
+            stdin.write(data)
             await stdin.drain()
         stdin.close()
 
@@ -113,15 +113,16 @@ class Program:
 async def running(
     command: Sequence[str], environment: Mapping[str, str], given: Any = None, folder: str | None = None
 ) -> AsyncIterator[Program]:
-    """A program in a process group of its own, which ends with the block.
+    """Run a program in its own process group, and end the group with the block.
 
     Args:
-        given: written to its standard input as JSON; None: nothing is.
+        given: written to its standard input as JSON; None: its standard input is empty.
 
     Raises:
         ProgramError: it does not start.
     """
     pipe = asyncio.subprocess.PIPE
+    stdin = b"" if given is None else json.dumps(given, ensure_ascii=False, default=str).encode()
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -134,7 +135,7 @@ async def running(
         )
     except (OSError, ValueError) as error:
         raise ProgramError(f"{command[0]} does not start: {error}") from error
-    program = Program(process, b"" if given is None else json.dumps(given, ensure_ascii=False, default=str).encode())
+    program = Program(process, stdin)
     try:
         yield program
     finally:

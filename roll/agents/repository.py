@@ -4,7 +4,7 @@ reward.
 A task is a row with ``issue``, ``files`` (path to text) or ``folder``, ``tests`` (a text of asserts, shown to the
 policy and run at its wish), ``hidden_tests`` (the same, for the verdict alone) and ``imports`` (what both begin
 with). Files live in memory: an episode never touches the row's folder, and all that the policy writes runs in the
-code sandbox, which is given a copy of the files each time.
+code sandbox, which gets a copy of the files each time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import base64
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -46,13 +46,13 @@ _s.path.insert(0, _o.getcwd())
 
 @dataclass
 class Repository:
-    """The files of an episode, by path."""
+    """The files of an episode by path."""
 
     files: dict[str, str]
     most_bytes: int = 1 << 18
 
     def program(self, code: str) -> str:
-        """``code`` behind lines that write the files into its working folder."""
+        """``code`` after lines that write the files into its working folder."""
         packed = base64.b64encode(json.dumps(self.files).encode()).decode()
         return _UNPACK.format(packed=packed) + code
 
@@ -64,7 +64,7 @@ class Repository:
         return ToolResult(self.files[name])
 
     def write(self, path: str, content: str) -> ToolResult:
-        """Make or replace a file."""
+        """Create or replace a file."""
         name = _name(path)
         if name is None:
             return ToolResult(f"Error: {path!r} is no path inside the repository.", True)
@@ -76,7 +76,7 @@ class Repository:
 
 
 def _name(path: str) -> str | None:
-    """``path`` as files are listed; None: it leads out of the repository."""
+    """The normalised path; None: it leads out of the repository."""
     pure = PurePosixPath(path)
     return None if pure.is_absolute() or ".." in pure.parts or not pure.parts else str(pure)
 
@@ -87,24 +87,24 @@ def files_of(row: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         ValueError: there are none, or a path that leads out of the repository.
     """
-    given = row.get("files")
-    if given is None and row.get("folder"):
+    files = row.get("files")
+    if files is None and row.get("folder"):
         folder = Path(str(row["folder"]))
         paths = sorted(one for one in folder.rglob("*") if one.is_file() and "__pycache__" not in one.parts)
-        given = {one.relative_to(folder).as_posix(): one.read_text("utf-8") for one in paths}
-    if isinstance(given, str):
-        given = json.loads(given)
-    if not isinstance(given, Mapping) or not given:
+        files = {one.relative_to(folder).as_posix(): one.read_text("utf-8") for one in paths}
+    if isinstance(files, str):
+        files = json.loads(files)
+    if not isinstance(files, Mapping) or not files:
         raise ValueError(f"the row has neither files (path to text) nor a folder with files: {', '.join(row)}")
-    for path in given:
+    for path in files:
         if _name(path) is None:
             raise ValueError(f"files: {path!r} leads out of the repository")
-    return {str(_name(path)): str(text) for path, text in given.items()}
+    return {str(_name(path)): str(text) for path, text in files.items()}
 
 
 class RepositoryAgent(ToolAgent):
-    """Lets the policy work on a repository until a response calls nothing, or a limit ends the episode; either way the
-    tests then decide."""
+    """Lets the policy work on a repository until a response calls no tool or a limit ends the episode; the reward is
+    the tests' verdict in both cases."""
 
     def __init__(self, options: RepositoryOptions, system: str | None = None, template: str | None = None) -> None:
         inner = ToolAgentOptions(timeout=options.timeout + 30, max_result=options.max_result)
@@ -127,20 +127,18 @@ class RepositoryAgent(ToolAgent):
         """Work until it is done; returns the share of tests that pass, or with ``partial: false`` whether all do.
 
         Raises:
-            EpisodeOver: a limit, with the reward given; or a sandbox that is lost.
+            EpisodeOver: a limit, after the reward has been added; or a lost sandbox.
         """
         row, repository = dict(task.row), Repository(files_of(task.row))
         row["file_names"] = ", ".join(sorted(repository.files))
-        shown = Task(task.tag, task.seed, row)
         ended: EpisodeOver | None = None
         episode.success = False
         try:
-            await self._answered(shown, model, episode, self._box(repository, row))
+            await self._use_tools(replace(task, row=row), model, episode, self._box(repository, row))
         except EpisodeOver as over:
             ended = over
         except ToolError as error:
-            episode.error = str(error)
-            raise EpisodeOver("environment_error") from error
+            raise episode.fault(str(error)) from error
         score = await self._verdict(row, repository, episode) if episode.calls else 0.0
         episode.success = score >= 1
         if ended is not None:
@@ -159,8 +157,7 @@ class RepositoryAgent(ToolAgent):
             return await self._python(repository.program(code))
 
         async def run_tests() -> ToolResult:
-            ran = await self._python(repository.program(f"{imports}\n{tests}\nprint('All tests pass.')"))
-            return ToolResult(ran.text, ran.failed)
+            return await self._python(repository.program(f"{imports}\n{tests}\nprint('All tests pass.')"))
 
         def tool(name: str, description: str, function: Any, **properties: Any) -> Tool:
             schema = {"type": "object", "properties": properties, "required": list(properties)}
@@ -184,8 +181,7 @@ class RepositoryAgent(ToolAgent):
         loop = asyncio.get_running_loop()
         (result,) = await loop.run_in_executor(self._threads, self._judge, [sample])
         if result.error is not None or result.score is None:
-            episode.error = f"tests: {result.error}"
-            raise EpisodeOver("environment_error")
+            raise episode.fault(f"tests: {result.error}")
         episode.metrics["tests_passed"] = result.score
         return result.score if self._own.partial else float(result.score >= 1)
 

@@ -1,4 +1,4 @@
-"""An episode as its agent's program sees it from outside: model calls, limits as refusals, the reward that it posts."""
+"""The server side of an agent's program: its model calls, limits as refusals, and the reward that it posts."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Refusal(Exception):
 
 @dataclass(eq=False)
 class Session:
-    """An episode, as the endpoint knows it.  Created and used on the episode's event loop."""
+    """An episode that the endpoint serves; created and used on the episode's event loop."""
 
     task: Task
     model: Model
     sampling: Sampling = "run"
     tool_choice: ToolChoice = "enforce"
     roles: tuple[str, ...] = ()
-    """Names of models, each a part of its own that the policy plays; empty: any name is the policy in its only one."""
+    """Model names, each a role that the policy plays; empty: the policy has one role, whatever the model's name."""
     key: str = ""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     reward: float | dict[str, float] | None = None
@@ -45,25 +45,25 @@ class Session:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     """The agent has posted that it is done, has no turn left, or an engine has failed."""
     limit: EpisodeOver | None = None
-    """The limit that the newest call has met."""
+    """The limit that the latest call ran into."""
     fault: EngineFault | None = None
     demanded: int = 0
-    """Calls that were made to call a tool."""
+    """Calls with an enforced tool call."""
     overridden: int = 0
-    """Calls whose sampling parameters the run's have replaced."""
+    """Calls whose sampling parameters were replaced by the run's."""
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
     closed: bool = False
     began: float | None = None
-    """When an agent began to work on it, by ``time.perf_counter``."""
+    """Time at which an agent began to work on it, by ``time.perf_counter``."""
     taker: str = ""
-    """Public part of the key of the program that has taken it, of those that serve the whole run."""
+    """Public part of the key of the worker that has taken it; empty for agents from elsewhere."""
     lost: str = ""
-    """End of that program before its time."""
+    """Exit status and output of that worker, where it ended before the episode."""
     responses: dict[str, list[Message]] = field(default_factory=dict)
     """Response id to its conversation, for ``previous_response_id``."""
 
     def begin(self) -> None:
-        """Note that an agent works on it from now on."""
+        """Record that an agent starts to work on it."""
         self.began = time.perf_counter()
 
     async def answer(self, request: ChatRequest) -> Reply:
@@ -76,8 +76,8 @@ class Session:
         if self.closed:
             raise episode_over()
         if self.roles and request.model not in self.roles:
-            there = f"model: {request.model!r} is no role of this agent; there are {', '.join(self.roles)}"
-            raise Refusal(404, there, "not_found_error", "model_not_found")
+            message = f"model: {request.model!r} is no role of this agent; there are {', '.join(self.roles)}"
+            raise Refusal(404, message, "not_found_error", "model_not_found")
         if request.sampling and self.sampling == "refuse":
             raise Refusal(400, f"{request.sampling[0]}: the run's sampling parameters hold here; leave it out")
         self.overridden += bool(request.sampling)
@@ -133,19 +133,17 @@ class Session:
             self.done.set()
 
     def _posted_reward(self, body: Mapping[str, Any]) -> float | dict[str, float]:
-        given = body.get("reward")
-        if not isinstance(given, Mapping):
+        rewards = body.get("reward")
+        if not isinstance(rewards, Mapping):
             return _number(body, "reward")
-        for role in given:
+        there = f"there are {', '.join(self.roles)}" if self.roles else "the agent has none (agent_config.roles)"
+        for role in rewards:
             if role not in self.roles:
-                there = (
-                    f"there are {', '.join(self.roles)}" if self.roles else "the agent has none (agent_config.roles)"
-                )
                 raise Refusal(400, f"reward: {role!r} is no role of this agent; {there}")
-        return {str(role): _number(given, role) for role in given}
+        return {str(role): _number(rewards, role) for role in rewards}
 
     def earn(self, value: float | Mapping[str, float]) -> None:
-        """Give each role what it has earned: a single number is earned by all of them."""
+        """Give each role its reward; a single number goes to all of them."""
         for role in self.roles:
             self.model.as_(role).reward(value.get(role, 0.0) if isinstance(value, Mapping) else value)
 
@@ -165,8 +163,3 @@ def _number(body: Mapping[str, Any], name: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise Refusal(400, f"{name}: is needed, a finite number")
     return float(value)
-
-
-def task_body(task: Task) -> dict[str, Any]:
-    """A task as an agent's program gets it."""
-    return {"tag": task.tag, "seed": task.seed, **task.row}

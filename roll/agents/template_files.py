@@ -42,7 +42,7 @@ class TemplateFiles:
 
     @property
     def has_own_code(self) -> bool:
-        """The tokenizer is a class of the model's own, which may render otherwise."""
+        """True where the model brings its own tokenizer class, which may render differently."""
         return "auto_map" in self._config
 
     @property
@@ -83,7 +83,7 @@ class TemplateFiles:
         )
 
     def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
-        """No ids: nothing here is about them."""
+        """Return no ids: checks only need texts."""
         return {"input_ids": []}
 
     @cached_property
@@ -97,16 +97,16 @@ class TemplateFiles:
         return {int(token["id"]): str(token["content"]) for token in added}
 
     def _template(self) -> str | dict[str, str]:
-        """Of its own file, else of the tokenizer's; empty without one."""
+        """The template of a separate file, else of the tokenizer's; empty without one."""
         own = self._folder / "chat_template.jinja"
         further = sorted((self._folder / "additional_chat_templates").glob("*.jinja"))
         if own.is_file():
             default = own.read_text("utf-8")
             return {"default": default} | {one.stem: one.read_text("utf-8") for one in further} if further else default
-        given = self._config.get("chat_template")
-        if isinstance(given, list):
-            return {one["name"]: one["template"] for one in given}
-        return given if isinstance(given, str | dict) else ""
+        template = self._config.get("chat_template")
+        if isinstance(template, list):
+            return {one["name"]: one["template"] for one in template}
+        return template if isinstance(template, str | dict) else ""
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _text(token: Any) -> str | None:
 
 
 class _Generation(Extension):
-    """``{% generation %}``: marks what a response is, which is nothing to a text."""
+    """``{% generation %}``: marks responses, which does not change the text."""
 
     tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)
 

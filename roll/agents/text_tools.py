@@ -1,24 +1,22 @@
-"""Tools whose calls stand in the text of a response, around an environment: ``tool_wrapper`` of ROLL's and GEM's files.
+"""Tools around an environment, called in the text of a response: ``tool_wrapper`` of ROLL's and GEM's files.
 
-A response that calls a tool is answered with its result; any other is an action of the environment.
+A response that calls a tool is answered with the tool's result; any other is an action of the environment.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
+from roll.agents.agent_options import ToolWrapperArguments
 from roll.agents.built_in_tools import PythonTool, ToolSet
 from roll.agents.tool_calls import parse_response
 from roll.agents.tools import ToolError, ToolResult
-from roll.environments.base import Environment, reset_arguments, resolved
+from roll.environments.base import Environment, reset_arguments
 from roll.environments.off_loop import call_off_loop
 
 _MAX_BODY = 4 * 2**20
@@ -27,10 +25,10 @@ _NO_MORE = "\n\nThat was the last use of a tool. Give the final answer."
 
 
 class TextTool(Protocol):
-    """A tool that finds its call in a text."""
+    """A tool whose calls stand in the text of a response."""
 
     instruction: str
-    """Tells the policy how to call it."""
+    """Text that tells the policy how to call the tool."""
 
     def find(self, text: str) -> Any:
         """The call in a response; None: no call."""
@@ -71,7 +69,7 @@ class PythonText:
 class SearchText:
     """Queries between ``<search>`` and ``</search>``, sent to a search service.
 
-    The service is given ``{"queries": [query], "topk": k, "return_scores": true}`` and answers with
+    The service gets ``{"queries": [query], "topk": k, "return_scores": true}`` and answers with
     ``{"result": [[{"document": {"contents": text}}, ...]]}``.
 
     Args:
@@ -140,14 +138,14 @@ KINDS: dict[str, Callable[..., TextTool]] = {"python_code": PythonText, "search"
 
 
 def text_tool(tool_id: str, tool_args: Mapping[str, Any]) -> TextTool:
-    """The tool that an entry of ``tool_configs`` asks for.
+    """Build the tool of an entry of ``tool_configs``.
 
     Raises:
         ToolError: it does not exist, or has no such option.
     """
     options = dict(tool_args)
     if tool_id == "python_code":
-        # Programs that a model writes run in the sandbox, whatever a file says.
+        # Programs that a model writes run in the sandbox, whatever the file demands.
         options.pop("sandbox_type", None)
     try:
         return KINDS[tool_id](**options) if tool_id in KINDS else CallText(tool_id)
@@ -155,27 +153,15 @@ def text_tool(tool_id: str, tool_args: Mapping[str, Any]) -> TextTool:
         raise ToolError(f"tool_args of {tool_id}: {error}") from error
 
 
-@dataclass(frozen=True)
-class WrapperOptions:
-    """Rewards and largest number of tool calls of an episode."""
-
-    tool_reward: float = 0.0
-    tool_success_reward: float = 0.0
-    max_tool_uses: int = 10
-
-
 class TextTools:
     """Puts tools around environments; shared by all episodes of an entry."""
 
-    def __init__(self, tools: Sequence[TextTool], options: WrapperOptions) -> None:
+    def __init__(self, tools: Sequence[TextTool], options: ToolWrapperArguments) -> None:
         self._tools, self._options = list(tools), options
 
     def around(self, make: Callable[[], Environment]) -> Environment:
-        """An environment of ``make`` with the tools."""
+        """Build an environment with the tools."""
         return _ToolEnvironment(make(), self._tools, self._options)
-
-    def maker(self, make: Callable[[], Environment]) -> Callable[[], Environment]:
-        return partial(self.around, make)
 
     async def close(self) -> None:
         for tool in self._tools:
@@ -185,13 +171,13 @@ class TextTools:
 class _ToolEnvironment:
     """An environment, with tools in front of it."""
 
-    def __init__(self, inner: Environment, tools: Sequence[TextTool], options: WrapperOptions) -> None:
+    def __init__(self, inner: Environment, tools: Sequence[TextTool], options: ToolWrapperArguments) -> None:
         self._inner, self._tools, self._options = inner, tools, options
         self._uses = 0
 
     async def reset(self, seed: int, task: Mapping[str, Any] | None = None) -> Any:
-        given, named = reset_arguments(self._inner, seed, task)
-        observation, info = await _called(self._inner.reset, *given, **named)
+        args, options = reset_arguments(self._inner, seed, task)
+        observation, info = await call_off_loop(self._inner.reset, *args, **options)
         self._uses = 0
         instructions = "\n".join(tool.instruction for tool in self._tools)
         if isinstance(observation, str):
@@ -203,28 +189,20 @@ class _ToolEnvironment:
             for tool in self._tools:
                 found = tool.find(action)
                 if found is not None:
-                    return await self._used(tool, found)
-        observation, reward, terminated, truncated, info = await _called(self._inner.step, action)
+                    return await self._use(tool, found)
+        observation, reward, terminated, truncated, info = await call_off_loop(self._inner.step, action)
         succeeded = bool(info.get("success", reward > 0))
         if (terminated or truncated) and self._uses and succeeded:
             reward = float(reward) + self._options.tool_success_reward
         return observation, reward, terminated, truncated, info
 
     async def close(self) -> None:
-        close = getattr(self._inner, "close", None)
-        if close is not None:
-            await _called(close)
+        if (close := getattr(self._inner, "close", None)) is not None:
+            await call_off_loop(close)
 
-    async def _used(self, tool: TextTool, found: Any) -> Any:
+    async def _use(self, tool: TextTool, found: Any) -> Any:
         self._uses += 1
         result = await tool.call(found)
         text = result.text + (_NO_MORE if self._uses == self._options.max_tool_uses else "")
         metrics = {"tool_calls": 1.0, "failed_tool_calls": float(result.failed)}
         return text, self._options.tool_reward, False, False, {"metrics": metrics}
-
-
-async def _called(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    instant = getattr(getattr(method, "__self__", None), "instant", False)
-    if instant and not asyncio.iscoroutinefunction(method):
-        return await resolved(method(*args, **options))
-    return await call_off_loop(method, *args, **options)

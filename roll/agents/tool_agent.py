@@ -1,4 +1,4 @@
-"""Agents that answer questions: with tools, until there is an answer; or by a coroutine of one's own."""
+"""Agents that answer questions: with tools, until there is an answer; or by a user's coroutine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 from roll.agents.agent_options import ToolAgentOptions
 from roll.agents.built_in_tools import ToolSet, load_function
 from roll.agents.chat_ids import Message
-from roll.agents.episode import Episode, EpisodeOver, Model, Response, Task
+from roll.agents.episode import Episode, Model, Response, Task
 from roll.agents.tools import ToolBox, ToolError, ToolResult, tool_messages
 from roll.agents.verifiers import Verifier
 
 
 class ToolAgent:
-    """Asks the policy, makes the calls that it writes, and asks again with their results, until a response has none.
-
-    A call that cannot be read is answered too: with what is wrong with it.
+    """Asks the policy, makes the tool calls that it writes, and asks again with their results, until a response has
+    none. A call that cannot be parsed is answered with the error.
 
     Args:
         system: system message; None: none.
@@ -39,7 +38,7 @@ class ToolAgent:
         self._system, self._template = system, template
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
-        """Work until there is an answer; returns what the verifier says of it.
+        """Work until there is an answer; returns the verifier's score.
 
         Raises:
             EpisodeOver: a limit, or a tool's server that is lost.
@@ -48,17 +47,15 @@ class ToolAgent:
         for name in ("tool_calls", "failed_tool_calls", "unreadable_calls"):
             episode.count(name, 0)
         try:
-            box = await self._tools.box()
-            used = await self._answered(task, model, episode, box)
+            used = await self._use_tools(task, model, episode, await self._tools.box())
         except ToolError as error:
-            episode.error = str(error)
-            raise EpisodeOver("environment_error") from error
+            raise episode.fault(str(error)) from error
         score = await self._verifier(task, model, episode)
         episode.success = score > 0
         return score + self._options.tool_success_reward * (episode.success and used > 0)
 
-    async def _answered(self, task: Task, model: Model, episode: Episode, box: ToolBox) -> int:
-        """Work until a response calls nothing; the number of calls."""
+    async def _use_tools(self, task: Task, model: Model, episode: Episode, box: ToolBox) -> int:
+        """Work until a response calls no tool; returns the number of calls."""
         messages = first_messages(task, self._system, self._template)
         used = 0
         while True:
@@ -78,7 +75,7 @@ class ToolAgent:
         for error in response.parsed.errors:
             episode.count("unreadable_calls")
             if not calls:
-                # A template has no tool message behind a response without a call.
+                # Templates render no tool message after a response without a call.
                 return [{"role": "user", "content": f"Error: the tool call cannot be read: {error}"}]
         allowed = calls if most is None else calls[: max(0, most - used)]
         results = await box.call_all(allowed)
@@ -89,12 +86,13 @@ class ToolAgent:
         return tool_messages(calls, identities, [*results, *[refused] * (len(calls) - len(allowed))])
 
     async def close(self) -> None:
-        """End the tools' servers and sandboxes."""
+        """End the tools' servers and sandboxes, and what the verifier holds."""
+        self._verifier.close()
         await self._tools.close()
 
 
 def first_messages(task: Task, system: str | None, template: str | None) -> list[Message]:
-    """The conversation that a task begins with.
+    """The first messages of a task's conversation.
 
     Raises:
         ValueError: the row lacks a column of the template, or has no question at all.
@@ -115,42 +113,38 @@ def first_messages(task: Task, system: str | None, template: str | None) -> list
 
 
 class FunctionAgent:
-    """A coroutine of one's own: ``async def run(task, model) -> float``, or ``run(task, model, episode)``.
+    """A user's coroutine: ``async def run(task, model) -> float``, or ``run(task, model, episode)``.
 
-    It returns a reward, None (it has given rewards by ``model.reward``), or a mapping with ``reward``, ``success`` and
-    further numbers, which become metrics.
+    It returns a reward, None (after rewards by ``model.reward``), or a mapping with ``reward``, ``success`` and further
+    numbers, which become metrics.
 
     Args:
         path: dotted path of the function, or of a class with such a method ``run``.
         arguments: keyword arguments of the function, or of the class.
 
     Raises:
-        ToolError: there is no such function, it is no coroutine, or takes other arguments.
+        ToolError: there is no such function, it is not a coroutine function, or takes other arguments.
     """
 
     def __init__(self, path: str, arguments: Mapping[str, Any] | None = None) -> None:
         self._path = path
         self._arguments = dict(arguments or {})
-        target = load_function(path, "agent")
-        function = target
-        if inspect.isclass(target):
+        self._function: Any = load_function(path, "agent")
+        if inspect.isclass(self._function):
             try:
-                made: Any = target(**self._arguments)
-                function = made.run
+                self._function = self._function(**self._arguments).run
             except (TypeError, ValueError, AttributeError) as error:
                 raise ToolError(f"agent: {path} cannot be made: {error}") from error
             self._arguments = {}
-        self._function = function
-        self._takes_episode = _check_signature(path, function, self._arguments)
+        self._takes_episode = _check_signature(path, self._function, self._arguments)
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
-        """Run it.
-
-        Raises:
-            TypeError: it returned no reward.
         """
-        given = (task, model, episode) if self._takes_episode else (task, model)
-        result = await self._function(*given, **self._arguments)
+        Raises:
+            TypeError: the coroutine returned no reward.
+        """
+        positional = (task, model, episode) if self._takes_episode else (task, model)
+        result = await self._function(*positional, **self._arguments)
         if isinstance(result, Mapping):
             numbers = dict(result)
             if numbers.get("success") is not None:
@@ -165,10 +159,10 @@ class FunctionAgent:
 
 
 def _check_signature(path: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
-    """True where the function takes the episode too.
+    """Check a user's coroutine function; returns whether it takes the episode as well.
 
     Raises:
-        ToolError: it is no coroutine function, or cannot be called with a task, a model and ``arguments``.
+        ToolError: it is not a coroutine function, or cannot be called with a task, a model and ``arguments``.
     """
     if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
         raise ToolError(f"agent: {path} must be a coroutine function: async def run(task, model)")

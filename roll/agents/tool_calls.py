@@ -1,6 +1,13 @@
-"""Tool calls, thinking and content in a sampled response, in the formats that model families write.
+"""Tool calls in sampled responses: parsed in the formats that model families write, and begun where one is demanded.
 
-What is trained are the sampled ids; what is read here only decides what an agent sees of them.
+What is trained are the sampled ids; what is parsed here only decides what an agent sees of them.
+
+``tool_choice: required`` holds whatever the policy would have said: the text that the chat template writes in front of
+a call's arguments, the tool's name included, is appended to the prompt as ids, and the policy writes the arguments.
+Where several tools would do, their openings are walked token by token: tokens that they share are given, and where they
+differ the policy draws one. A draw that continues no opening is repeated, which leaves the policy's distribution over
+the tokens that do. Ids of an opening are context and are never trained: they were not sampled from the policy's own
+distribution.
 """
 
 from __future__ import annotations
@@ -9,9 +16,11 @@ import ast
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from roll.agents.chat_ids import ChatTemplate, Message, TemplateError, common_prefix
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,7 @@ class ParsedResponse:
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    """Calls that were begun and cannot be read, each with the reason; their text stays in ``content``."""
+    """Reasons why calls that were begun cannot be parsed; their text stays in ``content``."""
 
 
 class _BadCall(ValueError):
@@ -38,19 +47,19 @@ class _BadCall(ValueError):
 
 
 _Found = Iterator[tuple[int, int, Callable[[], list[ToolCall]]]]
-"""Where calls begin and end in a text, and their reader, which raises ``_BadCall``."""
+"""Begin and end of calls in a text, and a function that parses them or raises ``_BadCall``."""
 
 
 def parse_response(text: str, tool_format: str) -> ParsedResponse:
-    """Read a response in ``tool_format``.
+    """Parse a response in ``tool_format``.
 
     Args:
         text: decoded with special tokens, without the token that ended the turn.
         tool_format: one of :data:`TOOL_FORMATS`.
     """
-    parsed = ParsedResponse()
     if tool_format == "gpt_oss":
         return _gpt_oss(text)
+    parsed = ParsedResponse()
     text = _split_thinking(text, parsed)
     at, kept = 0, []
     for begin, end, read in TOOL_FORMATS[tool_format](text):
@@ -114,36 +123,22 @@ def _split_thinking(text: str, parsed: ParsedResponse) -> str:
     return rest
 
 
-def _hermes(text: str) -> _Found:
-    def read(match: re.Match[str]) -> list[ToolCall]:
-        return [_call_of(_json(_closed(match)))]
-
-    yield from _each(_TAGGED, text, read)
+def _hermes(match: re.Match[str]) -> list[ToolCall]:
+    return [_call_of(_json(_closed(match)))]
 
 
-def _qwen_xml(text: str) -> _Found:
-    def read(match: re.Match[str]) -> list[ToolCall]:
-        return [ToolCall(match["name"].strip(), _parameters(_closed(match)))]
-
-    yield from _each(_FUNCTION, text, read)
+def _qwen_xml(match: re.Match[str]) -> list[ToolCall]:
+    parameters = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", _closed(match), re.DOTALL)
+    return [ToolCall(match["name"].strip(), {name.strip(): _value(value) for name, value in parameters})]
 
 
-def _parameters(body: str) -> dict[str, Any]:
-    found = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
-    return {name.strip(): _value(value) for name, value in found}
-
-
-def _glm(text: str) -> _Found:
-    pair = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-
-    def read(match: re.Match[str]) -> list[ToolCall]:
-        body = _closed(match)
-        name = re.split(r"<arg_key>|\n", body.strip(), maxsplit=1)[0].strip()
-        if not name:
-            raise _BadCall("a tool call without a name")
-        return [ToolCall(name, {key.strip(): _value(value.strip()) for key, value in pair.findall(body)})]
-
-    yield from _each(_TAGGED, text, read)
+def _glm(match: re.Match[str]) -> list[ToolCall]:
+    body = _closed(match)
+    name = re.split(r"<arg_key>|\n", body.strip(), maxsplit=1)[0].strip()
+    if not name:
+        raise _BadCall("a tool call without a name")
+    pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.DOTALL)
+    return [ToolCall(name, {key.strip(): _value(value.strip()) for key, value in pairs})]
 
 
 def _mistral(text: str) -> _Found:
@@ -159,9 +154,7 @@ def _mistral(text: str) -> _Found:
             if not isinstance(calls, list):
                 raise _BadCall("[TOOL_CALLS] is followed by no list of calls")
             return [_call_of(call) for call in calls]
-        parts = re.findall(
-            r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*?\})\s*(?=\[TOOL_CALLS\]|$)", body, re.DOTALL
-        )
+        parts = _NAMED.findall(body)
         if not parts:
             raise _BadCall(f"[TOOL_CALLS] is followed by {body[:80]!r}, neither a list of calls nor name{{arguments}}")
         return [_call_of({"name": name, "arguments": _json(arguments)}) for name, arguments in parts]
@@ -169,16 +162,12 @@ def _mistral(text: str) -> _Found:
     yield begin, len(text), read
 
 
-def _deepseek(text: str) -> _Found:
+def _deepseek(match: re.Match[str]) -> list[ToolCall]:
     """V3 and R1: ``function<sep>name`` and a fenced JSON; V3.1: ``name<sep>{...}``."""
-
-    def read(match: re.Match[str]) -> list[ToolCall]:
-        before, behind = match["before"], _closed(match)
-        fenced = re.fullmatch(r"(.*?)\n```json\n(.*)\n```\s*", behind, re.DOTALL)
-        name, arguments = (fenced[1], fenced[2]) if fenced else (before, behind)
-        return [_call_of({"name": name.strip(), "arguments": _json(arguments)})]
-
-    yield from _each(_DEEPSEEK, text, read)
+    before, behind = match["before"], _closed(match)
+    fenced = re.fullmatch(r"(.*?)\n```json\n(.*)\n```\s*", behind, re.DOTALL)
+    name, arguments = (fenced[1], fenced[2]) if fenced else (before, behind)
+    return [_call_of({"name": name.strip(), "arguments": _json(arguments)})]
 
 
 def _llama3(text: str) -> _Found:
@@ -201,16 +190,26 @@ def _llama3(text: str) -> _Found:
     yield 0, len(text), read
 
 
+def _each(pattern: re.Pattern[str], read: Callable[[re.Match[str]], list[ToolCall]]) -> Callable[[str], _Found]:
+    """A finder of the calls that match ``pattern``."""
+
+    def find(text: str) -> _Found:
+        for match in pattern.finditer(text):
+            yield match.start(), match.end(), functools.partial(read, match)
+
+    return find
+
+
 TOOL_FORMATS: dict[str, Callable[[str], _Found]] = {
-    "hermes": _hermes,
-    "qwen_xml": _qwen_xml,
-    "glm": _glm,
+    "hermes": _each(_TAGGED, _hermes),
+    "qwen_xml": _each(_FUNCTION, _qwen_xml),
+    "glm": _each(_TAGGED, _glm),
     "mistral": _mistral,
-    "deepseek": _deepseek,
+    "deepseek": _each(_DEEPSEEK, _deepseek),
     "llama3": _llama3,
     "gpt_oss": lambda _: iter(()),
 }
-"""Name to the finder of calls; ``gpt_oss`` has channels in place of marks and a reader of its own."""
+"""Name to the finder of calls; ``gpt_oss``, which has channels in place of marks, has its own parser."""
 
 
 def _gpt_oss(text: str) -> ParsedResponse:
@@ -234,13 +233,8 @@ def _gpt_oss(text: str) -> ParsedResponse:
     return parsed
 
 
-def _each(pattern: re.Pattern[str], text: str, read: Callable[[re.Match[str]], list[ToolCall]]) -> _Found:
-    for match in pattern.finditer(text):
-        yield match.start(), match.end(), functools.partial(read, match)
-
-
 def _closed(match: re.Match[str]) -> str:
-    """The body of a call that was written to its end."""
+    """The body of a call that has its end mark."""
     if not match["end"]:
         raise _BadCall(f"a tool call that does not end: {match['body'][:80]!r}")
     return match["body"]
@@ -272,3 +266,75 @@ def _value(text: str) -> Any:
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             continue
     return text
+
+
+DrawToken = Callable[[list[int]], Awaitable[int]]
+"""The policy's next token behind these ids."""
+MOST_DRAWS = 8
+"""At a token where openings differ; after that the first tool that is offered is called."""
+_ARGUMENTS: tuple[dict[str, str], ...] = ({"Zq7A": "1"}, {"Bq7Z": "2"}, {})
+"""The formats share the opening; the rest differs between them."""
+_HERMES = '<tool_call>\n{{"name": "{}", "arguments":'
+_THINK, _THOUGHT = "<think>", "\n</think>\n\n"
+
+
+def call_opening(template: ChatTemplate, tool_format: str, messages: Sequence[Message], name: str) -> str:
+    """The opening of a response to ``messages`` that calls ``name``, up to its arguments.
+
+    It is derived from the chat template; where that writes no calls, ``hermes`` has a default form. Thinking that the
+    generation prompt has opened is closed first.
+
+    Raises:
+        TemplateError: the template writes calls in no form, or in one that ``tool_format`` does not read.
+    """
+    begun = template.render(messages)
+    texts = [text for arguments in _ARGUMENTS if (text := _rendered(template, messages, name, arguments)) is not None]
+    stem, closing = begun, ""
+    if (texts and not texts[0].startswith(begun)) or (begun.rstrip().endswith(_THINK) and not texts):
+        stem, closing = begun.rpartition(_THINK)[0], _THOUGHT
+    shown = [text.removeprefix(stem) for text in texts if text.startswith(stem)]
+    if not shown or name not in shown[0]:
+        if tool_format != "hermes":
+            raise TemplateError(f"the chat template writes no tool calls, so none of the form {tool_format} can begin")
+        return (_THOUGHT if begun.rstrip().endswith(_THINK) else "") + _HERMES.format(name)
+    written = shown[0].rstrip()
+    for end in template.end_texts:
+        written = written.removesuffix(end)
+    if [call.name for call in parse_response(written, tool_format).calls] != [name]:
+        raise TemplateError(f"the chat template writes tool calls in another form than {tool_format}")
+    # A brace or a quote is one token with what comes behind it, so it is the policy's.
+    return closing + common_prefix(shown).rstrip(' {"<')
+
+
+def _rendered(template: ChatTemplate, messages: Sequence[Message], name: str, arguments: dict[str, str]) -> str | None:
+    text = None
+    # Some templates write calls only where there is no content at all, and then with arguments as JSON.
+    for content, value in (("", arguments), (None, json.dumps(arguments))):
+        call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": value}}
+        try:
+            text = template.render([*messages, {"role": "assistant", "content": content, "tool_calls": [call]}], False)
+        except TemplateError:
+            continue
+        if name in text[len(template.render(messages, False)) :]:
+            break
+    return text
+
+
+async def choose_opening(openings: Sequence[list[int]], prompt_ids: Sequence[int], draw: DrawToken) -> int:
+    """Index of the opening that the policy chooses.
+
+    Args:
+        openings: token ids; none is the beginning of another.
+    """
+    left, at = list(range(len(openings))), 0
+    while len(left) > 1:
+        here = {openings[index][at] for index in left}
+        if len(here) > 1:
+            ids, chosen = [*prompt_ids, *openings[left[0]][:at]], openings[left[0]][at]
+            for _ in range(MOST_DRAWS):
+                if (token := await draw(ids)) in here:
+                    chosen = token
+                    break
+            left = [index for index in left if openings[index][at] == chosen]
+        at += 1
+    return left[0]

@@ -1,4 +1,4 @@
-"""Tools that a policy calls: plain functions and MCP servers, checked arguments, deadlines, results as text."""
+"""Tools that a policy calls: functions and MCP servers, with checked arguments, deadlines and results as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +15,9 @@ from roll.agents.programs import program_environment
 from roll.agents.tool_calls import ToolCall
 from roll.environments.off_loop import call_off_loop
 
-_MAX_RESULT = 20_000
-"""Characters of a result that a conversation gets by default."""
-
 
 class ToolError(ValueError):
-    """Tools that cannot be offered: two of one name, a function without type hints, a server that does not answer."""
+    """Tools that cannot be offered: two with one name, a function without type hints, a server that does not answer."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class ToolResult:
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
-    """The tool of a function: its schema from type hints and a docstring in Google's style.
+    """Build the tool of a function, with a schema from its type hints and its docstring in Google's style.
 
     Raises:
         ToolError: an argument without a type hint or a description.
@@ -82,7 +79,7 @@ class ToolBox:
         ToolError: two tools of one name.
     """
 
-    def __init__(self, tools: Sequence[Tool], timeout: float = 30.0, max_result: int = _MAX_RESULT) -> None:
+    def __init__(self, tools: Sequence[Tool], timeout: float = 30.0, max_result: int = 20_000) -> None:
         self._tools = {tool.name: tool for tool in tools}
         if len(self._tools) != len(tools):
             names = sorted(name for name in self._tools if sum(tool.name == name for tool in tools) > 1)
@@ -98,10 +95,10 @@ class ToolBox:
         return list(await asyncio.gather(*map(self.call, calls)))
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Make one call; whatever goes wrong is a result that the policy reads.
+        """Make one call; errors become results that the policy reads.
 
         Raises:
-            ToolError: a server is lost, and cannot be started again.
+            ToolError: a server is lost and cannot be restarted.
         """
         tool = self._tools.get(call.name)
         if tool is None:
@@ -117,9 +114,9 @@ class ToolBox:
             raise
         except Exception as error:
             return ToolResult(f"Error: {type(error).__name__}: {error}"[: self._max_result], True)
-        if isinstance(value, ToolResult):
-            return ToolResult(_shortened(value.text, self._max_result), value.failed)
-        return ToolResult(_shortened(_shown(value), self._max_result))
+        if not isinstance(value, ToolResult):
+            value = ToolResult(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+        return replace(value, text=_shortened(value.text, self._max_result))
 
 
 def tool_messages(calls: Sequence[ToolCall], identities: Sequence[str], results: Sequence[ToolResult]) -> list[Message]:
@@ -139,7 +136,7 @@ class McpServer:
         command: program and arguments of a server that speaks over standard input and output.
         url: address of a server that speaks streamable HTTP.
         names: the tools to offer; empty: all.
-        env: environment of the child process, added to ``PATH`` and its like, which it has of this one.
+        env: environment of the child process, in addition to ``PATH`` and the like of this process.
 
     Raises:
         ToolError: neither or both of ``command`` and ``url``; on entry, a server that does not start, or lacks a name.
@@ -158,6 +155,7 @@ class McpServer:
         self._command, self._url, self._names = list(command), url, list(names)
         self._env, self._start_timeout = dict(env or {}), start_timeout
         self._stack = contextlib.AsyncExitStack()
+        self._client: Any = None
 
     @property
     def _title(self) -> str:
@@ -165,28 +163,44 @@ class McpServer:
 
     async def __aenter__(self) -> list[Tool]:
         try:
-            async with asyncio.timeout(self._start_timeout):
-                client = await self._connect()
-                listed = [tool async for tool in _listed(client)]
-        except TimeoutError:
+            listed = await self._list_tools()
+        except BaseException:  # cancellation included
             await self._stack.aclose()
-            raise ToolError(f"{self._title} did not answer within {self._start_timeout:g} s") from None
-        except Exception as error:
-            await self._stack.aclose()
-            raise ToolError(f"{self._title} cannot be used: {_first_reason(error)}") from error
-        missing = set(self._names) - {tool.name for tool in listed}
-        if missing:
-            await self._stack.aclose()
-            there = ", ".join(tool.name for tool in listed)
-            raise ToolError(f"{self._title} has no tools {', '.join(sorted(missing))}; it has {there}")
+            raise
         return [
-            Tool(tool.name, tool.description or "", tool.input_schema, _McpCall(_Client(client), tool.name))
+            Tool(tool.name, tool.description or "", tool.input_schema, _McpCall(self, tool.name))
             for tool in listed
             if not self._names or tool.name in self._names
         ]
 
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Call a tool of the running server."""
+        answer = await self._client.call_tool(name, dict(arguments))
+        texts = [block.text if block.type == "text" else f"[{block.type}]" for block in answer.content]
+        return ToolResult("\n".join(texts), bool(answer.is_error))
+
+    async def _list_tools(self) -> list[Any]:
+        """Start or reach the server."""
+        try:
+            async with asyncio.timeout(self._start_timeout):
+                self._client = await self._connect()
+                page = await self._client.list_tools()
+                listed = list(page.tools)
+                while page.next_cursor is not None:
+                    page = await self._client.list_tools(cursor=page.next_cursor)
+                    listed += page.tools
+        except TimeoutError:
+            raise ToolError(f"{self._title} did not answer within {self._start_timeout:g} s") from None
+        except Exception as error:
+            raise ToolError(f"{self._title} cannot be used: {_first_reason(error)}") from error
+        missing = set(self._names) - {tool.name for tool in listed}
+        if missing:
+            there = ", ".join(tool.name for tool in listed)
+            raise ToolError(f"{self._title} has no tools {', '.join(sorted(missing))}; it has {there}")
+        return listed
 
     async def _connect(self) -> Any:
         from mcp import Client, StdioServerParameters
@@ -200,11 +214,10 @@ class McpServer:
 
 
 class HeldMcpServer:
-    """An MCP server that many episodes use: open from the first call on, in a task of its own, and started again where
-    it was lost.
+    """An MCP server that many episodes share: started at first use, in a task of its own, and restarted when lost.
 
     Args:
-        make: a new :class:`McpServer` for every start.
+        make: returns a new :class:`McpServer` for every start.
     """
 
     def __init__(self, make: Callable[[], McpServer]) -> None:
@@ -223,10 +236,10 @@ class HeldMcpServer:
         return [replace(tool, function=_McpCall(self, tool.name)) for tool in session.tools.values()]
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Make a call; once more, to a new server, where the connection is lost.
+        """Make a call; where the connection is lost, restart the server and repeat it.
 
         Raises:
-            ToolError: the server cannot be started again.
+            ToolError: the server cannot be restarted.
         """
         session = await self._open()
         try:
@@ -241,7 +254,7 @@ class HeldMcpServer:
         return await (await self._open()).call(name, arguments)
 
     async def close(self) -> None:
-        """End the server, for good."""
+        """End the server for good."""
         async with self._lock:
             self._closed = True
             if self._session is not None:
@@ -261,7 +274,7 @@ class HeldMcpServer:
 
 
 class _McpSession:
-    """A server from its start to its end, both in one task: MCP's client demands it."""
+    """One run of a server: started and ended in the same task, as MCP's client requires."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
@@ -272,11 +285,15 @@ class _McpSession:
     async def start(self) -> None:
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold(opened))
-        await opened
+        try:
+            await opened
+        except asyncio.CancelledError:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            raise
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        result: ToolResult = await self.tools[name].function(**arguments)
-        return result
+        return await self._server.call_tool(name, arguments)
 
     async def close(self) -> None:
         self._leave.set()
@@ -290,64 +307,43 @@ class _McpSession:
                 opened.set_result(None)
                 await self._leave.wait()
         except Exception as error:
-            # Of a server that is lost, what its end raises says nothing more.
+            # Errors at the end of a lost server add nothing.
             if not opened.done():
                 opened.set_exception(error)
 
 
 def _is_lost(error: Exception) -> bool:
-    """The connection is gone; any other error is the call's own."""
+    """True where the connection is gone; any other error is one of the call."""
     from mcp.shared.exceptions import MCPError
 
     return error.code == _CONNECTION_CLOSED if isinstance(error, MCPError) else True
 
 
 _CONNECTION_CLOSED = -32000
-"""MCP's code for it."""
-
-
-async def _listed(client: Any) -> AsyncIterator[Any]:
-    cursor = None
-    while True:
-        page = await client.list_tools(cursor=cursor)
-        for tool in page.tools:
-            yield tool
-        cursor = page.next_cursor
-        if cursor is None:
-            return
-
-
-@dataclass(frozen=True)
-class _Client:
-    client: Any
-
-    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        answer = await self.client.call_tool(name, dict(arguments))
-        texts = [block.text if block.type == "text" else f"[{block.type}]" for block in answer.content]
-        return ToolResult("\n".join(texts), bool(answer.is_error))
+"""MCP's error code for a closed connection."""
 
 
 @dataclass(frozen=True)
 class _McpCall:
-    """The function of a server's tool, which checks its arguments itself."""
+    """The function of a server's tool; the server checks the arguments itself."""
 
-    server: _Client | HeldMcpServer
+    server: McpServer | HeldMcpServer
     name: str
 
-    async def __call__(self, **arguments: Any) -> ToolResult:
+    async def __call__(self, /, **arguments: Any) -> ToolResult:
         return await self.server.call_tool(self.name, arguments)
 
 
 @functools.lru_cache(maxsize=1024)
 def _validator(schema: str) -> Any:
-    """Of a JSON schema, as a text."""
+    """The validator of a JSON schema, given as text."""
     import jsonschema
 
     return jsonschema.Draft202012Validator(json.loads(schema))
 
 
 def _argument_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
-    """The first way in which arguments break the tool's schema."""
+    """The most relevant violation of the tool's schema."""
     import jsonschema
 
     validator = _validator(json.dumps(tool.parameters))
@@ -359,10 +355,6 @@ def _argument_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
     if unknown and tool.parameters.get("additionalProperties") is not True and not isinstance(tool.function, _McpCall):
         return f"{tool.name} has no argument {', '.join(sorted(unknown))}"
     return None
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _shortened(text: str, limit: int) -> str:

@@ -1,8 +1,9 @@
-"""Verifiers: the reward of an episode from its last answer, by a reward of roll's or by a command."""
+"""Verifiers: the reward of an episode by a reward function or a command."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from roll.rewards.custom import Limits
 from roll.rewards.registry import build_reward
 
 TRUTH = "ground_truth"
-"""The column with the right answer; where it is not there, it is looked for as data sets of verl and SkyRL have it."""
+"""The column with the right answer; without it, the columns of verl's and SkyRL's data sets are looked up."""
 
 
 class Verifier(Protocol):
@@ -28,22 +29,26 @@ class Verifier(Protocol):
         """The reward.
 
         Args:
-            folder: where the agent has worked, if it has one of its own.
+            folder: working folder of the agent, if it has one of its own.
 
         Raises:
             EpisodeOver: ``environment_error``, with the reason in ``episode.error``: the verifier itself has failed.
         """
         ...
 
+    def close(self) -> None:
+        """Release what it holds."""
+        ...
+
 
 class RewardVerifier:
-    """A reward of ``roll.rewards``, or a function of one's own, on the last answer.
+    """Scores an episode by a reward of ``roll.rewards``, or a user's function.
 
     Args:
-        worker_cls: as in a section ``rewards.<name>``: a short name, or the dotted path of a function
-            ``(prompt, response, ground_truth, **row) -> float | dict``.
+        worker_cls: a short name, or the dotted path of a function
+            ``(prompt, response, ground_truth, **row) -> float | dict``, as in a section ``rewards.<name>``.
         answer_key: column of the row with the ground truth.
-        scores: what it is shown as the response: ``answer``, ``episode`` or ``solution``, as the key of that name.
+        scores: the response to score: ``answer``, ``episode`` or ``solution``, as of the key ``verifier.scores``.
 
     Raises:
         RewardOptionError: a reward that does not exist, or an option that it does not have or cannot use.
@@ -61,7 +66,7 @@ class RewardVerifier:
         reward = build_reward(worker_cls, options, Limits(timeout))
         self._reward = GuardedReward(worker_cls, reward)
         self._answer_key = answer_key
-        # Rewards are called from one thread at a time, unless they say otherwise.
+        # Rewards are called from one thread at a time, unless they declare more.
         self._threads = ThreadPoolExecutor(int(getattr(reward, "concurrent_calls", 1)), thread_name_prefix="verifier")
 
     def check_host(self) -> None:
@@ -72,30 +77,28 @@ class RewardVerifier:
         self._reward.check_host()
 
     async def __call__(self, task: Task, model: Model, episode: Episode, folder: str | None = None) -> float:
-        call = _last_call(episode)
-        if call is None:
+        if not episode.calls:
             return 0.0
+        call, row = episode.calls[-1], dict(task.row)
         prompt, response = self._shown(call, model, episode)
+        scored = [call] if self._scores == "answer" else episode.calls
         sample = RewardSample(
             prompt=prompt,
             response=response,
-            ground_truth=read_ground_truth(dict(task.row))
-            if self._answer_key == TRUTH
-            else task.row.get(self._answer_key),
+            ground_truth=read_ground_truth(row) if self._answer_key == TRUTH else row.get(self._answer_key),
             finish_reason=call.finish_reason,
-            row=dict(task.row),
-            num_tokens=sum(len(one.response_ids) for one in ([call] if self._scores == "answer" else episode.calls)),
+            row=row,
+            num_tokens=sum(len(one.response_ids) for one in scored),
         )
         loop = asyncio.get_running_loop()
         (result,) = await loop.run_in_executor(self._threads, self._reward, [sample])
         episode.metrics |= result.metrics
         if result.error is not None or result.score is None:
-            episode.error = f"reward: {result.error}"
-            raise EpisodeOver("environment_error")
+            raise episode.fault(f"reward: {result.error}")
         return result.score
 
     def _shown(self, call: Call, model: Model, episode: Episode) -> tuple[str, str]:
-        """Prompt and response."""
+        """The prompt and the response to score."""
         if self._scores == "episode":
             return _transcript(model, episode)
         if self._scores == "solution":
@@ -115,52 +118,58 @@ class RewardVerifier:
 class CommandVerifier:
     """A command whose last line of output is the reward; without output, exit status 0 is 1 and status 1 is 0.
 
-    It gets ``{"task": ..., "answer": ..., "messages": [...]}`` on standard input, and runs in the agent's folder.
+    It gets ``{"task": ..., "answer": ..., "messages": [...]}`` on standard input, and the agent's folder as the
+    environment variable ``ROLL_SCRATCH``.
     """
 
-    def __init__(self, command: Sequence[str], timeout: float = 60.0, inherit: Sequence[str] = ()) -> None:
-        self._command, self._timeout, self._inherit = list(command), timeout, list(inherit)
+    def __init__(self, command: Sequence[str], timeout: float = 60.0) -> None:
+        self._command, self._timeout = list(command), timeout
 
     async def __call__(self, task: Task, model: Model, episode: Episode, folder: str | None = None) -> float:
-        call = _last_call(episode)
-        given = {
-            "task": {"tag": task.tag, "seed": task.seed, **task.row},
+        call = episode.calls[-1] if episode.calls else None
+        stdin = {
+            "task": task.body,
             "answer": "" if call is None else str(call.message.get("content") or ""),
             "messages": [] if call is None else [*call.messages, call.message],
         }
-        environment = program_environment({"ROLL_SEED": str(task.seed), "ROLL_SCRATCH": folder or ""}, self._inherit)
+        environment = program_environment({"ROLL_SEED": str(task.seed), "ROLL_SCRATCH": folder or ""})
         try:
-            async with running(self._command, environment, given, os.getcwd()) as program:
+            async with running(self._command, environment, stdin, os.getcwd()) as program:
                 ended = await asyncio.wait_for(program.wait(), self._timeout)
         except TimeoutError:
-            raise _failed(episode, f"verifier {self._command[0]} took more than {self._timeout:g} s") from None
+            raise episode.fault(f"verifier {self._command[0]} took more than {self._timeout:g} s") from None
         except ProgramError as error:
-            raise _failed(episode, f"verifier {error}") from error
+            raise episode.fault(f"verifier {error}") from error
         lines = ended.output.strip().splitlines()
         if not lines and ended.status in (0, 1):
             return float(ended.status == 0)
         try:
-            if ended.status != 0:
+            reward = float(lines[-1])
+            if ended.status != 0 or not math.isfinite(reward):
                 raise ValueError
-            return float(lines[-1])
+            return reward
         except (ValueError, IndexError):
-            raise _failed(episode, f"verifier {self._command[0]} gives no reward: {ended}") from None
+            raise episode.fault(f"verifier {self._command[0]} gives no reward: {ended}") from None
 
     def close(self) -> None:
         """Nothing to release."""
 
 
 class NoVerdict:
-    """The verifier of an agent that judges by itself."""
+    """Verifier of an agent that scores its episodes itself."""
 
     async def __call__(self, task: Task, model: Model, episode: Episode, folder: str | None = None) -> float:
         return 0.0
 
+    def close(self) -> None:
+        """Nothing to release."""
+
 
 class ScoredAgent:
-    """An agent that plays an environment, and whose whole episodes a verifier scores, too: its score is added to the
-    reward of the last turn. Episodes that a limit of turns or tokens has ended are scored as they are; a fault or the
-    deadline leaves nothing to score.
+    """Adds a verifier's score of the whole episode to the reward of an agent's last turn.
+
+    Episodes that a limit of turns or tokens has ended are scored as they are; a fault or the deadline leaves nothing to
+    score.
     """
 
     def __init__(self, agent: Agent, verifier: Verifier) -> None:
@@ -188,21 +197,9 @@ class ScoredAgent:
 
 
 def _transcript(model: Model, episode: Episode) -> tuple[str, str]:
-    """The first prompt, and all that follows: responses without thoughts, and what each call has read since."""
-    calls = episode.calls
-    first = calls[0]
-    prompt = model.text_of(first.new_ids[: len(first.new_ids) - first.opening])
-    said = []
-    for call in calls:
-        observed = "" if call is first else model.text_of(call.new_ids[: len(call.new_ids) - call.opening])
-        said.append(observed + without_thoughts(model.text_of(call.whole_response)))
-    return prompt, "".join(said)
-
-
-def _last_call(episode: Episode) -> Call | None:
-    return episode.calls[-1] if episode.calls else None
-
-
-def _failed(episode: Episode, error: str) -> EpisodeOver:
-    episode.error = error
-    return EpisodeOver("environment_error")
+    """The first prompt, and everything after it: responses without thoughts, and the observations in between."""
+    texts = []
+    for call in episode.calls:
+        texts.append(model.text_of(call.new_ids[: len(call.new_ids) - call.opening]))
+        texts.append(without_thoughts(model.text_of(call.whole_response)))
+    return texts[0], "".join(texts[1:])

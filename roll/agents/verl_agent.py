@@ -1,20 +1,22 @@
 """verl's tool agent: tools and interactions that verl's configuration files name, in the loop of its ``tool_agent``.
 
-The classes are verl's own or written for it, and are built by verl's registries (the package ``verl`` must be there).
-Everything else is roll's: a conversation grows as the chat template renders it, what was sampled is trained.
+The classes are verl's own or written for it, and are built by verl's registries (which needs the package ``verl``).
+Everything else is roll's: a conversation grows as the chat template renders it, and what was sampled is trained.
 
-Of the loop (``verl/experimental/agent_loop/tool_agent_loop.py``): after each response the episode ends where the
+The loop (``verl/experimental/agent_loop/tool_agent_loop.py``): after each response the episode ends where the
 response budget is used up or the turns are; else its tool calls are made, the first ``max_parallel_calls`` of them;
 without a call an interaction, if there is one, gives the next user message; without either the episode ends.  The
-reward is a function of all tokens behind the prompt; what tools and interactions score reaches that function in
-``extra_info``, and no gradient otherwise.
+reward is a function of all tokens after the prompt; scores of tools and interactions reach only that function, in
+``extra_info``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -47,7 +49,7 @@ REGISTRIES = {
         "initialize_interactions_from_config",
     ),
 }
-"""Modules of verl, of which versions have one or the other, and the function that builds what a file names."""
+"""Modules of verl's registries (which one exists depends on the version), and the function that builds from a file."""
 
 
 @dataclass
@@ -90,7 +92,7 @@ class VerlAgent:
         """Build tools and interactions.
 
         Raises:
-            AgentOptionError: without verl, or what its registries say of the file.
+            AgentOptionError: verl is missing, or its registries refuse the file.
         """
         options = self._options
         if self._tools is None:
@@ -115,10 +117,10 @@ class VerlAgent:
         return len(offered.images.expanded(offered.prompt(messages), shown)) <= options.prompt_length
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
-        """Play an episode; returns what the verifier says of it.
+        """Play an episode; returns the verifier's score.
 
         Raises:
-            EpisodeOver: a limit, after the episode has been scored; or a verifier that has failed.
+            EpisodeOver: a limit, after the episode has been scored; or the verifier has failed.
         """
         self.check_host()
         row = task.row
@@ -130,19 +132,26 @@ class VerlAgent:
             episode.count(name, 0)
         ended: EpisodeOver | None = None
         try:
-            await self._played(data, self._offered(row), row, model, episode, once=loop == SINGLE_TURN)
+            await self._play(data, self._offered(row), row, model, episode, once=loop == SINGLE_TURN)
         except EpisodeOver as over:
             if not episode.calls:
                 raise
             ended = over
-        score = await self._verifier(_with_account(task, data), model, episode)
+        extra = {
+            **(task.row.get("extra_info") or {}),
+            "num_turns": data.user_turns + data.assistant_turns + 1,
+            "turn_scores": data.turn_scores,
+            "tool_rewards": data.tool_rewards,
+            **data.extra_fields,
+        }
+        score = await self._verifier(replace(task, row={**task.row, "extra_info": extra}), model, episode)
         episode.success = score > 0
         if ended is not None:
             model.reward(score)
             raise ended
         return score
 
-    async def _played(
+    async def _play(
         self,
         data: AgentData,
         tools: Mapping[str, Any],
@@ -151,12 +160,11 @@ class VerlAgent:
         episode: Episode,
         once: bool,
     ) -> None:
-        options, schemas = self._options, [schema_of(tool) for tool in tools.values()]
+        budget, schemas = self._options.response_length, [schema_of(tool) for tool in tools.values()]
         interaction, kwargs = self._interaction(row) if not once else (None, {})
         if interaction is not None:
             await interaction.start_interaction(data.request_id, **kwargs)
         while True:
-            budget = options.response_length
             response = await model.chat(data.messages, tools=schemas, most_behind_prompt=budget)
             data.messages.append(response.message)
             data.assistant_turns += 1
@@ -167,7 +175,7 @@ class VerlAgent:
                 if response.parsed.calls:
                     data.messages += await self._results(response, data, tools, episode)
                     data.user_turns += 1
-                elif interaction is None or await self._answered(interaction, kwargs, data):
+                elif interaction is None or await self._interact(interaction, kwargs, data):
                     return
             finally:
                 episode.seconds.environment += time.perf_counter() - begin
@@ -179,25 +187,25 @@ class VerlAgent:
     async def _results(
         self, response: Response, data: AgentData, tools: Mapping[str, Any], episode: Episode
     ) -> list[Message]:
-        """Messages with the results of the calls that are made; further calls are left unanswered, as there."""
+        """Messages with the results of the first calls; further calls are left unanswered, as in verl."""
         calls = response.parsed.calls[: self._options.max_parallel_calls]
-        results = await asyncio.gather(*(self._called(call, data, tools) for call in calls))
+        results = await asyncio.gather(*(self._call(call, data, tools) for call in calls))
         episode.count("tool_calls", len(calls))
         episode.count("failed_tool_calls", sum(failed for _, _, failed in results))
         data.tool_rewards += [float(reward) for _, reward, _ in results if reward is not None]
-        made = zip(calls, response.message["tool_calls"], results, strict=False)
+        answered = zip(calls, response.message["tool_calls"], results, strict=False)
         return [
-            {"role": "tool", "tool_call_id": asked["id"], "name": call.name, "content": content}
-            for call, asked, (content, _, _) in made
+            {"role": "tool", "tool_call_id": written["id"], "name": call.name, "content": content}
+            for call, written, (content, _, _) in answered
         ]
 
-    async def _called(self, call: ToolCall, data: AgentData, tools: Mapping[str, Any]) -> tuple[Any, Any, bool]:
+    async def _call(self, call: ToolCall, data: AgentData, tools: Mapping[str, Any]) -> tuple[Any, Any, bool]:
         """Content of the result, the tool's own score, and whether the call has failed."""
         tool = instance = None
         try:
             tool = tools[call.name]
-            given = data.tools_kwargs.get(call.name) or {}
-            created = await tool.create(create_kwargs=given.get("create_kwargs") or {})
+            kwargs = data.tools_kwargs.get(call.name) or {}
+            created = await tool.create(create_kwargs=kwargs.get("create_kwargs") or {})
             instance = created[0] if isinstance(created, tuple) else created
             answer, reward, _ = await tool.execute(instance, call.arguments, agent_data=data)
         except Exception as error:
@@ -215,7 +223,7 @@ class VerlAgent:
         return content, reward, False
 
     def _shortened(self, text: str) -> str:
-        """A result of at most ``max_tool_response_length`` characters; the side is the one that stays, as there."""
+        """A result of at most ``max_tool_response_length`` characters; the side is the one that is kept, as in verl."""
         most, mark = self._options.max_tool_response_length, "(truncated)"
         if len(text) <= most:
             return text
@@ -226,20 +234,20 @@ class VerlAgent:
         half = most // 2
         return f"{text[:half]}...{mark}...{text[-half:]}"
 
-    async def _answered(self, interaction: Any, kwargs: Mapping[str, Any], data: AgentData) -> bool:
-        """Put the interaction's message into the conversation; true: it ends the episode."""
-        over, said, score, _ = await interaction.generate_response(data.request_id, data.messages, **kwargs)
+    async def _interact(self, interaction: Any, kwargs: Mapping[str, Any], data: AgentData) -> bool:
+        """Add the interaction's message to the conversation; returns whether it ends the episode."""
+        over, content, score, _ = await interaction.generate_response(data.request_id, data.messages, **kwargs)
         data.user_turns += 1
-        data.messages.append({"role": "user", "content": said})
+        data.messages.append({"role": "user", "content": content})
         if score is not None:
             data.turn_scores.append(float(score))
         return bool(over)
 
     def _interaction(self, row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        """The row's interaction, with its arguments; None without any.
+        """The row's interaction and its arguments; None without any.
 
         Raises:
-            ValueError: the row names none, or another one.
+            ValueError: the row names none, or an unknown one.
         """
         if not self._interactions:
             return None, {}
@@ -270,34 +278,40 @@ class VerlAgent:
         return _with_images(messages, row, options.image_key)
 
     async def close(self) -> None:
-        """Nothing of its own is open."""
+        """Release what the verifier holds."""
+        self._verifier.close()
 
 
 def _with_images(messages: Sequence[Message], row: Mapping[str, Any], column: str) -> list[Message]:
-    """The conversation with the images of ``column`` in the place of each ``<image>``, in order.
+    """The conversation with the images of ``column`` in place of each ``<image>``, in order.
 
     Raises:
         ValueError: an image that cannot be read, or more or fewer of them than places.
     """
-    reader, source = ImageReader(None, column), SourceRow(Path("custom_envs"), int(row.get("index") or 0), dict(row))
+    reader, source = ImageReader(None, column), SourceRow(Path("custom_envs"), _index(row), dict(row))
     images = [reader.encoded(source, value, number) for number, value in enumerate(row[column])]
-    left, shown = iter(images), []
-    for message in messages:
-        pieces = str(message["content"]).split(IMAGE_MARK)
-        if len(pieces) == 1:
-            shown.append(dict(message))
-            continue
-        parts: list[Message] = []
-        for number, piece in enumerate(pieces):
-            if number:
-                parts.append({"type": "image", "image": next(left, None)})
-            if piece:
-                parts.append({"type": "text", "text": piece})
-        shown.append({**message, "content": parts})
     marks = sum(str(message["content"]).count(IMAGE_MARK) for message in messages)
     if marks != len(images):
         raise ValueError(f"column {column}: has {len(images)} images, and the conversation {marks} times {IMAGE_MARK}")
+    left, shown = iter(images), []
+    for message in messages:
+        content: Any = message["content"]
+        if IMAGE_MARK in str(content):
+            pieces = re.split(f"({re.escape(IMAGE_MARK)})", str(content))
+            content = [
+                {"type": "image", "image": next(left)} if piece == IMAGE_MARK else {"type": "text", "text": piece}
+                for piece in pieces
+                if piece
+            ]
+        shown.append({**message, "content": content})
     return shown
+
+
+def _index(row: Mapping[str, Any]) -> int:
+    """The number of a row for messages; the column ``index`` may hold anything."""
+    with contextlib.suppress(TypeError, ValueError):
+        return int(row["index"]) if "index" in row else 0
+    return 0
 
 
 def schema_of(tool: Any) -> Message:
@@ -310,17 +324,6 @@ def _entry(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A mapping in ``extra_info``; entries of other rows' tools, which Parquet fills with nulls, are left out."""
     found = (row.get("extra_info") or {}).get(name) or {}
     return {key: value for key, value in found.items() if value is not None}
-
-
-def _with_account(task: Task, data: AgentData) -> Task:
-    """The task with what verl adds to ``extra_info`` for the reward."""
-    account = {
-        "num_turns": data.user_turns + data.assistant_turns + 1,
-        "turn_scores": data.turn_scores,
-        "tool_rewards": data.tool_rewards,
-        **data.extra_fields,
-    }
-    return replace(task, row={**task.row, "extra_info": {**(task.row.get("extra_info") or {}), **account}})
 
 
 def _built(key: str, path: str | None) -> Any:

@@ -1,6 +1,6 @@
-"""OpenAI's chat completions as an agent's program speaks them: requests in, bodies and events out.
+"""OpenAI's chat completions for agents' programs: requests in, bodies and events out.
 
-The common form of a request and a response, which the other interfaces translate to and from, is here too.
+Also the common form of requests and replies that the other interfaces translate to and from.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import Any
 from roll.agents.chat_ids import Message
 from roll.agents.episode import Response
 from roll.serving.requests import CHAT, NO_LIMIT, BadRequest, Fields, read_message
-from roll.strategies.engines.requests import SamplingParams, visible_text
+from roll.strategies.engines.requests import SamplingParams, check_sampling_params, visible_text
 
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-STOPS = ("stop", "stop_sequences")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-"""Change the distribution that tokens are drawn from, which is the run's: it is what the policy is trained under."""
+"""Fields that change the sampling distribution, which is the run's: the policy is trained under it."""
 HINTS = frozenset({"prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "verbosity"})
-"""Fields that closed agents send, which ask for nothing that a response could lack."""
+"""Fields that closed agents send, which request nothing that a response could lack."""
 _UNAVAILABLE = {
     "add_generation_prompt": (None, True),
     "chat_template_kwargs": (None, {}),
@@ -34,7 +33,7 @@ _UNAVAILABLE = {
     "stop_token_ids": (None, []),
     "top_logprobs": (None, 0),
 }
-"""Fields of the served interface that an episode has no use for, and the values that ask for nothing."""
+"""Fields of the served interface that are not available in an episode, and their neutral values."""
 _CHAT = {*CHAT, *HINTS, "tools", "tool_choice"} - _UNAVAILABLE.keys()
 _TOOL_CHOICES = ("auto", "none", "required")
 
@@ -62,7 +61,7 @@ class ChatRequest:
     must_call: tuple[str, ...] = ()
     """Tools of which the response must call one."""
     tool_choice: Any = "auto"
-    """As it was asked for, which OpenAI's Responses repeat."""
+    """As in the request; OpenAI's Responses repeat it."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Reply:
 
 
 def reply_of(request: ChatRequest, response: Response, prompt_tokens: int) -> Reply:
-    """The part of ``response`` for the client: thinking apart, stop strings cut off."""
+    """The client's view of ``response``: thinking separated, stop strings cut off."""
     parsed = response.parsed
     calls = list(response.message.get("tool_calls", ())) if request.parse_calls else []
     content = parsed.content if request.parse_calls or not parsed.calls else response.text
@@ -122,7 +121,7 @@ def read_chat_request(body: Any) -> ChatRequest:
     return ChatRequest(
         messages=named_tools([_plain(read_message(message, tools=True, images=True)) for message in messages]),
         tools=tools,
-        **asked_options(fields, shared["params"]),
+        **sampling_options(fields, shared["params"]),
         model=fields.model,
         stream=shared["stream"],
         include_usage=shared["include_usage"],
@@ -140,8 +139,22 @@ def refuse_unavailable(body: Any, neutral: Mapping[str, Collection[Any]]) -> Non
             raise BadRequest(f"{name}: is not available in an episode", name)
 
 
-def asked_options(fields: Fields, params: SamplingParams) -> dict[str, Any]:
-    """Those arguments of :class:`ChatRequest` that say how a response is sampled."""
+def sampling_params(**params: Any) -> SamplingParams:
+    """Checked sampling parameters.
+
+    Raises:
+        BadRequest: one is out of range.
+    """
+    checked = SamplingParams(**params)
+    try:
+        check_sampling_params(checked, "request")
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+    return checked
+
+
+def sampling_options(fields: Fields, params: SamplingParams) -> dict[str, Any]:
+    """The arguments of :class:`ChatRequest` that say how a response is sampled."""
     limited = any(fields.given(name) for name in LIMITS)
     return {
         "max_tokens": params.max_new_tokens if limited else None,
@@ -151,7 +164,7 @@ def asked_options(fields: Fields, params: SamplingParams) -> dict[str, Any]:
 
 
 def read_tool_choice(choice: Any, tools: Sequence[Message]) -> dict[str, Any]:
-    """Those arguments of :class:`ChatRequest` that say whether a tool is called: of OpenAI's interfaces.
+    """The arguments of :class:`ChatRequest` that say whether a tool is called, from OpenAI's ``tool_choice``.
 
     Raises:
         BadRequest: no such choice, or one that the offered tools do not allow.
@@ -164,8 +177,8 @@ def read_tool_choice(choice: Any, tools: Sequence[Message]) -> dict[str, Any]:
         allowed = choice.get("allowed_tools", choice)
         if not isinstance(allowed, Mapping) or allowed.get("mode") != "required":
             raise BadRequest("tool_choice: allowed_tools is available with mode required", "tool_choice")
-        given = allowed.get("tools")
-        named = [one.get("function", one) if isinstance(one, Mapping) else one for one in given or [None]]
+        tools_given = allowed.get("tools") or [None]
+        named = [one.get("function", one) if isinstance(one, Mapping) else one for one in tools_given]
     elif choice not in _TOOL_CHOICES:
         raise BadRequest(f"tool_choice: must be one of {', '.join(_TOOL_CHOICES)} or name a function", "tool_choice")
     names = [one.get("name") if isinstance(one, Mapping) else one for one in named]
@@ -192,7 +205,7 @@ def demanded_tools(names: Sequence[Any], offered: Sequence[str], some: bool) -> 
 
 
 def named_tools(messages: list[Message]) -> list[Message]:
-    """Tool messages with the name of the tool that they answer for, which some templates write."""
+    """Add the name of the answered tool to tool messages, which some templates write."""
     names: dict[str, str] = {}
     for message in messages:
         names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
@@ -202,7 +215,7 @@ def named_tools(messages: list[Message]) -> list[Message]:
 
 
 def _plain(message: Message) -> Message:
-    """Only what templates know: libraries add absent fields of theirs."""
+    """The fields that templates use: client libraries add others."""
     role = {"developer": "system"}.get(message["role"], message["role"])
     kept = {key: message[key] for key in ("content", "tool_calls", "tool_call_id", "name") if message.get(key)}
     return {"role": role, "content": ""} | kept
@@ -241,7 +254,7 @@ def chat_body(reply: Reply) -> dict[str, Any]:
 
 
 def chat_events(reply: Reply, include_usage: bool) -> Iterator[bytes]:
-    """The same as a stream."""
+    """A chat completion as a stream."""
     head = _head(reply, "chat.completion.chunk")
 
     def chunk(delta: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
@@ -261,7 +274,7 @@ def chat_events(reply: Reply, include_usage: bool) -> Iterator[bytes]:
 
 
 def pieces(text: str, size: int = 64) -> Iterator[str]:
-    """A text in the pieces of a stream, which begins when the whole response is there."""
+    """Pieces of a text for a stream, which begins once the whole response is generated."""
     for begin in range(0, len(text), size):
         yield text[begin : begin + size]
 
@@ -273,7 +286,7 @@ def event(body: Mapping[str, Any], name: str = "") -> bytes:
 
 
 def arguments_text(call: Mapping[str, Any]) -> str:
-    """The arguments of a call as JSON; those that cannot be read as they were written."""
+    """The arguments of a call as JSON; those that cannot be parsed as the policy wrote them."""
     arguments = call["function"]["arguments"]
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
@@ -292,12 +305,8 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _usage(reply: Reply) -> dict[str, int]:
-    total = reply.prompt_tokens + reply.completion_tokens
-    return {
-        "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": reply.completion_tokens,
-        "total_tokens": total,
-    }
+    prompt, completion = reply.prompt_tokens, reply.completion_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def joined_texts(parts: Any, kinds: Sequence[str], field_name: str) -> str:

@@ -1,4 +1,4 @@
-"""Anthropic's Messages as an agent's program speaks them: content blocks in and out, whole and as events."""
+"""Anthropic's Messages API for agents' programs: requests to :class:`ChatRequest`, replies to bodies and events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from roll.agents.chat_ids import Message
 from roll.agents.wire_chat import (
     ChatRequest,
     Reply,
-    asked_options,
     demanded_tools,
     event,
     identifier,
@@ -18,17 +17,19 @@ from roll.agents.wire_chat import (
     named_tools,
     pieces,
     refuse_unavailable,
+    sampling_options,
+    sampling_params,
     tool_schema,
 )
 from roll.serving.requests import MAX_STOP_LENGTH, MAX_STOPS, BadRequest, Fields
-from roll.strategies.engines.requests import SamplingParams, check_sampling_params
+from roll.strategies.engines.requests import SamplingParams
 
 _KNOWN = (
     *("max_tokens", "messages", "model", "stop_sequences", "stream", "system", "temperature", "tool_choice", "tools"),
     *("top_k", "top_p"),
 )
 _HINTS = frozenset({"cache_control", "context_management", "diagnostics", "inference_geo", "speed", "thinking"})
-"""Ask for nothing that a response could lack; how much a policy thinks is its own."""
+"""Fields that request nothing that a response could lack; how much to think is up to the policy."""
 _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "container": (None,),
     "mcp_servers": (None, []),
@@ -37,7 +38,7 @@ _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
 }
 _CHOICES = ("auto", "any", "tool", "none")
 _UNREADABLE = "INVALID_JSON"
-"""An input is an object: the form in which Anthropic's documentation wraps arguments that are none."""
+"""Key under which Anthropic's documentation wraps arguments that are no object, as an input must be one."""
 
 
 def read_messages_request(body: Any, counting: bool = False) -> ChatRequest:
@@ -51,20 +52,20 @@ def read_messages_request(body: Any, counting: bool = False) -> ChatRequest:
     """
     refuse_unavailable(body, _UNAVAILABLE)
     fields = Fields(body, {*_KNOWN, *_HINTS, *_UNAVAILABLE}, None)
-    given = fields.get("messages", list, [])
-    if not given:
+    listed = fields.get("messages", list, [])
+    if not listed:
         raise BadRequest("messages: is needed, a list of messages", "messages")
     if not counting and not fields.given("max_tokens"):
         raise BadRequest("max_tokens: is needed, an integer", "max_tokens")
     system = joined_texts(fields.get("system", (str, list), None), ("text",), "system")
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    for message in given:
+    for message in listed:
         messages += _read_message(message)
     tools = [_tool(tool) for tool in fields.get("tools", list, [])]
     return ChatRequest(
         messages=named_tools(messages),
         tools=tools,
-        **asked_options(fields, _params(fields)),
+        **sampling_options(fields, _params(fields)),
         model=fields.model,
         stream=fields.get("stream", bool, False),
         **_read_choice(fields.get("tool_choice", dict, {"type": "auto"}), tools),
@@ -76,18 +77,13 @@ def _params(fields: Fields) -> SamplingParams:
     if len(stops) > MAX_STOPS or not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in stops):
         rule = f"at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters"
         raise BadRequest(f"stop_sequences: must be {rule}", "stop_sequences")
-    params = SamplingParams(
+    return sampling_params(
         max_new_tokens=fields.get("max_tokens", int, 1),
         temperature=float(fields.get("temperature", (int, float), 1.0)),
         top_p=float(fields.get("top_p", (int, float), 1.0)),
         top_k=fields.get("top_k", int, -1),
         stop_strings=tuple(stops),
     )
-    try:
-        check_sampling_params(params, "request")
-    except ValueError as error:
-        raise BadRequest(str(error)) from error
-    return params
 
 
 def _read_choice(choice: Mapping[str, Any], tools: list[Message]) -> dict[str, Any]:
@@ -121,9 +117,9 @@ def _read_message(message: Any) -> list[Message]:
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_use" and role == "assistant":
-            given = block.get("input") or {}
-            unreadable = given.get(_UNREADABLE) if isinstance(given, Mapping) and len(given) == 1 else None
-            function = {"name": str(block.get("name")), "arguments": unreadable or given}
+            value = block.get("input") or {}
+            unreadable = value.get(_UNREADABLE) if isinstance(value, Mapping) and len(value) == 1 else None
+            function = {"name": str(block.get("name")), "arguments": unreadable or value}
             calls.append({"id": str(block.get("id")), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             text = joined_texts(block.get("content"), ("text",), "messages")
@@ -145,8 +141,9 @@ def messages_body(reply: Reply, stop_sequence: str | None = None) -> dict[str, A
     if reply.content or not reply.calls:
         blocks.append({"type": "text", "text": reply.content})
     for call in reply.calls:
-        name, given = call["function"]["name"], call["function"]["arguments"]
-        arguments = {_UNREADABLE: given} if isinstance(given, str) else given
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if isinstance(arguments, str):
+            arguments = {_UNREADABLE: arguments}
         blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
     return {
         "id": identifier("msg_"),
@@ -161,7 +158,7 @@ def messages_body(reply: Reply, stop_sequence: str | None = None) -> dict[str, A
 
 
 def messages_events(reply: Reply, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """The same as a stream of events."""
+    """A message as a stream of events."""
 
     def typed(kind: str, **fields: Any) -> bytes:
         return event({"type": kind, **fields}, kind)

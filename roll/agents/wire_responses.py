@@ -1,4 +1,4 @@
-"""OpenAI's Responses as an agent's program speaks them: items in and out, whole and as events."""
+"""OpenAI's Responses API for agents' programs: requests to :class:`ChatRequest`, replies to bodies and events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from roll.agents.wire_chat import (
     ChatRequest,
     Reply,
     arguments_text,
-    asked_options,
     event,
     identifier,
     joined_texts,
@@ -21,17 +20,18 @@ from roll.agents.wire_chat import (
     pieces,
     read_tool_choice,
     refuse_unavailable,
+    sampling_options,
+    sampling_params,
     tool_schema,
 )
 from roll.serving.requests import BadRequest, Fields, read_arguments
-from roll.strategies.engines.requests import SamplingParams, check_sampling_params
 
 _KNOWN = (
     *("input", "instructions", "max_output_tokens", "model", "previous_response_id", "stream", "stream_options"),
     *("temperature", "tool_choice", "tools", "top_p"),
 )
 _HINTS = frozenset({*HINTS, "context_management", "include", "reasoning", "text", "truncation"})
-"""Asked for by agents as a matter of course; ``text`` may only ask for plain text."""
+"""Fields that agents send as a matter of course; ``text`` may only ask for plain text."""
 _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "conversation": (None,),
@@ -53,7 +53,9 @@ def read_responses_request(body: Any, earlier: Mapping[str, list[Message]]) -> C
     """
     refuse_unavailable(body, _UNAVAILABLE)
     fields = Fields(body, {*_KNOWN, *_HINTS, *_UNAVAILABLE}, None)
-    _check_text(fields.get("text", dict, {}))
+    kind = (fields.get("text", dict, {}).get("format") or {"type": "text"}).get("type")
+    if kind != "text":
+        raise BadRequest(f"text.format: {kind!r} is not available in an episode", "text")
     messages: list[Message] = []
     previous = fields.get("previous_response_id", str, None)
     if previous is not None:
@@ -63,35 +65,25 @@ def read_responses_request(body: Any, earlier: Mapping[str, list[Message]]) -> C
     messages += _read_items(fields.get("input", (str, list), []))
     if not messages:
         raise BadRequest("input: is needed, a text or a list of items", "input")
-    # Instructions are not part of what a later request goes on from.
+    # Instructions are not part of the conversation that a later request continues.
     instructions = fields.get("instructions", str, "")
     if instructions:
         messages.insert(0, {"role": "system", "content": instructions})
-    params = SamplingParams(
+    params = sampling_params(
         max_new_tokens=fields.get("max_output_tokens", int, 1),
         temperature=float(fields.get("temperature", (int, float), 1.0)),
         top_p=float(fields.get("top_p", (int, float), 1.0)),
     )
-    try:
-        check_sampling_params(params, "request")
-    except ValueError as error:
-        raise BadRequest(str(error)) from error
     tools = [_tool(tool) for tool in fields.get("tools", list, [])]
     return ChatRequest(
         messages=named_tools(messages),
         tools=tools,
-        **asked_options(fields, params),
+        **sampling_options(fields, params),
         model=fields.model,
         stream=fields.get("stream", bool, False),
         own_messages=int(bool(instructions)),
         **read_tool_choice(fields.get("tool_choice", (str, dict), "auto"), tools),
     )
-
-
-def _check_text(text: Mapping[str, Any]) -> None:
-    kind = (text.get("format") or {"type": "text"}).get("type")
-    if kind != "text":
-        raise BadRequest(f"text.format: {kind!r} is not available in an episode", "text")
 
 
 def _tool(tool: Any) -> Message:
@@ -114,7 +106,13 @@ def _read_items(items: str | list[Any]) -> list[Message]:
                 raise BadRequest(f"input: a message of role {role!r} is not understood", "input")
             messages.append({"role": role, "content": joined_texts(item.get("content"), _TEXTS, "input")})
         elif kind == "function_call":
-            _open_response(messages).setdefault("tool_calls", []).append(_read_call(item))
+            if not isinstance(item.get("name"), str):
+                raise BadRequest("input: a function_call needs a name", "input")
+            function = {"name": item["name"], "arguments": read_arguments(item.get("arguments"))}
+            call = {"id": str(item.get("call_id")), "type": "function", "function": function}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             output = joined_texts(item.get("output"), _TEXTS, "input")
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": output})
@@ -123,26 +121,23 @@ def _read_items(items: str | list[Any]) -> list[Message]:
     return messages
 
 
-def _open_response(messages: list[Message]) -> Message:
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
-
-
-def _read_call(item: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(item.get("name"), str):
-        raise BadRequest("input: a function_call needs a name", "input")
-    function = {"name": item["name"], "arguments": read_arguments(item.get("arguments"))}
-    return {"id": str(item.get("call_id")), "type": "function", "function": function}
-
-
 def responses_body(reply: Reply, request: ChatRequest) -> dict[str, Any]:
     """A response."""
     cut = reply.finish_reason == "length"
-    return _head(reply, request) | {
-        "status": "incomplete" if cut else "completed",
+    status = "incomplete" if cut else "completed"
+    return {
+        "id": identifier("resp_"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": reply.model,
+        "error": None,
+        "parallel_tool_calls": True,
+        "tool_choice": request.tool_choice,
+        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools],
+        "metadata": {},
+        "status": status,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": _output(reply),
+        "output": _output(reply, status),
         "usage": {
             "input_tokens": reply.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -154,7 +149,7 @@ def responses_body(reply: Reply, request: ChatRequest) -> dict[str, Any]:
 
 
 def responses_events(body: Mapping[str, Any]) -> Iterator[bytes]:
-    """The same as a stream of events."""
+    """A response as a stream of events."""
     number = 0
 
     def numbered(kind: str, **fields: Any) -> bytes:
@@ -188,24 +183,8 @@ def responses_events(body: Mapping[str, Any]) -> Iterator[bytes]:
     yield numbered(f"response.{body['status']}", response=dict(body))
 
 
-def _head(reply: Reply, request: ChatRequest) -> dict[str, Any]:
-    tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools]
-    return {
-        "id": identifier("resp_"),
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": reply.model,
-        "error": None,
-        "parallel_tool_calls": True,
-        "tool_choice": request.tool_choice,
-        "tools": tools,
-        "metadata": {},
-    }
-
-
-def _output(reply: Reply) -> list[dict[str, Any]]:
+def _output(reply: Reply, status: str) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
-    status = "incomplete" if reply.finish_reason == "length" else "completed"
     if reply.content or not reply.calls:
         part = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
         message = {"type": "message", "id": identifier("msg_"), "role": "assistant"}

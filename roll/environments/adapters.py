@@ -1,7 +1,8 @@
-"""Environments of other libraries as environments of ours; a library is imported when one of its environments is made.
+"""Adapters for environments of other libraries; a library is imported when one of its environments is built.
 
 Libraries that draw from the process-wide generators of Python and NumPy would make an episode depend on whatever else
-runs in the process: every call here has generators of its own, seeded by ``reset`` and put away between calls.
+runs in the process: every call here uses the environment's own generator states, seeded by ``reset`` and saved between
+calls.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import importlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ _GENERATORS = threading.Lock()
 
 
 class _OwnGenerators:
-    """Python's and NumPy's process-wide generators in a state that belongs to one environment."""
+    """Gives Python's and NumPy's process-wide generators the state of one environment within a block."""
 
     def __init__(self) -> None:
         self._state: tuple[Any, Any] | None = None
@@ -49,7 +50,7 @@ class _OwnGenerators:
 
 
 class _Wrapped:
-    """An environment of another library in ``inner``."""
+    """Holds an environment of another library in ``inner``."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -62,10 +63,10 @@ class _Wrapped:
 
 
 class GymnasiumEnvironment(_Wrapped):
-    """A gymnasium environment; observations are shown by ``str`` or as pictures, actions read as Python literals.
+    """A gymnasium environment; observations are shown by ``str`` or as pictures, actions parsed as Python literals.
 
-    An action that is no literal of the action space is penalised by ``format_penalty`` and not performed. An
-    environment without an action space gets the text.
+    An action that is not a literal of the action space costs ``format_penalty`` and is not performed. An environment
+    without an action space gets the text.
     """
 
     def __init__(self, inner: Any, format_penalty: float = 0.0, instruction: str = "", pictures: bool = False) -> None:
@@ -137,10 +138,17 @@ def gymnasium_environment(identifier: str, **config: Any) -> GymnasiumEnvironmen
 
 
 def adapted(environment: Any) -> Any:
-    """``environment``, or where its class is one of gymnasium's, the same with texts for observations and actions."""
+    """``environment``, wrapped in :class:`GymnasiumEnvironment` where its class is one of gymnasium's."""
     import gymnasium
 
     return GymnasiumEnvironment(environment) if isinstance(environment, gymnasium.Env) else environment
+
+
+def _check_known(library: str, identifier: str, known: Collection[str]) -> None:
+    if identifier not in known:
+        near = closest(identifier, known)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise ValueError(f"the installed {library} has no environment {identifier!r}{hint}")
 
 
 class GemEnvironment(_Wrapped):
@@ -165,7 +173,7 @@ class GemEnvironment(_Wrapped):
         return text, float(reward), bool(terminated), bool(truncated), dict(info)
 
     def _sampled(self, rng: random.Random) -> str:
-        # Apart from the game's own draws: an episode is the same whoever has chosen its actions.
+        # With separate generators: the game's own draws do not depend on who chooses the actions.
         with _OwnGenerators()(rng.getrandbits(32)):
             return str(self.inner.sample_random_action())
 
@@ -176,16 +184,13 @@ def gem_environment(identifier: str, **config: Any) -> GemEnvironment:
     import gem.envs  # registers the environments
     from gem.envs.registration import ENV_REGISTRY
 
-    if identifier not in ENV_REGISTRY:
-        near = closest(identifier, ENV_REGISTRY)
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise ValueError(f"the installed gem has no environment {identifier!r}{hint}")
+    _check_known("gem", identifier, ENV_REGISTRY)
     return GemEnvironment(gem.make(identifier, **config))
 
 
 class SkyRLEnvironment(_Wrapped):
-    """A SkyRL-Gym environment: ``init(prompt)`` and ``step(text)``. It is made anew for each task, of which it is given
-    every column but ``prompt`` as ``extras`` (``reward_spec``, ``db_id`` ...), as SkyRL's generator does it."""
+    """A SkyRL-Gym environment: ``init(prompt)`` and ``step(text)``. Each task gets a new instance, which is given every
+    column but ``prompt`` as ``extras`` (``reward_spec``, ``db_id`` ...), as in SkyRL's generator."""
 
     def __init__(self, make: Callable[[dict[str, Any]], Any], extras: Mapping[str, Any]) -> None:
         super().__init__(None)
@@ -218,10 +223,7 @@ def skyrl_environment(
     import skyrl_gym
     from skyrl_gym.envs.registration import registry
 
-    if identifier not in registry:
-        near = closest(identifier, registry)
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise ValueError(f"the installed skyrl-gym has no environment {identifier!r}{hint}")
+    _check_known("skyrl-gym", identifier, registry)
     section = SimpleNamespace(**{**_defaults_of(registry[identifier].entry_point), **(env_config or {})})
 
     def make(of_task: dict[str, Any]) -> Any:
@@ -244,7 +246,7 @@ def _defaults_of(entry_point: Any) -> dict[str, Any]:
 class TextArenaEnvironment(_Wrapped):
     """A TextArena game for one policy; ``opponent`` (a function from observation to action) plays the other players.
 
-    The reward comes at the end: the game's reward of the policy's player.
+    The game's reward of the policy's player is given at the end.
     """
 
     def __init__(self, make: Callable[[], Any], num_players: int = 1, player: int = 0, opponent: Any = None) -> None:
@@ -258,7 +260,7 @@ class TextArenaEnvironment(_Wrapped):
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         with self._generators(seed):
-            # Wrappers of the library keep what earlier games said.
+            # The library's wrappers would keep the texts of earlier games.
             self.inner = self._make()
             try:
                 self.inner.reset(num_players=self._num_players, seed=seed)
@@ -280,7 +282,7 @@ class TextArenaEnvironment(_Wrapped):
         return text, reward, True, False, {"success": reward > 0, "valid": valid}
 
     def _to_own_turn(self, done: bool) -> tuple[str, bool]:
-        """Let the others play until the policy's player is to move or the game is over."""
+        """Play the others' turns until it is the policy's turn or the game is over."""
         while not done:
             player, observation = self.inner.get_observation()
             text = _game_text(observation)
@@ -290,7 +292,7 @@ class TextArenaEnvironment(_Wrapped):
         return "", True
 
     def close(self) -> None:
-        """A game is closed by its end; one that is given up holds nothing."""
+        """Nothing to close: a game closes itself at its end, and holds nothing before."""
 
 
 def textarena_environment(identifier: str, **config: Any) -> TextArenaEnvironment:
@@ -305,9 +307,9 @@ def textarena_environment(identifier: str, **config: Any) -> TextArenaEnvironmen
 
 
 class OpenEnvEnvironment:
-    """An OpenEnv server; actions are sent as ``{action_key: text}``, texts read from ``observation_key``.
+    """A session of an OpenEnv server; actions are sent as ``{action_key: text}``, texts read from ``observation_key``.
 
-    Methods are coroutines: thousands of sessions wait on one event loop.
+    Methods are coroutines: thousands of sessions can wait on one event loop.
     """
 
     def __init__(self, url: str, action_key: str = "message", observation_key: str | None = None) -> None:

@@ -11,10 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 Message = dict[str, Any]
-Observation = str | list[Any]
-"""A text or an image (of PIL, or uint8 pixels of shape (height, width, 3)), which becomes the content of a user
-message; a list of both, which stand there in their order; or chat messages (``role`` and ``content``), whose content
-may have parts ``{"type": "image", "image": ...}``."""
 
 
 class BrokenContract(RuntimeError):
@@ -27,11 +23,16 @@ class Environment(Protocol):
 
     ``reset`` takes ``seed`` and, where its signature has it, ``task`` (the row of a data set; None without one). Equal
     seeds and tasks must give equal episodes for equal actions: members of a group are compared with each other.
+
+    An observation is a text or an image (of PIL, or uint8 pixels of shape (height, width, 3)), which becomes the
+    content of a user message; a list of both, in order; or a list of chat messages (``role`` and ``content``), whose
+    content may have parts ``{"type": "image", "image": ...}``.
+
     ``info`` may hold ``success`` (bool), ``state`` (a text that identifies the state, for step-level advantages),
     ``valid`` (bool: the action was understood), ``metrics`` (name to number), ``tools`` (schemas, at reset) and
-    ``role`` of a text observation (default ``user``).  A class attribute ``instant = True`` says that the methods of
-    this very class never wait and take next to no time, so that they may be called on the event loop.  A method
-    ``close()`` is called at the end where there is one, ``sample_action(rng)`` gives a random legal action to
+    ``role`` of a text observation (default ``user``). A class attribute ``instant = True`` declares that the methods
+    of this very class never wait and take next to no time, so that they may be called on the event loop. A method
+    ``close()`` is called at the end where there is one; ``sample_action(rng)`` returns a random legal action for
     ``roll env play --random``.
     """
 
@@ -47,14 +48,14 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class Turn:
-    """A checked answer of ``reset`` (reward 0, not done) or ``step``."""
+    """A checked return value of ``reset`` (reward 0, not done) or ``step``."""
 
     observation: list[Message]
     reward: float = 0.0
     terminated: bool = False
     """The task has ended by its own rules."""
     truncated: bool = False
-    """The environment stopped short of that, at a limit of its own."""
+    """The environment stopped at a limit of its own before the task had ended."""
     info: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -64,9 +65,8 @@ class Turn:
     @property
     def state(self) -> str:
         """Identifies the state: ``info["state"]``, else a digest of the observation."""
-        given = self.info.get("state")
-        if given is not None:
-            return str(given)
+        if (state := self.info.get("state")) is not None:
+            return str(state)
         text = json.dumps(self.observation, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
@@ -79,8 +79,8 @@ async def resolved(value: Any) -> Any:
 def reset_arguments(
     environment: Environment, seed: int, task: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments and keywords of ``reset``: ``seed`` by its name, where the signature has one of that name (gymnasium's
-    takes no other), ``task`` where there is a parameter for it."""
+    """Positional and keyword arguments of ``reset``: ``seed`` by name where the signature allows it (gymnasium's takes
+    it only so), ``task`` where there is a parameter for it."""
     parameters = inspect.signature(environment.reset).parameters
     keywords: dict[str, Any] = {}
     if "task" in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
@@ -119,9 +119,8 @@ def read_step(name: str, answer: Any) -> Turn:
     if not math.isfinite(number):
         raise BrokenContract(f"{name}: step returned the reward {number}; rewards are finite")
     messages = _messages(name, "step", observation, _info(name, "step", info))
-    return Turn(
-        messages, number, _flag(name, "terminated", terminated), _flag(name, "truncated", truncated), dict(info)
-    )
+    flags = _flag(name, "terminated", terminated), _flag(name, "truncated", truncated)
+    return Turn(messages, number, *flags, dict(info))
 
 
 def _info(name: str, method: str, info: Any) -> Mapping[str, Any]:
@@ -166,23 +165,22 @@ def _with_images(name: str, method: str, message: Message) -> Message:
         BrokenContract: an image that is none, or a part that would not be shown, such as a video.
     """
     content = message["content"]
-    for part in content if isinstance(content, list | tuple) else ():
-        if isinstance(part, Mapping) and "text" not in part and part.get("type") not in ("image", "image_url"):
-            raise BrokenContract(
-                f"{name}: the observation of {method} has a part of type {part.get('type')!r}; texts and images are "
-                "shown (a video: its frames as images)"
-            )
-    if not isinstance(content, list | tuple) or not any(map(_is_image_part, content)):
+    if not isinstance(content, list | tuple):
         return message
-    from roll.protocol.vision import ImageError, encoded_image
-
     parts = []
     for part in content:
         if _is_image_part(part):
+            from roll.protocol.vision import ImageError, encoded_image
+
             try:
                 part = {"type": "image", "image": encoded_image(part.get("image"))}
             except ImageError as error:
                 raise BrokenContract(f"{name}: an image in the observation of {method}: {error}") from error
+        elif isinstance(part, Mapping) and "text" not in part and part.get("type") != "image_url":
+            raise BrokenContract(
+                f"{name}: the observation of {method} has a part of type {part.get('type')!r}; texts and images are "
+                "shown (a video: its frames as images)"
+            )
         parts.append(part)
     return {**message, "content": parts}
 

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from roll.environments.actions import MOVES, ActionPattern, move_named, moved
-from roll.environments.pictures import Pixels, Sprite, check_rendering, grid_picture
-
-Cell = tuple[int, int]
+from roll.environments.actions import MOVES, move_named, moved
+from roll.environments.grids import Cell, GridGame, Sprite
 
 _INSTRUCTION = (
     "You are walking on a frozen lake. Reach the goal (G) without falling into a hole (O). P is you, _ is ice, X is "
@@ -37,46 +35,36 @@ _MAX_TRIES = 1000
 
 
 @dataclass
-class FrozenLake:
+class FrozenLake(GridGame):
     """A square lake with random start, goal and holes, drawn from the seed; the goal can always be reached in time.
 
-    The reward is 1 at the goal, otherwise 0; ``format_penalty`` is added for a response without a legal action.
+    The reward is 1 at the goal, otherwise 0.
     """
 
     instant: ClassVar[bool] = True
+    name: ClassVar[str] = "frozen_lake"
+    sprites: ClassVar[Mapping[int, Sprite]] = _SPRITES
+    gap: ClassVar[str] = " "
     size: int = 4
     p: float = 0.8
     """Probability that a cell is ice."""
     is_slippery: bool = False
     """Every move goes to one of its two sides with probability 1/3 each, as in gymnasium's FrozenLake."""
-    max_steps: int = 10
-    format_penalty: float = 0.0
-    action_pattern: str | None = None
     min_distance: int = 1
     """Fewest moves from start to goal."""
     map_seed: int | None = None
     """Draws the map in place of the episode's seed, so that every episode has the same map."""
     grid_lookup: Mapping[int | str, str] = field(default_factory=lambda: dict(_SYMBOLS))
     """Symbols by code: 0 player, 1 ice, 2 hole, 3 goal, 4 player in a hole, 5 player on the goal."""
-    show_instruction: bool = True
-    """Put the rules of the game before the first observation."""
-    render_mode: str = "text"
-    """``rgb_array``: observations are pictures, for policies that see images."""
-    cell_pixels: int = 32
-    """Side of a cell of a picture."""
 
     def __post_init__(self) -> None:
-        check_rendering("frozen_lake", self.render_mode, self.cell_pixels)
+        self._check_options(self.grid_lookup)
         if self.size < 2:
             raise ValueError(f"size of frozen_lake must be at least 2, got {self.size}")
         if not 0 < self.p <= 1:
             raise ValueError(f"p of frozen_lake is the probability of ice, above 0 and at most 1, got {self.p}")
         if not 1 <= self.min_distance <= self.max_steps:
             raise ValueError(f"min_distance of frozen_lake must lie in 1..max_steps, got {self.min_distance}")
-        self._pattern = ActionPattern(self.action_pattern)
-        self._symbols = {int(code): symbol for code, symbol in self.grid_lookup.items()}
-        if set(self._symbols) != set(range(6)):
-            raise ValueError(f"grid_lookup of frozen_lake needs the codes 0 to 5, got {sorted(self._symbols)}")
 
     def reset(self, seed: int) -> tuple[str | list[Any], dict[str, Any]]:
         self._rng = random.Random(f"frozen_lake/{seed}")
@@ -85,38 +73,24 @@ class FrozenLake:
         instruction = _INSTRUCTION if self.render_mode == "text" else _PICTURE_INSTRUCTION
         rules = instruction.format(slippery=_SLIPPERY if self.is_slippery else "") + "\n"
         text = self.render()
-        info = {"state": text, "instruction": rules}
-        shown = rules if self.show_instruction else ""
-        return (shown + text if self.render_mode == "text" else [shown, self.picture()]), info
+        observation = self._observation(text, rules if self.show_instruction else "")
+        return observation, {"state": text, "instruction": rules}
 
     def step(self, action: str) -> tuple[str | list[Any], float, bool, bool, dict[str, Any]]:
         self._steps += 1
         move = move_named(self._pattern.find(action))
         before = self.position
         if move is not None:
-            self._walk(self._slid(move))
+            cell = moved(self.position, self._slid(move))
+            self.position = cell if self._inside(cell) else self.position
         success, fallen = self.position == self.goal, self.position in self.holes
         reward = float(success) + (self.format_penalty if move is None else 0.0)
         truncated = not (success or fallen) and self._steps >= self.max_steps
-        text = self.render()
-        metrics = {"valid": float(move is not None), "effective": float(self.position != before)}
-        info = {"success": success, "valid": move is not None, "state": text, "metrics": metrics}
-        observation = text if self.render_mode == "text" else [self.picture()]
-        return observation, reward, success or fallen, truncated, info
+        info = self._info(success, move, self.position != before)
+        return self._observation(info["state"]), reward, success or fallen, truncated, info
 
-    def render(self) -> str:
-        """The lake as ``size`` lines."""
-        cells = range(self.size)
-        return "\n".join("".join(f" {self._symbols[self._code((row, column))]}" for column in cells) for row in cells)
-
-    def picture(self) -> Pixels:
-        """The lake as uint8 pixels (size * cell_pixels, size * cell_pixels, 3)."""
-        cells = range(self.size)
-        codes = [[self._code((row, column)) for column in cells] for row in cells]
-        return grid_picture(codes, _SPRITES, self.cell_pixels)
-
-    def sample_action(self, rng: random.Random) -> str:
-        return rng.choice(list(MOVES))
+    def codes(self) -> list[list[int]]:
+        return [[self._code((row, column)) for column in range(self.size)] for row in range(self.size)]
 
     def best_moves(self) -> list[str]:
         """The moves that begin a shortest way to the goal, the ice not being slippery."""
@@ -152,11 +126,6 @@ class FrozenLake:
             return move
         names = list(MOVES)  # neighbours in this order are at right angles
         return names[(names.index(move) + self._rng.choice((-1, 0, 1))) % len(names)]
-
-    def _walk(self, move: str) -> None:
-        cell = moved(self.position, move)
-        if self._inside(cell):
-            self.position = cell
 
     def _inside(self, cell: Cell) -> bool:
         return 0 <= cell[0] < self.size and 0 <= cell[1] < self.size

@@ -133,24 +133,17 @@ class Calculator:
                 result, valid = str(calculate(text.removeprefix("calc "))), True
             except ValueError:
                 result, valid = "error", False
-            return result, self._penalty(valid), False, last, self._info(False, valid, f"{self.expression}={result}")
+            penalty = 0.0 if valid else self.format_penalty
+            return result, penalty, False, last, self._info(False, valid, f"{self.expression}={result}")
         final = re.fullmatch(r"#### (-?[0-9]{1,30})", text)
         if final is None:
-            return (
-                "Answer with #### n, or calc EXPRESSION.",
-                self._penalty(False),
-                False,
-                last,
-                self._info(False, False),
-            )
+            hint = "Answer with #### n, or calc EXPRESSION."
+            return hint, self.format_penalty, False, last, self._info(False, False)
         success = int(final[1]) == self.answer
         return "", float(success), True, False, self._info(success, True)
 
     def sample_action(self, rng: random.Random) -> str:
         return rng.choice([f"calc {self.expression}", f"#### {rng.randint(-99, 9999)}"])
-
-    def _penalty(self, valid: bool) -> float:
-        return 0.0 if valid else self.format_penalty
 
     def _info(self, success: bool, valid: bool, state: str | None = None) -> dict[str, Any]:
         metrics = {"tool_uses": float(self._uses)}

@@ -1,4 +1,4 @@
-"""Calls off the event loop: in threads that nobody waits for, and in processes of their own that may die."""
+"""Calls off the event loop: in daemon threads, and in child processes that may die."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from roll.environments.base import resolved
+from roll.environments.base import reset_arguments, resolved
 
 MOST_THREADS = 1024
 """Calls at a time; one that hangs keeps its thread."""
@@ -25,7 +25,7 @@ STOP_SECONDS = 1.0
 
 
 class _DaemonThreads:
-    """Runs calls in threads that end with the process, whatever they are doing; made as needed and used again."""
+    """A pool of daemon threads, which end with the process whatever they are doing; started as needed."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -42,7 +42,7 @@ class _DaemonThreads:
                 self._num_threads += 1
                 threading.Thread(target=self._serve, daemon=True, name="roll-environment").start()
             else:
-                self._num_free -= 1  # whoever is free next takes it
+                self._num_free -= 1  # the next free thread takes it
         self._work.put(call)
 
     def _serve(self) -> None:
@@ -55,10 +55,10 @@ class _DaemonThreads:
 _threads = _DaemonThreads(MOST_THREADS)
 
 
-async def call_off_loop(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a coroutine function on the event loop, any other in a thread, so that it blocks nobody.
+async def call_off_loop(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+    """Call a coroutine function on the event loop, any other in a thread, so that it does not block the loop.
 
-    Methods that :func:`says_instant` never wait and take next to no time: they are called as they are.
+    Methods declared instant (:func:`says_instant`) are called directly.
     """
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return await function(*args, **options)
@@ -73,8 +73,8 @@ async def call_off_loop(function: Callable[..., Any], *args: Any, **options: Any
 
 
 def says_instant(kind: type, method: str) -> bool:
-    """The class says ``instant = True``, and so does the one that defines ``method``: a subclass that overrides it says
-    it again, or its own may wait."""
+    """True where the class and the one that defines ``method`` declare ``instant = True``: a subclass that overrides a
+    method has to declare it again."""
     definer = next((one for one in kind.__mro__ if method in vars(one)), None)
     return bool(getattr(kind, "instant", False)) and definer is not None and bool(vars(definer).get("instant", False))
 
@@ -88,17 +88,24 @@ def _answered(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Any], call
         # A StopIteration cannot be raised into a coroutine, and an exit is not the run's.
         wrapped = not isinstance(caught, Exception) or isinstance(caught, StopIteration)
         error = RuntimeError(f"{type(caught).__name__}: {caught}") if wrapped else caught  # type: ignore[assignment]
+    _settle(loop, answer, value, error)
+
+
+def _settle(
+    loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Any], value: Any, error: Exception | None = None
+) -> None:
+    """Settle a future of another thread's event loop."""
+
+    def settle() -> None:
+        if answer.done():
+            return  # cancelled at its deadline
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(value)
+
     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-        loop.call_soon_threadsafe(_settle, answer, value, error)
-
-
-def _settle(answer: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
-    if answer.done():
-        return  # cancelled: its deadline has passed
-    if error is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(value)
+        loop.call_soon_threadsafe(settle)
 
 
 class EnvironmentProcessDied(RuntimeError):
@@ -110,7 +117,7 @@ _alone: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=F
 
 @contextlib.contextmanager
 def in_own_process() -> Iterator[None]:
-    """Environments made in here share their process with no other: what a neighbour does cannot fail them again."""
+    """Give environments built within the block a process of their own: no neighbour can make them fail again."""
     token = _alone.set(True)
     try:
         yield
@@ -119,14 +126,14 @@ def in_own_process() -> Iterator[None]:
 
 
 class EnvironmentProcesses:
-    """Environments in processes of their own, up to ``per_process`` in each; a process that dies takes no other along.
+    """Environments in child processes, up to ``per_process`` in each.
 
-    Processes are started as they are needed and used again; one that has died, or in which a call has hung, is replaced
-    by the next :meth:`make`. Which of its environments was to blame is not known: made again under
-    :func:`in_own_process`, only the one to blame fails again.
+    Processes are started as needed and reused; one that has died, or in which a call hung, is replaced by the next
+    :meth:`make`. Which of its environments was at fault is unknown: rebuilt under :func:`in_own_process`, only the one
+    at fault fails again.
 
     Args:
-        make: builds an environment; it must be picklable.
+        make: builds an environment; must be picklable.
     """
 
     def __init__(self, make: Callable[[], Any], per_process: int = 1) -> None:
@@ -134,13 +141,13 @@ class EnvironmentProcesses:
         self._per_process = per_process
         self._processes: list[_Process] = []
         self.num_deaths = 0
-        """Processes that have died or were ended because a call hung."""
+        """Processes that died, or were killed because a call hung."""
 
     def make(self) -> RemoteEnvironment:
         """An environment in one of the processes with room."""
-        lost = [one for one in self._processes if one.has_ended]
-        self.num_deaths += len(lost)
-        self._processes = [one for one in self._processes if not one.has_ended]
+        alive = [one for one in self._processes if not one.has_ended]
+        self.num_deaths += len(self._processes) - len(alive)
+        self._processes = alive
         room = 1 if _alone.get() else self._per_process
         process = next((one for one in self._processes if one.num_environments < min(room, one.room)), None)
         if process is None:
@@ -191,7 +198,7 @@ class _Process:
         self._environments: set[int] = set()
         self._lock = threading.Lock()
         self.room = 1
-        """Environments that it may hold at a time."""
+        """Most environments at a time."""
         self.has_ended = False
         threading.Thread(target=self._listen, daemon=True, name="roll-environment-pipe").start()
 
@@ -205,17 +212,17 @@ class _Process:
         return number
 
     async def call(self, environment: int, method: str, *args: Any) -> Any:
-        """The answer of a method; cancelled (its deadline has passed), the process is ended.
+        """Call a method and return its answer; where this is cancelled at a deadline, the process is killed.
 
         Raises:
-            EnvironmentProcessDied: see there.
+            EnvironmentProcessDied: the process has ended, or ends during the call.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         number = next(self._numbers)
         with self._lock:
             if self.has_ended:
-                raise EnvironmentProcessDied(self._death())
+                raise self._death()
             self._calls[number] = loop, answer
         try:
             self._pipe.send((number, environment, method, args))
@@ -224,7 +231,6 @@ class _Process:
         try:
             return await answer
         except asyncio.CancelledError:
-            # Whatever it is doing there, it is not going to be asked again.
             self.end()
             raise
 
@@ -249,10 +255,7 @@ class _Process:
             with self._lock:
                 waiting = self._calls.pop(number, None)
             if waiting is not None:
-                loop, answer = waiting
-                error = None if is_right else RuntimeError(value)
-                with contextlib.suppress(RuntimeError):
-                    loop.call_soon_threadsafe(_settle, answer, value, error)
+                _settle(*waiting, value, None if is_right else RuntimeError(value))
         self._child.join(STOP_SECONDS)
         self._over()
 
@@ -261,15 +264,15 @@ class _Process:
             self.has_ended = True
             waiting, self._calls = list(self._calls.values()), {}
         for loop, answer in waiting:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_settle, answer, None, EnvironmentProcessDied(self._death()))
+            _settle(loop, answer, None, self._death())
 
-    def _death(self) -> str:
-        return f"the environment's process (pid {self._child.pid}) has ended, exit code {self._child.exitcode}"
+    def _death(self) -> EnvironmentProcessDied:
+        pid, code = self._child.pid, self._child.exitcode
+        return EnvironmentProcessDied(f"the environment's process (pid {pid}) has ended, exit code {code}")
 
 
 def _serve(pipe: Connection, make: Callable[[], Any]) -> None:
-    """The child: calls of different environments run at the same time, those of one come one after the other."""
+    """Main loop of the child: serves different environments concurrently, and the calls of each one in order."""
     environments: dict[int, Any] = {}
     lock = threading.Lock()
 
@@ -293,20 +296,14 @@ def _serve(pipe: Connection, make: Callable[[], Any]) -> None:
 def _called(
     environments: dict[int, Any], make: Callable[[], Any], number: int, method: str, args: tuple[Any, ...]
 ) -> Any:
-    from roll.environments.base import reset_arguments
-
     if method == "reset":
         environment = environments[number] = make()
-        given, named = reset_arguments(environment, *args)
-        value = environment.reset(*given, **named)
+        positional, keywords = reset_arguments(environment, *args)
+        value = environment.reset(*positional, **keywords)
     elif method == "close":
         environment = environments.pop(number, None)
         close = getattr(environment, "close", None)
         value = None if close is None else close()
     else:
         value = getattr(environments[number], method)(*args)
-    return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
+    return asyncio.run(resolved(value)) if inspect.isawaitable(value) else value

@@ -18,20 +18,20 @@ class Questions:
     """A row of a data set, drawn by the seed: its question is the observation, the answer ends the episode."""
 
     dataset_name: str
-    """A file (JSON lines, Parquet, CSV), a folder of such, or the name of a data set of the hub that is on this
+    """A file (JSON lines, Parquet, CSV), a folder of such files, or the name of a data set of the hub that is on this
     machine."""
     split: str = "train"
-    """Of a data set of the hub."""
+    """Split of a data set of the hub."""
     question_key: str = "problem"
     answer_key: str = "answer"
     """Column of the right answer."""
     reward: str = "math_rule"
-    """As ``worker_cls`` of a reward domain: a short name or a dotted path."""
+    """A short name or a dotted path, as ``worker_cls`` of a reward domain."""
     reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
     mode: Literal["train", "val"] = "train"
-    """Of ROLL's files; the seeds of training and of validation differ anyway."""
+    """Has no effect, as in ROLL's files: the seeds of training and of validation differ anyway."""
     max_steps: int = 1
-    """Of ROLL's files; the first answer ends the episode."""
+    """Has no effect: the first answer ends the episode."""
 
     def __post_init__(self) -> None:
         self._reward = build_reward(self.reward, self.reward_kwargs)
@@ -78,10 +78,8 @@ def text_questions(
     max_steps: int = 1,
 ) -> Questions:
     """ROLL's ``roll_qa``: the answer in ``\\boxed{}`` is compared without case, punctuation and articles."""
-    boxed = {"source": "boxed"}
-    return Questions(
-        dataset_name, split, question_key, answer_key, "roll.rewards.text_rules.ExactMatch", boxed, mode, max_steps
-    )
+    exact = "roll.rewards.text_rules.ExactMatch"
+    return Questions(dataset_name, split, question_key, answer_key, exact, {"source": "boxed"}, mode, max_steps)
 
 
 @cache

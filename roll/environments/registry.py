@@ -45,7 +45,7 @@ class EnvironmentOptionError(ValueError):
     """An environment that does not exist, or an option that it does not have or cannot use.
 
     Args:
-        option: the one of ``env_config`` that is meant, where it is known.
+        option: the wrong key of ``env_config``, where it is known.
     """
 
     def __init__(self, message: str, option: str | None = None) -> None:
@@ -54,7 +54,7 @@ class EnvironmentOptionError(ValueError):
 
 
 def register_environment(name: str) -> Callable[[Callable[..., Environment]], Callable[..., Environment]]:
-    """Give an environment class of one's own a short name.
+    """Register your own environment class under a short name.
 
     Raises:
         ValueError: the name is taken.
@@ -70,7 +70,7 @@ def register_environment(name: str) -> Callable[[Callable[..., Environment]], Ca
 
 
 def environment_names() -> list[str]:
-    """The short names that ``env_type`` takes, prefixes of adapters apart."""
+    """The short names that ``env_type`` takes, without the prefixes of adapters."""
     return sorted({*_BUILT_IN, *_REGISTERED})
 
 
@@ -79,10 +79,10 @@ def make_environment(env_type: str, env_config: Mapping[str, Any] | None = None)
 
     Args:
         env_type: a built-in or registered name, ``gymnasium:ID``, ``gem:ID``, ``textarena:ID``, ``skyrl:ID``,
-            ``openenv:URL``, or the dotted path of a class or function of one's own.
+            ``openenv:URL``, or the dotted path of your own class or function.
 
     Raises:
-        EnvironmentOptionError: see there; the message names what would work.
+        EnvironmentOptionError: no such environment or option; the message names what would work.
     """
     config = dict(env_config or {})
     prefix, colon, identifier = env_type.partition(":")
@@ -97,11 +97,11 @@ def make_environment(env_type: str, env_config: Mapping[str, Any] | None = None)
 
 
 def check_environment_options(env_type: str, env_config: Mapping[str, Any]) -> None:
-    """Check an environment without other libraries, services and data: that the name is known, that it has the options,
-    and, of the built-in ones, that their values are possible.
+    """Check that an environment and its options exist, and the values of options of built-in ones; needs no other
+    libraries, services or data.
 
     Raises:
-        EnvironmentOptionError: see there.
+        EnvironmentOptionError: one does not exist, or has an impossible value.
     """
     prefix, colon, _ = env_type.partition(":")
     if colon and prefix in (*_ADAPTERS, *_GEM_PREFIXES):
@@ -113,7 +113,7 @@ def check_environment_options(env_type: str, env_config: Mapping[str, Any]) -> N
 
 
 def is_instant(env_type: str) -> bool:
-    """Its methods may be called on the event loop: the class says ``instant = True``."""
+    """True where the class declares ``instant = True``: its methods may be called on the event loop."""
     if ":" in env_type:
         return False
     found = load_environment_class(env_type)
@@ -146,9 +146,8 @@ def load_environment_class(env_type: str) -> Callable[..., Environment]:
 
 
 def _adapted(environment: Environment) -> Environment:
-    """An environment of a class of the user's own, in this project's form; gymnasium is imported by who uses it."""
-    """A class of one's own may be one of gymnasium's; the adapters are read only where that library is."""
-    if "gymnasium" not in sys.modules:
+    """An environment of a user's class, wrapped where the class is one of gymnasium's."""
+    if "gymnasium" not in sys.modules:  # which the user's module would have imported
         return environment
     return _load("roll.environments.adapters", "adapted")(environment)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -12,19 +13,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from roll.agents.agent_options import AgentOptionError
 from roll.agents.built_in_tools import SearchIndex, ToolSet
 from roll.agents.chat_ids import ChatTemplate
-from roll.agents.doors import check_agent, make_agent
 from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Task
 from roll.agents.programs import ProgramError, program_environment
+from roll.agents.registry import check_agent, make_agent
 from roll.agents.tool_calls import ToolCall
 from roll.agents.tools import ToolError
+from roll.agents.verifiers import RewardVerifier
 from roll.pipelines.agentic.metrics import episode_metrics
 from roll.rollout.episodes import episode_from, episode_state
-from tests.agents.playing import Recorded, assert_trained_as_sampled, byte_soup, played
+from tests.agents.playing import Recorded, assert_trained_as_sampled, byte_soup, opened, played
 from tests.agents.templates import WRITTEN_HERE, Family, published
 
 
@@ -111,6 +114,7 @@ def test_a_verifier_that_fails_is_no_verdict(template: ChatTemplate) -> None:
     for verifier, text in (
         ({"worker_cls": "tests.agents.test_agents.called"}, "reward: tests.agents.test_agents.called"),
         ({"command": [sys.executable, "-c", "print('?')"]}, "gives no reward"),
+        ({"command": [sys.executable, "-c", "print('nan')"]}, "gives no reward"),
         ({"command": [sys.executable, "-c", "raise SystemExit(3)"]}, "exit status 3"),
         ({"command": [sys.executable, "-c", "import time; time.sleep(9)"], "timeout": 0.1}, "more than 0.1 s"),
     ):
@@ -123,6 +127,18 @@ def test_a_verifier_that_fails_is_no_verdict(template: ChatTemplate) -> None:
         make_agent("tools", {"verifier": {"command": [sys.executable, "-c", program]}}), engine, Task("t", 0, ROW)
     )
     assert episode.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "config"),
+    [("tools", {}), ("verl", {"response_length": 8}), ("black_box", {"command": ["ls"], "reward": "verifier"})],
+)
+def test_agents_close_their_verifier(agent: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[RewardVerifier] = []
+    monkeypatch.setattr(RewardVerifier, "close", lambda verifier: closed.append(verifier))
+    made: Any = make_agent(agent, config | {"verifier": ADDING["verifier"]})
+    asyncio.run(made.close())
+    assert len(closed) == 1
 
 
 @pytest.mark.asyncio
@@ -160,7 +176,7 @@ def test_search_ranks_by_bm25(tmp_path: Path) -> None:
     (tool,) = ToolSet([{"search": {"path": str(path), "top_k": 1}}])._tools
     assert "5 texts" in tool.description
     path.write_text('{"title": "no text"}\n')
-    with pytest.raises(ToolError, match=r"texts.jsonl:1: the row has no text 'text'"):
+    with pytest.raises(ToolError, match=r"^search: /[^:]*texts.jsonl:1: the row has no text 'text'"):
         ToolSet([{"search": {"path": str(path.parent / "." / "texts.jsonl"), "text_key": "text", "title_key": "x"}}])
 
 
@@ -386,6 +402,38 @@ def test_programs_that_serve_the_whole_run(template: ChatTemplate) -> None:
     assert [episode.outcome for episode in episodes] == ["terminated"] * 2 + ["agent_error"] + ["terminated"] * 3
     assert "made no model call (exit status 1: I do not like 2)" in str(episodes[2].error)
     assert [episode.reward for episode in episodes] == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+
+
+TAKES_ONE = """
+import os, urllib.request
+head = {"Authorization": "Bearer " + os.environ["ROLL_WORKER_KEY"], "Content-Type": "application/json"}
+post = urllib.request.Request(os.environ["ROLL_EPISODES_URL"] + "?wait=30", b"{}", head)
+key = urllib.request.urlopen(post).read().decode().split('"')[3]
+head["Authorization"] = "Bearer " + key
+urllib.request.urlopen(urllib.request.Request(os.environ["ROLL_URL"] + "/reward", b'{"reward": 1}', head))
+"""
+
+
+def test_programs_may_end_after_every_episode(template: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll.agents.black_box._MOST_FAILURES", 2)
+    agent = make_agent("black_box", {"command": [sys.executable, "-c", TAKES_ONE], "processes": 1})
+    episodes = played(agent, Recorded(template, lambda _: "x"), count=4, limits=Limits(context=2000, seconds=60))
+    assert [episode.outcome for episode in episodes] == ["agent_error"] * 4  # no model call was made
+    assert all(str(episode.error).endswith("made no model call") for episode in episodes)
+
+
+@pytest.mark.asyncio
+async def test_a_dismissed_program_takes_no_episode(template: ChatTemplate) -> None:
+    """Not even by a request that it had made before."""
+    async with opened(Recorded(template, lambda _: "x")) as (endpoint, session), httpx.AsyncClient() as client:
+        key = endpoint.admit_worker()
+        headers = {"Authorization": f"Bearer {key}"}
+        waiting = asyncio.create_task(client.post(f"{endpoint.url}/episodes?wait=2", headers=headers))
+        await asyncio.sleep(0.5)
+        endpoint.dismiss_worker(key)
+        endpoint.offer(session)
+        assert (await waiting).status_code == 204
+        assert endpoint.waiting() == [session]
 
 
 @pytest.mark.long

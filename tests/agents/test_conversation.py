@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll.agents.chat_ids import ChatTemplate, TemplateError, check_template, probe_boundaries
+from roll.agents.chat_ids import BOUNDARIES, ChatTemplate, TemplateError, check_template, probe_boundary
 from roll.agents.conversation import Call, Conversations
 from tests.agents.templates import CHATML, WRITTEN_HERE, Family, published
 from tests.agents.tiny import make_tokenizer
@@ -206,7 +206,8 @@ def test_templates_that_move_text_are_refused_by_name() -> None:
         check_template(mistral, "keep", tools=False)
     check_template(mistral, "new_sample", tools=False)
     plain = template_of(make_tokenizer(), CHATML)
-    assert check_template(plain, "keep", tools=True).appended == tuple(probe_boundaries(plain).appended)
+    check_template(plain, "keep", tools=True)
+    assert all(probe_boundary(plain, name).moved is None for name in BOUNDARIES)
     forgetful = template_of(make_tokenizer(), CHATML.replace("m.content", "m.content if m.role != 'tool' else ''"))
     with pytest.raises(TemplateError, match="leaves out the message of role tool"):
         check_template(forgetful, "keep", tools=True)
@@ -219,10 +220,19 @@ def test_templates_that_move_text_are_refused_by_name() -> None:
 @pytest.mark.skipif(not published(), reason="trl, which packages published chat templates, is not installed")
 def test_published_templates() -> None:
     """The properties of the published templates that docs/agentic.md lists."""
-    found = {family.name: probe_boundaries(family.chat_template(TOOLS)) for family in published()}
-    moving = {name: sorted(one.moving) for name, one in found.items() if one.moving}
-    assert moving == {"deepseekv3": ["tool, twice"]}
-    assert {name for name, one in found.items() if one.dropping_thoughts} == {"qwen3_5_think", "gptoss"}
-    assert {name for name, one in found.items() if one.refused} == {"llama3_1"}
+    moving, dropping, refused = set(), set(), set()
+    for family in published():
+        for name in BOUNDARIES:
+            try:
+                bridge = probe_boundary(family.chat_template(TOOLS), name)
+            except TemplateError:
+                refused.add(family.name)
+            else:
+                if bridge.only_thoughts:
+                    dropping.add(family.name)
+                elif bridge.moved is not None:
+                    moving.add((family.name, name))
+    assert moving == {("deepseekv3", "tool, twice")}
+    assert dropping == {"qwen3_5_think", "gptoss"} and refused == {"llama3_1"}
     for family in published():
         check_template(family.chat_template(TOOLS), "keep", tools=family.tools)

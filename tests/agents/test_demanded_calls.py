@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from roll.agents.chat_ids import TemplateError
-from roll.agents.demanded_calls import call_opening, drawn_opening
 from roll.agents.episode import Limits, Model, Task
 from roll.agents.session import Session
-from roll.agents.tool_calls import detect_format, parse_response
+from roll.agents.tool_calls import call_opening, choose_opening, detect_format, parse_response
 from roll.agents.wire_messages import messages_body, read_messages_request
 from tests.agents.playing import Recorded
 from tests.agents.templates import WRITTEN_HERE, Family, published
@@ -80,7 +79,7 @@ def test_several_tools_are_chosen_among_as_the_policy_would() -> None:
 
 
 async def _many(openings: list[list[int]], draw: Any, count: int) -> list[int]:
-    return [await drawn_opening(openings, [], draw) for _ in range(count)]
+    return [await choose_opening(openings, [], draw) for _ in range(count)]
 
 
 def test_arguments_that_cannot_be_read_are_a_call_all_the_same() -> None:

@@ -244,6 +244,20 @@ def test_a_reset_is_tried_again(template: ChatTemplate) -> None:
     assert episode.success
 
 
+class Closing(FailsOnce):
+    closed: ClassVar[list[Any]] = []
+    failed: ClassVar[list[int]] = []
+
+    def close(self) -> None:
+        self.closed.append(self)
+
+
+def test_an_environment_whose_reset_fails_is_closed(template: ChatTemplate) -> None:
+    """A place in a process would be taken for ever."""
+    episode, _ = play(template, Closing, bisect)
+    assert episode.success and len(set(map(id, Closing.closed))) == 2
+
+
 def test_faults_of_agents_are_outcomes_and_those_of_engines_are_not(template: ChatTemplate) -> None:
     class Faulty:
         async def run(self, task: Task, model: Model, episode: Episode) -> float:

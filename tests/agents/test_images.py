@@ -16,10 +16,10 @@ import pytest
 from roll.agents.agent_options import VerlOptions
 from roll.agents.chat_ids import ChatTemplate, TemplateError
 from roll.agents.conversation import Conversations
-from roll.agents.doors import make_verifier
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Sampled, Task, run_episode
 from roll.agents.images import ChatImages
+from roll.agents.registry import make_verifier
 from roll.agents.session import Refusal, Session
 from roll.agents.verl_agent import VerlAgent
 from roll.agents.wire_chat import read_chat_request
@@ -203,7 +203,7 @@ def test_rows_of_verls_tool_agent_have_their_images(template: ChatTemplate) -> N
         assert episode_of(row, Walker(template), prompt_length=most)[1].fits(row, template) is fits
     episode, _ = episode_of({**row, "images": row["images"][:1]}, Walker(template))
     assert "has 1 images, and the conversation 2 times <image>" in str(episode.error)
-    episode, _ = episode_of({**row, "pictures": row["images"]}, Walker(template), image_key="pictures")
+    episode, _ = episode_of({**row, "index": "a", "pictures": row["images"]}, Walker(template), image_key="pictures")
     assert episode.outcome == "terminated"
 
 

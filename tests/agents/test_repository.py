@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from roll.agents.agent_options import AgentOptionError
-from roll.agents.doors import make_agent
 from roll.agents.episode import Episode, Limits, Task
+from roll.agents.registry import make_agent
 from roll.agents.repository import Repository, files_of
 from tests.agents.playing import Recorded, assert_trained_as_sampled, played
 from tests.agents.templates import WRITTEN_HERE

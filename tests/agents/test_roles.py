@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from roll.agents.agent_options import AgentOptionError
-from roll.agents.doors import check_agent
 from roll.agents.episode import EpisodeGroup, Limits, Model, Task, run_episode
+from roll.agents.registry import check_agent
 from roll.agents.session import Refusal, Session
 from roll.agents.wire_chat import ChatRequest
 from roll.pipelines.agentic.config import AgenticConfig

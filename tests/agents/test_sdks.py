@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from roll.agents.doors import make_agent
 from roll.agents.episode import Episode, EpisodeGroup, Limits, Task
+from roll.agents.registry import make_agent
 from roll.rollout.episode_batch import build_episode_batch
 from tests.agents.playing import Recorded, assert_trained_as_sampled, played
 from tests.agents.templates import WRITTEN_HERE

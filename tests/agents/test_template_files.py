@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from roll.agents.chat_ids import ChatTemplate, TemplateError, probe_boundaries
+from roll.agents.chat_ids import BOUNDARIES, ChatTemplate, TemplateError, probe_boundary
 from roll.agents.template_files import TemplateFiles
 from tests.agents.templates import WRITTEN_HERE, Family, published
 
@@ -44,7 +44,8 @@ def test_as_the_tokenizer_renders(family: Family, tmp_path: Path) -> None:
         for length in range(2, len(TALK) + 1):
             for prompt in (False, True):
                 assert _said(light, TALK[:length], prompt) == _said(whole, TALK[:length], prompt)
-        assert probe_boundaries(light) == probe_boundaries(whole)
+        for name in BOUNDARIES:
+            assert _moved(light, name) == _moved(whole, name)
 
 
 def _said(template: ChatTemplate, messages: list[dict[str, Any]], prompt: bool) -> str:
@@ -52,6 +53,14 @@ def _said(template: ChatTemplate, messages: list[dict[str, Any]], prompt: bool) 
         return template.render(messages, prompt)
     except TemplateError as error:
         return f"refused: {error}"
+
+
+def _moved(template: ChatTemplate, boundary: str) -> object:
+    try:
+        bridge = probe_boundary(template, boundary)
+    except TemplateError as error:
+        return f"refused: {error}"
+    return bridge.moved, bridge.only_thoughts
 
 
 def test_older_forms_of_the_files(tmp_path: Path) -> None:

@@ -7,15 +7,17 @@ import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Thread, get_ident
 from typing import Any, ClassVar
 
 import pytest
 
-from roll.agents.text_tools import SearchText, TextTools, WrapperOptions, text_tool
+from roll.agents.agent_options import ToolWrapperArguments
+from roll.agents.text_tools import SearchText, TextTools, text_tool
 from roll.agents.tools import ToolError
 from roll.environments.base import Environment
-from roll.environments.checking import check_environment
+from roll.environments.command import check_environment
+from roll.environments.games import GuessNumber
 from roll.environments.registry import EnvironmentOptionError, make_environment
 
 
@@ -57,6 +59,21 @@ def test_a_column_that_is_not_there(questions: str) -> None:
         make_environment("roll_math", {"dataset_name": questions, "answer_kye": "x"})
 
 
+class Waits(GuessNumber):
+    """A subclass of an instant environment whose own ``step`` may wait."""
+
+    threads: ClassVar[set[int]] = set()
+
+    def step(self, action: str) -> Any:
+        self.threads.add(get_ident())
+        return super().step(action)
+
+
+def test_methods_that_may_wait_are_called_off_the_loop_within_tools() -> None:
+    played(TextTools([], ToolWrapperArguments()).around(Waits), "1")
+    assert Waits.threads and get_ident() not in Waits.threads
+
+
 def reverse(text: str) -> str:
     """Turn a text round.
 
@@ -67,7 +84,7 @@ def reverse(text: str) -> str:
 
 
 def test_a_wrapped_environment(questions: str) -> None:
-    tools = TextTools([text_tool(f"{__name__}.reverse", {})], WrapperOptions(0.1, 0.5, 2))
+    tools = TextTools([text_tool(f"{__name__}.reverse", {})], ToolWrapperArguments(0.1, 0.5, 2))
     wrapped = tools.around(lambda: make_environment("roll_math", {"dataset_name": questions}))
     call = '<tool_call>{"name": "reverse", "arguments": {"text": "abc"}}</tool_call>'
     begin, _ = played(wrapped)[0]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from roll.agents.built_in_tools import ToolSet
 from roll.agents.tool_calls import ToolCall
 from roll.agents.tools import HeldMcpServer, McpServer, ToolBox, ToolError, ToolResult, tool_messages, tool_of
 
@@ -82,6 +83,22 @@ async def test_functions_as_tools() -> None:
     assert messages[1] == {"role": "tool", "tool_call_id": "c2", "name": "add", "content": "2"}
 
 
+def named(function: str, self: str) -> str:
+    """Take arguments with names that callers of functions use.
+
+    Args:
+        function: The first.
+        self: The second.
+    """
+    return f"{function} of {self}"
+
+
+@pytest.mark.asyncio
+async def test_arguments_of_any_name() -> None:
+    result = await ToolBox([tool_of(named)]).call(ToolCall("named", {"function": "f", "self": "s"}))
+    assert result == ToolResult("f of s")
+
+
 @pytest.mark.asyncio
 async def test_blocking_functions_run_in_threads() -> None:
     box = ToolBox([tool_of(blocking)])
@@ -145,6 +162,41 @@ async def test_mcp_servers_that_cannot_be_used() -> None:
     with pytest.raises(ToolError, match="has no tools subtract; it has add"):
         async with McpServer(SERVER, names=["subtract"]):
             pass
+
+
+class Starting(McpServer):
+    """A server that starts after a minute."""
+
+    def __init__(self) -> None:
+        super().__init__(url="http://127.0.0.1:9/mcp")
+        self.ended = False
+
+    async def _connect(self) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.ended = True
+
+
+@pytest.mark.asyncio
+async def test_a_start_that_nobody_waits_for_any_more_is_given_up() -> None:
+    server = Starting()
+    held = HeldMcpServer(lambda: server)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await held.tools()
+    assert server.ended
+
+
+@pytest.mark.asyncio
+async def test_servers_are_started_once_where_another_cannot_be() -> None:
+    tools = ToolSet([{"mcp": {"command": SERVER}}, {"mcp": {"command": ["/no/such/program"]}}])
+    for _ in range(2):
+        with pytest.raises(ToolError, match="cannot be used"):
+            await tools.box()
+    assert len(_children()) == 1
+    await tools.close()
+    assert not _children()
 
 
 @pytest.mark.long

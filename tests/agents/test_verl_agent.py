@@ -11,8 +11,8 @@ import pytest
 
 from roll.agents.agent_options import AgentOptionError, VerlOptions
 from roll.agents.chat_ids import ChatTemplate
-from roll.agents.doors import check_agent, make_agent, make_verifier
 from roll.agents.episode import Limits, Task
+from roll.agents.registry import check_agent, make_agent, make_verifier
 from roll.agents.verl_agent import VerlAgent
 from tests.agents.playing import Recorded, assert_trained_as_sampled, played
 from tests.agents.templates import WRITTEN_HERE

@@ -17,8 +17,8 @@ from roll.config.reading.legacy_keys import legacy_of
 from roll.config.reading.schema import rules_of
 from roll.config.reading.schema import section_fields as fields_of
 from roll.config.run import OlderRLVRKeys, RunConfig
-from roll.pipelines.agentic.checks_entries import ELSEWHERE, FIELDS
-from roll.pipelines.agentic.config import TOOL_CALL_FORMATS, AgenticConfig, CustomEnvConfig
+from roll.pipelines.agentic.checks_entries import EXTERNAL_ENVIRONMENTS, TEMPLATE_FIELDS
+from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig
 from roll.pipelines.agentic.plan import MANAGERS, AgenticPlan, agentic_facts, batch_facts
 from roll.pipelines.agentic.preflight import check_environments, own_group_filter
 from roll.preflight import check_parts
@@ -314,7 +314,7 @@ def test_group_filters_of_ones_own() -> None:
 
 
 def test_a_filter_leaves_out_groups(tmp_path: Path) -> None:
-    from roll.pipelines.agentic.rollout import group_filter
+    from roll.pipelines.agentic.pipeline import group_filter
 
     section = planned(tmp_path, {"train_env_manager.group_filter_cls": f"{__name__}.DropsAll"}).train.section
     keeps = group_filter(section)
@@ -335,17 +335,13 @@ def _group(rewards: list[float]) -> Any:
 
 
 def test_variables_of_environments(monkeypatch: pytest.MonkeyPatch) -> None:
-    from roll.pipelines.agentic.players import made_with
+    from roll.pipelines.agentic.players import make_with_variables
 
     monkeypatch.setenv("OF_THE_ENVIRONMENT", "none")
-    given: Any = made_with({"OF_THE_ENVIRONMENT": "one"}, lambda: cast("Any", os.environ["OF_THE_ENVIRONMENT"]))
+    given: Any = make_with_variables(
+        {"OF_THE_ENVIRONMENT": "one"}, lambda: cast("Any", os.environ["OF_THE_ENVIRONMENT"])
+    )
     assert given == "one"
-
-
-def test_tool_formats_are_those_of_the_parsers() -> None:
-    from roll.agents.tool_calls import TOOL_FORMATS
-
-    assert set(TOOL_CALL_FORMATS) == set(TOOL_FORMATS)
 
 
 def test_every_key_says_what_it_does() -> None:
@@ -378,9 +374,9 @@ def test_the_tables_of_the_page(tmp_path: Path) -> None:
         assert f"| `{name}` | `context: {played.context}`, `samples: {played.samples}`" in PAGE
     for name in legacy_of(AgenticConfig):
         assert f"`{name}`" in PAGE or name == "model_name" or name in legacy_of(OlderRLVRKeys) | legacy_of(RunConfig)
-    for name in ELSEWHERE:
+    for name in EXTERNAL_ENVIRONMENTS:
         assert f"`{name}`" in PAGE
-    for name in {field for fields in FIELDS.values() for field in fields}:
+    for name in {field for fields in TEMPLATE_FIELDS.values() for field in fields}:
         assert f"`{{{name}}}`" in PAGE
     for row in ADV_ESTIMATORS.rows:
         if row.works_in_turns:

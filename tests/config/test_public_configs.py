@@ -15,7 +15,7 @@ from roll.config.loader import LoadedConfig, load_config
 from roll.config.reading.compose import compose_file
 from roll.config.reading.errors import ConfigError, Problems
 from roll.evaluate import load_evaluation
-from roll.pipelines.agentic.checks_entries import ELSEWHERE
+from roll.pipelines.agentic.checks_entries import EXTERNAL_ENVIRONMENTS
 from roll.preflight import check_parts
 
 ROOT = Path(os.environ.get("PUBLIC_CONFIGS_DIR", "")) / "roll" / "examples"
@@ -25,7 +25,7 @@ NUMBER = 55
 REFUSED = {
     "experts over ranks": r"\bep_size = ([2-9]|\d\d)",
     "audio or video": r"audio_folder|video_\w+ =",
-    "an environment of its own": "env_type = (" + "|".join(ELSEWHERE) + ")\\b",
+    "an environment of its own": "env_type = (" + "|".join(EXTERNAL_ENVIRONMENTS) + ")\\b",
     "playing without training": "env_manager",
     "something that is not available yet": ".",
 }

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from roll.environments.base import BrokenContract, read_reset, read_step, reset_arguments
-from roll.environments.checking import check_environment
+from roll.environments.command import check_environment
 from roll.environments.registry import EnvironmentOptionError, make_environment
 
 

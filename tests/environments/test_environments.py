@@ -12,7 +12,7 @@ import pytest
 
 from roll.environments.actions import MOVES, ActionPattern
 from roll.environments.base import BrokenContract, read_reset, read_step
-from roll.environments.checking import check_environment
+from roll.environments.command import check_environment
 from roll.environments.frozen_lake import FrozenLake
 from roll.environments.games import Calculator, GuessNumber, HiddenWord, calculate, marks
 from roll.environments.registry import EnvironmentOptionError, environment_names, make_environment, register_environment

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import yaml
 
-from roll.agents.agent_options import AgentOptionError, BlackBoxOptions
+from roll.agents.agent_options import AgentOptionError, BlackBoxOptions, ToolWrapperArguments
 from roll.agents.black_box import BlackBoxAgent
-from roll.agents.doors import check_agent
 from roll.agents.episode import Limits, Model, Task, run_episode
+from roll.agents.registry import check_agent
 from roll.agents.text_tools import text_tool
-from roll.pipelines.agentic.config import CustomEnvConfig, ToolWrapperArguments
+from roll.pipelines.agentic.config import CustomEnvConfig
 from roll.pipelines.agentic.plan import agent_of
 from tests.agents.playing import Recorded
 from tests.agents.templates import WRITTEN_HERE

@@ -7,15 +7,17 @@ from roll.config.checks.base import Checks, check_resume, check_schedule, check_
 from roll.config.checks.keys import note_unread
 from roll.config.checks.roles import check_roles, note_engine_length, note_positions
 from roll.config.names import PUBLISHED_PREFIX
-from roll.config.plan.plan import nearest, working_values
+from roll.config.plan.plan import working_values
 from roll.config.plan.planning import shares_devices
 from roll.config.reading.errors import closest, count
 from roll.config.rewards import LLM_JUDGE, generates_otherwise
+from roll.config.strategies.base import StrategyConfig
 from roll.config.strategies.registry import backend_of
 from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
 from roll.pipelines.agentic.plan import (
     REWARD,
+    EntryPlan,
     agent_of,
     entry_plan,
     judged_entries,
@@ -35,8 +37,6 @@ from roll.pipelines.policy_checks import (
 )
 from roll.pipelines.rlvr.teachers import check_opd
 
-LENGTHS = ("sequence_length", "custom_envs")
-
 
 def check_agentic(config: AgenticConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
@@ -51,16 +51,13 @@ def check_agentic(config: AgenticConfig, checks: Checks) -> None:
     check_opd(config, checks, sampling, f"{sampled_by}.generating_args", "agentic")
     check_managers(config, checks)
     check_entries(config, checks)
-    if not checks.broken(*LENGTHS, "train_env_manager", "val_env_manager"):
-        check_lengths(config, checks)
-        longest = config.sequence_length
-        note_engine_length(options, longest - longest_response(config, checks), longest, checks)
-        note_positions("pretrain", checks.pipeline.default_model(config, "actor_train")[1], longest, checks)
+    check_lengths(config, options, checks.pipeline.default_model(config, "actor_train")[1], checks)
     check_batches(config, checks)
     check_turns(config, checks)
     check_trained_roles(config, checks)
     check_normalization(config, checks)
-    check_algorithm(config, longest_episode(config, checks), checks)
+    entries = training_entries(config, checks)
+    check_algorithm(config, max((entry.turns * entry.new_tokens for entry in entries), default=1), checks)
     check_async(config, checks)
     note_devices(config, checks)
     note_distribution(config, checks)
@@ -117,7 +114,7 @@ def check_tags(key: str, section: EnvManagerConfig, config: AgenticConfig, check
 
 
 def check_shares(key: str, section: EnvManagerConfig, checks: Checks) -> None:
-    """Groups of the tags sum to those that are played at a time."""
+    """The groups of the tags sum to ``num_env_groups``."""
     shares, path, tags = section.num_groups_partition, f"{key}.num_groups_partition", section.tags
     if checks.broken(f"{key}.tags"):
         return
@@ -152,23 +149,20 @@ def check_answers(key: str, section: EnvManagerConfig, checks: Checks) -> None:
         checks.add(f"{key}.group_filter_cls", section.group_filter_cls, rule, "~")
 
 
-def longest_response(config: AgenticConfig, checks: Checks) -> int:
-    """Most tokens of a response in training."""
+def training_entries(config: AgenticConfig, checks: Checks) -> list[EntryPlan]:
+    """The plans of the entries that are played in training."""
     most = training_sampling(config, checks.written).max_new_tokens
-    tags = [tag for tag in config.train_env_manager.tags if tag in config.custom_envs]
-    return max((entry_plan(config, tag, most).new_tokens for tag in tags), default=1)
+    return [entry_plan(config, tag, most) for tag in config.train_env_manager.tags if tag in config.custom_envs]
 
 
-def longest_episode(config: AgenticConfig, checks: Checks) -> int:
-    """Most sampled tokens of an episode of training."""
-    most = training_sampling(config, checks.written).max_new_tokens
-    tags = [tag for tag in config.train_env_manager.tags if tag in config.custom_envs]
-    entries = [entry_plan(config, tag, most) for tag in tags]
-    return max((entry.turns * entry.new_tokens for entry in entries), default=1)
+def check_lengths(config: AgenticConfig, options: dict[str, StrategyConfig], model: str | None, checks: Checks) -> None:
+    """A response leaves room for its prompt, and engines and ``model`` have positions for the longest conversation.
 
-
-def check_lengths(config: AgenticConfig, checks: Checks) -> None:
-    """A response leaves room for its prompt."""
+    Args:
+        options: options of the engines by role, as :func:`check_roles` returns them.
+    """
+    if checks.broken("sequence_length", "custom_envs", "train_env_manager", "val_env_manager"):
+        return
     most = training_sampling(config, checks.written).max_new_tokens
     for tag in dict.fromkeys(tag for _, section, _ in managers(config) for tag in section.tags):
         key, section = f"custom_envs.{tag}.max_tokens_per_step", config.custom_envs[tag]
@@ -183,6 +177,10 @@ def check_lengths(config: AgenticConfig, checks: Checks) -> None:
     both = all(checks.written(f"{name}.generating_args") for name in ("train_env_manager", "actor_infer"))
     if both and own != config.actor_infer.generating_args:
         checks.note("train_env_manager.generating_args", "has no effect: actor_infer.generating_args decides")
+    longest = config.sequence_length
+    response = max((entry.new_tokens for entry in training_entries(config, checks)), default=1)
+    note_engine_length(options, longest - response, longest, checks)
+    note_positions("pretrain", model, longest, checks)
 
 
 def check_batches(config: AgenticConfig, checks: Checks) -> None:
@@ -214,7 +212,7 @@ def check_batches(config: AgenticConfig, checks: Checks) -> None:
 
 
 def check_turns(config: AgenticConfig, checks: Checks) -> None:
-    """The estimator has what it compares."""
+    """The estimator can be used with episodes."""
     name = config.adv_estimator
     row = estimator(name)
     if row.needs_greedy:
@@ -228,15 +226,15 @@ def check_turns(config: AgenticConfig, checks: Checks) -> None:
 
 
 def check_judge(config: AgenticConfig, checks: Checks) -> None:
-    """The role ``reward`` is there where a verifier asks it, with the devices that it needs."""
-    asked = judged_entries(config)
-    if not asked:
+    """The role ``reward`` exists where a verifier asks it, with devices of its own where it needs them."""
+    judged = judged_entries(config)
+    if not judged:
         if config.reward is not None:
             how = "custom_envs.<tag>.verifier: {worker_cls: llm_judge, reward_kwargs: {model_type: cluster}}"
             checks.note(REWARD, f"not started: nothing asks it; {how} does")
         return
     if config.reward is None:
-        rule = f"is needed by the verifier of custom_envs.{asked[0]} (model_type: cluster): model, engine and devices"
+        rule = f"is needed by the verifier of custom_envs.{judged[0]} (model_type: cluster): model, engine and devices"
         checks.missing(REWARD, rule, f"{REWARD}.device_mapping: [0]")
         return
     kind = config.reward.model_args.model_type
@@ -253,7 +251,7 @@ def check_judge(config: AgenticConfig, checks: Checks) -> None:
 
 
 def check_trained_roles(config: AgenticConfig, checks: Checks) -> None:
-    """``train_roles`` are roles that there are, as far as the entries say which."""
+    """``train_roles`` exist, as far as the entries name their roles."""
     entries = [agent_of(section) for section in used_entries(config).values()]
     known = [role for _, options in entries for role in options.get("roles") or ()]
     if checks.broken("custom_envs") or not all(agent == "black_box" and one.get("roles") for agent, one in entries):
@@ -285,16 +283,13 @@ def check_normalization(config: AgenticConfig, checks: Checks) -> None:
 
 
 def note_devices(config: AgenticConfig, checks: Checks) -> None:
-    """Engines on the trainer's devices and on others."""
+    """Engines share devices with the trainer and have others as well."""
     trainer, engines = set(config.actor_train.device_mapping or ()), set(config.actor_infer.device_mapping or ())
     if not (config.async_generation_ratio > 0 and config.partial_gpu_mode and trainer & engines and engines - trainer):
         return
-    free = sorted(engines - trainer)
-    size = max(1, len(engines) // max(1, len(config.actor_infer.device_mapping or ())))
-    suggestion = nearest(len(free), [len(free) - len(free) % size]) or len(free)
-    own = backend_of(config.actor_infer.strategy_args.strategy_name).name
+    name = backend_of(config.actor_infer.strategy_args.strategy_name).name
     text = (
-        f"all {own} engines stop while actor_train computes on some of their devices; with actor_infer.device_mapping: "
-        f"{free[:suggestion]} they go on all the time"
+        f"all {name} engines stop while actor_train computes on some of their devices; with "
+        f"actor_infer.device_mapping: {sorted(engines - trainer)} they go on all the time"
     )
     checks.note("actor_infer.device_mapping", text)

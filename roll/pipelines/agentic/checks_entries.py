@@ -1,4 +1,4 @@
-"""Checks of ``custom_envs``: what an entry says of its environment or agent, and what ROLL's files say in its place."""
+"""Checks of the entries of ``custom_envs``, and of the keys that ROLL's files have in their place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from roll.config.reading.errors import closest
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig
 from roll.pipelines.agentic.plan import MANAGERS, agent_of, played_as, used_entries
 
-FIELDS = {
+TEMPLATE_FIELDS = {
     "append": ("observation", "turn_idx", "suffix", "actions_left", "max_response_length"),
     "observation": (
         *("env_instruction", "history", "step_count", "history_length", "current_step", "current_observation"),
@@ -17,9 +17,9 @@ FIELDS = {
     ),
 }
 """Names that ``agent_template`` may use, by context."""
-FIELDS["last"] = FIELDS["own"] = FIELDS["response"] = FIELDS["append"]
+TEMPLATE_FIELDS["last"] = TEMPLATE_FIELDS["own"] = TEMPLATE_FIELDS["response"] = TEMPLATE_FIELDS["append"]
 
-ELSEWHERE = {
+EXTERNAL_ENVIRONMENTS = {
     "webshop": "its shop and search index are a package of their own",
     "sokoban_mcp": "its game runs behind an MCP server of its own",
     "sokoban_sandbox": "its game runs in a sandbox service of its own",
@@ -31,40 +31,36 @@ ELSEWHERE = {
     "atropos_env": "it needs an Atropos server",
     "roll_code": "its test cases have a form of their own",
 }
-"""Environments of ROLL's files that need something that this package does not bring."""
-
-
+"""Environments of ROLL's files that need something that is not part of this package."""
 GEM_RUNNER = "GEMRunner"
-"""Of ROLL's proxy: plays the environment as it is played here without a proxy."""
+"""Runner of ROLL's proxy: plays the environment as it is played here without a proxy."""
 PROXY_OPTIONS = {
     "trajectory_mode": "",
     "enable_fork": "every branch is trained, each sampled token once",
     "enable_thinking": "actor_train.data_args.template and chat_template_kwargs decide",
     "tool_call_parser": "tool_format decides",
 }
-"""Keys of ``config`` that go with it, each with what decides instead; empty: it works."""
+"""Keys of ``config`` that are read with it, each with what decides instead; empty: it has an effect."""
 
 
 def check_entries(config: AgenticConfig, checks: Checks) -> None:
-    """The entries that are played; others are there to choose from."""
+    """Check the entries that are played; others may be unfinished."""
     for tag, section in used_entries(config).items():
         key = f"custom_envs.{tag}"
-        if not checks.broken(key):
-            check_entry(key, section, checks)
-
-
-def check_entry(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    check_proxy(key, section, checks)
-    check_manager(key, section, checks)
-    check_door(key, section, checks)
-    check_tool_wrapper(key, section, checks)
-    check_texts(key, section, checks)
-    if section.use_thread_lock and section.max_env_step_concurrent > 1:
-        checks.note(f"{key}.max_env_step_concurrent", "has no effect with use_thread_lock: true: one call at a time")
+        if checks.broken(key):
+            continue
+        check_proxy(key, section, checks)
+        check_manager(key, section, checks)
+        check_player(key, section, checks)
+        check_tool_wrapper(key, section, checks)
+        check_texts(key, section, checks)
+        if section.use_thread_lock and section.max_env_step_concurrent > 1:
+            text = "has no effect with use_thread_lock: true: one call at a time"
+            checks.note(f"{key}.max_env_step_concurrent", text)
 
 
 def check_proxy(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    """Keys of ROLL's files for agents behind its proxy: its runner of environments needs none here."""
+    """Keys of ROLL's files for agents behind its proxy; its runner of environments is not needed here."""
     runner = (section.agent_runner_cls or GEM_RUNNER).rpartition(".")[2]
     if runner != GEM_RUNNER:
         rule = "drives an agent behind ROLL's proxy; command (a program) or agent (a coroutine) is the way here"
@@ -85,7 +81,7 @@ def check_proxy(key: str, section: CustomEnvConfig, checks: Checks) -> None:
 
 
 def check_manager(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    """``env_manager_cls`` is one whose meaning is known."""
+    """``env_manager_cls`` is a class of ROLL that is known here."""
     path = section.env_manager_cls
     if path is None:
         return
@@ -98,8 +94,8 @@ def check_manager(key: str, section: CustomEnvConfig, checks: Checks) -> None:
         checks.note(f"{key}.env_manager_cls", "context and samples, where they are written, decide")
 
 
-def check_door(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    """Either an environment or one kind of agent, with what it needs."""
+def check_player(key: str, section: CustomEnvConfig, checks: Checks) -> None:
+    """An entry has either an environment or an agent."""
     agent, _ = agent_of(section)
     if agent is None and section.env_type is None:
         rule = "is needed: which environment is played (roll env list); or agent, tools or command"
@@ -108,8 +104,8 @@ def check_door(key: str, section: CustomEnvConfig, checks: Checks) -> None:
         rule = "goes without agent, tools and command: an agent is given its task by data_args or by its own code"
         also = "; tool_wrapper puts tools around an environment" if agent == "tools" else ""
         checks.add(f"{key}.env_type", section.env_type, rule + also, "~")
-    elif section.env_type in ELSEWHERE:
-        rule = f"is not part of this package: {ELSEWHERE[section.env_type]}"
+    elif section.env_type in EXTERNAL_ENVIRONMENTS:
+        rule = f"is not part of this package: {EXTERNAL_ENVIRONMENTS[section.env_type]}"
         remedy = "the dotted path of a class of your own (docs/environments.md), or openenv:URL"
         checks.add(f"{key}.env_type", section.env_type, rule, remedy)
     if agent is not None:
@@ -121,7 +117,7 @@ def check_door(key: str, section: CustomEnvConfig, checks: Checks) -> None:
 
 
 def check_agent_keys(key: str, agent: str, section: CustomEnvConfig, checks: Checks) -> None:
-    """Short keys and the long ones agree, and an agent that needs a question has some."""
+    """Short keys and ``agent_config`` agree, and an agent that needs questions has a data set."""
     for name, wanted in (("tools", "tools"), ("command", "black_box")):
         if getattr(section, name) and agent != wanted:
             rule = f"is short for agent: {wanted}, and agent is {agent}: keep one of them"
@@ -131,10 +127,12 @@ def check_agent_keys(key: str, agent: str, section: CustomEnvConfig, checks: Che
             rule = f"is set by agent_config.{name}, too: keep one of them"
             checks.add(f"{key}.{name}", getattr(section, name), rule)
     if agent in ("tools", "repository", "verl") and section.data_args is None and section.env_type is None:
-        columns = {"tools": "messages, prompt or question", "verl": "prompt"}.get(
-            agent, "issue, with files, tests and imports"
-        )
-        rule = f"is needed by agent: {agent}: the questions, in a column {columns}"
+        columns = {
+            "tools": "messages, prompt or question",
+            "verl": "prompt",
+            "repository": "issue, with files, tests and imports",
+        }
+        rule = f"is needed by agent: {agent}: the questions, in a column {columns[agent]}"
         checks.missing(f"{key}.data_args.file_name", rule, "[data/train.jsonl]")
     for name in ("context", "history_length", "env_config", "use_thread_lock", "max_env_step_concurrent"):
         if checks.written(f"{key}.{name}"):
@@ -142,7 +140,7 @@ def check_agent_keys(key: str, agent: str, section: CustomEnvConfig, checks: Che
 
 
 def check_tool_wrapper(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    """Tools around an environment, with what they need."""
+    """Tools are around an environment, and there is one."""
     wrapper, path = section.tool_wrapper, f"{key}.tool_wrapper"
     if wrapper is None:
         return
@@ -157,7 +155,7 @@ def check_tool_wrapper(key: str, section: CustomEnvConfig, checks: Checks) -> No
 
 
 def check_texts(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    """The texts of a turn name what there is in its context."""
+    """The texts of a turn use the names that its context has."""
     if agent_of(section)[0] is not None:
         return
     context, whole = played_as(section).context, section.agent_template is not None
@@ -174,14 +172,14 @@ def check_texts(key: str, section: CustomEnvConfig, checks: Checks) -> None:
 
 
 def check_text(path: str, text: str, context: str, whole: bool, checks: Checks) -> None:
-    """A format string of names that its context has; ``whole``: one of them shows the environment."""
+    """A text is a format string of the names of its context; ``whole``: it should show an observation."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
     except ValueError as error:
         rule = f"is not a format string: {error}; a brace that is meant as such is written twice"
         checks.add(path, text, rule, "'{observation}'")
         return
-    known = FIELDS[context]
+    known = TEMPLATE_FIELDS[context]
     for name in names:
         if name not in known:
             near = closest(name, known)

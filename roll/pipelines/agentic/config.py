@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from roll.agents.agent_options import AGENTS, Context, ToolWrapperArguments
+from roll.agents.tool_calls import TOOL_FORMATS
 from roll.config.algorithm import estimator, estimators
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.policy import PolicyRunConfig
@@ -15,9 +17,9 @@ from roll.config.run import OlderRLVRKeys
 
 NORMALIZATIONS = ("identity", "mean", "mean_std", "asym_clip")
 GROUPINGS = ("batch", "tags", "traj_group_id")
-AGENTS = ("tools", "black_box", "repository", "verl")
-TOOL_CALL_FORMATS = ("hermes", "qwen_xml", "glm", "mistral", "deepseek", "llama3", "gpt_oss")
 TOOL_IDS = ("python_code", "search", "mcp")
+Samples = Literal["trajectory", "step"]
+"""A row of the batch: a whole conversation, or one model call with its prompt."""
 
 
 @dataclass(frozen=True)
@@ -94,18 +96,6 @@ class ToolArgumentsConfig:
 
 
 @dataclass(frozen=True)
-class ToolWrapperArguments:
-    """``custom_envs.<tag>.tool_wrapper.wrapper_args``."""
-
-    tool_reward: float = 0.0
-    """Added for every response that calls a tool."""
-    tool_success_reward: float = 0.0
-    """Added once at the end of an episode that succeeds and has used a tool."""
-    max_tool_uses: int = setting(10, ge=0)
-    """Calls of an episode; further ones are actions of the environment."""
-
-
-@dataclass(frozen=True)
 class ToolWrapperConfig:
     """``custom_envs.<tag>.tool_wrapper``: tools whose calls stand in the text of a response, around an environment."""
 
@@ -140,7 +130,7 @@ class CustomEnvConfig:
     """Short for ``agent_config.verifier``: the reward of an answer, by ``worker_cls`` (a reward's name or dotted path),
     ``reward_kwargs`` and ``answer_key``, or by a ``command``. Of an environment: a reward of whole episodes, which is
     added to what the environment pays; ``scores`` (``answer``, ``episode``, ``solution``) says what is shown to it."""
-    tool_format: str | None = setting(None, choices=TOOL_CALL_FORMATS)
+    tool_format: str | None = setting(None, choices=tuple(TOOL_FORMATS))
     """Format of the model's tool calls; null: that of its chat template."""
     env_manager_cls: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
     """Of ROLL's files: a class path that says what ``context`` and ``samples`` say here."""
@@ -160,12 +150,12 @@ class CustomEnvConfig:
     """One call of ``reset`` or ``step`` at a time in a process, as ``max_env_step_concurrent: 1``."""
     max_env_step_concurrent: int = setting(0, ge=0)
     """Most calls of ``reset`` and ``step`` at a time in a process, for this tag; 0: no limit."""
-    context: Literal["append", "observation", "last", "own", "response"] | None = None
+    context: Context | None = None
     """Contents of a prompt: ``append``: everything so far; ``observation``: the current observation and the last turns,
     in ``agent_template``; ``last``: the last turns as messages; ``own``: the messages that the environment
     returns; ``response``: everything so far, observations raw within the one message that the policy writes. null: as
     ``env_manager_cls`` says, else ``append``."""
-    samples: Literal["trajectory", "step"] | None = None
+    samples: Samples | None = None
     """A row of the batch: a whole conversation (``trajectory``), or one model call with its prompt (``step``).
     null: as ``env_manager_cls`` says, else ``trajectory`` with ``context: append`` and ``response``, ``step`` with the
     others."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from roll.agents.agent_options import ToolWrapperArguments
 from roll.config.checks.base import Checks
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
@@ -31,7 +32,6 @@ from roll.pipelines.agentic.config import (
     LLMProxyConfig,
     RewardNormalizationConfig,
     ToolArgumentsConfig,
-    ToolWrapperArguments,
     ToolWrapperConfig,
 )
 from roll.pipelines.agentic.plan import REWARD, AgenticPlan, agentic_facts, batch_facts, model_roles, plan_agentic

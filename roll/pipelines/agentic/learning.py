@@ -1,8 +1,8 @@
-"""Learning from episodes: rewards on turns, statistics over trajectories, advantages back on the rows that are trained.
+"""Learning from episodes: rewards of turns, statistics over trajectories, and advantages of the rows that are trained.
 
 The rows of a batch (:mod:`roll.rollout.episode_batch`) are laid out as trajectories, each with all its sampled tokens
-in order of time (:class:`~roll.algorithms.turns.TrajectoryLayout`).  On those everything between scores and update is
-what it is for single responses: normalisation, estimators, masks, weights, controllers, metrics.
+in order of time (:class:`~roll.algorithms.turns.TrajectoryLayout`). Everything between scores and update then works as
+it does for single responses: normalisation, estimators, masks, weights, controllers, metrics.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ LENGTHS_OF_ROWS = ("token/prompt_length", "token/total_length")
 class EpisodeAdvantageComputer(AdvantageComputer):
     """Everything between the rewards of episodes and the update.
 
-    Each role has baselines of its own.  ``running`` moments are kept by tag and role.
+    Each role has its own baselines. ``running`` moments are kept by tag and role.
 
     Args:
-        max_tokens: sampled tokens of a trajectory, which the over-long punishment ends at.
-        by_tag: rewards are normalised within their tag (``reward_normalization.grouping: tags``).
+        max_tokens: most sampled tokens of a trajectory, at which the over-long penalty reaches its maximum.
+        by_tag: normalise rewards within their tag (``reward_normalization.grouping: tags``).
     """
 
     def __init__(
@@ -65,25 +65,25 @@ class EpisodeAdvantageComputer(AdvantageComputer):
         )
 
     def __call__(self, batch: DataProto) -> Metrics:
-        """As of :class:`AdvantageComputer`, and ``sequence_tokens`` int64 (B,): tokens of the loss in all rows of a
-        row's trajectory."""
+        """Add the columns of :class:`AdvantageComputer`, and ``sequence_tokens`` int64 (B,): the number of tokens in
+        the loss over all rows of a row's trajectory."""
         tensors = batch.batch
         layout = TrajectoryLayout.of(tensors["response_mask"], tensors["trajectory_ids"], tensors["turn_ids"])
         trajectories = as_trajectories(batch, layout)
         metrics = super().__call__(trajectories)
-        made = trajectories.batch
+        columns, index = trajectories.batch, layout.trajectories.index
         for name in PER_TOKEN:
-            if name in made:
-                tensors[name] = layout.unpack(made[name])
+            if name in columns:
+                tensors[name] = layout.unpack(columns[name])
         for name in PER_TRAJECTORY:
-            if name in made:
-                tensors[name] = made[name][layout.trajectories.index]
-        tensors["sequence_tokens"] = made["loss_mask"].sum(-1)[layout.trajectories.index]
+            if name in columns:
+                tensors[name] = columns[name][index]
+        tensors["sequence_tokens"] = columns["loss_mask"].sum(-1)[index]
         of_trajectories = {name: metric for name, metric in metrics.items() if not name.startswith(LENGTHS_OF_ROWS)}
         return of_trajectories | row_metrics(batch, layout) | role_metrics(trajectories)
 
     def normalised(self, batch: DataProto, shaped: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-        """Rewards (T,), those of each role (and tag) by moments of their own; ``reward_divisors`` is added."""
+        """Rewards (T,), normalised by moments of each role (and tag); adds ``reward_divisors``."""
         divisors = torch.ones_like(shaped, dtype=torch.float64)
         batch.batch["reward_divisors"] = divisors
         if self._traits.normalises_steps:
@@ -91,8 +91,8 @@ class EpisodeAdvantageComputer(AdvantageComputer):
         return self._by_part(batch, shaped, batch.batch["group_ids"], torch.arange(len(shaped)), divisors)
 
     def placed(self, batch: DataProto, rewards: torch.Tensor) -> torch.Tensor:
-        """On their turns, where the estimator takes them so: those of the environment divided as the whole was, what
-        the mean, the clip and the length take off on the last token."""
+        """Rewards on the tokens of their turns, where the estimator works with turns: those of the environment scaled
+        as their sum was, and what mean, clip and length subtract on the last token."""
         if not self._traits.rewards_turns:
             return rewards
         tensors = batch.batch
@@ -110,8 +110,8 @@ class EpisodeAdvantageComputer(AdvantageComputer):
         return more
 
     def _step_returns(self, batch: DataProto, rewards: torch.Tensor) -> torch.Tensor:
-        """float32 (T, W): the discounted return from the turn of each token on, normalised where the estimator asks for
-        that; divergence and length cost their tokens what they cost in ``rewards``."""
+        """Discounted returns float32 (T, W) from the turn of each token on, normalised where the estimator demands it;
+        penalties for divergence and length are those in ``rewards``."""
         tensors = batch.batch
         mask = tensors["response_mask"]
         turns = Turns.of(mask, tensors["turn_ids"])
@@ -133,7 +133,7 @@ class EpisodeAdvantageComputer(AdvantageComputer):
         rows: torch.Tensor,
         divisors: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Metrics]:
-        """``values`` (N,), which belong to the trajectories ``rows``, normalised role by role (and tag by tag)."""
+        """``values`` (N,) of the trajectories ``rows``, normalised within each role (and tag)."""
         tags = batch.non_tensor_batch["domain"] if self._by_tag else np.full(len(batch), "", dtype=object)
         names = np.array([f"{tag}/{role}" for tag, role in zip(tags, batch.non_tensor_batch["role"], strict=True)])
         of_value = names[rows.numpy()]
@@ -151,9 +151,9 @@ class EpisodeAdvantageComputer(AdvantageComputer):
 
 
 def as_trajectories(batch: DataProto, layout: TrajectoryLayout) -> DataProto:
-    """One row a trajectory: the columns (T, W) that advantages are made from, and those of its first row (T,).
+    """One row per trajectory: the columns (T, W) that advantages are computed from, and those of its first row (T,).
 
-    Groups are those of the same role: what others have earned is no baseline.
+    Groups are split by role: rewards of other roles are no baseline.
     """
     tensors, first = batch.batch, layout.first_rows
     objects = {name: batch.non_tensor_batch[name][first.numpy()] for name in ("domain", "finish_reason", "role")}
@@ -174,7 +174,7 @@ def as_trajectories(batch: DataProto, layout: TrajectoryLayout) -> DataProto:
 
 
 def row_metrics(batch: DataProto, layout: TrajectoryLayout) -> Metrics:
-    """Lengths of the rows that a model computes, rows and turns of a trajectory."""
+    """Lengths of the rows that the model processes, and numbers of rows and turns of trajectories."""
     tensors, metrics = batch.batch, MetricBuilder()
     mask, total = tensors["response_mask"], tensors["attention_mask"].sum(-1)
     first = torch.where(mask.any(-1), mask.int().argmax(-1), total)
@@ -188,7 +188,7 @@ def row_metrics(batch: DataProto, layout: TrajectoryLayout) -> Metrics:
 
 
 def role_metrics(trajectories: DataProto) -> Metrics:
-    """Raw rewards by role, where there are several."""
+    """Raw rewards by role, where agents have roles."""
     roles, scores = trajectories.non_tensor_batch["role"], trajectories.batch["scores"]
     metrics, scored = MetricBuilder(), ~scores.isnan()
     for role in sorted({role for role in roles if role}):

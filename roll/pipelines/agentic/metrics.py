@@ -1,4 +1,4 @@
-"""Numbers and tables of episodes: success by task, what became of them, where their time went, every turn as text."""
+"""Metrics and tables of episodes: success by task, outcomes, shares of time, and every turn as text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from roll.agents.chat_ids import ChatTemplate
+from roll.agents.conversation import Call
 from roll.agents.episode import Episode, EpisodeGroup
 from roll.agents.images import content_text
 from roll.pipelines.files import write_images
@@ -18,7 +19,7 @@ from roll.protocol.metrics import Max, Mean, Metrics, Min
 
 
 def episode_metrics(groups: Sequence[EpisodeGroup], prefix: str = "") -> Metrics:
-    """Of all episodes and by tag: rollout, episode, env, turn, agent, shares of time."""
+    """Metrics of all episodes and by tag: rollout, episode, env, turn, agent, shares of time."""
     everything = [episode for group in groups for episode in group.episodes]
     metrics = _rollout(everything) | _outcomes(everything, "episode") | _tokens(everything) | _times(everything)
     by_tag: dict[str, list[Episode]] = defaultdict(list)
@@ -34,14 +35,13 @@ def episode_metrics(groups: Sequence[EpisodeGroup], prefix: str = "") -> Metrics
 
 def validation_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     """``val/score/*`` over groups, and by tag ``val/<tag>/success``, ``val/<tag>/score/mean`` and so forth."""
-    metrics = _validated(groups, "val/")
-    tags = dict.fromkeys(group.task.tag for group in groups)
-    for tag in tags:
-        metrics |= _validated([group for group in groups if group.task.tag == tag], f"val/{tag}/")
+    metrics = _scores(groups, "val/")
+    for tag in dict.fromkeys(group.task.tag for group in groups):
+        metrics |= _scores([group for group in groups if group.task.tag == tag], f"val/{tag}/")
     return metrics
 
 
-def _validated(groups: Sequence[EpisodeGroup], prefix: str) -> dict[str, float]:
+def _scores(groups: Sequence[EpisodeGroup], prefix: str) -> dict[str, float]:
     episodes = [episode for group in groups for episode in group.episodes]
     scores = [group.mean_score() for group in groups]
     known = [score for score in scores if not np.isnan(score)] or [float("nan")]
@@ -90,8 +90,8 @@ def _outcomes(episodes: Sequence[Episode], prefix: str) -> Metrics:
 
 
 def _environment(episodes: Sequence[Episode], prefix: str) -> Metrics:
-    """Metrics of environments as means over turns, numbers of whole episodes as means over those that have them, and
-    success under the name that ROLL's dashboards have."""
+    """Metrics of environments as means over turns, numbers of whole episodes as means over the episodes that have them,
+    and success under the name that ROLL's dashboards use."""
     numbers: dict[str, list[float]] = defaultdict(list)
     for episode in episodes:
         for name, value in episode.metrics.items():
@@ -130,8 +130,8 @@ def _times(episodes: Sequence[Episode]) -> Metrics:
 
 
 def token_checks(batch: DataProto, groups: Sequence[EpisodeGroup]) -> Metrics:
-    """Compare what is trained with what the engines sampled: trained tokens with another id
-    (``agent/retokenized_tokens``), sampled tokens of the trained episodes that are trained not once
+    """Compare the trained tokens with those that the engines sampled: trained tokens with another id
+    (``agent/retokenized_tokens``), sampled tokens that are not trained exactly once
     (``agent/trained_once_violations``); both are 0 unless something is wrong."""
     tensors = batch.batch
     mask, ids = tensors["response_mask"].numpy(), tensors["input_ids"].numpy()
@@ -163,8 +163,8 @@ def token_checks(batch: DataProto, groups: Sequence[EpisodeGroup]) -> Metrics:
 
 
 def episode_table(groups: Sequence[EpisodeGroup], templates: dict[str, ChatTemplate]) -> list[dict[str, Any]]:
-    """One row an episode, with every turn: the messages that were new, ids of prompt and response, the response's text,
-    reward, versions."""
+    """One row per episode, with every turn: new messages, ids of prompt and response, the response's text, reward,
+    versions."""
     return [
         {
             "group": group.order,
@@ -172,7 +172,7 @@ def episode_table(groups: Sequence[EpisodeGroup], templates: dict[str, ChatTempl
             "tag": group.task.tag,
             "seed": group.task.seed,
             "prompt_id": f"{group.order}",
-            "prompt": _asked(episode),
+            "prompt": _first_prompt(episode),
             "response": "\n".join(templates[group.task.tag].decode(call.response_ids) for call in episode.calls),
             "score": episode.reward,
             "success": episode.success,
@@ -192,7 +192,7 @@ def episode_table(groups: Sequence[EpisodeGroup], templates: dict[str, ChatTempl
     ]
 
 
-def _asked(episode: Episode) -> str:
+def _first_prompt(episode: Episode) -> str:
     calls = episode.calls
     return "\n".join(content_text(message.get("content", "")) for message in calls[0].messages) if calls else ""
 
@@ -200,7 +200,7 @@ def _asked(episode: Episode) -> str:
 def dumped_episodes(
     groups: Sequence[EpisodeGroup], templates: dict[str, ChatTemplate], dump_dir: Path | None
 ) -> list[dict[str, Any]]:
-    """:func:`episode_table`; where samples are dumped, the images of observations go alongside."""
+    """:func:`episode_table`; where samples are dumped, the images of observations are written as well."""
     if dump_dir is not None:
         episodes = (episode for group in groups for episode in group.episodes)
         write_images(dump_dir / "images", (image for one in episodes for call in one.calls for image in call.images))
@@ -208,15 +208,15 @@ def dumped_episodes(
 
 
 def images_of(episode: Episode) -> dict[str, Any]:
-    """Names of the files of an episode's images, in the order in which they were shown; nothing without images."""
+    """File names of an episode's images, in the order in which they were shown; nothing without images."""
     names = [image.file_name for call in episode.calls for image in call.images]
     return {"images": list(dict.fromkeys(names))} if names else {}
 
 
-def _turn(call: Any, template: ChatTemplate) -> dict[str, Any]:
+def _turn(call: Call, template: ChatTemplate) -> dict[str, Any]:
     return {
         "parent": call.parent,
-        "role": getattr(call, "role", ""),
+        "role": call.role,
         "prompt": template.decode(call.new_ids),
         "response": template.decode(call.response_ids),
         "prompt_ids": list(call.new_ids),

@@ -1,5 +1,5 @@
-"""The plan of an agentic run: which environments are played how, the sentences of ``roll check``, and how all of it is
-derived. Assumes that the checks have passed or reports nothing itself."""
+"""The plan of an agentic run: how each environment is played, and the sentences of ``roll check``. Reports no mistakes
+itself; the checks do."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import ceil
-from typing import Any, Literal
+from typing import Any
 
-from roll.agents.agent_options import asks_the_run
+from roll.agents.agent_options import Context, asks_the_run
 from roll.config.model_files import model_number
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.plan import RunAhead
@@ -21,7 +21,7 @@ from roll.config.rewards import judge_length
 from roll.config.roles import GeneratingArguments, WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import generation_strategies, with_engine_size
-from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, EnvManagerConfig
+from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, EnvManagerConfig, Samples
 from roll.pipelines.policy import (
     PolicyPlan,
     policy_plan,
@@ -35,13 +35,10 @@ from roll.pipelines.teachers import finished_teacher
 REWARD = "reward"
 """The role that judges episodes."""
 
-Context = Literal["append", "observation", "last", "own", "response"]
-Samples = Literal["trajectory", "step"]
-
 
 @dataclass(frozen=True)
 class EntryPlan:
-    """An entry of ``custom_envs``, as it is played."""
+    """An entry of ``custom_envs`` with its settings resolved."""
 
     tag: str
     section: CustomEnvConfig
@@ -54,9 +51,9 @@ class EntryPlan:
     new_tokens: int
     """Most tokens of a response."""
     seconds: float | None
-    """Of a whole episode."""
+    """Duration of a whole episode; None: unlimited."""
     agent: str | None
-    """Who works on the task in place of an environment; None: the section's environment is played."""
+    """Agent that works on the task; None: the section's environment is played."""
     agent_config: dict[str, Any]
     """Arguments of the agent."""
     concurrent: int | None
@@ -64,7 +61,7 @@ class EntryPlan:
 
     @property
     def most_rows(self) -> int:
-        """Rows of an episode; conversations that branch leave more."""
+        """Rows of an episode whose conversation does not branch."""
         return self.turns if self.samples == "step" else 1
 
 
@@ -74,12 +71,12 @@ class ManagerPlan:
 
     section: EnvManagerConfig
     groups_by_tag: dict[str, int]
-    """Groups of each tag among ``num_groups``."""
+    """Number of groups of each tag that are played at a time."""
     group_size: int
     redundancy: int
-    """Further episodes of a group, of which the last to end are dropped."""
+    """Additional episodes of a group; the last ones to end are dropped."""
     episodes: int
-    """Of one step, or one validation."""
+    """Episodes of one step, or one validation."""
     generating_args: GeneratingArguments
 
     @property
@@ -94,7 +91,7 @@ class ManagerPlan:
 
     @property
     def groups(self) -> int:
-        """Of one step, or one validation."""
+        """Groups of one step, or one validation."""
         return self.episodes // self.group_size
 
     @property
@@ -113,7 +110,7 @@ class AgenticPlan(PolicyPlan):
     train: ManagerPlan
     validation: ManagerPlan | None
     normalizes_by_tag: bool
-    """Rewards of each environment are normalised apart, as ``grouping: tags`` has it."""
+    """Rewards are normalised separately for each environment (``grouping: tags``)."""
 
     @property
     def max_sequence_length(self) -> int:
@@ -129,7 +126,7 @@ class AgenticPlan(PolicyPlan):
 
 
 def agentic_facts(plan: AgenticPlan) -> list[tuple[str, str]]:
-    """Label and sentence of what only this pipeline has."""
+    """Labels and sentences that only this pipeline has."""
     facts = [("episodes", _played(plan, plan.train, "step"))]
     if plan.validation is not None and plan.eval_steps:
         facts.append(("validation", _played(plan, plan.validation, "validation")))
@@ -154,7 +151,7 @@ def _played(plan: AgenticPlan, manager: ManagerPlan, of: str) -> str:
 
 
 def _most_new_tokens(entry: EntryPlan, sequence_length: int) -> int:
-    """Tokens that an episode can sample: its limits times its turns, within one conversation where all is kept."""
+    """Most tokens that an episode can sample: those of its turns, or of one conversation where everything is kept."""
     most = entry.turns * entry.new_tokens
     return min(most, sequence_length) if entry.context == "append" else most
 
@@ -168,7 +165,7 @@ def _entry(entry: EntryPlan, sequence_length: int) -> str:
 
 
 def batch_facts(plan: AgenticPlan) -> list[tuple[str, str]]:
-    """Episodes divide into optimizer steps; the rows that they leave are what they are."""
+    """Sentences about optimizer steps, which are counted in episodes; their rows may be of any number."""
     rows = f"{count(plan.train.episodes, 'episode')}, at most {count(plan.most_rows, 'row')}"
     return [
         ("batch" if name == "actor_train" else name, f"{rows}; {training.sentence()} (by episodes)")
@@ -189,7 +186,7 @@ def run_ahead_sentence(plan: AgenticPlan) -> str:
 
 @dataclass(frozen=True)
 class PlayedAs:
-    """Settings that an ``env_manager_cls`` of ROLL stands for."""
+    """Settings that an ``env_manager_cls`` of ROLL implies."""
 
     context: Context
     samples: Samples
@@ -220,7 +217,7 @@ def played_as(section: CustomEnvConfig) -> PlayedAs:
 
 
 def agent_of(section: CustomEnvConfig) -> tuple[str | None, dict[str, Any]]:
-    """The agent of an entry, None for an environment, and its options with the short keys put in their place."""
+    """The agent of an entry (None: an environment), and its options with the short keys merged in."""
     options = dict(section.agent_config)
     command = section.command
     if section.tools:
@@ -234,7 +231,7 @@ def agent_of(section: CustomEnvConfig) -> tuple[str | None, dict[str, Any]]:
 
 
 def partition(section: EnvManagerConfig) -> dict[str, int]:
-    """Groups of each tag: as written, else equal shares, the first tags one more where they do not divide."""
+    """Groups of each tag: as written, else equal shares, with the remainder going to the first tags."""
     if section.num_groups_partition:
         return dict(zip(section.tags, section.num_groups_partition, strict=True))
     share, rest = divmod(section.num_env_groups, max(1, len(section.tags)))
@@ -262,7 +259,7 @@ def training_sampling(config: AgenticConfig, written: Written) -> GeneratingArgu
 
 
 def validation_sampling(config: AgenticConfig, written: Written) -> GeneratingArguments:
-    """Those of ``val_env_manager``; keys that it leaves out are as in training."""
+    """Sampling of validation: that of ``val_env_manager``, with training's for keys that it leaves out."""
     assert config.val_env_manager is not None
     base, own = training_sampling(config, written), config.val_env_manager.generating_args
     names = [item.name for item in fields(GeneratingArguments)]
@@ -290,7 +287,7 @@ def entry_plan(config: AgenticConfig, tag: str, most_new_tokens: int | None) -> 
 
 
 def norm_types(config: AgenticConfig) -> tuple[str | None, str | None]:
-    """``norm_mean_type`` and ``norm_std_type`` of the rewards: as ``reward_normalization`` says, where it is there."""
+    """``norm_mean_type`` and ``norm_std_type`` of the rewards, from ``reward_normalization`` where it is set."""
     section = config.reward_normalization
     if section is None:
         return config.norm_mean_type, config.norm_std_type
@@ -317,12 +314,12 @@ def judged_entries(config: AgenticConfig) -> list[str]:
 
 def verifier_of(section: CustomEnvConfig) -> dict[str, Any]:
     """The section ``verifier`` of an entry, wherever it is written; empty without one."""
-    given = section.verifier or agent_of(section)[1].get("verifier")
-    return given if isinstance(given, dict) else {}
+    verifier = section.verifier or agent_of(section)[1].get("verifier")
+    return verifier if isinstance(verifier, dict) else {}
 
 
 def finished(config: AgenticConfig, name: str, section: WorkerConfig) -> WorkerConfig:
-    """The section of a role as its workers get it; engines have room for the longest conversation."""
+    """The section of a role as its workers get it, with engines that have room for the longest conversation."""
     if name == REWARD:
         positions = model_number(section.model_args.model_name_or_path, "max_position_embeddings")
         return own_weights(with_cache_length(section, judge_length(config.sequence_length, positions)))

@@ -1,32 +1,34 @@
-"""From the entries of ``custom_envs`` to agents at work, and from tags and data sets to tasks."""
+"""Builds the agents of the entries of ``custom_envs``, and draws their tasks from seeds and data sets."""
 
 from __future__ import annotations
 
 import logging
 import os
 import random
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from roll.agents.agent_options import uses_tools
 from roll.agents.chat_ids import check_template
-from roll.agents.doors import make_agent, make_verifier
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Agent, Limits, Task
-from roll.agents.text_tools import TextTools, WrapperOptions, text_tool
+from roll.agents.images import ChatImages
+from roll.agents.registry import make_agent, make_verifier
+from roll.agents.text_tools import TextTools, text_tool
 from roll.agents.tool_calls import detect_format
 from roll.agents.verifiers import ScoredAgent
-from roll.config.roles import DataArguments
+from roll.datasets.images import ImageReader
 from roll.datasets.reading import read_rows
 from roll.datasets.types import DataError
-from roll.environments.base import Environment
+from roll.datasets.vision_model import VisionModel
+from roll.environments.base import Environment, resolved
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.environments.registry import is_instant, make_environment
-from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig, ToolWrapperConfig
+from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
 from roll.pipelines.agentic.plan import AgenticPlan, EntryPlan, ManagerPlan
-from roll.pipelines.agentic.templates import chat_template, policy_images
+from roll.pipelines.agentic.preflight import chat_template
 from roll.rollout.episodes import Player
 from roll.rollout.flow import sampling_params
 
@@ -45,16 +47,16 @@ def build_players(
     agents: dict[str, Any],
     judge: Mapping[str, str] | None = None,
 ) -> dict[str, Player]:
-    """One for every tag of ``manager``.
+    """Build a player for every tag of ``manager``.
 
     Args:
-        processes: takes those that environments live in.
-        agents: of tags without an environment, and tools around environments, used again where they are there; takes
-            the others.
-        judge: where verifiers find the role ``reward``.
+        processes: collects the processes of environments, to be closed at the end.
+        agents: agents of tags without an environment, tools around environments and their verifiers, which are reused
+            if they exist; collects new ones, for :func:`close_agents`.
+        judge: address and key of the role ``reward``, for verifiers.
 
     Raises:
-        TemplateError: the chat template is none that conversations can grow with.
+        TemplateError: conversations cannot grow with the chat template.
         DataError: the policy's image processor is of an unknown kind.
     """
     params = sampling_params(manager.generating_args, plan.max_new_tokens)
@@ -68,8 +70,9 @@ def build_players(
         check_template(template, section.thinking, uses_tools(entry.agent))
         if entry.agent is None:
             name = f"tools around {tag}"
-            if section.tool_wrapper is not None and name not in agents:
-                agents[name] = text_tools(section.tool_wrapper)
+            if (wrapper := section.tool_wrapper) is not None and name not in agents:
+                tools = [text_tool(one.tool_id, one.tool_args) for one in wrapper.tool_configs]
+                agents[name] = TextTools(tools, wrapper.wrapper_args)
             agent = environment_agent(entry, manager.section, processes, agents.get(name))
             if section.verifier:
                 name = f"verifier of {tag}"
@@ -77,8 +80,10 @@ def build_players(
                     agents[name] = make_verifier(section.verifier, judge, "verifier", of_environment=True)
                 agent = ScoredAgent(agent, agents[name])
         else:
-            agent = agents[tag] if tag in agents else own_agent(entry.agent, entry, judge)
-            agents[tag] = agent
+            if tag not in agents:
+                system = section.agent_system_template or None
+                agents[tag] = make_agent(entry.agent, entry.agent_config, system, section.agent_template, judge)
+            agent = agents[tag]
         most = manager.generating_args.max_new_tokens or entry.new_tokens
         limits = Limits(entry.turns, min(entry.new_tokens, most), plan.sequence_length, entry.seconds)
         least = min(params.min_new_tokens, limits.new_tokens)
@@ -88,32 +93,37 @@ def build_players(
     return players
 
 
-def own_agent(name: str, entry: EntryPlan, judge: Mapping[str, str] | None = None) -> Agent:
-    """The agent of an entry without an environment.
+def policy_images(
+    config: AgenticConfig, model_path: str | None, tokenizer: PreTrainedTokenizerBase
+) -> ChatImages | None:
+    """The policy's view of images, with the pixel limits of ``actor_train.data_args``; None: it is a model of text.
 
     Raises:
-        AgentOptionError: there is none, or an option is wrong.
+        DataError: a vision-language model whose image processor is of another kind.
     """
-    section = entry.section
-    system = section.agent_system_template or None
-    return make_agent(name, entry.agent_config, system, section.agent_template, judge)
+    assert model_path is not None, "the policy has a model"
+    model_args = config.actor_train.model_args
+    model = ImageReader.of(
+        config.actor_train.data_args, VisionModel.load(model_path, tokenizer, model_args.trust_remote_code)
+    ).model
+    return None if model is None else ChatImages(model)
 
 
-def text_tools(wrapper: ToolWrapperConfig) -> TextTools:
-    """The tools of a section ``tool_wrapper``."""
-    given = wrapper.wrapper_args
-    tools = [text_tool(one.tool_id, one.tool_args) for one in wrapper.tool_configs]
-    return TextTools(tools, WrapperOptions(given.tool_reward, given.tool_success_reward, given.max_tool_uses))
+async def close_agents(agents: Iterable[Any]) -> None:
+    """End what agents have started: servers of tools, sandboxes, their endpoint."""
+    for agent in agents:
+        if (close := getattr(agent, "close", None)) is not None:
+            await resolved(close())
 
 
 def environment_agent(
     entry: EntryPlan, manager: EnvManagerConfig, processes: list[EnvironmentProcesses], tools: TextTools | None = None
 ) -> Agent:
-    """The agent that plays the environment of an entry.
+    """Build the agent that plays the environment of an entry.
 
     Args:
-        processes: takes what has been made, to be closed at the end.
-        tools: around the environment.
+        processes: collects the environment's processes, to be closed at the end.
+        tools: tools around the environment.
     """
     section = entry.section
     before, behind = section.pre_step_template or "", section.next_step_template or ""
@@ -132,28 +142,27 @@ def environment_agent(
     assert section.env_type is not None, "the checks ask for it"
     make: Callable[[], Environment] = partial(make_environment, section.env_type, dict(section.env_config))
     if manager.max_env_num_per_worker and not is_instant(section.env_type):
-        make_there = partial(made_with, dict(manager.system_envs), make)
-        processes.append(EnvironmentProcesses(make_there, manager.max_env_num_per_worker))
+        make_in_process = partial(make_with_variables, dict(manager.system_envs), make)
+        processes.append(EnvironmentProcesses(make_in_process, manager.max_env_num_per_worker))
         make = processes[-1].make
-    return EnvironmentAgent(entry.tag, make if tools is None else tools.maker(make), options)
+    return EnvironmentAgent(entry.tag, make if tools is None else partial(tools.around, make), options)
 
 
-def made_with(variables: Mapping[str, str], make: Callable[[], Environment]) -> Environment:
-    """An environment in a process that has these environment variables from now on."""
+def make_with_variables(variables: Mapping[str, str], make: Callable[[], Environment]) -> Environment:
+    """Set environment variables of this process, then build an environment."""
     os.environ.update(variables)
     return make()
 
 
 class TaskSource:
-    """The tasks of a manager: task ``n`` is the same in every run of a seed, whenever it is asked for.
+    """The tasks of a manager: task ``n`` is the same in every run of a seed, whenever it is drawn.
 
-    Tags come in turn, as their numbers of groups say. The rows of a data set are drawn in a new order every time that
-    they have all been used.
+    Tags take turns in proportion to their numbers of groups. The rows of a data set are shuffled in every epoch.
 
     Args:
-        name: tells the tasks of training from those of validation.
+        name: prefix of the tasks' seeds, different for training and validation.
         data: rows of data sets, by tag.
-        in_order: tags whose rows are drawn as they stand in their files (``data_args.shuffle: false``).
+        in_order: tags whose rows are not shuffled (``data_args.shuffle: false``).
     """
 
     def __init__(
@@ -189,37 +198,44 @@ class TaskSource:
         own = turn * self._shares[tag] + index
         rows = self._data.get(tag)
         if rows is None:
-            return Task(tag, _number(f"{self._name}/{tag}/{own}"))
+            return Task(tag, _seed(f"{self._name}/{tag}/{own}"))
         epoch, position = divmod(own, len(rows))
-        order = list(range(len(rows)))
         if tag not in self._in_order:
-            random.Random(f"{self._name}/{tag}/order/{epoch}").shuffle(order)
-        return Task(tag, _number(f"{self._name}/{tag}/{own}"), rows[order[position]])
+            position = _shuffled(f"{self._name}/{tag}/order/{epoch}", len(rows))[position]
+        return Task(tag, _seed(f"{self._name}/{tag}/{own}"), rows[position])
 
 
-def _number(name: str) -> int:
-    """A seed that every generator takes: 31 bits."""
+@lru_cache(maxsize=16)
+def _shuffled(name: str, count: int) -> list[int]:
+    """The numbers below ``count`` in an order drawn from ``name``."""
+    order = list(range(count))
+    random.Random(name).shuffle(order)
+    return order
+
+
+def _seed(name: str) -> int:
+    """A seed of 31 bits, which every generator takes."""
     return random.Random(name).getrandbits(31)
 
 
 def read_data(plan: AgenticPlan) -> dict[str, list[dict[str, Any]]]:
-    """The rows of the entries that have a data set, by tag.
+    """Read the rows of the entries that have a data set, by tag.
 
     Raises:
-        DataError: a file that is not there or holds no rows.
+        DataError: a file that does not exist or has no rows.
     """
-    found: dict[str, list[dict[str, Any]]] = {}
-    for tag, entry in plan.entries.items():
-        arguments: DataArguments | None = entry.section.data_args
-        if arguments is not None and arguments.file_name:
-            found[tag] = [source.row for source in read_rows(arguments.file_name, arguments.dataset_dir)]
-    return found
+    sections = {tag: entry.section.data_args for tag, entry in plan.entries.items()}
+    return {
+        tag: [source.row for source in read_rows(arguments.file_name, arguments.dataset_dir)]
+        for tag, arguments in sections.items()
+        if arguments is not None and arguments.file_name
+    }
 
 
 def fitting_rows(
     data: Mapping[str, list[dict[str, Any]]], players: Mapping[str, Player]
 ) -> dict[str, list[dict[str, Any]]]:
-    """The rows that their agents take: verl's leaves out those with long prompts (``filter_overlong_prompts``).
+    """The rows that fit their agents: verl's leaves out those with long prompts (``filter_overlong_prompts``).
 
     Raises:
         DataError: none is left.
@@ -227,8 +243,7 @@ def fitting_rows(
     kept = dict(data)
     for tag in kept.keys() & players.keys():
         player, rows = players[tag], kept[tag]
-        fits = getattr(player.agent, "fits", None)
-        if fits is None:
+        if (fits := getattr(player.agent, "fits", None)) is None:
             continue
         kept[tag] = [row for row in rows if fits(row, player.template)]
         if not kept[tag]:
@@ -240,5 +255,5 @@ def fitting_rows(
 
 def tags_in_order(plan: AgenticPlan) -> frozenset[str]:
     """Tags whose rows are not shuffled."""
-    given = ((tag, entry.section.data_args) for tag, entry in plan.entries.items())
-    return frozenset(tag for tag, arguments in given if arguments is not None and not arguments.shuffle)
+    sections = ((tag, entry.section.data_args) for tag, entry in plan.entries.items())
+    return frozenset(tag for tag, arguments in sections if arguments is not None and not arguments.shuffle)

@@ -1,79 +1,90 @@
-"""Checks by the parts of an agentic run, before anything starts: environments, filters, the chat template."""
+"""Checks that build or import parts of an agentic run before anything starts: environments, filters, templates."""
 
 from __future__ import annotations
 
 import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from roll.agents.agent_options import AgentOptionError, uses_tools
+from roll.agents.chat_ids import ChatTemplate, TemplateError, check_template
+from roll.agents.images import ChatImages
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import model_config, model_folder
+from roll.config.names import TEMPLATE_ENDINGS
 from roll.config.pipelines import find_own_modules
+from roll.config.plan.plan import RolePlan
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.environments.registry import EnvironmentOptionError, check_environment_options
-from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, ToolWrapperConfig
-from roll.pipelines.agentic.plan import AgenticPlan, agent_of, used_entries
+from roll.pipelines.agentic.config import AgenticConfig, ToolWrapperConfig
+from roll.pipelines.agentic.plan import AgenticPlan, agent_of, managers, used_entries
 from roll.pipelines.policy_checks import build_own_filter, policy_functions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class OwnGroupFilter(Protocol):
-    """``group_filter_cls``: an object of a class of the user's own, built without arguments."""
+    """``group_filter_cls``: an object of a user's class, built without arguments."""
 
     def filter(self, group_id: str, episode_id: int, group: Sequence[Any]) -> bool:
-        """Drop the group; ``group`` holds its :class:`~roll.agents.episode.Episode` objects."""
+        """Return true to drop the group; ``group`` holds its :class:`~roll.agents.episode.Episode` objects."""
         ...
 
 
 def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
-    """Each environment that is played exists and has the options that its section gives.
+    """The environments and agents that are played exist and have the options that their sections set.
 
     Raises:
-        ConfigError: every one that does not.
+        ConfigError: with every problem.
     """
     find_own_modules()
     problems: list[Problem] = []
     for tag, section in used_entries(loaded.config).items():
+        key = f"custom_envs.{tag}"
         agent, options = agent_of(section)
         if agent is not None:
-            problems += agent_problems(f"custom_envs.{tag}", agent, options, loaded)
+            problems += agent_problems(key, agent, options)
         elif section.verifier:
-            problems += verifier_problems(f"custom_envs.{tag}.verifier", section.verifier, loaded)
+            problems += verifier_problems(f"{key}.verifier", section.verifier)
         if section.env_type is None:
             continue
-        problems += wrapper_problems(f"custom_envs.{tag}.tool_wrapper", section.tool_wrapper, loaded)
-        problems += sight_problems(tag, section, loaded)
+        problems += wrapper_problems(f"{key}.tool_wrapper", section.tool_wrapper)
+        problems += vision_problems(f"{key}.env_config", section.env_config, policy_of(loaded).model_path)
         try:
             check_environment_options(section.env_type, section.env_config)
         except EnvironmentOptionError as error:
-            problems.append(_problem(f"custom_envs.{tag}", section.env_type, section.env_config, error, loaded))
+            problems.append(_environment_problem(key, section.env_type, section.env_config, error))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([replace(problem, source=shown(loaded.source)) for problem in problems])
 
 
-def sight_problems(tag: str, section: CustomEnvConfig, loaded: LoadedConfig[AgenticConfig]) -> Iterator[Problem]:
-    """An environment that shows pictures to a policy that is a model of text."""
+def policy_of(loaded: LoadedConfig[AgenticConfig]) -> RolePlan:
+    """The role whose model is the policy."""
     assert isinstance(loaded.plan, AgenticPlan)
-    role = loaded.plan.roles.get("actor_train") or loaded.plan.roles["actor_infer"]
-    config = model_config(role.model_path)
+    return loaded.plan.roles.get("actor_train") or loaded.plan.roles["actor_infer"]
+
+
+def vision_problems(key: str, env_config: dict[str, Any], model_path: str | None) -> Iterator[Problem]:
+    """Problems of an environment that shows pictures to a policy that is a text model."""
+    config = model_config(model_path)
     if config is None or "vision_config" in config:
         return
     for option, value in (("render_mode", "rgb_array"), ("pictures", True)):
-        if section.env_config.get(option) == value:
-            rule = f"shows pictures, and {role.model_path} is a model of text; a vision-language model sees them"
-            yield Problem(f"custom_envs.{tag}.env_config.{option}", value, rule, source=shown(loaded.source))
+        if env_config.get(option) == value:
+            rule = f"shows pictures, and {model_path} is a model of text; a vision-language model sees them"
+            yield Problem(f"{key}.{option}", value, rule)
 
 
-def agent_problems(
-    key: str, agent: str, options: dict[str, Any], loaded: LoadedConfig[AgenticConfig]
-) -> Iterator[Problem]:
+def agent_problems(key: str, agent: str, options: dict[str, Any]) -> Iterator[Problem]:
     """Problems of an agent and its options."""
-    from roll.agents.agent_options import AgentOptionError
-    from roll.agents.doors import check_agent
+    from roll.agents.registry import check_agent
 
     try:
         check_agent(agent, options)
@@ -81,25 +92,22 @@ def agent_problems(
         name, colon, rule = str(error).partition(": ")
         if not colon or " " in name:
             name, rule = "agent", str(error)
-        yield Problem(f"{key}.{name}", None, rule, source=shown(loaded.source), has_value=False)
+        yield Problem(f"{key}.{name}", None, rule, has_value=False)
 
 
-def verifier_problems(key: str, verifier: dict[str, Any], loaded: LoadedConfig[AgenticConfig]) -> Iterator[Problem]:
+def verifier_problems(key: str, verifier: dict[str, Any]) -> Iterator[Problem]:
     """Problems of an environment's verifier."""
-    from roll.agents.agent_options import AgentOptionError
-    from roll.agents.doors import make_verifier
+    from roll.agents.registry import make_verifier
 
     try:
         make_verifier(verifier, key="verifier", of_environment=True)
     except AgentOptionError as error:
         name, _, rule = str(error).partition(": ")
-        yield Problem(key + name.removeprefix("verifier"), None, rule, source=shown(loaded.source), has_value=False)
+        yield Problem(key + name.removeprefix("verifier"), None, rule, has_value=False)
 
 
-def wrapper_problems(
-    key: str, wrapper: ToolWrapperConfig | None, loaded: LoadedConfig[AgenticConfig]
-) -> Iterator[Problem]:
-    """Tools that do not exist, or lack an option."""
+def wrapper_problems(key: str, wrapper: ToolWrapperConfig | None) -> Iterator[Problem]:
+    """Problems of tools around an environment: they do not exist, or lack an option."""
     from roll.agents.text_tools import text_tool
     from roll.agents.tools import ToolError
 
@@ -107,43 +115,68 @@ def wrapper_problems(
         try:
             text_tool(tool.tool_id, tool.tool_args)
         except ToolError as error:
-            path = f"{key}.tool_configs[{index}]"
-            yield Problem(path, None, str(error), source=shown(loaded.source), has_value=False)
+            yield Problem(f"{key}.tool_configs[{index}]", None, str(error), has_value=False)
 
 
-def _problem(
-    key: str, env_type: str, env_config: dict[str, Any], error: EnvironmentOptionError, loaded: LoadedConfig[Any]
-) -> Problem:
-    """At the option where it is known, else at the whole of ``env_config`` where the environment exists."""
-    source, text = shown(loaded.source), str(error)
+def _environment_problem(key: str, env_type: str, env_config: dict[str, Any], error: EnvironmentOptionError) -> Problem:
+    """The problem at the option where it is known, else at ``env_config`` where the environment exists."""
+    text = str(error)
     if error.option is not None:
         rule = text.removeprefix(f"env_config.{error.option}: ")
-        return Problem(f"{key}.env_config.{error.option}", masked(env_config[error.option]), rule, source=source)
+        return Problem(f"{key}.env_config.{error.option}", masked(env_config[error.option]), rule)
     begun = f"env_type {env_type!r}"
     if text.startswith(f"{begun}: "):
-        return Problem(f"{key}.env_config", None, text.removeprefix(f"{begun}: "), source=source, has_value=False)
-    return Problem(f"{key}.env_type", env_type, text.removeprefix(begun).strip(), source=source)
+        return Problem(f"{key}.env_config", None, text.removeprefix(f"{begun}: "), has_value=False)
+    return Problem(f"{key}.env_type", env_type, text.removeprefix(begun).strip())
+
+
+CHATML = (
+    "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+_THINKING = {"qwen3": True, "qwen3_nothink": False}
+
+
+def chat_template(
+    config: AgenticConfig, tokenizer: PreTrainedTokenizerBase, images: ChatImages | None = None
+) -> ChatTemplate:
+    """The template that the run names, with the variables of ``data_args.chat_template_kwargs``.
+
+    Args:
+        images: images as the policy sees them; None: it is a text model.
+    """
+    data_args = config.actor_train.data_args
+    name = config.global_template or data_args.template
+    arguments: dict[str, Any] = dict(data_args.chat_template_kwargs)
+    if name == "chatml":
+        arguments = {"chat_template": CHATML} | arguments
+    elif name is not None and name.endswith(TEMPLATE_ENDINGS):
+        from roll.datasets.templates import template_text
+
+        arguments = {"chat_template": template_text(name)} | arguments
+    elif name in _THINKING:
+        arguments = {"enable_thinking": _THINKING[name]} | arguments
+    stops = config.actor_infer.generating_args.stop_token_ids or ()
+    ends = [token for token in (tokenizer.eos_token_id, *stops) if token is not None]
+    return ChatTemplate(tokenizer, ends, arguments=arguments, images=images)
 
 
 def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
-    """Conversations can grow with the chat template, wherever they have more than one turn. The tokenizer of a model
-    that is not on this machine yet is looked at when the run starts.
+    """Conversations of more than one turn can grow with the chat template. The tokenizer of a model that is not on this
+    machine yet is checked when the run starts.
 
     Raises:
         ConfigError: they cannot.
     """
     assert isinstance(loaded.plan, AgenticPlan)
-    role = loaded.plan.roles.get("actor_train") or loaded.plan.roles["actor_infer"]
+    role = policy_of(loaded)
     folder = model_folder(role.model_path) if role.model_path is not None else None
     if folder is None or not os.path.isfile(folder / "tokenizer_config.json"):
         return
     entries = [one for one in loaded.plan.entries.values() if one.turns > 1 and one.context in ("append", "last")]
     if not entries:
         return
-    from roll.agents.agent_options import uses_tools
-    from roll.agents.chat_ids import TemplateError, check_template
     from roll.agents.template_files import TemplateFiles
-    from roll.pipelines.agentic.templates import chat_template
 
     tokenizer: Any = TemplateFiles(folder)
     if tokenizer.has_own_code or not tokenizer.chat_template:  # a class of a tokenizer may bring a template
@@ -155,32 +188,23 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
             template = chat_template(loaded.config, tokenizer)
             check_template(template, entry.section.thinking, uses_tools(entry.agent))
         except TemplateError as error:
-            key = f"custom_envs.{entry.tag}.thinking"
-            raise ConfigError(
-                [Problem(key, entry.section.thinking, str(error), source=shown(loaded.source))]
-            ) from error
+            key, value = f"custom_envs.{entry.tag}.thinking", entry.section.thinking
+            raise ConfigError([Problem(key, value, str(error), source=shown(loaded.source))]) from error
 
 
 def own_functions(config: AgenticConfig) -> Iterator[tuple[str, Any, Callable[[], object]]]:
-    """As :func:`~roll.pipelines.policy_checks.policy_functions`, and the filters of groups."""
+    """The user's own functions, as of :func:`~roll.pipelines.policy_checks.policy_functions`, and group filters."""
     yield from policy_functions(config)
-    managers = {"train_env_manager": config.train_env_manager, "val_env_manager": config.val_env_manager}
-    for name, section in managers.items():
-        if section is None:
-            continue
-        own = section.group_filter_config
+    for name, section, _ in managers(config):
+        own, path = section.group_filter_config, section.group_filter_cls
         if DOTTED_PATH.fullmatch(own.type):
             yield f"{name}.group_filter_config", own.type, partial(build_own_filter, own.type, own.filter_args)
-        if section.group_filter_cls is not None:
-            yield (
-                f"{name}.group_filter_cls",
-                section.group_filter_cls,
-                partial(own_group_filter, section.group_filter_cls),
-            )
+        if path is not None:
+            yield f"{name}.group_filter_cls", path, partial(own_group_filter, path)
 
 
 def own_group_filter(path: str) -> OwnGroupFilter:
-    """An object of the class at a dotted path.
+    """Build an object of the class at a dotted path.
 
     Raises:
         ValueError: there is no such class, or it has no method ``filter``.

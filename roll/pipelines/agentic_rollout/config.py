@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 
 from roll.config.checks.base import Checks, check_template_file
-from roll.config.checks.roles import check_roles, note_engine_length, note_positions
+from roll.config.checks.roles import check_roles
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.strategies.base import own_weights
-from roll.pipelines.agentic.checks import LENGTHS, check_lengths, check_managers, longest_response
+from roll.pipelines.agentic.checks import check_lengths, check_managers
 from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan, judged_entries, plan_agentic
@@ -24,11 +24,10 @@ from roll.pipelines.evaluate.config import (
 
 @dataclass(frozen=True)
 class AgenticRolloutConfig(AgenticConfig):
-    """The keys of a run that only plays: those of an agentic file, of which nothing of training is read, and
-    ``evaluate``."""
+    """Keys of a run that only plays: those of an agentic file, whose training keys are not read, and ``evaluate``."""
 
     evaluate: EvaluationConfig = field(default_factory=EvaluationConfig)
-    """Which models play, and what must come of it."""
+    """The models that play, and thresholds for their results."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,7 @@ def check_playing(config: AgenticRolloutConfig, checks: Checks) -> None:
         rule = "asks the role reward, which an evaluation does not start: give a service"
         remedy = "{model_type: api, base_url: http://host:8000/v1, model: name}"
         checks.add(f"custom_envs.{tag}.verifier.reward_kwargs.model_type", "cluster", rule, remedy)
-    if not checks.broken(*LENGTHS, "train_env_manager", "val_env_manager"):
-        check_lengths(played, checks)
-        longest = config.sequence_length
-        note_engine_length(options, longest - longest_response(played, checks), longest, checks)
-        note_positions("pretrain", config.pretrain or None, longest, checks)
+    check_lengths(played, options, config.pretrain or None, checks)
     check_template_file("global_template", config.global_template, checks)
     if config.evaluate.against is not None:
         rule = "is for prompts; episodes are played through engines of this run"
@@ -97,7 +92,8 @@ def plan_playing(
 
 
 def with_training(config: AgenticRolloutConfig) -> AgenticRolloutConfig:
-    """A file that has a validation only as if it trained on it: plans and checks begin with ``train_env_manager``."""
+    """The configuration with ``val_env_manager`` as ``train_env_manager`` where the file has only the former: plans and
+    checks start from ``train_env_manager``."""
     if config.train_env_manager.tags or config.val_env_manager is None:
         return config
     return replace(config, train_env_manager=config.val_env_manager, rollout_batch_size=config.val_batch_size)

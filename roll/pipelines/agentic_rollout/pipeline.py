@@ -11,8 +11,15 @@ from roll.config.loader import LoadedConfig
 from roll.config.plan.plan import RolePlan
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.pipelines.agentic.metrics import episode_table
-from roll.pipelines.agentic.players import TaskSource, build_players, fitting_rows, read_data, tags_in_order
-from roll.pipelines.agentic.rollout import SLICE_SECONDS
+from roll.pipelines.agentic.pipeline import SLICE_SECONDS
+from roll.pipelines.agentic.players import (
+    TaskSource,
+    build_players,
+    close_agents,
+    fitting_rows,
+    read_data,
+    tags_in_order,
+)
 from roll.pipelines.agentic_rollout.config import AgenticRolloutConfig, AgenticRolloutPlan
 from roll.pipelines.evaluate.config import EvaluatedModel, Pass
 from roll.pipelines.evaluate.models import ModelRun
@@ -97,18 +104,10 @@ class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan])
             }
 
     def close(self) -> None:
-        self.driver.run(self._close_agents())
+        self.driver.run(close_agents(self._shared.values()))
         super().close()
         for processes in self._processes:
             processes.close()
-
-    async def _close_agents(self) -> None:
-        """End what agents have started: servers of tools, sandboxes, their endpoint."""
-        for one in self._shared.values():
-            close = getattr(one, "close", None)
-            ending = close() if close is not None else None
-            if ending is not None:
-                await ending
 
 
 def settings_of(config: AgenticRolloutConfig, plan: AgenticRolloutPlan) -> dict[str, Any]:

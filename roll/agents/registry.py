@@ -1,4 +1,4 @@
-"""Agents by name: ``agent`` and ``agent_config`` of a configuration to the agent that they ask for."""
+"""Agents by name: builds and checks the agents that ``agent`` and ``agent_config`` of a configuration name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roll.agents.agent_options import (
+    AGENTS,
     AgentOptionError,
     BlackBoxOptions,
     RepositoryOptions,
@@ -28,11 +29,9 @@ from roll.config.rewards import INFERENCE, REWARD_MODEL
 from roll.rewards.base import RewardOptionError
 from roll.rewards.registry import resolve_name
 
-BUILT_IN = ("tools", "black_box", "repository", "verl")
-
 
 def check_agent(agent: str, config: Mapping[str, Any] | None = None) -> None:
-    """Say what is wrong with an agent before a run starts; imports neither torch nor Ray.
+    """Check an agent and its options before a run starts, without importing torch or Ray.
 
     Raises:
         AgentOptionError: the message begins with the key.
@@ -62,27 +61,27 @@ def make_agent(
         config: options of the agent; of a coroutine its keyword arguments.
         system: system message, for ``tools``.
         template: text of the question, for ``tools``.
-        judge: where verifiers find the role ``reward``, as :func:`make_verifier` takes it.
+        judge: address and key of the role ``reward``, as for :func:`make_verifier`.
 
     Raises:
-        AgentOptionError: see there; the message begins with the key.
+        AgentOptionError: no such agent, or a wrong option; the message begins with the key.
     """
-    given = dict(config or {})
+    options = dict(config or {})
     try:
         if agent == "tools":
-            return _tool_agent(read_options(ToolAgentOptions, given), system, template, judge)
+            return _tool_agent(read_options(ToolAgentOptions, options), system, template, judge)
         if agent == "black_box":
-            return _black_box(read_options(BlackBoxOptions, given), judge)
+            return _black_box(read_options(BlackBoxOptions, options), judge)
         if agent == "repository":
-            return _repository(read_options(RepositoryOptions, given), system, template)
+            return _repository(read_options(RepositoryOptions, options), system, template)
         if agent == "verl":
-            return _verl(read_options(VerlOptions, given), judge)
+            return _verl(read_options(VerlOptions, options), judge)
         if "." not in agent:
-            near = closest(agent, BUILT_IN)
+            near = closest(agent, AGENTS)
             hint = f"did you mean {near!r}? " if near else ""
-            there = f"there are {', '.join(BUILT_IN)}, or the dotted path of a coroutine"
+            there = f"there are {', '.join(AGENTS)}, or the dotted path of a coroutine"
             raise AgentOptionError(f"agent: {agent!r} is not known; {hint}{there}")
-        return FunctionAgent(agent, given)
+        return FunctionAgent(agent, options)
     except ToolError as error:
         key = "" if str(error).startswith("agent: ") else "agent_config.tools: "
         raise AgentOptionError(f"{key}{error}") from error
@@ -123,22 +122,22 @@ def _verl(options: VerlOptions, judge: Mapping[str, str] | None) -> Agent:
 
 
 def make_verifier(
-    given: Mapping[str, Any],
+    section: Mapping[str, Any],
     judge: Mapping[str, str] | None = None,
     key: str = "agent_config.verifier",
     of_environment: bool = False,
 ) -> Verifier:
-    """The verifier of a section ``verifier``.
+    """Build the verifier of a section ``verifier``.
 
     Args:
         judge: options of a judge on the run's own role ``reward`` (``base_url``, ``api_key``, ``model``), which are
             known only while it runs.
-        of_environment: of whole episodes, unless the section says otherwise.
+        of_environment: score whole episodes by default.
 
     Raises:
-        AgentOptionError: see there.
+        AgentOptionError: a reward or option that does not exist; the message begins with ``key``.
     """
-    options = read_options(VerifierOptions, given, key)
+    options = read_options(VerifierOptions, section, key)
     if bool(options.worker_cls) == bool(options.command):
         raise AgentOptionError(f"{key}: has either worker_cls (a reward) or command (a program)")
     if options.worker_cls is None:
@@ -153,8 +152,8 @@ def make_verifier(
             )
             raise AgentOptionError(f"{key}.worker_cls: {rule}")
         scores = options.scores or ("episode" if of_environment else "answer")
-        known = options.reward_kwargs | dict((judge or {}) if asks_the_run(given) else {})
-        verifier = RewardVerifier(options.worker_cls, known, options.answer_key, options.timeout, scores)
+        kwargs = options.reward_kwargs | dict((judge or {}) if asks_the_run(section) else {})
+        verifier = RewardVerifier(options.worker_cls, kwargs, options.answer_key, options.timeout, scores)
         verifier.check_host()
     except RewardOptionError as error:
         raise AgentOptionError(f"{key}: {error}") from error

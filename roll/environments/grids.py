@@ -1,0 +1,111 @@
+"""Games on a grid, shown as text or, for policies that see images, as coloured shapes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from roll.environments.actions import MOVES, ActionPattern
+
+RENDER_MODES = ("text", "rgb_array")
+"""ROLL's names, which are gymnasium's."""
+Shape = Literal["none", "disc", "square", "cross"]
+Colour = tuple[int, int, int]
+Pixels = NDArray[np.uint8]
+Cell = tuple[int, int]
+
+
+class Sprite:
+    """Look of a cell: a ground, and a shape on it.
+
+    Args:
+        ground: red, green, blue.
+        shape: drawn in ``colour`` over 70% of the cell.
+    """
+
+    def __init__(self, ground: Colour, shape: Shape = "none", colour: Colour = (0, 0, 0)) -> None:
+        self.ground, self.shape, self.colour = ground, shape, colour
+
+    def pixels(self, size: int) -> Pixels:
+        """uint8 (size, size, 3)."""
+        place = (np.arange(size) + 0.5) / size - 0.5
+        rows, columns = np.meshgrid(place, place, indexing="ij")
+        inside = np.maximum(abs(rows), abs(columns)) < 0.35
+        drawn = {
+            "none": np.zeros_like(inside),
+            "disc": rows**2 + columns**2 < 0.35**2,
+            "square": inside,
+            "cross": inside & (abs(abs(rows) - abs(columns)) < 0.12),
+        }[self.shape]
+        cell = np.empty((size, size, 3), dtype=np.uint8)
+        cell[:] = self.ground
+        cell[drawn] = self.colour
+        return cell
+
+
+@dataclass(kw_only=True)
+class GridGame:
+    """Options and rendering that games on a grid share; a game adds ``grid_lookup``, the symbols of cells by code."""
+
+    name: ClassVar[str]
+    sprites: ClassVar[Mapping[int, Sprite]]
+    """Look of a cell by its code; the codes are 0, 1, ..."""
+    gap: ClassVar[str] = ""
+    """Text in front of every symbol."""
+    max_steps: int = 10
+    format_penalty: float = 0.0
+    """Added to the reward of a step without a legal action."""
+    action_pattern: str | None = None
+    """Regular expression that finds the action in a response, see :class:`ActionPattern`."""
+    show_instruction: bool = True
+    """Put the rules of the game before the first observation."""
+    render_mode: str = "text"
+    """``rgb_array``: observations are pictures, for policies that see images."""
+    cell_pixels: int = 32
+    """Side of a cell of a picture."""
+
+    def _check_options(self, symbols: Mapping[int | str, str]) -> None:
+        """
+        Raises:
+            ValueError: options that the game cannot be rendered with.
+        """
+        if self.render_mode not in RENDER_MODES:
+            modes = " or ".join(RENDER_MODES)
+            raise ValueError(f"render_mode of {self.name} must be {modes}, got {self.render_mode!r}")
+        if not 4 <= self.cell_pixels <= 256:
+            raise ValueError(f"cell_pixels of {self.name} must lie in 4..256, got {self.cell_pixels}")
+        self._pattern = ActionPattern(self.action_pattern)
+        self._symbols = {int(code): symbol for code, symbol in symbols.items()}
+        if set(self._symbols) != set(self.sprites):
+            codes = f"0 to {max(self.sprites)}"
+            raise ValueError(f"grid_lookup of {self.name} needs the codes {codes}, got {sorted(self._symbols)}")
+
+    def codes(self) -> list[list[int]]:
+        """The codes of all cells, row by row."""
+        raise NotImplementedError
+
+    def render(self) -> str:
+        """The grid as one line per row."""
+        return "\n".join("".join(self.gap + self._symbols[code] for code in row) for row in self.codes())
+
+    def picture(self) -> Pixels:
+        """The grid as uint8 pixels (rows * cell_pixels, columns * cell_pixels, 3)."""
+        drawn = {code: sprite.pixels(self.cell_pixels) for code, sprite in self.sprites.items()}
+        return np.concatenate([np.concatenate([drawn[code] for code in row], axis=1) for row in self.codes()])
+
+    def sample_action(self, rng: random.Random) -> str:
+        return rng.choice(list(MOVES))
+
+    def _observation(self, text: str, *rules: str) -> str | list[Any]:
+        """The grid as the policy sees it, after ``rules``; ``text``: :meth:`render`."""
+        return "".join(rules) + text if self.render_mode == "text" else [*rules, self.picture()]
+
+    def _info(self, success: bool, move: str | None, changed: bool) -> dict[str, Any]:
+        """``info`` of a step."""
+        metrics = {"valid": float(move is not None), "effective": float(changed)}
+        return {"success": success, "valid": move is not None, "state": self.render(), "metrics": metrics}
