@@ -109,31 +109,29 @@ def run_calls(settings: dict[str, Any], remote: Remote, report: Verdicts) -> Non
 
     A function that returns nothing has worked on its first argument: that is its result.
     """
-    unchanged: list[int] = []
+    right_unchanged: list[int] = []
     works_in_place = False
     for number, case in enumerate(settings["calls"]):
         remote.set_deadline(settings["case_timeout"])
-        failed: BaseException | None = None
+        is_changed = True
         try:
             before = json.dumps(case["arguments"][:1])
             returned = entry_point(remote, settings["fn_name"])(*case["arguments"])
             if isinstance(returned, AwaitableProxy):
                 returned = remote.ask("await", returned)
-            changed = json.dumps(case["arguments"][:1]) != before
             if returned is None and None not in case["accepted"] and case["arguments"]:
                 returned = case["arguments"][0]
-                works_in_place = works_in_place or changed
-                if not changed:
-                    unchanged.append(number)
+                is_changed = json.dumps(case["arguments"][:1]) != before
+                works_in_place = works_in_place or is_changed
             if not any(equal_values(returned, value, settings["tolerance"]) for value in case["accepted"]):
-                failed = AssertionError("another result was expected")
+                report.case(number, AssertionError("another result was expected"))
+            elif is_changed:
+                report.case(number, None)
+            else:
+                right_unchanged.append(number)
         except Exception as error:  # whatever the response raises, it has not returned the result
-            failed = error
-        if number not in unchanged or failed is not None:
-            report.case(number, failed)
-        elif number in unchanged:
-            continue
-    for number in unchanged:
+            report.case(number, error)
+    for number in right_unchanged:
         # What is right already needs no change, from a function that makes some.
         report.case(number, None if works_in_place else AssertionError("the function returned nothing"))
 

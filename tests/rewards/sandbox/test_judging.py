@@ -144,6 +144,14 @@ def test_calls(verdict: Verdict) -> None:
     assert verdict("def other(): pass", json.dumps(taco)).passed == 0
 
 
+def test_a_function_that_returns_nothing_is_judged_by_its_argument_in_every_case(verdict: Verdict) -> None:
+    cases = json.dumps({"fn_name": "sort", "inputs": [[[3, 1]], [[1, 2]], [[7]]], "outputs": [[1, 3], [1, 2], [7]]})
+    assert verdict("def sort(items): items.sort()", cases).passed == 3
+    assert verdict("def sort(items): pass", cases).passed == 0
+    # Right by chance in the second case; what it does in the third says nothing about the first.
+    assert verdict("def sort(items):\n    if len(items) == 1: items.append(0)", cases).passed == 1
+
+
 def test_input_and_output(verdict: Verdict) -> None:
     source = "import sys\nfor line in sys.stdin:\n    print(float(line) / 3, ' ')\n"
     cases = [{"stdin": "3\n6\n", "expected_stdout": "1.0\n2.0"}, {"stdin": "1", "expected_stdout": "0.333333334"}]
