@@ -315,9 +315,9 @@ def settle_in(folder: str) -> None:
     os.environ.update(TMPDIR=folder, HOME=folder)
 
 
-def read_all(descriptor: int) -> bytes:
+def read_all(descriptor: int, most: int = -1) -> bytes:
     with open(descriptor, "rb") as file:
-        return file.read(MAX_SOURCE)
+        return file.read(most)
 
 
 def open_streams() -> None:
@@ -329,7 +329,7 @@ def open_streams() -> None:
 
 def run_script(request: dict[str, Any]) -> None:
     """The source as ``__main__``, like ``python solution.py``."""
-    source = read_all(SOURCE)
+    source = read_all(SOURCE, MAX_SOURCE)
     open_streams()
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -369,7 +369,7 @@ def finish(status: int) -> None:
 
 def serve_calls(request: dict[str, Any]) -> None:
     """The source as the module ``solution``, whose functions another process calls."""
-    source = read_all(SOURCE)
+    source = read_all(SOURCE, MAX_SOURCE)
     open_streams()
     serve(Channel(CHANNEL, request["max_message"]), source)
     os._exit(0)
@@ -386,7 +386,7 @@ def run_tests(request: dict[str, Any]) -> None:
 def run_command(request: dict[str, Any]) -> None:
     """The source as a file of the working folder, and a command that knows what to do with it."""
     with open(request["file_name"], "wb") as file:
-        file.write(read_all(SOURCE))
+        file.write(read_all(SOURCE, MAX_SOURCE))
     # Python ignores these, and a program executed from here would too.
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)

@@ -152,6 +152,11 @@ def test_a_function_that_returns_nothing_is_judged_by_its_argument_in_every_case
     assert verdict("def sort(items):\n    if len(items) == 1: items.append(0)", cases).passed == 1
 
 
+def test_calls_with_large_arguments(verdict: Verdict) -> None:
+    cases = json.dumps({"fn_name": "length", "inputs": [[list(range(10**6))]], "outputs": [10**6]})
+    assert verdict("def length(items): return len(items)", cases).passed == 1
+
+
 def test_input_and_output(verdict: Verdict) -> None:
     source = "import sys\nfor line in sys.stdin:\n    print(float(line) / 3, ' ')\n"
     cases = [{"stdin": "3\n6\n", "expected_stdout": "1.0\n2.0"}, {"stdin": "1", "expected_stdout": "0.333333334"}]
