@@ -173,6 +173,7 @@ def run_snippets(settings: dict[str, Any], remote: Remote, report: Verdicts, nam
             exec(code, namespace)  # noqa: S102  the data set's own code
         except (Exception, SystemExit) as error:
             failed = error
+        remote.require_answers()
         report.case(number, failed)
     return None
 
@@ -289,7 +290,7 @@ def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts, names
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.when == "call":
-                self.names[self.numbers[report.nodeid]] = report.passed
+                self.names[self.numbers[report.nodeid]] = report.passed and remote.gone is None
             elif report.failed:
                 self.names[self.numbers[report.nodeid]] = False
 
@@ -309,3 +310,4 @@ def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts, names
         pytest.main([*options, "test_solution.py"], plugins=[plugin])
     for number, passed in getattr(plugin, "names", {}).items():
         report.case(number, None if passed else AssertionError("the test did not pass"))
+    remote.require_answers()

@@ -41,7 +41,8 @@ _INPUT = builtins.input
 class ResponseGone(BaseException):
     """The response's process has ended or does not answer in time; nothing more can be asked of it.
 
-    Not an ``Exception``: tests that expect one must not take this for it.
+    Not an ``Exception``: tests that expect one must not take this for it. Where tests catch everything,
+    :meth:`Remote.require_answers` raises it again.
     """
 
     def __init__(self, reason: str, timed_out: bool = False) -> None:
@@ -80,6 +81,7 @@ class Remote:
         self.object_operators = object_operators
         self.impossible: str | None = None
         """A request of the tests that this sandbox cannot serve: their failure says nothing about the response."""
+        self.gone: ResponseGone | None = None
         self._callbacks: list[Callable[..., Any]] = []
         self._proxies: dict[int, Any] = {}
 
@@ -128,12 +130,26 @@ class Remote:
             RecursionError,
             ArithmeticError,
         ) as nonsense:
-            raise ResponseGone(f"the answer is no value: {nonsense}") from nonsense
+            raise self._give_up(f"the answer is no value: {nonsense}") from nonsense
         if isinstance(error, _ENDS_OF_ITERATION) and operation not in ("next", "anext") and not self._ends_iterations:
             raise RuntimeError(f"the response raised {type(error).__name__}")
         raise error
 
+    def require_answers(self) -> None:
+        """
+        Raises:
+            ResponseGone: a request had no answer, whatever the tests did about it. Nothing more is asked: a late answer
+                would be taken for that to the next request.
+        """
+        if self.gone is not None:
+            raise self.gone
+
+    def _give_up(self, reason: str, timed_out: bool = False) -> ResponseGone:
+        self.gone = ResponseGone(reason, timed_out)
+        return self.gone
+
     def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.require_answers()
         try:
             with self._turn:
                 self._channel.send(request)
@@ -146,9 +162,9 @@ class Remote:
                         return reply
                     self._channel.send(self._run_callback(reply))
         except TimeoutError as error:
-            raise ResponseGone("no answer in time", timed_out=True) from error
+            raise self._give_up("no answer in time", timed_out=True) from error
         except (ChannelClosed, MessageTooLarge) as error:
-            raise ResponseGone(str(error) or "the process is gone") from error
+            raise self._give_up(str(error) or "the process is gone") from error
 
     def _run_callback(self, message: dict[str, Any]) -> dict[str, Any]:
         try:

@@ -157,6 +157,42 @@ def test_calls_with_large_arguments(verdict: Verdict) -> None:
     assert verdict("def length(items): return len(items)", cases).passed == 1
 
 
+SLOW_ONCE = """
+import time
+def double(n):
+    if n == 1: time.sleep(2.5)
+    return 2 * n
+"""
+AFTER_A_TIMEOUT = {
+    "unittest": """
+import unittest
+class TestDouble(unittest.TestCase):
+    def test_first(self): self.assertEqual(double(1), 2)
+    def test_second(self): self.assertEqual(double(3), 2)
+    def test_third(self): self.assertEqual(double(3), 6)
+""",
+    "pytest": """
+from solution import double
+def test_first(): assert double(1) == 2
+def test_second(): assert double(3) == 2
+def test_third(): assert double(3) == 6
+""",
+}
+
+
+@pytest.mark.parametrize("kind", AFTER_A_TIMEOUT)
+def test_a_late_answer_is_not_taken_for_that_to_the_next_question(verdict: Verdict, kind: str) -> None:
+    text = AFTER_A_TIMEOUT[kind]
+    outcome = verdict(SLOW_ONCE, {"pytest": text} if kind == "pytest" else [text], case_timeout=2.0)
+    assert outcome.passed == 0 and outcome.timed_out, outcome
+
+
+def test_a_response_that_has_ended_has_not_raised_what_a_test_expects(verdict: Verdict) -> None:
+    test = "try:\n    double(1)\nexcept:\n    pass\nelse:\n    raise AssertionError"
+    assert verdict("def double(n): raise ValueError", [test]).passed == 1
+    assert verdict("import os\ndef double(n): os._exit(0)", [test]).passed == 0
+
+
 def test_input_and_output(verdict: Verdict) -> None:
     source = "import sys\nfor line in sys.stdin:\n    print(float(line) / 3, ' ')\n"
     cases = [{"stdin": "3\n6\n", "expected_stdout": "1.0\n2.0"}, {"stdin": "1", "expected_stdout": "0.333333334"}]
