@@ -136,11 +136,7 @@ def best_matching(weights: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
 
 
 def _augment(
-    weights: Sequence[Sequence[float]],
-    start: int,
-    row_of: list[int],
-    row_price: list[float],
-    column_price: list[float],
+    weights: Sequence[Sequence[float]], start: int, row_of: list[int], row_price: list[float], column_price: list[float]
 ) -> None:
     """Match one row more along the cheapest path; costs are the negated weights, reduced by the prices."""
     columns = len(row_of)

@@ -93,7 +93,7 @@ class LLMJudge(ServiceOptions, RewardRule):
         self._reader = self._make_reader()
         self._cache = AnswerCache(Path(self.cache_dir).expanduser() if self.cache_dir else None) if self.cache else None
         key = self.api_key or os.environ.get(self.api_key_env, "")
-        self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", self.http_settings(), key)
+        self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", self, key)
 
     def _make_reader(self) -> ScoreReader:
         built_in = BUILT_IN.get(self.prompt)

@@ -236,10 +236,7 @@ _STRONG_NUMBERS = (
     re.compile(rf"{_LINE_START}{_SCORE}{_LINE_END}", re.IGNORECASE),
 )
 _WEAK_NUMBERS = (
-    re.compile(
-        rf"(?<![\w.,/]){_NUMBER}(?![\d]){_SPACE}(?:/|\bout\s+of\b){_SPACE}{_OF}{_NUMBER_ENDS}",
-        re.I,
-    ),
+    re.compile(rf"(?<![\w.,/]){_NUMBER}(?![\d]){_SPACE}(?:/|\bout\s+of\b){_SPACE}{_OF}{_NUMBER_ENDS}", re.I),
     re.compile(
         rf"\b(?:rate|rated|rating|give|giving|assign|award|grade|score|scores|say|deserves|worth)\b"
         rf"(?:\s+(?:it|this|that|them|the|an?|answer|response|essay|text|as|with|at|score|rating|grade|of)){{0,8}}{_SPACE}{_SCORE}",

@@ -24,13 +24,14 @@ from roll.rewards.answers import (
     isolated_number,
     last_boxed,
     last_marked,
+    other_notation,
     parse_number,
     stated_answer,
     tagged_answer,
+    value_in_base,
     without_periods,
 )
 from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.notations import other_notation, value_in_base
 
 _LAYOUT = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|\$|\\[()\[\]]|\s+|\.$")
 _STYLES = {"\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac"}

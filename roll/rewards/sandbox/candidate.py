@@ -21,17 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from roll.rewards.sandbox import harness
-from roll.rewards.sandbox.values import (
-    Channel,
-    ChannelClosed,
-    Encoded,
-    Instances,
-    MessageTooLarge,
-    decode,
-    encode,
-    encode_class,
-    shared_class,
-)
+from roll.rewards.sandbox.values import Channel, ChannelClosed, Encoded, MessageTooLarge, Side
 
 MODULE = "solution"
 MAX_TEXT = 2000
@@ -79,13 +69,13 @@ def serve(channel: Channel, source: bytes) -> None:
         return
 
 
-class Server:
-    """Holds the objects that the tests know by number."""
+class Server(Side):
+    """The response's side of calls: holds the objects that the tests know by number."""
 
     def __init__(self, channel: Channel, module: types.ModuleType, classes: list[str], in_place: bool) -> None:
+        super().__init__("r", classes, self._class_named)
         self._channel = channel
         self._in_place = in_place
-        self._instances = Instances("r", classes, self._find_class)
         self._classes: dict[str, Any] = dict.fromkeys(classes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._output = {"out": io.StringIO(), "err": io.StringIO()}
@@ -111,7 +101,7 @@ class Server:
         """The tests' data classes, should the response have none of that name."""
         self._classes = {name: self._namespace.get(name) for name in self._classes}
 
-    def _find_class(self, name: str) -> Any:
+    def _class_named(self, name: str) -> Any:
         own = self._namespace.get(name)
         return own if isinstance(own, type) else self._classes[name]
 
@@ -151,17 +141,17 @@ class Server:
 
     def _perform(self, request: dict[str, Any]) -> dict[str, Any]:
         handed_over = request.get("instances", {})
-        self._instances.update(handed_over, self._decode_other)
-        arguments = [decode(item, self._decode_other) for item in request["args"]]
-        options = {name: decode(item, self._decode_other) for name, item in request.get("kwargs", {}).items()}
+        self.update(handed_over)
+        arguments = [self.decode(item) for item in request["args"]]
+        options = {name: self.decode(item) for name, item in request.get("kwargs", {}).items()}
         result = self._operations[request["do"]](*arguments, **options)
-        reply: dict[str, Any] = {"value": encode(result, self._encode_other)}
+        reply: dict[str, Any] = {"value": self.encode(result)}
         if request["do"] == "call" and (result is None or self._in_place):
             before = {**dict(enumerate(request["args"])), **request.get("kwargs", {})}
-            given = [*enumerate(arguments), *options.items()]
-            after = [[key, encode(item, self._encode_other)] for key, item in given if is_mutable(item)]
+            named = [*enumerate(arguments), *options.items()]
+            after = [[key, self.encode(item)] for key, item in named if is_mutable(item)]
             reply["changed"] = [[key, item] for key, item in after if item != before[key]]
-        reply["instances"] = self._instances.attributes(self._encode_other, list(handed_over))
+        reply["instances"] = self.attributes(list(handed_over))
         return reply
 
     def _public_names(self) -> list[str]:
@@ -190,14 +180,9 @@ class Server:
             self._objects.append(value)
         return self._numbers[id(value)]
 
-    def _encode_other(self, value: Any) -> Encoded:
+    def encode_foreign(self, value: Any) -> Encoded:
         if isinstance(value, _PLAIN) and type(value).__module__ != MODULE and type(value) not in _PLAIN:
-            return encode(as_plain(value), self._encode_other)
-        instance = self._instances.encode(value)
-        if instance is not None:
-            return instance
-        if isinstance(value, type) and (shared := encode_class(value)) is not None:
-            return shared
+            return self.encode(as_plain(value))
         encoded: dict[str, Any] = {"t": "object", "id": self._number(value)}
         if inspect.isawaitable(value):
             encoded["awaitable"] = True
@@ -209,31 +194,21 @@ class Server:
             encoded["plain"] = True
         return encoded
 
-    def _decode_other(self, data: dict[str, Any]) -> Any:
+    def decode_foreign(self, data: dict[str, Any]) -> Any:
+        """A function or an iterator of the tests, as one here, or an object of this side."""
+        number = data["id"]
         if data["t"] == "callback":
-            return self._callback(data["id"])
-        if data["t"] == "type":
-            return shared_class(data["module"], data["name"])
-        if data["t"] == "iterator":
-            return self._iterator(data["id"])
-        if data["t"] == "instance":
-            return self._instances.decode(data)
-        return self._objects[data["id"]]
-
-    def _callback(self, number: int) -> Callable[..., Any]:
-        """A function of the tests, as a function here."""
-
-        return lambda *args: self.call_back(number, args)
+            return lambda *args: self.call_back(number, args)
+        return self._iterator(number) if data["t"] == "iterator" else self._objects[number]
 
     def _iterator(self, number: int) -> Iterator[Any]:
-        """An iterator of the tests, as one here."""
         while found := self.call_back(number, ()):
             yield found[0]
 
     def call_back(self, which: int | str, args: Sequence[Any]) -> Any:
         """Call a function of the tests, by number, or read their input."""
-        message = {"callback": which, "args": [encode(item, self._encode_other) for item in args]}
-        self.send({**message, "instances": self._instances.attributes(self._encode_other)})
+        message = {"callback": which, "args": [self.encode(item) for item in args]}
+        self.send({**message, "instances": self.attributes()})
         while True:
             answer = self._channel.receive()
             if "do" not in answer:
@@ -241,8 +216,8 @@ class Server:
             self.answer(answer)
         if "raised" in answer:
             raise getattr(builtins, answer["raised"], RuntimeError)(answer.get("text", ""))
-        self._instances.update(answer.get("instances", {}), self._decode_other)
-        return decode(answer["value"], self._decode_other)
+        self.update(answer.get("instances", {}))
+        return self.decode(answer["value"])
 
 
 class TestsInput(io.TextIOBase):

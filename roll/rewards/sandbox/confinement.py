@@ -19,13 +19,7 @@ from roll.rewards.sandbox import kernel, seccomp
 from roll.rewards.sandbox.protections import Limits, Means
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-SETTINGS = (
-    "/etc/alternatives",
-    "/etc/ld.so.cache",
-    "/etc/ld.so.conf",
-    "/etc/ld.so.conf.d",
-    "/etc/localtime",
-)
+SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SCRATCH = "/tmp"
 _SHARED_MEMORY = "/dev/shm"
@@ -104,13 +98,10 @@ def mount_scratch(size: int, readable: Sequence[str]) -> None:
         _bind(held, path)
 
 
-def mount_proc() -> None:
-    """The process's own ``/proc``, in its own process namespace.
-
-    Raises:
-        OSError: not permitted, as without privileges.
-    """
-    kernel.mount("none", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+def try_proc() -> None:
+    """Mount the process namespace's own ``/proc`` where that is permitted; most programs do without."""
+    with contextlib.suppress(OSError):
+        kernel.mount("none", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
 
 
 _PREFIX = "roll-sandbox-"
@@ -328,14 +319,6 @@ def confine(means: Means, limits: Limits, uid: int | None, scratch: str, readabl
         )
 
 
-def try_proc() -> None:
-    """Mount ``/proc`` where that is permitted; most programs do without."""
-    try:
-        mount_proc()
-    except OSError:
-        return
-
-
 def limit_resources(limits: Limits, processes_counted_apart: bool, shared: bool) -> None:
     """Set the kernel's limits, hard and soft.
 
@@ -343,22 +326,19 @@ def limit_resources(limits: Limits, processes_counted_apart: bool, shared: bool)
         processes_counted_apart: whether the count of this user's processes leaves out those of the host.
         shared: whether other sandboxed processes are in that count.
     """
-    cpu = math.ceil(limits.wall) + 1
-    hard = {
-        resource.RLIMIT_CPU: cpu,
+    highest = {
+        resource.RLIMIT_CPU: math.ceil(limits.wall) + 1,
         resource.RLIMIT_AS: limits.memory,
         resource.RLIMIT_FSIZE: limits.file_size,
         resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_STACK: STACK,
     }
     if processes_counted_apart:
-        hard[resource.RLIMIT_NPROC] = (limits.processes + MAX_THREADS) * (SHARERS if shared else 1)
-    for kind, value in hard.items():
-        _, highest = resource.getrlimit(kind)
-        value = value if highest == resource.RLIM_INFINITY else min(value, highest)
+        highest[resource.RLIMIT_NPROC] = (limits.processes + MAX_THREADS) * (SHARERS if shared else 1)
+    for kind, value in highest.items():
+        _, hard = resource.getrlimit(kind)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
-    _, highest = resource.getrlimit(resource.RLIMIT_STACK)
-    stack = STACK if highest == resource.RLIM_INFINITY else min(STACK, highest)
-    resource.setrlimit(resource.RLIMIT_STACK, (stack, stack))

@@ -131,10 +131,7 @@ def restrict_files(readable: Sequence[str], writable: Sequence[str], version: in
     # Each version knows more kinds of access; a kind that is not named here would stay allowed.
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     attributes = struct.pack(
-        "<QQQ",
-        files,
-        _TCP if version >= 4 else 0,
-        _ABSTRACT_SOCKETS | _SIGNALS if version >= _SIGNAL_ABI else 0,
+        "<QQQ", files, _TCP if version >= 4 else 0, _ABSTRACT_SOCKETS | _SIGNALS if version >= _SIGNAL_ABI else 0
     )
     size = 8 if version < 4 else 16 if version < _SIGNAL_ABI else 24
     ruleset = syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0, what="landlock_create_ruleset")

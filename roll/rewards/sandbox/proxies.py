@@ -19,17 +19,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from roll.rewards.sandbox.values import (
-    Channel,
-    ChannelClosed,
-    Encoded,
-    Instances,
-    MessageTooLarge,
-    decode,
-    encode,
-    encode_class,
-    shared_class,
-)
+from roll.rewards.sandbox.values import Channel, ChannelClosed, Encoded, MessageTooLarge, Side
 
 _SPECIAL = ("name", "doc", "dict", "bases", "mro", "qualname", "module", "annotations", "abstractmethods", "defaults")
 _READABLE = frozenset(f"__{name}__" for name in _SPECIAL)
@@ -54,7 +44,7 @@ class ResponseError(Exception):
     """An exception of a response's own class, or one with no place among the built-in ones."""
 
 
-class Remote:
+class Remote(Side):
     """The response's process.
 
     Args:
@@ -74,8 +64,8 @@ class Remote:
         classes: Sequence[str] = (),
         find_class: Callable[[str], Any] = lambda name: None,
     ) -> None:
+        super().__init__("t", classes, find_class)
         self._channel = channel
-        self._instances = Instances("t", classes, find_class)
         self._ends_iterations = ends_iterations
         self._turn = threading.RLock()
         self.object_operators = object_operators
@@ -105,10 +95,10 @@ class Remote:
             ResponseGone: no answer.
             Exception: what the response raised, as the built-in exception that it derives from.
         """
-        request: dict[str, Any] = {"do": operation, "args": [encode(item, self._encode_other) for item in args]}
+        request: dict[str, Any] = {"do": operation, "args": [self.encode(item) for item in args]}
         if kwargs:
-            request["kwargs"] = {name: encode(item, self._encode_other) for name, item in kwargs.items()}
-        request["instances"] = self._instances.attributes(self._encode_other)
+            request["kwargs"] = {name: self.encode(item) for name, item in kwargs.items()}
+        request["instances"] = self.attributes()
         reply = self._exchange(request)
         try:
             if "raised" in reply:
@@ -117,19 +107,11 @@ class Remote:
                 # Some built-in exceptions have constructors of their own; all keep their arguments at this one.
                 error = kind.__new__(kind, str(raised.get("text", "")))
             else:
-                self._instances.update(reply.get("instances", {}), self._decode_other)
+                self.update(reply.get("instances", {}))
                 for key, item in reply.get("changed", []):
-                    restore(kwargs[key] if isinstance(key, str) else args[key], decode(item, self._decode_other))
-                return decode(reply["value"], self._decode_other)
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            IndexError,
-            AttributeError,
-            RecursionError,
-            ArithmeticError,
-        ) as nonsense:
+                    restore(kwargs[key] if isinstance(key, str) else args[key], self.decode(item))
+                return self.decode(reply["value"])
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError) as nonsense:
             raise self._give_up(f"the answer is no value: {nonsense}") from nonsense
         if isinstance(error, _ENDS_OF_ITERATION) and operation not in ("next", "anext") and not self._ends_iterations:
             raise RuntimeError(f"the response raised {type(error).__name__}")
@@ -170,23 +152,16 @@ class Remote:
         try:
             which = message["callback"]
             function = INPUT[which] if isinstance(which, str) else self._callbacks[which]
-            self._instances.update(message.get("instances", {}), self._decode_other)
-            arguments = [decode(item, self._decode_other) for item in message["args"]]
-            value = encode(function(*arguments), self._encode_other)
-            return {"value": value, "instances": self._instances.attributes(self._encode_other)}
+            self.update(message.get("instances", {}))
+            arguments = [self.decode(item) for item in message["args"]]
+            value = self.encode(function(*arguments))
+            return {"value": value, "instances": self.attributes()}
         except Exception as error:  # the function's failure is the caller's to deal with
             return {"raised": type(error).__name__, "text": str(error)[:200]}
 
-    def _encode_other(self, value: Any) -> Encoded:
-        if isinstance(value, Proxy):
+    def encode_foreign(self, value: Any) -> Encoded:
+        if isinstance(value, Proxy) or (isinstance(value, type) and hasattr(value, "_roll_number")):
             return {"t": "object", "id": value._roll_number}
-        if isinstance(value, type) and hasattr(value, "_roll_number"):
-            return {"t": "object", "id": value._roll_number}
-        instance = self._instances.encode(value)
-        if instance is not None:
-            return instance
-        if isinstance(value, type) and (shared := encode_class(value)) is not None:
-            return shared
         if isinstance(value, Iterator) and not isinstance(value, Coroutine | io.IOBase):
             self._callbacks.append(lambda: next(([item] for item in value), None))
             return {"t": "iterator", "id": len(self._callbacks) - 1}
@@ -197,11 +172,7 @@ class Remote:
         self.impossible = self.impossible or reason
         raise TypeError(reason)
 
-    def _decode_other(self, data: dict[str, Any]) -> Any:
-        if data["t"] == "instance":
-            return self._instances.decode(data)
-        if data["t"] == "type":
-            return shared_class(data["module"], data["name"])
+    def decode_foreign(self, data: dict[str, Any]) -> Any:
         if data["t"] != "object":
             raise ValueError(f"no value: {data['t']!r}")
         if "bases" in data:
