@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from roll.rewards.base import GuardedReward, RewardOptionError, RewardResult, RewardSample
+from roll.rewards.http_client import LOOPBACK
 from roll.rewards.registry import build_reward, load_target, resolve_name
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,6 @@ MAX_SHOWN = 1000
 SOCKET_SECONDS = 60.0
 """Longest silence of a client in the middle of a request."""
 TOKEN_VARIABLE = "ROLL_REWARD_TOKEN"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 MOST = {"timeout": 600.0, "case_timeout": 600.0, "memory_mb": 8192, "output_mb": 256, "processes": 256}
 """Most that a client may ask of the host, where the service itself is not set to more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 import uuid
@@ -186,29 +187,24 @@ class Writer:
         return prompt + choice.text
 
     def _completion_log_probs(self, choice: Choice) -> dict[str, Any]:
-        own = self._own_log_probs(choice)
-        if choice.echoed is None:
-            return own
-        texts = [self._text(token) for token in choice.prompt_token_ids]
-        starts = [sum(map(len, texts[:position])) for position in range(len(texts) + 1)]
-        tops = [{self._text(token): _finite(value) for token, value in others} for others in choice.echoed.top]
-        return {
-            "tokens": texts + own["tokens"],
-            "token_logprobs": [None, *map(_finite, choice.echoed.log_probs), *own["token_logprobs"]],
-            "top_logprobs": [None, *tops, *own["top_logprobs"]] if own["top_logprobs"] else None,
-            "text_offset": starts[:-1] + [starts[-1] + offset for offset in own["text_offset"]],
-        }
-
-    def _own_log_probs(self, choice: Choice) -> dict[str, Any]:
-        texts = [self._text(token) for token in choice.token_ids]
-        offsets = [choice.text_offset + sum(map(len, texts[:position])) for position in range(len(texts))]
-        tops = [{self._text(token): _finite(value) for token, value in others} for others in choice.top_log_probs]
+        token_ids = choice.token_ids
+        log_probs: list[float | None] = [*map(_finite, choice.log_probs)]
+        tops: list[dict[str, float] | None] = [*map(self._by_text, choice.top_log_probs)]
+        if choice.echoed is not None:
+            token_ids = [*choice.prompt_token_ids, *token_ids]
+            log_probs = [None, *map(_finite, choice.echoed.log_probs), *log_probs]
+            tops = [None, *map(self._by_text, choice.echoed.top), *tops] if tops else []
+        texts = [self._text(token) for token in token_ids]
+        offsets = list(itertools.accumulate(map(len, texts), initial=choice.text_offset))
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(value) for value in choice.log_probs],
+            "token_logprobs": log_probs,
             "top_logprobs": tops or None,
-            "text_offset": offsets,
+            "text_offset": offsets[:-1],
         }
+
+    def _by_text(self, log_probs: Sequence[tuple[int, float]]) -> dict[str, float]:
+        return {self._text(token): _finite(value) for token, value in log_probs}
 
 
 def _finite(log_prob: float) -> float:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from roll.rewards.sandbox.snippets import CaseError, prepared, pytest_file
+from roll.rewards.sandbox.snippets import CaseError, check_pytest_file, prepared
 
 Kind = Literal["io", "calls", "tests", "pytest"]
 _INPUT_KEYS, _OUTPUT_KEYS = ("stdin", "input"), ("expected_stdout", "output", "stdout")
@@ -87,7 +87,7 @@ def checked(cases: Cases) -> Cases:
         CaseError: the tests test nothing, or cannot work.
     """
     if cases.kind == "pytest":
-        pytest_file(cases.texts[0])
+        check_pytest_file(cases.texts[0])
     if cases.kind != "tests":
         return cases
     tests = prepared(tuple(cases.texts), cases.setup, cases.entry_point)
@@ -112,7 +112,7 @@ def _read(source: Any, columns: Mapping[str, Any]) -> Cases:
     if "inputs" in columns:
         return _from_pairs(list(zip(loaded(columns["inputs"]), loaded(columns["outputs"]), strict=True)), columns, True)
     if "test_list" in columns:
-        return tests_of(texts(loaded(columns["test_list"])), columns)
+        return tests_of(list(map(str, loaded(columns["test_list"]))), columns)
     if "test" in columns:
         return tests_of([str(columns["test"])], columns)
     known = "test_cases, ground_truth, test_list, test and entry_point, inputs and outputs, pytest"
@@ -121,9 +121,9 @@ def _read(source: Any, columns: Mapping[str, Any]) -> Cases:
 
 def _read_list(items: list[Any], columns: Mapping[str, Any]) -> Cases:
     if all(isinstance(item, str) for item in items):
-        sources = texts(items)
+        sources = list(items)
     elif all(isinstance(item, Mapping) and "assert_code" in item for item in items):
-        sources = texts([item["assert_code"] for item in items])
+        sources = [str(item["assert_code"]) for item in items]
     else:
         name = fn_name_of(columns) or next((fn_name_of(item) for item in items if fn_name_of(item)), "")
         pairs = [(first(item, _INPUT_KEYS), first(item, _OUTPUT_KEYS)) for item in items]
@@ -175,10 +175,6 @@ def fn_name_of(columns: Mapping[str, Any]) -> str:
 def setup_of(columns: Mapping[str, Any]) -> str:
     parts = [columns.get(key) for key in _SETUP_KEYS]
     return "\n".join("\n".join(part) if isinstance(part, list) else str(part) for part in parts if part)
-
-
-def texts(items: Sequence[Any]) -> list[str]:
-    return [str(item) for item in items]
 
 
 def first(item: Mapping[str, Any], keys: Sequence[str]) -> Any:

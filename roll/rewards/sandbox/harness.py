@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from roll.rewards.sandbox.proxies import AwaitableProxy, Proxy, Remote, ResponseGone
-from roll.rewards.sandbox.snippets import MODULE_NAMES, RUN_UNITTEST, bound_names
+from roll.rewards.sandbox.snippets import MODULE_NAMES, RUN_UNITTEST, bound_names, names_in
 from roll.rewards.sandbox.values import Channel, equal_values
 
 USUAL_ALIASES = {"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot"}
@@ -183,8 +183,7 @@ def is_self_contained(source: str) -> bool:
     tree = ast.parse(source)
     own = bound_names(tree) | set(dir(builtins)) | sys.stdlib_module_names | set(USUAL_ALIASES)
     imports = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return named <= own and not imports & set(MODULE_NAMES)
+    return names_in(tree) <= own and not imports & set(MODULE_NAMES)
 
 
 def is_subclass(real: Callable[..., bool], kind: Any, base: Any) -> bool:
@@ -209,10 +208,9 @@ def run_unittest(kind: Any, name: str) -> None:
 def fill_in(source: str, namespace: dict[str, Any], remote: Remote) -> None:
     """Put what the source names but does not define into the namespace."""
     tree = ast.parse(source)
-    loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     offered = remote.ask("names")
     own = set(offered) if isinstance(offered, list) else set()
-    for name in sorted(loaded - set(namespace)):
+    for name in sorted(names_in(tree) - set(namespace)):
         if hasattr(builtins, name):
             continue
         if name in sys.stdlib_module_names and name not in own:
@@ -295,19 +293,9 @@ def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts, names
                 self.names[self.numbers[report.nodeid]] = False
 
     plugin = Plugin()
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:faulthandler",
-        "--rootdir=.",
-        "--confcutdir=.",
-        "-c",
-        os.devnull,
-    ]
+    options = f"-q -p no:cacheprovider -p no:faulthandler --rootdir=. --confcutdir=. -c {os.devnull}"
     with contextlib.redirect_stdout(io.StringIO()):
-        pytest.main([*options, "test_solution.py"], plugins=[plugin])
+        pytest.main([*options.split(), "test_solution.py"], plugins=[plugin])
     for number, passed in getattr(plugin, "names", {}).items():
         report.case(number, None if passed else AssertionError("the test did not pass"))
     remote.require_answers()
