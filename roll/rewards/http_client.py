@@ -143,11 +143,7 @@ class JsonClient:
             before_sleep=state.note,
             reraise=True,
         )
-        async for attempt in retrying:
-            with attempt:
-                state.tries += 1
-                return await self._try_once(body)
-        raise AssertionError("tenacity either returns or raises")
+        return await retrying(self._try_once, body, state)
 
     def _pause(self, state: RetryCallState) -> float:
         """Seconds until the next try."""
@@ -175,8 +171,9 @@ class JsonClient:
                     raise ServiceError(message, is_transient=False)
         return httpx2.Response(response.status_code, headers=response.headers, content=bytes(content))
 
-    async def _try_once(self, body: Any) -> Any:
+    async def _try_once(self, body: Any, state: _Progress) -> Any:
         assert self._client is not None
+        state.tries += 1
         try:
             async with asyncio.timeout(self._request_timeout):
                 response = await self._post_bounded(self._client, body)

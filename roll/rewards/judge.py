@@ -114,12 +114,12 @@ class LLMJudge(ServiceOptions, RewardRule):
         results: dict[int, RewardResult] = {}
         bodies: dict[int, dict[str, Any]] = {}
         for index, sample in enumerate(samples):
-            answer = shown_response(sample)
+            answer = after_thought(sample.response, sample.prompt)
             if answer is None:
                 results[index] = RewardResult(self.unanswered_score)
                 continue
             try:
-                bodies[index] = self._body(sample, answer)
+                bodies[index] = self._body(sample, answer.strip())
             except (TemplateError, TypeError, ValueError, LookupError) as error:
                 results[index] = failure(f"llm_judge: the prompt cannot be made: {type(error).__name__}: {error}")
         results |= self._ask(bodies)
@@ -180,15 +180,8 @@ class LLMJudge(ServiceOptions, RewardRule):
 
 
 VARIABLES = (
-    "question",
-    "prompt",
-    "response",
-    "full_response",
-    "reference",
-    "finish_reason",
-    "row",
-    "positive",
-    "negative",
+    *("question", "prompt", "response", "full_response", "reference", "finish_reason", "row"),
+    *("positive", "negative"),
 )
 """Variables of a template."""
 
@@ -271,9 +264,3 @@ def question_of(sample: RewardSample) -> str:
         if isinstance(message, dict) and message.get("role") == "user":
             return str(message.get("content", ""))
     return str(sample.row.get("question") or sample.prompt)
-
-
-def shown_response(sample: RewardSample) -> str | None:
-    """The response without its thought; None where the thought never ended."""
-    answer = after_thought(sample.response, sample.prompt)
-    return None if answer is None else answer.strip()

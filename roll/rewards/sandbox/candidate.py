@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import builtins
-import collections
 import copy
 import inspect
 import io
@@ -17,6 +16,7 @@ import tempfile
 import threading
 import traceback
 import types
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,16 +27,7 @@ MODULE = "solution"
 MAX_TEXT = 2000
 """Characters of an error's text."""
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
-_MUTABLE = (
-    list,
-    dict,
-    set,
-    bytearray,
-    collections.deque,
-    collections.defaultdict,
-    collections.Counter,
-    collections.OrderedDict,
-)
+_MUTABLE = (list, dict, set, bytearray, deque, defaultdict, Counter, OrderedDict)
 _OPERATORS = """
     add sub mul matmul truediv floordiv mod pow and_ or_ xor lshift rshift neg pos abs invert eq ne lt le gt ge
     getitem setitem delitem

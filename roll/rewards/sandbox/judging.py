@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -139,14 +140,10 @@ def _run_stream(
         return process.wait(), read_file(stdout, limits.file_size)
 
 
-_null: list[int] = []
-
-
+@functools.cache
 def os_null() -> int:
     """One descriptor of ``/dev/null`` for all."""
-    if not _null:
-        _null.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
-    return _null[0]
+    return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
 
 
 def _judge_tests(sandbox: Sandbox, source: bytes, cases: Cases, judging: Judging, outcome: Outcome) -> None:

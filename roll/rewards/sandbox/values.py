@@ -23,12 +23,7 @@ _TAG = "t"
 _EXACT_INTEGERS = 2**53
 _SIZED: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", collections.deque: "deque"}
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
-_BUILD: dict[str, Callable[[list[Any]], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": collections.deque,
-}
+_BUILD: dict[str, Callable[[list[Any]], Any]] = {tag: kind for kind, tag in _SIZED.items()}
 _AS_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "decimal": (decimal.Decimal, str, decimal.Decimal),
     "fraction": (fractions.Fraction, str, fractions.Fraction),
@@ -320,14 +315,10 @@ MAX_NUMERAL = 40
 
 def equal_output(printed: str, expected: str, tolerance: float) -> bool:
     """Line by line without white space at the ends; decimal fractions within ``tolerance``, as contests judge."""
-    given, wanted = lines_of(printed), lines_of(expected)
-    if given == wanted:
-        return True
-    if len(given) != len(wanted):
-        return False
-    return all(
+    found, wanted = lines_of(printed), lines_of(expected)
+    return len(found) == len(wanted) and all(
         one == other or equal_tokens(one.split(), other.split(), tolerance)
-        for one, other in zip(given, wanted, strict=True)
+        for one, other in zip(found, wanted, strict=True)
     )
 
 
@@ -336,9 +327,9 @@ def lines_of(text: str) -> list[str]:
 
 
 def equal_tokens(given: list[str], wanted: list[str], tolerance: float) -> bool:
-    if len(given) != len(wanted):
-        return False
-    return all(one == other or equal_decimals(one, other, tolerance) for one, other in zip(given, wanted, strict=True))
+    return len(given) == len(wanted) and all(
+        one == other or equal_decimals(one, other, tolerance) for one, other in zip(given, wanted, strict=True)
+    )
 
 
 def equal_decimals(given: str, wanted: str, tolerance: float) -> bool:
