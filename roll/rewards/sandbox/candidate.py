@@ -153,17 +153,24 @@ class Server(Side):
         ]
 
     def describe(self, error: BaseException) -> dict[str, Any]:
-        """An exception as data: its name, the built-in exceptions it derives from, its text and its class."""
+        """An exception as data: its text and class, and one of the response's own also by number, for its attributes."""
         try:
             text = str(error)[:MAX_TEXT]
         except BaseException:  # its own __str__ may do anything
             text = ""
-        return {"text": text, **self._describe_class(type(error))}
+        described = {"text": text, **self._describe_class(type(error))}
+        # Without its traceback: that would keep everything that its frames hold.
+        return described | ({"error": self._number(error.with_traceback(None))} if "id" in described else {})
 
     def _describe_class(self, kind: type) -> dict[str, Any]:
+        """The name of an exception's class and the built-in classes it derives from; of a response's own class also a
+        number and the classes that it names as its bases."""
         bases = [base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base]
-        own = getattr(builtins, kind.__name__, None) is not kind
-        return {"name": kind.__name__, "bases": bases} | ({"id": self._number(kind)} if own else {})
+        described: dict[str, Any] = {"name": kind.__name__, "bases": bases}
+        if getattr(builtins, kind.__name__, None) is not kind:
+            parents = [self._describe_class(base) for base in kind.__bases__ if issubclass(base, BaseException)]
+            described |= {"id": self._number(kind), "parents": parents}
+        return described
 
     def _number(self, value: Any) -> int:
         if id(value) not in self._numbers:

@@ -106,6 +106,8 @@ class Remote(Side):
                 kind = self._exception_class(raised)
                 # Some built-in exceptions have constructors of their own; all keep their arguments at this one.
                 error = kind.__new__(kind, str(raised.get("text", "")))
+                if hasattr(kind, "_roll_number"):
+                    error.__dict__["_roll_error"] = self.decode({"t": "object", "id": raised["error"]})
             else:
                 self.update(reply.get("instances", {}))
                 for key, item in reply.get("changed", []):
@@ -184,7 +186,8 @@ class Remote(Side):
         return self._proxies[number]
 
     def _exception_class(self, data: dict[str, Any]) -> type[Exception]:
-        """A local class for one of the response's exceptions, derived from the nearest built-in one."""
+        """A local class for one of the response's exceptions, derived from those of its bases; for a built-in one (or
+        the nearest) that itself. A test may expect any of them."""
         base: type[Exception] = ResponseError
         for name in data["bases"]:
             found = getattr(builtins, str(name), None)
@@ -195,10 +198,22 @@ class Remote(Side):
             return base
         number = int(data["id"])
         if number not in self._proxies:
-            members = {"_roll_number": number, "__init__": lambda self, *args: None}
-            self._proxies[number] = type(str(data["name"]), (base,), members)
+            members = {
+                "_roll_number": number,
+                "__init__": lambda self, *args: None,
+                "__getattr__": attribute_of_error,
+            }
+            parents = dict.fromkeys(self._exception_class(parent) for parent in data["parents"])
+            self._proxies[number] = type(str(data["name"]), tuple(parents) or (base,), members)
         found = self._proxies[number]
         return found if isinstance(found, type) else base
+
+
+def attribute_of_error(error: BaseException, name: str) -> Any:
+    """An attribute that only the exception in the response's process has."""
+    if "_roll_error" not in error.__dict__:
+        raise AttributeError(name)
+    return getattr(error.__dict__["_roll_error"], name)
 
 
 def is_mock_with_attributes(value: Any) -> bool:

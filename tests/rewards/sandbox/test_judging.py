@@ -95,6 +95,38 @@ def test_asserts(verdict: Verdict) -> None:
     assert outcome.note.startswith("AssertionError")
 
 
+OWN_ERRORS = """
+class Failure(Exception): pass
+class Missing(Failure, KeyError):
+    def __init__(self, key):
+        super().__init__(f"no {key}")
+        self.key = key
+class VeryMissing(Missing): pass
+class Fatal(BaseException): pass
+def find(key): raise VeryMissing(key)
+def stop(): raise Fatal("end")
+"""
+
+
+@pytest.mark.parametrize(
+    "expected", ["VeryMissing", "Missing", "Failure", "KeyError", "LookupError", "(ValueError, Failure)"]
+)
+def test_own_exceptions_are_caught_by_their_bases_and_keep_their_attributes(verdict: Verdict, expected: str) -> None:
+    test = f"try:\n    find('a')\nexcept {expected} as error:\n    assert error.key == 'a' and 'no a' in str(error)"
+    assert verdict(OWN_ERRORS, [f"{test}\nelse:\n    raise SystemError"]).passed == 1
+
+
+def test_own_exceptions_are_not_caught_by_other_classes(verdict: Verdict) -> None:
+    texts = [
+        "try:\n    find('a')\nexcept ValueError:\n    pass",
+        "try:\n    find('a')\nexcept Fatal:\n    pass",
+        "try:\n    find('a')\nexcept Missing as error:\n    error.absent",
+        "try:\n    find('a')\nexcept Missing as error:\n    assert error.key == 'b'",
+    ]
+    assert verdict(OWN_ERRORS, texts).passed == 0
+    assert verdict(OWN_ERRORS, ["try:\n    stop()\nexcept Fatal as error:\n    assert str(error) == 'end'"]).passed == 1
+
+
 def test_published_shapes_of_tests(verdict: Verdict) -> None:
     check = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(0, 0) == 0"
     assert verdict(SOURCE, None, row={"test": check, "entry_point": "add"}).passed == 1
