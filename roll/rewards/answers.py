@@ -353,7 +353,8 @@ def _plain_value(segment: str) -> str | None:
     segment = _REMARK.sub(" ", segment).strip().strip("\"'`*").rstrip(".,;:! ").strip()
     if segment.startswith("$") and segment.count("$") == 1 and not segment[1:2].isdigit():
         segment = segment[1:]  # a formula that was never closed
-    if not segment or len(segment) > MAX_FORMULA:
+    is_cut_off = "\\boxed{" in segment and segment.count("{") > segment.count("}")
+    if not segment or len(segment) > MAX_FORMULA or is_cut_off:
         return None
     number = _NUMBER_AND_WORDS.fullmatch(segment)
     if number is not None and not _OPERATOR.match(number.group("rest")):

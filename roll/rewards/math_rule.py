@@ -38,9 +38,11 @@ _STYLES = {"\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac"}
 _NAMES = {"\\varnothing": "\\emptyset", "°": "^\\circ", "\\degree": "^\\circ", "−": "-", "∞": "\\infty", "π": "\\pi"}
 _BOLD = re.compile(r"\\(?:boldsymbol|mathbf|bm|bf|pmb)\s*\{([^{}]*)\}")
 _PERCENT = re.compile(r"\s*(?:\\text\{\s*)?per\s?cent(?:\s*\})?\s*$", re.IGNORECASE)
-# "\textbf{(C)}\ 5", as the answers of multiple-choice contests are printed: what stands behind the letter counts.
+# "\textbf{(C)}\ 5", as the answers of multiple-choice contests are printed, and "(C) 5": what stands behind the letter
+# counts.
 _CHOICE = re.compile(
     r"^\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(?[A-Z]\)?\s*\}\s*(?:\\[ ,;:!]|\\q?quad|[:.)])?\s*(?=\S)"
+    r"|^\([A-J]\)\s+(?=[-$0-9]|\\d?frac|\\sqrt)"
 )
 
 
