@@ -144,18 +144,18 @@ class LLMJudge(ServiceOptions, RewardRule):
         return body | self.extra_body
 
     def _ask(self, bodies: dict[int, dict[str, Any]]) -> dict[int, RewardResult]:
-        """Each distinct request once, unless its answer is known."""
+        """Send each distinct request once, unless its answer is cached."""
         keys = {index: AnswerCache.key(self.base_url, body) for index, body in bodies.items()}
-        known = {key: MISSING if self._cache is None else self._cache.get(key) for key in set(keys.values())}
-        # Without a cache equal requests are asked one by one: at a temperature their answers differ.
-        wanted = {(key if self._cache is not None else index): index for index, key in keys.items()}
-        asked = [index for index in wanted.values() if known[keys[index]] is MISSING]
-        replies = dict(zip(asked, self._client.post([bodies[index] for index in asked]), strict=True))
+        cached = {key: MISSING if self._cache is None else self._cache.get(key) for key in set(keys.values())}
+        # Without a cache equal requests are sent one by one: at a temperature their answers differ.
+        distinct = {(key if self._cache is not None else index): index for index, key in keys.items()}
+        to_send = [index for index in distinct.values() if cached[keys[index]] is MISSING]
+        replies = dict(zip(to_send, self._client.post([bodies[index] for index in to_send]), strict=True))
         by_key = {keys[index]: reply for index, reply in replies.items()}
         results = {}
         for index, key in keys.items():
-            if known[key] is not MISSING:
-                results[index] = self._result(Reply(known[key], tries=0))
+            if cached[key] is not MISSING:
+                results[index] = self._result(Reply(cached[key], tries=0))
                 continue
             results[index] = self._result(replies.get(index, by_key[key]))
             if self._cache is not None and results[index].error is None:

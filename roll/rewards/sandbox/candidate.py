@@ -35,7 +35,7 @@ _OPERATORS = """
 
 
 def serve(channel: Channel, source: bytes) -> None:
-    """Run the source, say how that went, and answer requests until the other side closes the channel."""
+    """Run the source, report how that went, and answer requests until the other side closes the channel."""
     module = types.ModuleType(MODULE)
     sys.modules[MODULE] = module
     request = channel.receive()
@@ -89,7 +89,7 @@ class Server(Side):
         }
 
     def keep_classes(self) -> None:
-        """The tests' data classes, should the response have none of that name."""
+        """Remember the tests' data classes, for responses that define none of that name."""
         self._classes = {name: self._namespace.get(name) for name in self._classes}
 
     def _class_named(self, name: str) -> Any:
@@ -97,7 +97,7 @@ class Server(Side):
         return own if isinstance(own, type) else self._classes[name]
 
     def send(self, message: dict[str, Any]) -> None:
-        """With what has been printed since the last message."""
+        """Send a message with what has been printed since the last one."""
         for name, stream in self._output.items():
             if stream.tell():
                 message[name] = stream.getvalue()
@@ -153,7 +153,7 @@ class Server(Side):
         ]
 
     def describe(self, error: BaseException) -> dict[str, Any]:
-        """An exception as data: its text and class, and one of the response's own also by number, for its attributes."""
+        """An exception as data: its text and class, and a number for the attributes of the response's own."""
         try:
             text = str(error)[:MAX_TEXT]
         except BaseException:  # its own __str__ may do anything
@@ -219,7 +219,7 @@ class Server(Side):
 
 
 class TestsInput(io.TextIOBase):
-    """Standard input: that of the tests' process."""
+    """Standard input that asks the tests' process for its own."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -248,7 +248,7 @@ def as_plain(value: Any) -> Any:
 
 
 COMPILE_STATUS = 121
-"""Exit status of a script that is no Python. Anything else may exit with it too: it feeds a metric, no verdict."""
+"""Exit status of a script that is not valid Python. Others may exit with it too: it feeds a metric, no verdict."""
 SOURCE, CHANNEL, VERDICTS = 3, 4, 5
 """Descriptors beyond the standard ones."""
 MAX_SOURCE = 4 * 2**20
@@ -266,7 +266,7 @@ ENVIRONMENT = {
 
 
 def forget_surroundings() -> None:
-    """Environment, arguments and search path as a program on its own would find them."""
+    """Set environment, arguments and search path to what a program on its own would find."""
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
     sys.argv = ["solution.py"]
@@ -283,7 +283,7 @@ def forget_own_modules() -> None:
 
 
 def settle_in(folder: str) -> None:
-    """Temporary files and settings belong into the private folder, wherever it is."""
+    """Let temporary files and settings go to the private folder, wherever it is."""
     tempfile.tempdir = folder
     os.environ.update(TMPDIR=folder, HOME=folder)
 
@@ -294,14 +294,14 @@ def read_all(descriptor: int, most: int = -1) -> bytes:
 
 
 def open_streams() -> None:
-    """Streams on the descriptors of this process; those of the parent would carry its state."""
+    """Open new streams on the standard descriptors; those of the parent would carry its state."""
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  they live as long as we do
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def run_script(request: dict[str, Any]) -> None:
-    """The source as ``__main__``, like ``python solution.py``."""
+    """Run the source as ``__main__``, like ``python solution.py``."""
     source = read_all(SOURCE, MAX_SOURCE)
     open_streams()
     main = types.ModuleType("__main__")
@@ -330,7 +330,7 @@ def exit_status(leaving: SystemExit) -> int:
 
 
 def finish(status: int) -> None:
-    """Leave as Python does: threads first, then exit functions, then the buffers."""
+    """Exit as Python does: wait for threads, then call exit functions, then flush the buffers."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -341,7 +341,7 @@ def finish(status: int) -> None:
 
 
 def serve_calls(request: dict[str, Any]) -> None:
-    """The source as the module ``solution``, whose functions another process calls."""
+    """Run the source as the module ``solution``, whose functions another process calls."""
     source = read_all(SOURCE, MAX_SOURCE)
     open_streams()
     serve(Channel(CHANNEL, request["max_message"]), source)
@@ -349,7 +349,7 @@ def serve_calls(request: dict[str, Any]) -> None:
 
 
 def run_tests(request: dict[str, Any]) -> None:
-    """Tests on the trusted side of the channel; verdicts leave through a pipe that the response's process lacks."""
+    """Run tests on the trusted side of the channel; verdicts leave through a file that the response's process lacks."""
     job = read_all(SOURCE)
     open_streams()
     harness.run(job, Channel(CHANNEL, request["max_message"]), VERDICTS)
@@ -357,7 +357,7 @@ def run_tests(request: dict[str, Any]) -> None:
 
 
 def run_command(request: dict[str, Any]) -> None:
-    """The source as a file of the working folder, and a command that knows what to do with it."""
+    """Write the source to a file in the working folder and execute the command that runs it."""
     with open(request["file_name"], "wb") as file:
         file.write(read_all(SOURCE, MAX_SOURCE))
     # Python ignores these, and a program executed from here would too.

@@ -63,7 +63,7 @@ class Process:
         self._end: Future[Ended] = Future()
 
     def wait(self) -> Ended:
-        """Wait for its end.
+        """Wait for the process to end.
 
         Raises:
             SandboxError: the host could not run it.
@@ -97,7 +97,7 @@ class Sandbox:
         self.report: Report | None = None
 
     def start(self) -> Report:
-        """Protections of this host.
+        """Start the zygote where none runs, and return the protections of this host.
 
         Raises:
             SandboxError: it does not start, or a required protection is missing.
@@ -218,7 +218,7 @@ class Sandbox:
 
 
 def zygote_environment() -> dict[str, str]:
-    """Nothing of this process's own: keys and addresses stand in it."""
+    """An environment without that of this process, which may hold keys and addresses."""
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
     fixed = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -111,7 +111,7 @@ _AT_ONCE = 1000
 
 
 class OutOfBudget(Exception):
-    """There is more to remove than was asked for."""
+    """The folder holds more entries than the budget."""
 
 
 def make_parent() -> str:
@@ -233,7 +233,7 @@ def find_means(without: Set[str], landlock_abi: int | None = None) -> tuple[Mean
 
 
 def try_view(means: Means, readable: Sequence[str]) -> Means:
-    """See only ``readable`` from now on, where the host permits it."""
+    """Hide every path but ``readable`` from this process, where the host permits it."""
     with contextlib.suppress(OSError):
         enter_view(readable)
         return replace(means, mounts=True)
@@ -241,7 +241,7 @@ def try_view(means: Means, readable: Sequence[str]) -> Means:
 
 
 def enter_namespaces(means: Means) -> Means:
-    """All namespaces or none: as the superuser, else inside a user namespace, where any user is one."""
+    """Enter all namespaces or none: as root, else inside a user namespace, where any user is root."""
     if os.geteuid() == 0:
         with contextlib.suppress(OSError):
             kernel.unshare(_NAMESPACES)
@@ -258,7 +258,8 @@ def enter_namespaces(means: Means) -> Means:
 
 
 def claim_uids() -> tuple[int | None, socket.socket | None]:
-    """User ids that no other sandbox of this host uses: the claim is a name that the kernel gives to one socket."""
+    """User ids that no other sandbox of this host uses. The claim is an abstract socket name, which the kernel gives to
+    one socket only."""
     for block in range(_BLOCKS):
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
@@ -278,7 +279,7 @@ SHARERS = 8
 
 
 def confine(means: Means, limits: Limits, uid: int | None, scratch: str, readable: Sequence[str], proc: bool) -> None:
-    """Give up everything that ``means`` allows to give up.
+    """Give up everything that ``means`` lets this process give up.
 
     Args:
         uid: the user to become; None: stay.

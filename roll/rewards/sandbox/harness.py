@@ -42,11 +42,11 @@ class Verdicts:
         os.write(self._descriptor, json.dumps(message).encode() + b"\n")
 
     def case(self, number: int, error: BaseException | None) -> None:
-        note = None if error is None else f"{type(error).__name__}: {described(error)}"[:MAX_NOTE]
+        note = None if error is None else f"{type(error).__name__}: {text_of(error)}"[:MAX_NOTE]
         self.send(case=number, passed=error is None, note=note)
 
 
-def described(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # the text of an assertion may ask the response, which may be gone
@@ -88,7 +88,7 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
         else:
             run_pytest(settings, remote, report, namespace)
     except ResponseGone as gone:
-        report.send(gone=described(gone), timed_out=gone.timed_out)
+        report.send(gone=text_of(gone), timed_out=gone.timed_out)
     if remote.impossible is not None:
         report.send(impossible=remote.impossible)
     return None
@@ -100,7 +100,7 @@ def missing_import(names: Sequence[str]) -> str | None:
         try:
             importlib.import_module(name)
         except Exception as error:  # a package may fail in any way
-            return f"the tests import {name}, which fails in the sandbox: {described(error)[:MAX_NOTE]}"
+            return f"the tests import {name}, which fails in the sandbox: {text_of(error)[:MAX_NOTE]}"
     return None
 
 
@@ -158,18 +158,18 @@ def run_snippets(settings: dict[str, Any], remote: Remote, report: Verdicts, nam
     if settings.get("setup"):
         remote.set_deadline(settings["case_timeout"])
         try:
-            fill_in(settings["setup"], namespace, remote)
+            bind_names(settings["setup"], namespace, remote)
             exec(compile(settings["setup"], "setup", "exec"), namespace)  # noqa: S102  the data set's own code
         except (Exception, SystemExit) as error:
             if is_self_contained(settings["setup"]):
-                remote.impossible = f"the set-up fails by itself: {type(error).__name__}: {described(error)}"[:MAX_NOTE]
+                remote.impossible = f"the set-up fails by itself: {type(error).__name__}: {text_of(error)}"[:MAX_NOTE]
             return report.case(0, error)
     for number, test in enumerate(settings["tests"]):
         remote.set_deadline(settings["case_timeout"])
         failed: BaseException | None = None
         try:
             code = compile(test, f"test {number}", "exec")
-            fill_in(test, namespace, remote)
+            bind_names(test, namespace, remote)
             exec(code, namespace)  # noqa: S102  the data set's own code
         except (Exception, SystemExit) as error:
             failed = error
@@ -205,8 +205,8 @@ def run_unittest(kind: Any, name: str) -> None:
         raise AssertionError(bad[0][1].strip().splitlines()[-1] if bad else f"{name} was not run")
 
 
-def fill_in(source: str, namespace: dict[str, Any], remote: Remote) -> None:
-    """Put what the source names but does not define into the namespace."""
+def bind_names(source: str, namespace: dict[str, Any], remote: Remote) -> None:
+    """Bind what the source names but does not define: standard modules, and proxies of the response's objects."""
     tree = ast.parse(source)
     offered = remote.ask("names")
     own = set(offered) if isinstance(offered, list) else set()
@@ -267,7 +267,7 @@ def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts, names
     class Plugin:
         def pytest_collection_finish(self, session: Any) -> None:
             for module in {id(item.module): item.module for item in session.items if hasattr(item, "module")}.values():
-                fill_in(settings["pytest"], module.__dict__, remote)
+                bind_names(settings["pytest"], module.__dict__, remote)
                 namespace.update({name: each for name, each in vars(module).items() if isinstance(each, type)})
             self.numbers = {item.nodeid: number for number, item in enumerate(session.items)}
             self.names = dict.fromkeys(self.numbers.values(), False)

@@ -20,7 +20,7 @@ from roll.rewards.sandbox.snippets import CaseError, preparation
 from roll.rewards.sandbox.values import equal_output
 
 COMMAND_PROCESSES = 32
-"""A shell and what it starts."""
+"""Processes at a time of a command: a shell and what it starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ def _job(cases: Cases, judging: Judging) -> dict[str, Any]:
 
 
 def _count(lines: bytes, outcome: Outcome) -> None:
-    """Add up the harness's lines; a line cut off by a kill is none."""
+    """Add up the harness's lines, without one that a kill has cut off."""
     passed: dict[int, bool] = {}
     impossible = ""
     for line in lines.splitlines(keepends=True):

@@ -111,7 +111,7 @@ TRUNCATE_ABI = 3
 
 
 def landlock_abi() -> int:
-    """The version that the kernel speaks; 0: none."""
+    """The version of Landlock's interface that the kernel has; 0: none."""
     try:
         return syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION, what="landlock")
     except OSError:
@@ -119,10 +119,11 @@ def landlock_abi() -> int:
 
 
 def restrict_files(readable: Sequence[str], writable: Sequence[str], version: int | None = None) -> None:
-    """From now on only these paths and what lies below them; TCP and signals to others too where the kernel can.
+    """Restrict this process to these paths and what lies below them, and where the kernel can also refuse it TCP and
+    signals to other processes.
 
     Args:
-        version: of Landlock's interface, at most :func:`abi`, which is what None stands for.
+        version: of Landlock's interface, at most :func:`landlock_abi`, which is what None stands for.
 
     Raises:
         OSError: the kernel has no Landlock.

@@ -60,7 +60,7 @@ def prepared(texts: tuple[str, ...], setup: str, entry_point: str) -> Snippets:
     whole = [Piece("the set-up", setup, entry_point), *pieces]
     bound = set(dir(builtins)).union(*(bound_names(piece.tree) for piece in whole))
     for piece in whole:
-        piece.refuse_what_cannot_work(bound)
+        piece.check_supported(bound)
     if not any(piece.names_the_response() or not piece.names <= bound for piece in whole):
         raise CaseError(f"the tests test nothing: {texts[0][:80]!r}")
     cases: list[str] = []
@@ -150,7 +150,7 @@ class Piece:
                 return True
         return any(takes_candidate(node) for node in self._functions)
 
-    def refuse_what_cannot_work(self, bound: Set[str]) -> None:
+    def check_supported(self, bound: Set[str]) -> None:
         """
         Args:
             bound: every name that is not the response's.
@@ -159,7 +159,7 @@ class Piece:
             CaseError: tests that would fail whatever the response is.
         """
         for node in ast.walk(self.tree):
-            reason = why_not(node, self.mocks)
+            reason = unsupported(node, self.mocks)
             if isinstance(node, ast.ClassDef) and any(
                 dotted(base)[:1] and dotted(base)[0] not in bound for base in node.bases
             ):
@@ -220,7 +220,7 @@ def check_pytest_file(text: str) -> None:
         CaseError: the row's own file has no tests, or needs what the sandbox does not have.
     """
     piece = Piece("the pytest file", text, "")
-    piece.refuse_what_cannot_work(set(dir(builtins)) | bound_names(piece.tree))
+    piece.check_supported(set(dir(builtins)) | bound_names(piece.tree))
     defined = [node.name for node in ast.walk(piece.tree) if isinstance(node, _DEFINITIONS)]
     if not any(name.lower().startswith("test") for name in defined) and not any(
         is_unittest_class(node) for node in piece.tree.body
@@ -284,21 +284,21 @@ def dotted(node: ast.AST) -> list[str]:
     return [node.id] if isinstance(node, ast.Name) else []
 
 
-def why_not(node: ast.AST, mocks: bool) -> str | None:
-    """Why a test that has this in it cannot work between two processes; None: it can."""
+def unsupported(node: ast.AST, mocks: bool) -> str | None:
+    """Why a test with this node cannot work between two processes; None: it can."""
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return why_not_import(node)
+        return unsupported_import(node)
     if isinstance(node, ast.arg) and node.arg in _FIXTURES_WITH_FILES:
         return f"uses {node.arg}: tests and programs have no files in common"
     if isinstance(node, ast.Call):
-        return why_not_call(node, mocks)
+        return unsupported_call(node, mocks)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         blind = node.value.id in _BLIND_MODULES or node.attr == "iscoroutinefunction"
         return f"uses {node.value.id}.{node.attr}, which sees nothing of another process" if blind else None
     return None
 
 
-def why_not_import(node: ast.Import | ast.ImportFrom) -> str | None:
+def unsupported_import(node: ast.Import | ast.ImportFrom) -> str | None:
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or "."]
     for top in {name.partition(".")[0] for name in names} - set(MODULE_NAMES):
         if not top or (top not in sys.stdlib_module_names and importlib.util.find_spec(top) is None):
@@ -306,7 +306,7 @@ def why_not_import(node: ast.Import | ast.ImportFrom) -> str | None:
     return None
 
 
-def why_not_call(node: ast.Call, mocks: bool) -> str | None:
+def unsupported_call(node: ast.Call, mocks: bool) -> str | None:
     parts = dotted(node.func)
     if parts == ["open"]:
         return "opens a file: tests and programs have no files in common"

@@ -243,7 +243,7 @@ class MessageTooLarge(Exception):
 
 
 class Channel:
-    """One end."""
+    """One end of a socket that carries JSON messages, each behind its length."""
 
     def __init__(self, descriptor: int, max_message: int) -> None:
         self._socket = socket.socket(fileno=descriptor)

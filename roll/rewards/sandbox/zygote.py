@@ -79,12 +79,12 @@ class Zygote:
         seccomp.prepare()
 
     def serve(self) -> None:
-        """Until the other side closes the socket."""
-        open_for_business = True
-        while open_for_business:
+        """Answer requests until the other side closes the socket."""
+        is_open = True
+        while is_open:
             for descriptor, _ in self._poll.poll(self._milliseconds_left()):
                 if descriptor == self._control.fileno():
-                    open_for_business = self._receive()
+                    is_open = self._receive()
                 elif descriptor in self._children:
                     self._finish(self._children.pop(descriptor))
                 elif self._remover is not None and descriptor == self._remover[0]:
@@ -205,8 +205,8 @@ class Zygote:
         """A private folder, where none can be mounted."""
         return None if self.folder is None else confinement.make_folder(self.folder, self._uid(slot))
 
-    def try_out(self) -> dict[str, Any]:
-        """Findings of a process that this zygote confines: each is True where the protection held."""
+    def run_trial(self) -> dict[str, Any]:
+        """Confine a process that attacks this host; True for each protection that held."""
         means = self.means
         reading, writing = os.pipe()
         null = os.open(os.devnull, os.O_RDWR)
@@ -336,7 +336,7 @@ class Zygote:
 
 
 def read_and_close(descriptor: int) -> bytes:
-    """Bytes written so far."""
+    """The bytes written to a pipe so far."""
     try:
         return os.read(descriptor, MAX_MESSAGE)
     except BlockingIOError:
@@ -383,13 +383,13 @@ def main() -> None:
     folder = None if means.mounts else confinement.make_parent()
     try:
         zygote = Zygote(control, means, readable, own_namespace, folder)
-        found = zygote.try_out()
+        found = zygote.run_trial()
         # A user of its own may not be able to read this Python (under a home folder); a kernel may lack a part of the
         # rest.
         for less in ({"first_uid": None}, {"seccomp": False}, {"landlock": 0}):
             if not found["runs"]:
                 zygote.means = replace(zygote.means, **less)
-                found = zygote.try_out()
+                found = zygote.run_trial()
         control.send(json.dumps({"ready": True, "found": found, "folder": folder}).encode())
         zygote.serve()
     finally:
