@@ -138,11 +138,10 @@ def read_completion(body: Any, model: str) -> ParsedCompletion:
     log_probs = fields.get("logprobs", int, None)
     prompts = _prompts(fields.get("prompt", (str, list), None))
     echo = fields.get("echo", bool, False)
-    if echo and fields.get("stream", bool, False):
-        raise BadRequest("echo: goes with stream: false", "echo")
     of_prompt = fields.get("prompt_logprobs", int, None)
-    if of_prompt is not None and fields.get("stream", bool, False):
-        raise BadRequest("prompt_logprobs: goes with stream: false", "prompt_logprobs")
+    for name, is_set in (("echo", echo), ("prompt_logprobs", of_prompt is not None)):
+        if is_set and fields.get("stream", bool, False):
+            raise BadRequest(f"{name}: goes with stream: false", name)
     if of_prompt is not None and not -1 <= of_prompt <= MAX_TOP_LOG_PROBS:
         raise BadRequest(f"prompt_logprobs: must be from -1 (all) to {MAX_TOP_LOG_PROBS}", "prompt_logprobs")
     return ParsedCompletion(

@@ -330,29 +330,22 @@ class GrowingSample:
         text = settled_text(self.tokenizer, self.params, output.token_ids)
         if not text.startswith(self.sent) or len(text) == len(self.sent):
             return None
-        return self._new(text, "", output.token_ids, output.log_probs, output.top_log_probs)
+        return self._new(text, "", output)
 
     def end(self, choice: Choice) -> Choice:
         """The rest of the finished sample."""
         text = choice.text if choice.text.startswith(self.sent) else self.sent
-        return self._new(text, choice.finish_reason, choice.token_ids, choice.log_probs, choice.top_log_probs)
+        return self._new(text, choice.finish_reason, choice)
 
-    def _new(
-        self,
-        text: str,
-        finish_reason: str,
-        token_ids: Sequence[int],
-        log_probs: Sequence[float],
-        top_log_probs: Sequence[list[tuple[int, float]]],
-    ) -> Choice:
-        begin, end = self.num_tokens, len(token_ids)
+    def _new(self, text: str, finish_reason: str, sample: Choice | GenerationOutput) -> Choice:
+        begin, end = self.num_tokens, len(sample.token_ids)
         choice = Choice(
             index=self.index,
             text=text[len(self.sent) :],
             finish_reason=finish_reason,
-            token_ids=list(token_ids[begin:]),
-            log_probs=list(log_probs[begin:]),
-            top_log_probs=list(top_log_probs[begin:end]),
+            token_ids=list(sample.token_ids[begin:]),
+            log_probs=list(sample.log_probs[begin:]),
+            top_log_probs=list(sample.top_log_probs[begin:end]),
             prompt_token_ids=self.prompt_token_ids,
             text_offset=len(self.token_text),
         )

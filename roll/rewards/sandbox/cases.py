@@ -62,8 +62,10 @@ class Cases:
 def read_cases(ground_truth: Any, row: Mapping[str, Any]) -> Cases:
     """The cases of a row: its column ``test_cases``, else ``ground_truth``, else its columns themselves.
 
+    What tests only define is called.
+
     Raises:
-        CaseError: there are none, or they have no known shape.
+        CaseError: there are none, they have no known shape, test nothing, or cannot work.
     """
     given = row.get("test_cases") or ground_truth
     source = loaded(given) if given else row
@@ -77,15 +79,6 @@ def read_cases(ground_truth: Any, row: Mapping[str, Any]) -> Cases:
         raise CaseError(f"test cases of an unknown shape: {type(error).__name__}: {error}") from error
     if not cases.count:
         raise CaseError("the row has no test cases")
-    return checked(cases)
-
-
-def checked(cases: Cases) -> Cases:
-    """With everything called that the tests only define.
-
-    Raises:
-        CaseError: the tests test nothing, or cannot work.
-    """
     if cases.kind == "pytest":
         check_pytest_file(cases.texts[0])
     if cases.kind != "tests":

@@ -290,15 +290,6 @@ class Proxy:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._roll_remote.ask("call", self, *args, **kwargs)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._roll_remote.ask("getitem", self, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._roll_remote.ask("setitem", self, key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._roll_remote.ask("delitem", self, key)
-
     def __len__(self) -> int:
         return int(self._roll_remote.ask("len", self))
 
@@ -333,14 +324,8 @@ class Proxy:
     def __subclasscheck__(self, subclass: Any) -> bool:
         return isinstance(subclass, Proxy | type) and self._roll_remote.ask("issubclass", subclass, self) is True
 
-    def __copy__(self) -> Any:
-        return self._roll_remote.ask("copy", self)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._roll_remote.ask("deepcopy", self)
-
-    def __aiter__(self) -> Any:
-        return self._roll_remote.ask("aiter", self)
 
     async def __anext__(self) -> Any:
         return self._roll_remote.ask("anext", self)
@@ -407,8 +392,8 @@ def _binary(name: str, reflected: bool) -> Callable[[Proxy, Any], Any]:
     return operate
 
 
-def _unary(name: str) -> Callable[[Proxy], Any]:
-    return lambda self: self._roll_remote.ask(name, self)
+def _forwarded(name: str) -> Callable[..., Any]:
+    return lambda self, *args: self._roll_remote.ask(name, self, *args)
 
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -418,5 +403,5 @@ for _name in _COMPARISONS:
 for _name in _ARITHMETIC.split():
     setattr(Proxy, f"__{_name.strip('_')}__", _binary(_name, reflected=False))
     setattr(Proxy, f"__r{_name.strip('_')}__", _binary(_name, reflected=True))
-for _name in ("neg", "pos", "abs", "invert"):
-    setattr(Proxy, f"__{_name}__", _unary(_name))
+for _name in ("neg", "pos", "abs", "invert", "getitem", "setitem", "delitem", "copy", "aiter"):
+    setattr(Proxy, f"__{_name}__", _forwarded(_name))

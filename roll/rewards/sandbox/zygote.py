@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from roll.rewards.sandbox import candidate, confinement, kernel, seccomp, trial
-from roll.rewards.sandbox.protections import Limits, Means
+from roll.rewards.sandbox import candidate, confinement, kernel, protections, seccomp
+from roll.rewards.sandbox.protections import TRIAL_LIMITS, TRIAL_SLOT, Limits, Means
 
 MAX_MESSAGE = 65536
 MAX_DESCRIPTORS = 8
@@ -210,15 +210,15 @@ class Zygote:
         means = self.means
         reading, writing = os.pipe()
         null = os.open(os.devnull, os.O_RDWR)
-        folder = self.make_folder(trial.SLOT)
-        canary = trial.make_canary(self.folder)
-        program = partial(trial.attack, os.getpid(), means.process_namespace, means.mounts, canary)
-        pid, confined = self.fork(program, trial.LIMITS, trial.SLOT, folder, [null, writing, null])
+        folder = self.make_folder(TRIAL_SLOT)
+        canary = protections.make_canary(self.folder)
+        program = partial(protections.attack, os.getpid(), means.process_namespace, means.mounts, canary)
+        pid, confined = self.fork(program, TRIAL_LIMITS, TRIAL_SLOT, folder, [null, writing, null])
         os.close(writing)
         with open(reading, encoding="utf-8") as answer:
             text = answer.read()
         os.waitpid(pid, 0)
-        self.end_remaining(pid, trial.SLOT)
+        self.end_remaining(pid, TRIAL_SLOT)
         if folder is not None:
             with contextlib.suppress(OSError):
                 confinement.remove_tree(folder)
@@ -226,7 +226,7 @@ class Zygote:
         os.close(confined)
         found: dict[str, Any] = json.loads(text) if text else {"runs": False}
         # Looked at from outside: a call that says it worked may have done nothing.
-        found["files"] = bool(found.get("files")) and trial.is_unchanged(canary)
+        found["files"] = bool(found.get("files")) and protections.is_unchanged(canary)
         found["ends"] = means.process_namespace or means.first_uid is not None or means.seccomp
         found["scratch"], found["user"] = means.mounts, means.first_uid is not None
         values = {**asdict(means), "landlock": means.landlock or None}
