@@ -253,7 +253,8 @@ def variables(sample: RewardSample, answer: str, positive: str, negative: str) -
 
 
 def question_of(sample: RewardSample) -> str:
-    """The user's question: the last user message of the row, else its ``question``, else the prompt as templated."""
+    """The user's question: the last user message of the row (its text, without images), else the row's ``question``,
+    else the prompt as templated."""
     messages = sample.row.get("messages")
     if isinstance(messages, str):
         try:
@@ -262,5 +263,9 @@ def question_of(sample: RewardSample) -> str:
             messages = None
     for message in reversed(messages if isinstance(messages, list) else []):
         if isinstance(message, dict) and message.get("role") == "user":
-            return str(message.get("content", ""))
+            content = message.get("content", "")
+            if isinstance(content, list):
+                texts = (part.get("text") for part in content if isinstance(part, dict))
+                return "\n".join(text for text in texts if isinstance(text, str))
+            return str(content)
     return str(sample.row.get("question") or sample.prompt)
