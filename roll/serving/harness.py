@@ -36,19 +36,19 @@ class HarnessOptions:
     """Settings of ``roll evaluate --harness`` and ``validation.harness``."""
 
     name: str
-    """Of :data:`HARNESSES`."""
+    """Key of :data:`HARNESSES`."""
     tasks: tuple[str, ...]
-    """lm-eval: names, with ``include``; Inspect: task files."""
+    """lm-eval: names of tasks (also from ``include``); Inspect: task files."""
     include: str | None = None
     """lm-eval: a folder of task files."""
     arguments: tuple[str, ...] = ()
-    """Further words of the program's own command line."""
+    """Further arguments of the program's command line."""
     chat: bool = False
-    """lm-eval: ask by chat completions, which knows no log-likelihoods."""
+    """lm-eval: use chat completions, which have no log-likelihoods."""
 
 
 def lm_eval_command(options: HarnessOptions, base_url: str, model: str, tokenizer: str, output: Path) -> list[str]:
-    """``lm_eval`` on the server: completions with the model's own tokenizer, or chats."""
+    """Command that runs ``lm_eval`` on the server: completions with the model's own tokenizer, or chats."""
     kind, path = (
         ("local-chat-completions", "chat/completions") if options.chat else ("local-completions", "completions")
     )
@@ -69,15 +69,15 @@ def lm_eval_command(options: HarnessOptions, base_url: str, model: str, tokenize
 
 
 def inspect_command(options: HarnessOptions, base_url: str, model: str, tokenizer: str, output: Path) -> list[str]:
-    """``inspect eval`` on the server, as a provider named ``roll``; its address comes with the environment."""
-    # It takes patterns that start from the working directory only; behind an @ stands the name of a task in the file.
+    """Command that runs ``inspect eval`` on the server: a provider named ``roll``, its address in the environment."""
+    # Inspect takes paths relative to the working directory only; the name of a task in the file stands behind an @.
     tasks = [os.path.relpath(name) if Path(name.partition("@")[0]).is_file() else name for name in options.tasks]
     words = [sys.executable, "-m", "inspect_ai", "eval", *tasks, "--model", f"openai-api/roll/{model}"]
     return [*words, "--log-format", "json", "--log-dir", str(output), "--display", "plain", *options.arguments]
 
 
 def environment(base_url: str) -> dict[str, str]:
-    """Of the program: the address of the server, and no hub."""
+    """Environment of the program: the address of the server, and no access to hubs."""
     own = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
     own |= {"ROLL_BASE_URL": base_url, "ROLL_API_KEY": KEY, "OPENAI_API_KEY": KEY, "TOKENIZERS_PARALLELISM": "false"}
     return {**os.environ, **own}

@@ -99,10 +99,10 @@ class ParsedChat(ParsedRequest):
 class ParsedCompletion(ParsedRequest):
     prompts: Sequence[str | Sequence[int]] = ()
     echo: bool = False
-    """Responses begin with their prompt, and log-probs with the prompt's own."""
+    """Responses begin with their prompt, and log-probs with those of the prompt."""
     prompt_log_probs: int | None = None
-    """Most probable tokens at each position of the prompt that are reported with the prompt's own (-1: all); None:
-    nothing is said of the prompt."""
+    """Number of most probable tokens reported at each position of the prompt, besides its own (-1: all); None: no
+    log-probs of the prompt."""
 
 
 def read_chat(body: Any, model: str) -> ParsedChat:
@@ -243,7 +243,7 @@ class Fields:
     """A body's fields, checked by type as they are read.
 
     Args:
-        model: the model that is served; None: any name is one of it.
+        model: the model that is served; None: any name is accepted.
 
     Raises:
         BadRequest: no object, an unknown field, or another model.
@@ -269,7 +269,7 @@ class Fields:
             raise BadRequest(f"model: {asked!r} is not served here, only {model!r}", "model")
 
     def given(self, name: str) -> bool:
-        """The field is there, and not null."""
+        """True if the field is there, and not null."""
         return self._body.get(name) is not None
 
     def get(self, name: str, kind: type | tuple[type, ...], default: Any) -> Any:

@@ -29,12 +29,12 @@ class ResponseBody:
     prompts: Sequence[Sequence[int]]
     groups: Sequence[FinishedGroup]
     echoed: Sequence[PromptScore] | None = None
-    """With ``echo``: of each prompt."""
+    """With ``echo``: log-probs of each prompt."""
     scored: Sequence[PromptScore] | None = None
-    """With ``prompt_logprobs``: of each prompt."""
+    """With ``prompt_logprobs``: log-probs of each prompt."""
 
     def choices(self) -> Iterator[Choice]:
-        """Prompt by prompt; the index counts on."""
+        """The samples of all prompts, numbered on from one prompt to the next."""
         index = 0
         echoed: Sequence[PromptScore | None] = self.echoed or [None] * len(self.prompts)
         scored: Sequence[PromptScore | None] = self.scored or [None] * len(self.prompts)
@@ -62,7 +62,7 @@ class ResponseBody:
 
 @dataclass(frozen=True)
 class Choice:
-    """One sample, or what is new of it."""
+    """One sample, or the new piece of one that is streamed."""
 
     index: int
     text: str
@@ -72,11 +72,11 @@ class Choice:
     top_log_probs: list[list[tuple[int, float]]]
     prompt_token_ids: list[int]
     text_offset: int = 0
-    """Of the first token, where the choice is a later piece of a sample."""
+    """Position of the first token in the sample's text; 0 but for the later pieces of a stream."""
     echoed: PromptScore | None = None
-    """Of the prompt, where the response begins with it."""
+    """Log-probs of the prompt, where the response begins with it (``echo``)."""
     scored: PromptScore | None = None
-    """Of the prompt, where ``prompt_logprobs`` asks for it."""
+    """Log-probs of the prompt, where ``prompt_logprobs`` asks for them."""
 
 
 class Writer:
@@ -103,13 +103,13 @@ class Writer:
         return self._head("chat.completion.chunk" if self._chat else "text_completion")
 
     def opening(self, head: dict[str, Any], index: int) -> Iterator[bytes]:
-        """Before the first piece of a sample."""
+        """Events before the first piece of a sample."""
         if self._chat:
             start = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             yield event(head | {"choices": [start]})
 
     def piece(self, head: dict[str, Any], choice: Choice, parsed: ParsedRequest) -> bytes:
-        """New tokens and text of a sample."""
+        """Event with new tokens and text of a sample."""
         body = self._choice(choice, parsed)
         body["finish_reason"] = body["finish_reason"] or None
         if self._chat:
@@ -117,7 +117,7 @@ class Writer:
         return event(head | {"choices": [body]})
 
     def last_pieces(self, head: dict[str, Any], choice: Choice, parsed: ParsedRequest) -> Iterator[bytes]:
-        """The rest of a sample, and why it ended."""
+        """Events with the rest of a sample, and why it ended."""
         if not self._chat:
             yield self.piece(head, choice, parsed)
             return
@@ -127,7 +127,7 @@ class Writer:
         yield event(head | {"choices": [last]})
 
     def closing(self, head: dict[str, Any], response: ResponseBody) -> Iterator[bytes]:
-        """Behind the last sample."""
+        """Events after the last sample."""
         if response.parsed.include_usage:
             yield event(head | {"choices": [], "usage": response.usage()})
         yield b"data: [DONE]\n\n"
@@ -152,8 +152,8 @@ class Writer:
         return {"index": choice.index} | body | ids
 
     def _prompt_log_probs(self, token_ids: Sequence[int], score: PromptScore) -> list[dict[str, Any] | None]:
-        """In vLLM's form: by position an object of token id to log-prob, rank and text, the prompt's own token first;
-        nothing at the first."""
+        """Log-probs in vLLM's form: an object of token id to log-prob, rank and text for each position, the prompt's own
+        token first; None for the first position."""
         rows: list[dict[str, Any] | None] = [None]
         for token, own, rank, others in zip(token_ids[1:], score.log_probs, score.ranks, score.top, strict=True):
             row = {token: (own, rank)} | {other: (value, place) for place, (other, value) in enumerate(others, 1)}
@@ -182,7 +182,7 @@ class Writer:
         return {"token": text, "logprob": _finite(log_prob), "bytes": list(text.encode("utf-8"))}
 
     def _shown(self, choice: Choice) -> str:
-        """The text, behind the prompt's where that is asked for."""
+        """The text, after the prompt's where the request has ``echo``."""
         prompt = "" if choice.echoed is None else str(self._tokenizer.decode(choice.prompt_token_ids))
         return prompt + choice.text
 
@@ -208,7 +208,7 @@ class Writer:
 
 
 def _finite(log_prob: float) -> float:
-    """JSON has no infinity: the place of a token that cannot be sampled is taken by a number as good."""
+    """The log-prob, or -9999 for the minus infinity of a token that cannot be sampled, which JSON does not have."""
     return max(log_prob, -9999.0)
 
 
@@ -231,16 +231,16 @@ class LiveResponse:
         self._prompts = prompts
         self._grown: dict[int, Sequence[GenerationOutput]] = {}
         self._changed = asyncio.Event()
-        self._asked = [
+        self._tasks = [
             asyncio.create_task(
-                service.generate(prompt, parsed.params, parsed.num_samples, partial(self._note, number))
+                service.generate(prompt, parsed.params, parsed.num_samples, partial(self._record, number))
             )
             for number, prompt in enumerate(prompts)
         ]
-        for task in self._asked:
+        for task in self._tasks:
             task.add_done_callback(lambda _: self._changed.set())
 
-    def _note(self, number: int, samples: Sequence[GenerationOutput]) -> None:
+    def _record(self, number: int, samples: Sequence[GenerationOutput]) -> None:
         self._grown[number] = samples
         self._changed.set()
 
@@ -254,7 +254,7 @@ class LiveResponse:
             await asyncio.wait_for(self._changed.wait(), seconds)
         except TimeoutError:
             return False
-        for task in self._asked:
+        for task in self._tasks:
             if task.done():
                 task.result()
         return True
@@ -280,12 +280,12 @@ class LiveResponse:
                         choice = samples[number * size + output.sample_index].grow(output)
                         if choice is not None:
                             yield writer.piece(head, choice, parsed)
-                for number in sorted(n for n in open_prompts if self._asked[n].done()):
+                for number in sorted(n for n in open_prompts if self._tasks[n].done()):
                     open_prompts.remove(number)
                     for choice in self._ends(number, samples[number * size : (number + 1) * size]):
                         for piece in writer.last_pieces(head, choice, parsed):
                             yield piece
-            response = ResponseBody(parsed, self._prompts, [task.result() for task in self._asked])
+            response = ResponseBody(parsed, self._prompts, [task.result() for task in self._tasks])
             for piece in writer.closing(head, response):
                 yield piece
         except (Overloaded, Refused, Unavailable) as error:
@@ -296,10 +296,10 @@ class LiveResponse:
 
     def _take_grown(self) -> list[tuple[int, Sequence[GenerationOutput]]]:
         grown, self._grown = self._grown, {}
-        return [(number, samples) for number, samples in grown.items() if not self._asked[number].done()]
+        return [(number, samples) for number, samples in grown.items() if not self._tasks[number].done()]
 
     def _ends(self, number: int, samples: Sequence[GrowingSample]) -> Iterator[Choice]:
-        group: FinishedGroup = self._asked[number].result()
+        group: FinishedGroup = self._tasks[number].result()
         for choice, sample in zip(
             ResponseBody(self._parsed, [self._prompts[number]], [group]).choices(), samples, strict=True
         ):
@@ -307,7 +307,7 @@ class LiveResponse:
 
     def close(self) -> None:
         """Drop the prompts that are still in flight."""
-        for task in self._asked:
+        for task in self._tasks:
             task.cancel()
 
 
