@@ -152,8 +152,8 @@ class Writer:
         return {"index": choice.index} | body | ids
 
     def _prompt_log_probs(self, token_ids: Sequence[int], score: PromptScore) -> list[dict[str, Any] | None]:
-        """Log-probs in vLLM's form: an object of token id to log-prob, rank and text for each position, the prompt's own
-        token first; None for the first position."""
+        """Log-probs in vLLM's form: for each position an object of token id to log-prob, rank and text, the prompt's
+        own token first; None for the first position."""
         rows: list[dict[str, Any] | None] = [None]
         for token, own, rank, others in zip(token_ids[1:], score.log_probs, score.ranks, score.top, strict=True):
             row = {token: (own, rank)} | {other: (value, place) for place, (other, value) in enumerate(others, 1)}
