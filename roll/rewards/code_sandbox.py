@@ -124,11 +124,11 @@ def language_of(info: str) -> str:
     return "python" if name.endswith(".py") else name
 
 
-MOST_AT_A_TIME = 8
-"""Samples of one reward worker: more workers (``world_size``) take more."""
-REQUESTS = 64
+MAX_PARALLEL = 8
+"""Samples at a time in one reward worker: more workers (``world_size``) take more."""
+SERVICE_REQUESTS = 64
 """Requests to a service in flight at a time from one reward worker."""
-WAITS_FOR = 10
+SERVICE_PATIENCE = 10
 """Times ``timeout`` that a request to a service may take, its wait for a free sandbox included."""
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class CodeSandbox(RewardRule):
     file_name: str = "solution.py"
     """Name under which the command finds the program."""
     languages: list[str] = field(default_factory=lambda: list(PYTHON))
-    """Languages of the fenced blocks that are taken; '' is one without a language."""
+    """Languages of the fenced blocks that count as programs; '' is a block without a language."""
     object_operators: bool = False
     """Let tests apply operators between an object of the response's own class and a plain value: then the response's
     code sees the value and decides on the result."""
@@ -201,14 +201,14 @@ class CodeSandbox(RewardRule):
             object_operators=self.object_operators,
         )
         self._sandbox = Sandbox(Settings(tuple(self.preload), tuple(self.readable), tuple(self.require)))
-        self._shown = False
+        self._is_reported = False
 
     def _check(self) -> None:
         for name in ("timeout", "case_timeout", "memory_mb", "output_mb", "processes", "parallel"):
             if getattr(self, name) <= 0:
                 raise RewardOptionError(f"code_sandbox: {name} = {getattr(self, name)}: must be more than 0")
-        if self.parallel > MOST_AT_A_TIME:
-            raise RewardOptionError(f"code_sandbox: parallel = {self.parallel}: must be at most {MOST_AT_A_TIME}")
+        if self.parallel > MAX_PARALLEL:
+            raise RewardOptionError(f"code_sandbox: parallel = {self.parallel}: must be at most {MAX_PARALLEL}")
         for name in self.require:
             if name not in PROTECTIONS:
                 known = ", ".join(PROTECTIONS)
@@ -217,12 +217,14 @@ class CodeSandbox(RewardRule):
             raise RewardOptionError(f"code_sandbox: file_name = {self.file_name!r}: must be a plain name")
 
     def _make_service(self) -> HttpReward:
-        """Sends a program a request, with the options that are not the default."""
-        plain, here = CodeSandbox(), ("service_url", "api_key_env", "parallel")
-        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in here}
-        chosen = {name: value for name, value in own.items() if value != getattr(plain, name)}
-        wait = self.timeout * WAITS_FOR
-        return HttpReward(self.service_url, self.api_key_env, 1, options=chosen, timeout=wait, concurrency=REQUESTS)
+        """A client that sends a program per request, with the options that are not the default."""
+        default, local = CodeSandbox(), ("service_url", "api_key_env", "parallel")
+        options = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in local}
+        changed = {name: value for name, value in options.items() if value != getattr(default, name)}
+        wait = self.timeout * SERVICE_PATIENCE
+        return HttpReward(
+            self.service_url, self.api_key_env, 1, options=changed, timeout=wait, concurrency=SERVICE_REQUESTS
+        )
 
     def check_host(self) -> None:
         """Find out, in a third of a second, whether this host gives what ``require`` names; a service has its own."""
@@ -248,8 +250,8 @@ class CodeSandbox(RewardRule):
         report = self._sandbox.start()
         accepted = consequence(report.broken_promises)
         line = f"code sandbox: {report.line()}" + (f"; accepted by require: {accepted}" if accepted else "")
-        if not self._shown:
-            self._shown = True
+        if not self._is_reported:
+            self._is_reported = True
             logger.log(logging.WARNING if accepted else logging.INFO, "%s", line)
         return line
 

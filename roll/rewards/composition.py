@@ -178,5 +178,5 @@ def section_options(name: str, config: RewardConfig) -> dict[str, Any]:
 
 def chosen_options(worker_cls: str, shared: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The reward and its options: ``shared`` ones that it has, then its ``own``."""
-    taken = option_names(worker_cls)
-    return worker_cls, {**{option: value for option, value in shared.items() if option in taken}, **own}
+    accepted = option_names(worker_cls)
+    return worker_cls, {**{option: value for option, value in shared.items() if option in accepted}, **own}

@@ -64,7 +64,10 @@ class CustomReward:
         self._function = function
         self._options = dict(options)
         self._limits = limits or Limits()
-        self._runner = CoroutineRunner(self._limits) if inspect.iscoroutinefunction(function) else None
+        # It stays the same from batch to batch: clients that a user's code opens on it keep their connections.
+        self._loop = LoopThread("reward-coroutines") if inspect.iscoroutinefunction(function) else None
+        if self._loop is not None:
+            weakref.finalize(self, self._loop.close)
         self._has_failed = False
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
@@ -88,9 +91,9 @@ class CustomReward:
         return offered if self._takes_all else {n: offered[n] for n in self._names if n in offered}
 
     def _outcomes(self, calls: Sequence[Callable[[], Any]], limit: float | None) -> list[Any]:
-        """Each call's result or exception."""
-        if self._runner is not None:
-            return self._runner.run(calls, limit)
+        """Each call's result or exception, in order."""
+        if self._loop is not None:
+            return self._loop.run(gathered(calls, limit, self._limits.concurrency))
         return [self._outcome(call, limit) for call in calls]
 
     def _outcome(self, call: Callable[[], Any], limit: float | None) -> Any:
@@ -126,8 +129,8 @@ class CustomReward:
 
     def close(self) -> None:
         """End the event loop of an ``async`` function."""
-        if self._runner is not None:
-            self._runner.close()
+        if self._loop is not None:
+            self._loop.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,32 +213,20 @@ class LoopThread:
             return self._loop
 
 
-class CoroutineRunner:
-    """Runs coroutines in an event loop of its own, which stays the same from batch to batch: clients that a user's
-    code opens on it keep their connections."""
+async def gathered(
+    makers: Sequence[Callable[[], Awaitable[Any]]], timeout: float | None, concurrency: int
+) -> list[Any]:
+    """Each coroutine's result, or the exception that it raised, in order.
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._thread = LoopThread("reward-coroutines")
-        weakref.finalize(self, self._thread.close)
+    Args:
+        makers: each makes one coroutine.
+        timeout: seconds for one of them.
+        concurrency: coroutines in flight at a time.
+    """
+    free = asyncio.Semaphore(concurrency)
 
-    def run(self, makers: Sequence[Callable[[], Awaitable[Any]]], timeout: float | None) -> list[Any]:
-        """Each coroutine's result, or the exception that it raised, in order.
+    async def one(make: Callable[[], Awaitable[Any]]) -> Any:
+        async with free, asyncio.timeout(timeout):
+            return await make()
 
-        Args:
-            makers: each makes one coroutine; at most ``concurrency`` are in flight at a time.
-            timeout: seconds for one of them.
-        """
-        return self._thread.run(self._gathered(makers, timeout))
-
-    async def _gathered(self, makers: Sequence[Callable[[], Awaitable[Any]]], timeout: float | None) -> list[Any]:
-        free = asyncio.Semaphore(self._limits.concurrency)
-
-        async def one(make: Callable[[], Awaitable[Any]]) -> Any:
-            async with free, asyncio.timeout(timeout):
-                return await make()
-
-        return await asyncio.gather(*(one(make) for make in makers), return_exceptions=True)
-
-    def close(self) -> None:
-        self._thread.close()
+    return await asyncio.gather(*(one(make) for make in makers), return_exceptions=True)

@@ -59,7 +59,7 @@ def read_boxes(text: str) -> list[Box]:
     fenced = _FENCE.findall(text)
     inner = _outermost_list(text)
     for candidate in (fenced[-1] if fenced else text, inner if "{" in inner else ""):
-        found = boxes_of(_json(candidate))
+        found = boxes_in_json(candidate)
         if found:
             return found[:MAX_BOXES]
     tagged = [make_box(match.groups(), label=_label_before(text, match.start())) for match in _BOX_TAG.finditer(text)]
@@ -67,10 +67,18 @@ def read_boxes(text: str) -> list[Box]:
     return [box for box in plain if box is not None][:MAX_BOXES]
 
 
+def boxes_in_json(text: str) -> list[Box]:
+    """Boxes in a text that is JSON; none in one that is not, or is nested too deep."""
+    try:
+        return boxes_of(json.loads(text))
+    except (ValueError, RecursionError):
+        return []
+
+
 def boxes_of(value: Any) -> list[Box]:
     """Boxes in what JSON or a data row holds: an object, four numbers, or a list of those."""
     if isinstance(value, str):
-        return boxes_of(_json(value))
+        return boxes_in_json(value)
     if isinstance(value, dict):
         key = next((key for key in BOX_KEYS if key in value), None)
         if key is None:
@@ -102,13 +110,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _outermost_list(text: str) -> str:
     """From the first opening to the last closing square bracket."""
     return text[max(0, text.find("[")) : text.rfind("]") + 1]
@@ -136,11 +137,7 @@ def best_matching(weights: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
 
 
 def _augment(
-    weights: Sequence[Sequence[float]],
-    start: int,
-    row_of: list[int],
-    row_price: list[float],
-    column_price: list[float],
+    weights: Sequence[Sequence[float]], start: int, row_of: list[int], row_price: list[float], column_price: list[float]
 ) -> None:
     """Match one row more along the cheapest path; costs are the negated weights, reduced by the prices."""
     columns = len(row_of)

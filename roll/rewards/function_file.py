@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from numbers import Real
 from types import ModuleType
@@ -35,8 +35,10 @@ def score(
         FileNotFoundError: no such file.
         AttributeError: the file has no such function.
     """
-    function = load_function(os.path.abspath(os.path.expanduser(path)), name)
-    found = function(
+    module = load_file(os.path.abspath(os.path.expanduser(path)))
+    if not hasattr(module, name):
+        raise AttributeError(f"{module.__file__} has no function {name}")
+    found = getattr(module, name)(
         data_source=data_source,
         solution_str=response,
         ground_truth=ground_truth,
@@ -46,19 +48,6 @@ def score(
     if not isinstance(found, Mapping):
         return {"score": found[0] if isinstance(found, list | tuple) else found}
     return {key: value for key, value in found.items() if key == "score" or isinstance(value, Real)}
-
-
-def load_function(path: str, name: str) -> Callable[..., Any]:
-    """
-    Raises:
-        FileNotFoundError: no such file.
-        AttributeError: the file has no such function.
-    """
-    module = load_file(path)
-    if not hasattr(module, name):
-        raise AttributeError(f"{path} has no function {name}")
-    found: Callable[..., Any] = getattr(module, name)
-    return found
 
 
 @cache

@@ -33,14 +33,14 @@ MAX_REPLY = 16 * 2**20
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-@dataclass(frozen=True)
-class HttpSettings:
-    """Time limits, retries and concurrency of requests to a service."""
+@dataclass(kw_only=True)
+class ServiceOptions:
+    """Time limits, retries and concurrency of requests to a service; options of a reward that asks one."""
 
-    request_timeout: float = 30.0
-    """Seconds for one try, from connecting to the last byte."""
-    total_timeout: float = 60.0
+    timeout: float = 30.0
     """Seconds for a request with all its tries and the pauses between them; waiting for a free slot does not count."""
+    request_timeout: float | None = None
+    """Seconds for one try, from connecting to the last byte; null: ``timeout``."""
     max_retries: int = 4
     """Tries beyond the first."""
     backoff: float = 0.5
@@ -49,34 +49,7 @@ class HttpSettings:
     max_backoff: float = 20.0
     """Longest pause in seconds, also of those that the service asks for by ``Retry-After``."""
     concurrency: int = 32
-    """Requests in flight at a time."""
-    max_reply: int = MAX_REPLY
-    """Bytes of an answer; a longer one is refused."""
-
-
-@dataclass(kw_only=True)
-class ServiceOptions:
-    """Options of a reward that asks a service, in a file's words."""
-
-    timeout: float = 30.0
-    """Seconds that one request may take, with all tries."""
-    request_timeout: float | None = None
-    """Seconds of one try; null: ``timeout``."""
-    max_retries: int = 4
-    backoff: float = 0.5
-    max_backoff: float = 20.0
-    concurrency: int = 32
     """Requests that one worker has in flight at a time."""
-
-    def http_settings(self) -> HttpSettings:
-        return HttpSettings(
-            request_timeout=self.request_timeout or self.timeout,
-            total_timeout=self.timeout,
-            max_retries=self.max_retries,
-            backoff=self.backoff,
-            max_backoff=self.max_backoff,
-            concurrency=self.concurrency,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +81,14 @@ class JsonClient:
     Args:
         url: where requests are posted to.
         api_key: sent as bearer token, and never part of a message; empty: none is sent.
+        max_reply: bytes of an answer; a longer one is refused.
     """
 
-    def __init__(self, url: str, settings: HttpSettings, api_key: str = "") -> None:
+    def __init__(self, url: str, options: ServiceOptions, api_key: str = "", max_reply: int = MAX_REPLY) -> None:
         self._url = url
-        self._settings = settings
+        self._options = options
+        self._request_timeout = options.request_timeout or options.timeout
+        self._max_reply = max_reply
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         register_secrets({"api_key": api_key})
         self._thread = LoopThread(f"http client of {url}")
@@ -131,28 +107,28 @@ class JsonClient:
 
     async def _post_all(self, bodies: Sequence[Any]) -> list[Reply]:
         if self._client is None:
-            self._client, self._slots = self._connect(), asyncio.Semaphore(self._settings.concurrency)
+            self._client, self._slots = self._connect(), asyncio.Semaphore(self._options.concurrency)
         return await asyncio.gather(*(self._post(body) for body in bodies))
 
     def _connect(self) -> httpx2.AsyncClient:
-        size = self._settings.concurrency
+        size = self._options.concurrency
         return httpx2.AsyncClient(
             headers={**self._headers, "Accept-Encoding": "identity"},
-            timeout=self._settings.request_timeout,
+            timeout=self._request_timeout,
             limits=httpx2.Limits(max_connections=size, max_keepalive_connections=size),
             # A proxy of the environment is for services outside; it cannot reach this host's own loopback.
             trust_env=httpx2.URL(self._url).host not in LOOPBACK,
         )
 
     async def _post(self, body: Any) -> Reply:
-        settings, state = self._settings, _Progress()
+        timeout, state = self._options.timeout, _Progress()
         async with self._slots:
             try:
-                async with asyncio.timeout(settings.total_timeout):
+                async with asyncio.timeout(timeout):
                     answer = await self._try_repeatedly(body, state)
             except TimeoutError:
                 last = f"; before that: {state.last_error}" if state.last_error else ""
-                message = f"timeout: no answer within {settings.total_timeout:g} s ({state.tries} tries{last})"
+                message = f"timeout: no answer within {timeout:g} s ({state.tries} tries{last})"
                 return Reply(error=masked_text(message), tries=state.tries)
             except ServiceError as error:
                 tries = f" ({state.tries} tries)" if state.tries > 1 else ""
@@ -160,27 +136,22 @@ class JsonClient:
         return Reply(answer, tries=state.tries)
 
     async def _try_repeatedly(self, body: Any, state: _Progress) -> Any:
-        settings = self._settings
         retrying = AsyncRetrying(
             retry=retry_if_exception(lambda error: isinstance(error, ServiceError) and error.is_transient),
-            stop=stop_after_attempt(settings.max_retries + 1),
+            stop=stop_after_attempt(self._options.max_retries + 1),
             wait=self._pause,
             before_sleep=state.note,
             reraise=True,
         )
-        async for attempt in retrying:
-            with attempt:
-                state.tries += 1
-                return await self._try_once(body)
-        raise AssertionError("tenacity either returns or raises")
+        return await retrying(self._try_once, body, state)
 
     def _pause(self, state: RetryCallState) -> float:
         """Seconds until the next try."""
-        settings = self._settings
-        drawn = float(wait_random_exponential(multiplier=settings.backoff, max=settings.max_backoff)(state))
+        longest = self._options.max_backoff
+        drawn = float(wait_random_exponential(multiplier=self._options.backoff, max=longest)(state))
         error = state.outcome.exception() if state.outcome is not None else None
-        asked = error.retry_after if isinstance(error, ServiceError) else None
-        return drawn if asked is None else min(max(asked, drawn), settings.max_backoff)
+        wanted = error.retry_after if isinstance(error, ServiceError) else None
+        return drawn if wanted is None else min(max(wanted, drawn), longest)
 
     async def _post_bounded(self, client: httpx2.AsyncClient, body: Any) -> httpx2.Response:
         """The answer, of which no more than ``max_reply`` bytes are ever held.
@@ -195,18 +166,19 @@ class JsonClient:
             content = bytearray()
             async for piece in response.aiter_raw():
                 content += piece
-                if len(content) > self._settings.max_reply:
-                    limit = self._settings.max_reply
-                    raise ServiceError(f"{self._url}: the answer is longer than {limit} bytes", is_transient=False)
+                if len(content) > self._max_reply:
+                    message = f"{self._url}: the answer is longer than {self._max_reply} bytes"
+                    raise ServiceError(message, is_transient=False)
         return httpx2.Response(response.status_code, headers=response.headers, content=bytes(content))
 
-    async def _try_once(self, body: Any) -> Any:
+    async def _try_once(self, body: Any, state: _Progress) -> Any:
         assert self._client is not None
+        state.tries += 1
         try:
-            async with asyncio.timeout(self._settings.request_timeout):
+            async with asyncio.timeout(self._request_timeout):
                 response = await self._post_bounded(self._client, body)
         except (TimeoutError, httpx2.TimeoutException) as error:
-            message = f"timeout: {self._url} did not answer within {self._settings.request_timeout:g} s"
+            message = f"timeout: {self._url} did not answer within {self._request_timeout:g} s"
             raise ServiceError(message, is_transient=True) from error
         except httpx2.TransportError as error:
             raise ServiceError(f"{self._url}: {type(error).__name__}: {error}", is_transient=True) from error

@@ -44,7 +44,7 @@ class HttpReward(ServiceOptions, RewardRule):
             raise RewardOptionError(f"batch_size = {self.batch_size}: must be at least 1")
         if self.api_key_env and self.api_key_env not in os.environ:
             raise RewardOptionError(f"api_key_env = {self.api_key_env!r}: no such variable in the environment")
-        self._client = JsonClient(self.url, self.http_settings(), os.environ.get(self.api_key_env, ""))
+        self._client = JsonClient(self.url, self, os.environ.get(self.api_key_env, ""))
 
     def judge(self, sample: RewardSample) -> RewardResult:
         return self([sample])[0]

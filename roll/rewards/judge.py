@@ -93,7 +93,7 @@ class LLMJudge(ServiceOptions, RewardRule):
         self._reader = self._make_reader()
         self._cache = AnswerCache(Path(self.cache_dir).expanduser() if self.cache_dir else None) if self.cache else None
         key = self.api_key or os.environ.get(self.api_key_env, "")
-        self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", self.http_settings(), key)
+        self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", self, key)
 
     def _make_reader(self) -> ScoreReader:
         built_in = BUILT_IN.get(self.prompt)
@@ -114,12 +114,12 @@ class LLMJudge(ServiceOptions, RewardRule):
         results: dict[int, RewardResult] = {}
         bodies: dict[int, dict[str, Any]] = {}
         for index, sample in enumerate(samples):
-            answer = shown_response(sample)
+            answer = after_thought(sample.response, sample.prompt)
             if answer is None:
                 results[index] = RewardResult(self.unanswered_score)
                 continue
             try:
-                bodies[index] = self._body(sample, answer)
+                bodies[index] = self._body(sample, answer.strip())
             except (TemplateError, TypeError, ValueError, LookupError) as error:
                 results[index] = failure(f"llm_judge: the prompt cannot be made: {type(error).__name__}: {error}")
         results |= self._ask(bodies)
@@ -144,18 +144,18 @@ class LLMJudge(ServiceOptions, RewardRule):
         return body | self.extra_body
 
     def _ask(self, bodies: dict[int, dict[str, Any]]) -> dict[int, RewardResult]:
-        """Each distinct request once, unless its answer is known."""
+        """Send each distinct request once, unless its answer is cached."""
         keys = {index: AnswerCache.key(self.base_url, body) for index, body in bodies.items()}
-        known = {key: MISSING if self._cache is None else self._cache.get(key) for key in set(keys.values())}
-        # Without a cache equal requests are asked one by one: at a temperature their answers differ.
-        wanted = {(key if self._cache is not None else index): index for index, key in keys.items()}
-        asked = [index for index in wanted.values() if known[keys[index]] is MISSING]
-        replies = dict(zip(asked, self._client.post([bodies[index] for index in asked]), strict=True))
+        cached = {key: MISSING if self._cache is None else self._cache.get(key) for key in set(keys.values())}
+        # Without a cache equal requests are sent one by one: at a temperature their answers differ.
+        distinct = {(key if self._cache is not None else index): index for index, key in keys.items()}
+        to_send = [index for index in distinct.values() if cached[keys[index]] is MISSING]
+        replies = dict(zip(to_send, self._client.post([bodies[index] for index in to_send]), strict=True))
         by_key = {keys[index]: reply for index, reply in replies.items()}
         results = {}
         for index, key in keys.items():
-            if known[key] is not MISSING:
-                results[index] = self._result(Reply(known[key], tries=0))
+            if cached[key] is not MISSING:
+                results[index] = self._result(Reply(cached[key], tries=0))
                 continue
             results[index] = self._result(replies.get(index, by_key[key]))
             if self._cache is not None and results[index].error is None:
@@ -180,15 +180,8 @@ class LLMJudge(ServiceOptions, RewardRule):
 
 
 VARIABLES = (
-    "question",
-    "prompt",
-    "response",
-    "full_response",
-    "reference",
-    "finish_reason",
-    "row",
-    "positive",
-    "negative",
+    *("question", "prompt", "response", "full_response", "reference", "finish_reason", "row"),
+    *("positive", "negative"),
 )
 """Variables of a template."""
 
@@ -260,7 +253,8 @@ def variables(sample: RewardSample, answer: str, positive: str, negative: str) -
 
 
 def question_of(sample: RewardSample) -> str:
-    """The user's question: the last user message of the row, else its ``question``, else the prompt as templated."""
+    """The user's question: the last user message of the row (its text, without images), else the row's ``question``,
+    else the prompt as templated."""
     messages = sample.row.get("messages")
     if isinstance(messages, str):
         try:
@@ -269,11 +263,9 @@ def question_of(sample: RewardSample) -> str:
             messages = None
     for message in reversed(messages if isinstance(messages, list) else []):
         if isinstance(message, dict) and message.get("role") == "user":
-            return str(message.get("content", ""))
+            content = message.get("content", "")
+            if isinstance(content, list):
+                texts = (part.get("text") for part in content if isinstance(part, dict))
+                return "\n".join(text for text in texts if isinstance(text, str))
+            return str(content)
     return str(sample.row.get("question") or sample.prompt)
-
-
-def shown_response(sample: RewardSample) -> str | None:
-    """The response without its thought; None where the thought never ended."""
-    answer = after_thought(sample.response, sample.prompt)
-    return None if answer is None else answer.strip()

@@ -104,7 +104,7 @@ class ScoreReader:
             return float(value) if abs(value) <= sys.float_info.max else None
         if not isinstance(value, str):
             return None
-        word = value.strip().strip("*.!\"'").casefold()
+        word = _TEXT.sub(r"\1", value.strip()).strip("*.!\"'").casefold()
         if word in (self.positive.casefold(), self.negative.casefold()):
             return float(word == self.positive.casefold())
         score, is_fraction = read_score(value), self.max_score in (None, 1)
@@ -207,6 +207,7 @@ def shortened(text: str, length: int = 200) -> str:
     return text if len(text) <= length else f"... {text[-length:]}"
 
 
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm)\s?\{([^{}]*)\}")
 _SPACE = r"[\s*_`\"'~]{0,12}"
 """Between the parts of a verdict: spaces and markup, which is not removed since it may be a part of the words. Bounded,
 as all repetition here, so that searching takes linear time."""
@@ -217,7 +218,7 @@ _LINK = (
     r"(?:\s(?:for|of)\s(?:this|that|the|your)\s[a-z]{1,20})?"
     r"(?:\s?\([^()\n]{0,40}\))?"
     + _SPACE
-    + r"(?::|=|-|–|—|→|=>|\bis\b|\bof\b|\bwould be\b)"
+    + r"(?::|=|-|–|—|→|=>|\b(?:is|of|would\sbe)\b(?:\s(?:therefore|thus|hence|an?)\b)?)"
     + r"(?:[\s*_`\"'~:=]|\[\[|\\boxed\{){0,12}"
 )
 _LINE_START, _LINE_END = r"(?:^|\n)[\s*_`\"'~#>-]{0,12}", r"[\s*_`\"'~.!]{0,12}(?=\n|$)"
@@ -236,10 +237,7 @@ _STRONG_NUMBERS = (
     re.compile(rf"{_LINE_START}{_SCORE}{_LINE_END}", re.IGNORECASE),
 )
 _WEAK_NUMBERS = (
-    re.compile(
-        rf"(?<![\w.,/]){_NUMBER}(?![\d]){_SPACE}(?:/|\bout\s+of\b){_SPACE}{_OF}{_NUMBER_ENDS}",
-        re.I,
-    ),
+    re.compile(rf"(?<![\w.,/]){_NUMBER}(?![\d]){_SPACE}(?:/|\bout\s+of\b){_SPACE}{_OF}{_NUMBER_ENDS}", re.I),
     re.compile(
         rf"\b(?:rate|rated|rating|give|giving|assign|award|grade|score|scores|say|deserves|worth)\b"
         rf"(?:\s+(?:it|this|that|them|the|an?|answer|response|essay|text|as|with|at|score|rating|grade|of)){{0,8}}{_SPACE}{_SCORE}",

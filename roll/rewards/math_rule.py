@@ -24,22 +24,25 @@ from roll.rewards.answers import (
     isolated_number,
     last_boxed,
     last_marked,
+    other_notation,
     parse_number,
     stated_answer,
     tagged_answer,
+    value_in_base,
     without_periods,
 )
 from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.notations import other_notation, value_in_base
 
 _LAYOUT = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|\$|\\[()\[\]]|\s+|\.$")
 _STYLES = {"\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac"}
 _NAMES = {"\\varnothing": "\\emptyset", "°": "^\\circ", "\\degree": "^\\circ", "−": "-", "∞": "\\infty", "π": "\\pi"}
 _BOLD = re.compile(r"\\(?:boldsymbol|mathbf|bm|bf|pmb)\s*\{([^{}]*)\}")
 _PERCENT = re.compile(r"\s*(?:\\text\{\s*)?per\s?cent(?:\s*\})?\s*$", re.IGNORECASE)
-# "\textbf{(C)}\ 5", as the answers of multiple-choice contests are printed: what stands behind the letter counts.
+# "\textbf{(C)}\ 5", as the answers of multiple-choice contests are printed, and "(C) 5": what stands behind the letter
+# counts.
 _CHOICE = re.compile(
     r"^\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(?[A-Z]\)?\s*\}\s*(?:\\[ ,;:!]|\\q?quad|[:.)])?\s*(?=\S)"
+    r"|^\([A-J]\)\s+(?=[-$0-9]|\\d?frac|\\sqrt)"
 )
 
 

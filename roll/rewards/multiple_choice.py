@@ -131,11 +131,5 @@ class CrossThinkQA(RewardRule):
         score = REWARDS[self.reward_type][correct, boxed]
         score += self.length_penalty_coef * length_term - self.repetition_penalty * repeated
         return RewardResult(
-            score,
-            {
-                "correct": float(correct),
-                "format": float(boxed),
-                "repeated": repeated,
-                "length_term": length_term,
-            },
+            score, {"correct": float(correct), "format": float(boxed), "repeated": repeated, "length_term": length_term}
         )

@@ -12,7 +12,7 @@ from roll.config.names import PLANNED_REWARDS, PUBLISHED_REWARDS, REWARDS, Built
 from roll.config.reading.errors import closest
 from roll.config.reading.schema import Mismatch, convert
 from roll.rewards.base import RewardFunction, RewardNameError, RewardOptionError, RewardRule
-from roll.rewards.custom import Limits
+from roll.rewards.custom import CustomReward, Limits
 
 _PUBLISHED_PREFIX = "roll.pipeline.rlvr.rewards."
 
@@ -82,8 +82,6 @@ def build_reward(
     target = load_target(name)
     if isinstance(target, type):
         return build_rule(name, target, options)
-    from roll.rewards.custom import CustomReward
-
     return CustomReward(name, target, options, limits)
 
 

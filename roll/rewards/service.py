@@ -9,6 +9,7 @@ import argparse
 import hmac
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -19,20 +20,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from roll.rewards.base import GuardedReward, RewardOptionError, RewardResult, RewardSample
+from roll.rewards.http_client import LOOPBACK
 from roll.rewards.registry import build_reward, load_target, resolve_name
 
 logger = logging.getLogger(__name__)
 
-LARGEST_BODY = 64 * 2**20
+MAX_BODY = 64 * 2**20
 """Bytes of a request."""
-MOST_SAMPLES = 4096
+MAX_SAMPLES = 4096
 MAX_SHOWN = 1000
 SOCKET_SECONDS = 60.0
 """Longest silence of a client in the middle of a request."""
 TOKEN_VARIABLE = "ROLL_REWARD_TOKEN"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-MOST = {"timeout": 600.0, "case_timeout": 600.0, "memory_mb": 8192, "output_mb": 256, "processes": 256}
+MAX_OPTIONS = {"timeout": 600.0, "case_timeout": 600.0, "memory_mb": 8192, "output_mb": 256, "processes": 256}
 """Most that a client may ask of the host, where the service itself is not set to more."""
 
 
@@ -83,8 +84,18 @@ class ClientOptions:
             )
         if name == "require" and not (isinstance(value, list) and set(own or ()) <= set(value)):
             raise RewardOptionError(f"options: require = {value!r}: the service itself requires {own!r}")
-        if name in MOST and isinstance(value, int | float) and not value <= max(own or 0, MOST[name]):
-            raise RewardOptionError(f"options: {name} = {value!r}: at most {max(own or 0, MOST[name]):g} is granted")
+        if name in MAX_OPTIONS:
+            limit = max(as_number(own or 0), MAX_OPTIONS[name])
+            if not as_number(value) <= limit:
+                raise RewardOptionError(f"options: {name} = {value!r}: at most {limit:g} is granted")
+
+
+def as_number(value: Any) -> float:
+    """The number that an option means, also as a text; NaN for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 class RewardPool:
@@ -111,8 +122,8 @@ class RewardPool:
         Raises:
             RewardOptionError, KeyError, TypeError, ValueError: a request that cannot be understood.
         """
-        if len(body["samples"]) > MOST_SAMPLES:
-            raise ValueError(f"samples: at most {MOST_SAMPLES} a request")
+        if len(body["samples"]) > MAX_SAMPLES:
+            raise ValueError(f"samples: at most {MAX_SAMPLES} a request")
         samples = [read_sample(sample) for sample in body["samples"]]
         with self._instance(self._options.merged(body.get("options") or {})) as reward:
             return [shown(result) for result in reward(samples)]
@@ -194,8 +205,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not (length.isascii() and length.isdigit()):
             self._reply(411, {"error": "Content-Length must say how many bytes follow"}, is_last=True)
             return
-        if len(length) > 12 or int(length) > LARGEST_BODY:
-            error = f"the request has {length[:20]} bytes, at most {LARGEST_BODY} are taken"
+        if len(length) > 12 or int(length) > MAX_BODY:
+            error = f"the request has {length[:20]} bytes, at most {MAX_BODY} are taken"
             self._reply(413, {"error": error}, is_last=True)
             return
         content = self.rfile.read(int(length))

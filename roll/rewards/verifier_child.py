@@ -46,11 +46,7 @@ class AnswerTimeout(BaseException):
 
 
 def on_alarm(number: int, frame: types.FrameType | None) -> None:
-    raise RequestTimeout
-
-
-def on_cpu_alarm(number: int, frame: types.FrameType | None) -> None:
-    raise AnswerTimeout
+    raise AnswerTimeout if number == signal.SIGPROF else RequestTimeout
 
 
 def main() -> None:
@@ -59,7 +55,7 @@ def main() -> None:
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     signal.signal(signal.SIGALRM, on_alarm)
-    signal.signal(signal.SIGPROF, on_cpu_alarm)
+    signal.signal(signal.SIGPROF, on_alarm)
     # Ctrl-C is the parent's affair: it closes our input when it is done.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # It warns at every call that its own time limit is off, as it is meant to be.

@@ -104,8 +104,8 @@ class Endpoint:
         prompts = await self._in_thread(self._completion_prompts, parsed)
         return await self._respond(request, parsed, prompts, self._completion_writer)
 
-    async def _in_thread(self, make: Callable[[Any], Any], given: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make, given)
+    async def _in_thread(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, argument)
 
     def _chat_prompt(self, parsed: ParsedChat) -> list[int]:
         if not self._tokenizer.chat_template:
@@ -122,7 +122,7 @@ class Endpoint:
                 return_dict=False,
                 **parsed.template_kwargs,
             )
-        except Exception as error:  # templates raise what they like for conversations that they do not take
+        except Exception as error:  # templates raise what they like for conversations that they do not support
             raise BadRequest(
                 f"messages: the chat template fails: {type(error).__name__}: {error}", "messages"
             ) from error
@@ -134,7 +134,7 @@ class Endpoint:
                 list(self._tokenizer(prompt).input_ids) if isinstance(prompt, str) else list(prompt)
                 for prompt in parsed.prompts
             ]
-        except Exception as error:  # of the tokenizer, for a text that it does not take
+        except Exception as error:  # whatever the tokenizer raises for a text that it cannot encode
             raise BadRequest(f"prompt: the tokenizer fails: {type(error).__name__}: {error}"[:300], "prompt") from error
 
     async def _respond(
@@ -146,7 +146,7 @@ class Endpoint:
         if groups is None:
             return Response(status_code=CLIENT_HAS_GONE)
         echoed = scored = None
-        # Of prompts that an engine has just taken: what is too long, or no token, it has refused.
+        # The engines have accepted these prompts: they refuse one that is too long, or has what is no token.
         if isinstance(parsed, ParsedCompletion) and parsed.echo:
             wanted = prompts if parsed.log_probs else []
             scores = await self._prompt_scores(wanted, parsed.params.top_log_probs)
@@ -156,7 +156,7 @@ class Endpoint:
         body = ResponseBody(parsed, prompts, groups, echoed, scored)
         if scored is None:
             return JSONResponse(writer.body(body))
-        # Many log-probs at many positions: other requests do not wait while they are written.
+        # Many log-probs at many positions: written in a thread, so that other requests need not wait.
         response: Response = await self._in_thread(lambda body: JSONResponse(writer.body(body)), body)
         return response
 
@@ -169,7 +169,7 @@ class Endpoint:
     async def _stream(
         self, request: Request, parsed: ParsedRequest, prompts: Sequence[Sequence[int]], writer: Writer
     ) -> Response:
-        """Begins with the first tokens, so that what an engine refuses has its status."""
+        """Respond once there are first tokens, so that a request that an engine refuses has the status for it."""
         live = LiveResponse(self._service, parsed, prompts)
         try:
             while not await live.wait(DISCONNECT_POLL_SECONDS):
@@ -185,27 +185,27 @@ class Endpoint:
         self, request: Request, parsed: ParsedRequest, prompts: Sequence[Sequence[int]]
     ) -> list[FinishedGroup] | None:
         """Samples of all prompts; None where the client has disconnected."""
-        asked = [
+        tasks = [
             asyncio.create_task(self._service.generate(prompt, parsed.params, parsed.num_samples)) for prompt in prompts
         ]
         try:
-            while not all(task.done() for task in asked) and not any(map(_has_failed, asked)):
-                await asyncio.wait(asked, timeout=DISCONNECT_POLL_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+            while not all(task.done() for task in tasks) and not any(map(_has_failed, tasks)):
+                await asyncio.wait(tasks, timeout=DISCONNECT_POLL_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
                 if await request.is_disconnected():
                     return None
-            for task in filter(_has_failed, asked):
+            for task in filter(_has_failed, tasks):
                 task.result()
-            return [task.result() for task in asked]
+            return [task.result() for task in tasks]
         finally:
-            for task in asked:
+            for task in tasks:
                 task.cancel()
 
     def _guarded(self, handler: Handler) -> Handler:
-        """Errors as OpenAI's clients expect them."""
+        """The handler behind the API key, with errors as OpenAI's clients expect them."""
 
         async def guarded(request: Request) -> Response:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if self._api_key and not hmac.compare_digest(given.encode(), self._api_key.encode()):
+            key = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if self._api_key and not hmac.compare_digest(key.encode(), self._api_key.encode()):
                 return JSONResponse(error_body("the API key is missing or wrong", "authentication_error"), 401)
             try:
                 return await handler(request)

@@ -11,7 +11,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,34 +28,7 @@ logger = logging.getLogger(__name__)
 KEY = "unused"
 """Their clients want some API key; the server listens on the loopback address only and asks for none."""
 SHOWN_LINES = 15
-
-
-@dataclass(frozen=True)
-class Harness:
-    """An evaluation program."""
-
-    module: str
-    """Of its package."""
-    install: str
-
-    def require(self, key: str, source: str = "") -> None:
-        """
-        Args:
-            key: that asks for it, in the file ``source`` or on the command line.
-
-        Raises:
-            ConfigError: it is not installed.
-        """
-        if find_spec(self.module) is None:
-            name = next(name for name, one in HARNESSES.items() if one is self)
-            rule = f"needs a package that is not installed: {self.install}"
-            raise ConfigError([Problem(key, name, rule, source=source)])
-
-
-HARNESSES = {
-    "lm_eval": Harness("lm_eval", "pip install 'roll-rl[harness]'"),
-    "inspect": Harness("inspect_ai", "pip install 'roll-rl[harness]'"),
-}
+INSTALL = "pip install 'roll-rl[harness]'"
 
 
 @dataclass(frozen=True)
@@ -63,19 +36,19 @@ class HarnessOptions:
     """Settings of ``roll evaluate --harness`` and ``validation.harness``."""
 
     name: str
-    """Of :data:`HARNESSES`."""
+    """Key of :data:`HARNESSES`."""
     tasks: tuple[str, ...]
-    """lm-eval: names, with ``include``; Inspect: task files."""
+    """lm-eval: names of tasks (also from ``include``); Inspect: task files."""
     include: str | None = None
     """lm-eval: a folder of task files."""
     arguments: tuple[str, ...] = ()
-    """Further words of the program's own command line."""
+    """Further arguments of the program's command line."""
     chat: bool = False
-    """lm-eval: ask by chat completions, which knows no log-likelihoods."""
+    """lm-eval: use chat completions, which have no log-likelihoods."""
 
 
 def lm_eval_command(options: HarnessOptions, base_url: str, model: str, tokenizer: str, output: Path) -> list[str]:
-    """``lm_eval`` on the server: completions with the model's own tokenizer, or chats."""
+    """Command that runs ``lm_eval`` on the server: completions with the model's own tokenizer, or chats."""
     kind, path = (
         ("local-chat-completions", "chat/completions") if options.chat else ("local-completions", "completions")
     )
@@ -96,18 +69,15 @@ def lm_eval_command(options: HarnessOptions, base_url: str, model: str, tokenize
 
 
 def inspect_command(options: HarnessOptions, base_url: str, model: str, tokenizer: str, output: Path) -> list[str]:
-    """``inspect eval`` on the server, as a provider named ``roll``; its address comes with the environment."""
-    # It takes patterns that start from the working directory only; behind an @ stands the name of a task in the file.
+    """Command that runs ``inspect eval`` on the server: a provider named ``roll``, its address in the environment."""
+    # Inspect takes paths relative to the working directory only; the name of a task in the file stands behind an @.
     tasks = [os.path.relpath(name) if Path(name.partition("@")[0]).is_file() else name for name in options.tasks]
     words = [sys.executable, "-m", "inspect_ai", "eval", *tasks, "--model", f"openai-api/roll/{model}"]
     return [*words, "--log-format", "json", "--log-dir", str(output), "--display", "plain", *options.arguments]
 
 
-COMMANDS = {"lm_eval": lm_eval_command, "inspect": inspect_command}
-
-
 def environment(base_url: str) -> dict[str, str]:
-    """Of the program: the address of the server, and no hub."""
+    """Environment of the program: the address of the server, and no access to hubs."""
     own = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
     own |= {"ROLL_BASE_URL": base_url, "ROLL_API_KEY": KEY, "OPENAI_API_KEY": KEY, "TOKENIZERS_PARALLELISM": "false"}
     return {**os.environ, **own}
@@ -150,7 +120,35 @@ def inspect_metrics(output: Path) -> dict[str, float]:
     return metrics
 
 
-READERS = {"lm_eval": lm_eval_metrics, "inspect": inspect_metrics}
+@dataclass(frozen=True)
+class Harness:
+    """An evaluation program."""
+
+    name: str
+    module: str
+    """The Python package that it is."""
+    command: Callable[[HarnessOptions, str, str, str, Path], list[str]]
+    """Its command line, for the options, the server's address, the model's name, a tokenizer and an output folder."""
+    metrics: Callable[[Path], dict[str, float]]
+    """Reads what it has left in the output folder."""
+
+    def require(self, key: str, source: str = "") -> None:
+        """
+        Args:
+            key: that asks for it, in the file ``source`` or on the command line.
+
+        Raises:
+            ConfigError: it is not installed.
+        """
+        if find_spec(self.module) is None:
+            rule = f"needs a package that is not installed: {INSTALL}"
+            raise ConfigError([Problem(key, self.name, rule, source=source)])
+
+
+HARNESSES = {
+    "lm_eval": Harness("lm_eval", "lm_eval", lm_eval_command, lm_eval_metrics),
+    "inspect": Harness("inspect", "inspect_ai", inspect_command, inspect_metrics),
+}
 
 
 def run_program(options: HarnessOptions, front: HttpFront, tokenizer: str, output: Path) -> dict[str, float]:
@@ -164,7 +162,8 @@ def run_program(options: HarnessOptions, front: HttpFront, tokenizer: str, outpu
         DataError: the program has failed; with the end of what it said.
     """
     output.mkdir(parents=True, exist_ok=True)
-    command = COMMANDS[options.name](options, front.base_url, options.name, tokenizer, output)
+    harness = HARNESSES[options.name]
+    command = harness.command(options, front.base_url, options.name, tokenizer, output)
     log = output / "program.log"
     logger.info("%s: %s", options.name, " ".join(command))
     with open(log, "w", encoding="utf-8") as file:
@@ -175,4 +174,4 @@ def run_program(options: HarnessOptions, front: HttpFront, tokenizer: str, outpu
     if status:
         end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:])
         raise DataError(f"{options.name} has ended with status {status} ({log}):\n{end}")
-    return READERS[options.name](output)
+    return harness.metrics(output)

@@ -99,10 +99,10 @@ class ParsedChat(ParsedRequest):
 class ParsedCompletion(ParsedRequest):
     prompts: Sequence[str | Sequence[int]] = ()
     echo: bool = False
-    """Responses begin with their prompt, and log-probs with the prompt's own."""
+    """Responses begin with their prompt, and log-probs with those of the prompt."""
     prompt_log_probs: int | None = None
-    """Most probable tokens at each position of the prompt that are reported with the prompt's own (-1: all); None:
-    nothing is said of the prompt."""
+    """Number of most probable tokens reported at each position of the prompt, besides its own (-1: all); None: no
+    log-probs of the prompt."""
 
 
 def read_chat(body: Any, model: str) -> ParsedChat:
@@ -138,11 +138,10 @@ def read_completion(body: Any, model: str) -> ParsedCompletion:
     log_probs = fields.get("logprobs", int, None)
     prompts = _prompts(fields.get("prompt", (str, list), None))
     echo = fields.get("echo", bool, False)
-    if echo and fields.get("stream", bool, False):
-        raise BadRequest("echo: goes with stream: false", "echo")
     of_prompt = fields.get("prompt_logprobs", int, None)
-    if of_prompt is not None and fields.get("stream", bool, False):
-        raise BadRequest("prompt_logprobs: goes with stream: false", "prompt_logprobs")
+    for name, is_set in (("echo", echo), ("prompt_logprobs", of_prompt is not None)):
+        if is_set and fields.get("stream", bool, False):
+            raise BadRequest(f"{name}: goes with stream: false", name)
     if of_prompt is not None and not -1 <= of_prompt <= MAX_TOP_LOG_PROBS:
         raise BadRequest(f"prompt_logprobs: must be from -1 (all) to {MAX_TOP_LOG_PROBS}", "prompt_logprobs")
     return ParsedCompletion(
@@ -244,7 +243,7 @@ class Fields:
     """A body's fields, checked by type as they are read.
 
     Args:
-        model: the model that is served; None: any name is one of it.
+        model: the model that is served; None: any name is accepted.
 
     Raises:
         BadRequest: no object, an unknown field, or another model.
@@ -270,7 +269,7 @@ class Fields:
             raise BadRequest(f"model: {asked!r} is not served here, only {model!r}", "model")
 
     def given(self, name: str) -> bool:
-        """The field is there, and not null."""
+        """True if the field is there, and not null."""
         return self._body.get(name) is not None
 
     def get(self, name: str, kind: type | tuple[type, ...], default: Any) -> Any:

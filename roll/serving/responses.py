@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 import uuid
@@ -28,12 +29,12 @@ class ResponseBody:
     prompts: Sequence[Sequence[int]]
     groups: Sequence[FinishedGroup]
     echoed: Sequence[PromptScore] | None = None
-    """With ``echo``: of each prompt."""
+    """With ``echo``: log-probs of each prompt."""
     scored: Sequence[PromptScore] | None = None
-    """With ``prompt_logprobs``: of each prompt."""
+    """With ``prompt_logprobs``: log-probs of each prompt."""
 
     def choices(self) -> Iterator[Choice]:
-        """Prompt by prompt; the index counts on."""
+        """The samples of all prompts, numbered on from one prompt to the next."""
         index = 0
         echoed: Sequence[PromptScore | None] = self.echoed or [None] * len(self.prompts)
         scored: Sequence[PromptScore | None] = self.scored or [None] * len(self.prompts)
@@ -61,7 +62,7 @@ class ResponseBody:
 
 @dataclass(frozen=True)
 class Choice:
-    """One sample, or what is new of it."""
+    """One sample, or the new piece of one that is streamed."""
 
     index: int
     text: str
@@ -71,11 +72,11 @@ class Choice:
     top_log_probs: list[list[tuple[int, float]]]
     prompt_token_ids: list[int]
     text_offset: int = 0
-    """Of the first token, where the choice is a later piece of a sample."""
+    """Position of the first token in the sample's text; 0 but for the later pieces of a stream."""
     echoed: PromptScore | None = None
-    """Of the prompt, where the response begins with it."""
+    """Log-probs of the prompt, where the response begins with it (``echo``)."""
     scored: PromptScore | None = None
-    """Of the prompt, where ``prompt_logprobs`` asks for it."""
+    """Log-probs of the prompt, where ``prompt_logprobs`` asks for them."""
 
 
 class Writer:
@@ -102,13 +103,13 @@ class Writer:
         return self._head("chat.completion.chunk" if self._chat else "text_completion")
 
     def opening(self, head: dict[str, Any], index: int) -> Iterator[bytes]:
-        """Before the first piece of a sample."""
+        """Events before the first piece of a sample."""
         if self._chat:
             start = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             yield event(head | {"choices": [start]})
 
     def piece(self, head: dict[str, Any], choice: Choice, parsed: ParsedRequest) -> bytes:
-        """New tokens and text of a sample."""
+        """Event with new tokens and text of a sample."""
         body = self._choice(choice, parsed)
         body["finish_reason"] = body["finish_reason"] or None
         if self._chat:
@@ -116,7 +117,7 @@ class Writer:
         return event(head | {"choices": [body]})
 
     def last_pieces(self, head: dict[str, Any], choice: Choice, parsed: ParsedRequest) -> Iterator[bytes]:
-        """The rest of a sample, and why it ended."""
+        """Events with the rest of a sample, and why it ended."""
         if not self._chat:
             yield self.piece(head, choice, parsed)
             return
@@ -126,7 +127,7 @@ class Writer:
         yield event(head | {"choices": [last]})
 
     def closing(self, head: dict[str, Any], response: ResponseBody) -> Iterator[bytes]:
-        """Behind the last sample."""
+        """Events after the last sample."""
         if response.parsed.include_usage:
             yield event(head | {"choices": [], "usage": response.usage()})
         yield b"data: [DONE]\n\n"
@@ -151,8 +152,8 @@ class Writer:
         return {"index": choice.index} | body | ids
 
     def _prompt_log_probs(self, token_ids: Sequence[int], score: PromptScore) -> list[dict[str, Any] | None]:
-        """In vLLM's form: by position an object of token id to log-prob, rank and text, the prompt's own token first;
-        nothing at the first."""
+        """Log-probs in vLLM's form: for each position an object of token id to log-prob, rank and text, the prompt's
+        own token first; None for the first position."""
         rows: list[dict[str, Any] | None] = [None]
         for token, own, rank, others in zip(token_ids[1:], score.log_probs, score.ranks, score.top, strict=True):
             row = {token: (own, rank)} | {other: (value, place) for place, (other, value) in enumerate(others, 1)}
@@ -181,38 +182,33 @@ class Writer:
         return {"token": text, "logprob": _finite(log_prob), "bytes": list(text.encode("utf-8"))}
 
     def _shown(self, choice: Choice) -> str:
-        """The text, behind the prompt's where that is asked for."""
+        """The text, after the prompt's where the request has ``echo``."""
         prompt = "" if choice.echoed is None else str(self._tokenizer.decode(choice.prompt_token_ids))
         return prompt + choice.text
 
     def _completion_log_probs(self, choice: Choice) -> dict[str, Any]:
-        own = self._own_log_probs(choice)
-        if choice.echoed is None:
-            return own
-        texts = [self._text(token) for token in choice.prompt_token_ids]
-        starts = [sum(map(len, texts[:position])) for position in range(len(texts) + 1)]
-        tops = [{self._text(token): _finite(value) for token, value in others} for others in choice.echoed.top]
-        return {
-            "tokens": texts + own["tokens"],
-            "token_logprobs": [None, *map(_finite, choice.echoed.log_probs), *own["token_logprobs"]],
-            "top_logprobs": [None, *tops, *own["top_logprobs"]] if own["top_logprobs"] else None,
-            "text_offset": starts[:-1] + [starts[-1] + offset for offset in own["text_offset"]],
-        }
-
-    def _own_log_probs(self, choice: Choice) -> dict[str, Any]:
-        texts = [self._text(token) for token in choice.token_ids]
-        offsets = [choice.text_offset + sum(map(len, texts[:position])) for position in range(len(texts))]
-        tops = [{self._text(token): _finite(value) for token, value in others} for others in choice.top_log_probs]
+        token_ids = choice.token_ids
+        log_probs: list[float | None] = [*map(_finite, choice.log_probs)]
+        tops: list[dict[str, float] | None] = [*map(self._by_text, choice.top_log_probs)]
+        if choice.echoed is not None:
+            token_ids = [*choice.prompt_token_ids, *token_ids]
+            log_probs = [None, *map(_finite, choice.echoed.log_probs), *log_probs]
+            tops = [None, *map(self._by_text, choice.echoed.top), *tops] if tops else []
+        texts = [self._text(token) for token in token_ids]
+        offsets = list(itertools.accumulate(map(len, texts), initial=choice.text_offset))
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(value) for value in choice.log_probs],
+            "token_logprobs": log_probs,
             "top_logprobs": tops or None,
-            "text_offset": offsets,
+            "text_offset": offsets[:-1],
         }
+
+    def _by_text(self, log_probs: Sequence[tuple[int, float]]) -> dict[str, float]:
+        return {self._text(token): _finite(value) for token, value in log_probs}
 
 
 def _finite(log_prob: float) -> float:
-    """JSON has no infinity: the place of a token that cannot be sampled is taken by a number as good."""
+    """The log-prob, or -9999 for the minus infinity of a token that cannot be sampled, which JSON does not have."""
     return max(log_prob, -9999.0)
 
 
@@ -235,16 +231,16 @@ class LiveResponse:
         self._prompts = prompts
         self._grown: dict[int, Sequence[GenerationOutput]] = {}
         self._changed = asyncio.Event()
-        self._asked = [
+        self._tasks = [
             asyncio.create_task(
-                service.generate(prompt, parsed.params, parsed.num_samples, partial(self._note, number))
+                service.generate(prompt, parsed.params, parsed.num_samples, partial(self._record, number))
             )
             for number, prompt in enumerate(prompts)
         ]
-        for task in self._asked:
+        for task in self._tasks:
             task.add_done_callback(lambda _: self._changed.set())
 
-    def _note(self, number: int, samples: Sequence[GenerationOutput]) -> None:
+    def _record(self, number: int, samples: Sequence[GenerationOutput]) -> None:
         self._grown[number] = samples
         self._changed.set()
 
@@ -258,7 +254,7 @@ class LiveResponse:
             await asyncio.wait_for(self._changed.wait(), seconds)
         except TimeoutError:
             return False
-        for task in self._asked:
+        for task in self._tasks:
             if task.done():
                 task.result()
         return True
@@ -284,12 +280,12 @@ class LiveResponse:
                         choice = samples[number * size + output.sample_index].grow(output)
                         if choice is not None:
                             yield writer.piece(head, choice, parsed)
-                for number in sorted(n for n in open_prompts if self._asked[n].done()):
+                for number in sorted(n for n in open_prompts if self._tasks[n].done()):
                     open_prompts.remove(number)
                     for choice in self._ends(number, samples[number * size : (number + 1) * size]):
                         for piece in writer.last_pieces(head, choice, parsed):
                             yield piece
-            response = ResponseBody(parsed, self._prompts, [task.result() for task in self._asked])
+            response = ResponseBody(parsed, self._prompts, [task.result() for task in self._tasks])
             for piece in writer.closing(head, response):
                 yield piece
         except (Overloaded, Refused, Unavailable) as error:
@@ -300,10 +296,10 @@ class LiveResponse:
 
     def _take_grown(self) -> list[tuple[int, Sequence[GenerationOutput]]]:
         grown, self._grown = self._grown, {}
-        return [(number, samples) for number, samples in grown.items() if not self._asked[number].done()]
+        return [(number, samples) for number, samples in grown.items() if not self._tasks[number].done()]
 
     def _ends(self, number: int, samples: Sequence[GrowingSample]) -> Iterator[Choice]:
-        group: FinishedGroup = self._asked[number].result()
+        group: FinishedGroup = self._tasks[number].result()
         for choice, sample in zip(
             ResponseBody(self._parsed, [self._prompts[number]], [group]).choices(), samples, strict=True
         ):
@@ -311,7 +307,7 @@ class LiveResponse:
 
     def close(self) -> None:
         """Drop the prompts that are still in flight."""
-        for task in self._asked:
+        for task in self._tasks:
             task.cancel()
 
 
@@ -334,29 +330,22 @@ class GrowingSample:
         text = settled_text(self.tokenizer, self.params, output.token_ids)
         if not text.startswith(self.sent) or len(text) == len(self.sent):
             return None
-        return self._new(text, "", output.token_ids, output.log_probs, output.top_log_probs)
+        return self._new(text, "", output)
 
     def end(self, choice: Choice) -> Choice:
         """The rest of the finished sample."""
         text = choice.text if choice.text.startswith(self.sent) else self.sent
-        return self._new(text, choice.finish_reason, choice.token_ids, choice.log_probs, choice.top_log_probs)
+        return self._new(text, choice.finish_reason, choice)
 
-    def _new(
-        self,
-        text: str,
-        finish_reason: str,
-        token_ids: Sequence[int],
-        log_probs: Sequence[float],
-        top_log_probs: Sequence[list[tuple[int, float]]],
-    ) -> Choice:
-        begin, end = self.num_tokens, len(token_ids)
+    def _new(self, text: str, finish_reason: str, sample: Choice | GenerationOutput) -> Choice:
+        begin, end = self.num_tokens, len(sample.token_ids)
         choice = Choice(
             index=self.index,
             text=text[len(self.sent) :],
             finish_reason=finish_reason,
-            token_ids=list(token_ids[begin:]),
-            log_probs=list(log_probs[begin:]),
-            top_log_probs=list(top_log_probs[begin:end]),
+            token_ids=list(sample.token_ids[begin:]),
+            log_probs=list(sample.log_probs[begin:]),
+            top_log_probs=list(sample.top_log_probs[begin:end]),
             prompt_token_ids=self.prompt_token_ids,
             text_offset=len(self.token_text),
         )

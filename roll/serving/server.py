@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 START_SECONDS = 30.0
-FAREWELL_SECONDS = 3
+SHUTDOWN_SECONDS = 3
 
 
 class HttpServer:
-    """Takes its port when it is made, so that the address is known before anything is there to be served.
+    """An HTTP server that binds its port when it is made, so that the address is known before there is an app.
 
     Args:
         port: 0: a free one.
@@ -72,7 +72,7 @@ class HttpServer:
                     log_config=None,
                     access_log=False,
                     lifespan="off",
-                    timeout_graceful_shutdown=FAREWELL_SECONDS,
+                    timeout_graceful_shutdown=SHUTDOWN_SECONDS,
                 )
                 self._loop = asyncio.get_running_loop()
                 self._server = uvicorn.Server(config)
@@ -94,7 +94,7 @@ class HttpServer:
         """Stop serving; a second call does nothing."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
-            self._thread.join(2 * FAREWELL_SECONDS)
+            self._thread.join(2 * SHUTDOWN_SECONDS)
             self._thread = self._server = None
         self._socket.close()
 
@@ -118,7 +118,7 @@ class FrontOptions:
 
 
 class HttpFront:
-    """The address is there at once; requests are answered after :meth:`open`, by whichever engine has least to do."""
+    """The address is known at once; requests are answered after :meth:`open`, by the least busy engine."""
 
     def __init__(self, options: FrontOptions, host: str = "127.0.0.1", port: int = 0) -> None:
         self._options = options

@@ -15,7 +15,7 @@ from roll.strategies.engines.requests import GenerationRequest, PromptScore, Sam
 
 
 class Overloaded(RuntimeError):
-    """As many requests are waiting as may; ask again later."""
+    """The limit on open requests is reached; the client may try again later."""
 
 
 class Unavailable(RuntimeError):
@@ -104,7 +104,7 @@ class EngineService:
         return group
 
     async def prompt_score(self, prompt_token_ids: Sequence[int], top: int) -> PromptScore:
-        """Log-probs of a prompt's own tokens; of a prompt that :meth:`generate` has taken.
+        """Log-probs of the tokens of a prompt that :meth:`generate` has accepted.
 
         Raises:
             Unavailable, Refused: see there.
@@ -134,12 +134,12 @@ class EngineService:
         return group
 
     async def pause(self) -> None:
-        """Drop what is in flight and return when no engine works; later requests wait for :meth:`resume`."""
+        """Drop the requests in flight and return when all engines are idle; later requests wait for :meth:`resume`."""
         self._awake.clear()
         self._engines.abort(self._in_flight)
         with suppress(RemoteError):  # :attr:`failure` has it
             await self._engines.drain()
 
     async def resume(self) -> None:
-        """Take requests again."""
+        """Accept requests again."""
         self._awake.set()

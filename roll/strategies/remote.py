@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 
 from roll.config.strategies.registry import RemoteStrategyConfig, typed_strategy_config
-from roll.rewards.http_client import LOOPBACK, HttpSettings, JsonClient
+from roll.rewards.http_client import LOOPBACK, JsonClient, ServiceOptions
 from roll.strategies.engines.requests import PromptScore
 from roll.strategies.engines.scoring import ALL, ScoringStrategy
 
@@ -37,17 +37,16 @@ class RemoteService:
     def __init__(self, options: RemoteStrategyConfig, path: str) -> None:
         self._base_url = options.base_url.rstrip("/")
         self._key = os.environ.get(options.api_key_env, "") if options.api_key_env else ""
-        settings = HttpSettings(
+        service = ServiceOptions(
+            timeout=options.total_timeout,
             request_timeout=options.request_timeout,
-            total_timeout=options.total_timeout,
             max_retries=options.max_retries,
             concurrency=options.concurrency,
-            max_reply=MAX_REPLY,
         )
         self.max_model_len: int | None = None
         """Tokens that the model takes, where the service says so."""
         self.model = self._look_up(options.model)
-        self._client = JsonClient(f"{self._base_url}/{path}", settings, self._key)
+        self._client = JsonClient(f"{self._base_url}/{path}", service, self._key, MAX_REPLY)
 
     def _look_up(self, wanted: str | None) -> str:
         url = f"{self._base_url}/models"

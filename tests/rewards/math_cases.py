@@ -33,6 +33,10 @@ CASES: list[tuple[str, str, bool]] = [
     (r"25\%", "0.25", True),
     (r"25\%", "2.5", False),
     ("25 percent", "25", True),
+    # the letter of a choice in front
+    ("(C) 12", "12", True),
+    (r"(B) $\frac{1}{2}$", "0.5", True),
+    ("(A) -3", "3", False),
     # degrees
     (r"90^\circ", "90", True),
     (r"90^{\circ}", r"90^\circ", True),

@@ -107,6 +107,13 @@ def test_scores(response: str, mean_iou: float, precision: float, recall: float)
     assert measured["f1"] == result_of(response, metric="f1")["score"] == pytest.approx(f1)
 
 
+@pytest.mark.parametrize("depth", [600, 100_000])
+def test_deep_nesting_is_no_box_and_no_error(depth: int) -> None:
+    for text in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+        (result,) = build_reward("detection")([RewardSample("p", text, "[[0, 0, 1, 1]]")])
+        assert (result.score, result.error) == (0.0, None)
+
+
 def test_labels_thoughts_answers_and_empty_truths() -> None:
     assert result_of("[0,0,2,2] [10,10,12,12]", match_labels=False)["score"] == 1.0
     assert result_of("<think>[5,5,6,6]</think><answer>[0,0,2,2]</answer>", [[0, 0, 2, 2]])["score"] == 1.0

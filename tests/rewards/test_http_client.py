@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from roll.rewards.http_client import MAX_REPLY, MISSING, AnswerCache, HttpSettings, JsonClient, Reply
+from roll.rewards.http_client import MAX_REPLY, MISSING, AnswerCache, JsonClient, Reply, ServiceOptions
 from tests.rewards.http_service import Answer, in_turn, serving
 
-QUICK: dict[str, Any] = {"backoff": 0.001, "max_backoff": 0.01, "request_timeout": 5.0, "total_timeout": 10.0}
+QUICK: dict[str, Any] = {"backoff": 0.001, "max_backoff": 0.01, "request_timeout": 5.0, "timeout": 10.0}
 GOOD = Answer({"score": 1})
 
 
 def ask(answer: Any, bodies: list[Any] | None = None, **settings: Any) -> tuple[list[Reply], Any]:
     with serving(answer) as service:
-        client = JsonClient(service.url, HttpSettings(**{**QUICK, **settings}), api_key="top-secret")
+        client = JsonClient(service.url, ServiceOptions(**{**QUICK, **settings}), api_key="top-secret")
         try:
             return client.post([{"q": 1}] if bodies is None else bodies), service
         finally:
@@ -79,7 +79,7 @@ def test_patience_ends(answer: Answer, words: str) -> None:
 
 
 def test_a_service_that_is_not_there() -> None:
-    client = JsonClient("http://127.0.0.1:9/v1", HttpSettings(**QUICK, max_retries=1))
+    client = JsonClient("http://127.0.0.1:9/v1", ServiceOptions(**QUICK, max_retries=1))
     (reply,) = client.post([{}])
     client.close()
     assert reply.error is not None
@@ -96,7 +96,7 @@ def test_a_try_that_takes_too_long_is_a_timeout_and_the_next_may_do() -> None:
 
 
 def test_a_request_has_a_deadline_over_all_tries() -> None:
-    (reply,), _ = ask(in_turn(Answer({}, 500), Answer(stall=True)), total_timeout=1.5)
+    (reply,), _ = ask(in_turn(Answer({}, 500), Answer(stall=True)), timeout=1.5)
     assert reply.error is not None
     assert reply.error.startswith("timeout: no answer within 1.5 s (2 tries; before that: ")
     assert "status 500" in reply.error
@@ -106,7 +106,7 @@ def test_retry_after_is_obeyed_up_to_the_longest_pause() -> None:
     pauses: list[float] = []
     busy = [Answer({}, 429, {"Retry-After": "3"}), Answer({}, 503, {"Retry-After": "100"})]
     with serving(in_turn(*busy, GOOD)) as service:
-        client = JsonClient(service.url, HttpSettings(backoff=0.001, max_backoff=5.0))
+        client = JsonClient(service.url, ServiceOptions(backoff=0.001, max_backoff=5.0))
         original = client._pause
 
         def noted(state: Any) -> float:
@@ -128,7 +128,7 @@ def test_no_more_requests_than_slots_whoever_asks() -> None:
         return GOOD
 
     with serving(together) as service:
-        client = JsonClient(service.url, HttpSettings(**QUICK, concurrency=4))
+        client = JsonClient(service.url, ServiceOptions(**QUICK, concurrency=4))
         threads = [threading.Thread(target=client.post, args=([{}] * 4,)) for _ in range(3)]
         for thread in threads:
             thread.start()

@@ -83,6 +83,8 @@ def test_other_answers_are_wrong(rule: RewardFunction, response: str, truth: str
         ("<think> it is \\boxed{4}", ""),
         ("it is \\boxed{4}", "<|im_start|>assistant\n<think>\n"),
         ("\\boxed{" + "4" * 2000 + "}", ""),
+        ("It is 2 + 2, so the answer is \\boxed{4", ""),
+        ("We get \\boxed{4", ""),
         ("", ""),
     ],
 )

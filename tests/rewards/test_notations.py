@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.rewards.answers import in_words, other_notation
 from roll.rewards.math_rule import compare_quickly
-from roll.rewards.notations import in_words, other_notation
 
 ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
 ONES_TO_NINETEEN = [*ONES.split(), "eighteen", "nineteen"]

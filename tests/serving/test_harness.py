@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from roll.config.reading.errors import ConfigError
 from roll.evaluate import main
-from roll.serving.harness import COMMANDS, READERS, HarnessOptions, environment
+from roll.serving.harness import HARNESSES, HarnessOptions, environment
 
 pytestmark = pytest.mark.long
 
@@ -66,10 +66,10 @@ def program(serving: Any, options: HarnessOptions, output: Path) -> dict[str, fl
     """The metrics of a real run against the server."""
     output.mkdir()
     base_url = f"{serving.server.url}/v1"
-    command = COMMANDS[options.name](options, base_url, "tiny", str(serving.tokenizer.name_or_path), output)
+    command = HARNESSES[options.name].command(options, base_url, "tiny", str(serving.tokenizer.name_or_path), output)
     done = subprocess.run(command, env=environment(base_url), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return READERS[options.name](output)
+    return HARNESSES[options.name].metrics(output)
 
 
 def best_choice(model: Any, tokenizer: Any, question: str) -> int:

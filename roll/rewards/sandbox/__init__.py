@@ -1,4 +1,4 @@
-"""Runs programs that a model has written, and judges them by cases, without giving them anything to take.
+"""Runs programs that a model has written, confined, and judges them by cases.
 
 A reward worker starts one zygote (:mod:`~roll.rewards.sandbox.zygote`) and asks it for processes.  Each is forked ready
 to run, gives up what the host lets it give up (:mod:`~roll.rewards.sandbox.confinement`), and runs one program.  Tests

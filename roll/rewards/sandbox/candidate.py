@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import builtins
-import collections
 import copy
 import inspect
 import io
@@ -17,36 +16,18 @@ import tempfile
 import threading
 import traceback
 import types
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from roll.rewards.sandbox import harness
-from roll.rewards.sandbox.values import (
-    Channel,
-    ChannelClosed,
-    Encoded,
-    Instances,
-    MessageTooLarge,
-    decode,
-    encode,
-    encode_class,
-    shared_class,
-)
+from roll.rewards.sandbox.values import Channel, ChannelClosed, Encoded, MessageTooLarge, Side
 
 MODULE = "solution"
 MAX_TEXT = 2000
 """Characters of an error's text."""
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
-_MUTABLE = (
-    list,
-    dict,
-    set,
-    bytearray,
-    collections.deque,
-    collections.defaultdict,
-    collections.Counter,
-    collections.OrderedDict,
-)
+_MUTABLE = (list, dict, set, bytearray, deque, defaultdict, Counter, OrderedDict)
 _OPERATORS = """
     add sub mul matmul truediv floordiv mod pow and_ or_ xor lshift rshift neg pos abs invert eq ne lt le gt ge
     getitem setitem delitem
@@ -54,7 +35,7 @@ _OPERATORS = """
 
 
 def serve(channel: Channel, source: bytes) -> None:
-    """Run the source, say how that went, and answer requests until the other side closes the channel."""
+    """Run the source, report how that went, and answer requests until the other side closes the channel."""
     module = types.ModuleType(MODULE)
     sys.modules[MODULE] = module
     request = channel.receive()
@@ -79,13 +60,13 @@ def serve(channel: Channel, source: bytes) -> None:
         return
 
 
-class Server:
-    """Holds the objects that the tests know by number."""
+class Server(Side):
+    """The response's side of calls: holds the objects that the tests know by number."""
 
     def __init__(self, channel: Channel, module: types.ModuleType, classes: list[str], in_place: bool) -> None:
+        super().__init__("r", classes, self._class_named)
         self._channel = channel
         self._in_place = in_place
-        self._instances = Instances("r", classes, self._find_class)
         self._classes: dict[str, Any] = dict.fromkeys(classes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._output = {"out": io.StringIO(), "err": io.StringIO()}
@@ -108,15 +89,15 @@ class Server:
         }
 
     def keep_classes(self) -> None:
-        """The tests' data classes, should the response have none of that name."""
+        """Remember the tests' data classes, for responses that define none of that name."""
         self._classes = {name: self._namespace.get(name) for name in self._classes}
 
-    def _find_class(self, name: str) -> Any:
+    def _class_named(self, name: str) -> Any:
         own = self._namespace.get(name)
         return own if isinstance(own, type) else self._classes[name]
 
     def send(self, message: dict[str, Any]) -> None:
-        """With what has been printed since the last message."""
+        """Send a message with what has been printed since the last one."""
         for name, stream in self._output.items():
             if stream.tell():
                 message[name] = stream.getvalue()
@@ -151,17 +132,17 @@ class Server:
 
     def _perform(self, request: dict[str, Any]) -> dict[str, Any]:
         handed_over = request.get("instances", {})
-        self._instances.update(handed_over, self._decode_other)
-        arguments = [decode(item, self._decode_other) for item in request["args"]]
-        options = {name: decode(item, self._decode_other) for name, item in request.get("kwargs", {}).items()}
+        self.update(handed_over)
+        arguments = [self.decode(item) for item in request["args"]]
+        options = {name: self.decode(item) for name, item in request.get("kwargs", {}).items()}
         result = self._operations[request["do"]](*arguments, **options)
-        reply: dict[str, Any] = {"value": encode(result, self._encode_other)}
+        reply: dict[str, Any] = {"value": self.encode(result)}
         if request["do"] == "call" and (result is None or self._in_place):
             before = {**dict(enumerate(request["args"])), **request.get("kwargs", {})}
-            given = [*enumerate(arguments), *options.items()]
-            after = [[key, encode(item, self._encode_other)] for key, item in given if is_mutable(item)]
+            named = [*enumerate(arguments), *options.items()]
+            after = [[key, self.encode(item)] for key, item in named if is_mutable(item)]
             reply["changed"] = [[key, item] for key, item in after if item != before[key]]
-        reply["instances"] = self._instances.attributes(self._encode_other, list(handed_over))
+        reply["instances"] = self.attributes(list(handed_over))
         return reply
 
     def _public_names(self) -> list[str]:
@@ -172,17 +153,24 @@ class Server:
         ]
 
     def describe(self, error: BaseException) -> dict[str, Any]:
-        """An exception as data: its name, the built-in exceptions it derives from, its text and its class."""
+        """An exception as data: its text and class, and a number for the attributes of the response's own."""
         try:
             text = str(error)[:MAX_TEXT]
         except BaseException:  # its own __str__ may do anything
             text = ""
-        return {"text": text, **self._describe_class(type(error))}
+        described = {"text": text, **self._describe_class(type(error))}
+        # Without its traceback: that would keep everything that its frames hold.
+        return described | ({"error": self._number(error.with_traceback(None))} if "id" in described else {})
 
     def _describe_class(self, kind: type) -> dict[str, Any]:
+        """The name of an exception's class and the built-in classes it derives from; of a response's own class also a
+        number and the classes that it names as its bases."""
         bases = [base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base]
-        own = getattr(builtins, kind.__name__, None) is not kind
-        return {"name": kind.__name__, "bases": bases} | ({"id": self._number(kind)} if own else {})
+        described: dict[str, Any] = {"name": kind.__name__, "bases": bases}
+        if getattr(builtins, kind.__name__, None) is not kind:
+            parents = [self._describe_class(base) for base in kind.__bases__ if issubclass(base, BaseException)]
+            described |= {"id": self._number(kind), "parents": parents}
+        return described
 
     def _number(self, value: Any) -> int:
         if id(value) not in self._numbers:
@@ -190,14 +178,9 @@ class Server:
             self._objects.append(value)
         return self._numbers[id(value)]
 
-    def _encode_other(self, value: Any) -> Encoded:
+    def encode_foreign(self, value: Any) -> Encoded:
         if isinstance(value, _PLAIN) and type(value).__module__ != MODULE and type(value) not in _PLAIN:
-            return encode(as_plain(value), self._encode_other)
-        instance = self._instances.encode(value)
-        if instance is not None:
-            return instance
-        if isinstance(value, type) and (shared := encode_class(value)) is not None:
-            return shared
+            return self.encode(as_plain(value))
         encoded: dict[str, Any] = {"t": "object", "id": self._number(value)}
         if inspect.isawaitable(value):
             encoded["awaitable"] = True
@@ -209,31 +192,21 @@ class Server:
             encoded["plain"] = True
         return encoded
 
-    def _decode_other(self, data: dict[str, Any]) -> Any:
+    def decode_foreign(self, data: dict[str, Any]) -> Any:
+        """A function or an iterator of the tests, as one here, or an object of this side."""
+        number = data["id"]
         if data["t"] == "callback":
-            return self._callback(data["id"])
-        if data["t"] == "type":
-            return shared_class(data["module"], data["name"])
-        if data["t"] == "iterator":
-            return self._iterator(data["id"])
-        if data["t"] == "instance":
-            return self._instances.decode(data)
-        return self._objects[data["id"]]
-
-    def _callback(self, number: int) -> Callable[..., Any]:
-        """A function of the tests, as a function here."""
-
-        return lambda *args: self.call_back(number, args)
+            return lambda *args: self.call_back(number, args)
+        return self._iterator(number) if data["t"] == "iterator" else self._objects[number]
 
     def _iterator(self, number: int) -> Iterator[Any]:
-        """An iterator of the tests, as one here."""
         while found := self.call_back(number, ()):
             yield found[0]
 
     def call_back(self, which: int | str, args: Sequence[Any]) -> Any:
         """Call a function of the tests, by number, or read their input."""
-        message = {"callback": which, "args": [encode(item, self._encode_other) for item in args]}
-        self.send({**message, "instances": self._instances.attributes(self._encode_other)})
+        message = {"callback": which, "args": [self.encode(item) for item in args]}
+        self.send({**message, "instances": self.attributes()})
         while True:
             answer = self._channel.receive()
             if "do" not in answer:
@@ -241,12 +214,12 @@ class Server:
             self.answer(answer)
         if "raised" in answer:
             raise getattr(builtins, answer["raised"], RuntimeError)(answer.get("text", ""))
-        self._instances.update(answer.get("instances", {}), self._decode_other)
-        return decode(answer["value"], self._decode_other)
+        self.update(answer.get("instances", {}))
+        return self.decode(answer["value"])
 
 
 class TestsInput(io.TextIOBase):
-    """Standard input: that of the tests' process."""
+    """Standard input that asks the tests' process for its own."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -275,7 +248,7 @@ def as_plain(value: Any) -> Any:
 
 
 COMPILE_STATUS = 121
-"""Exit status of a script that is no Python. Anything else may exit with it too: it feeds a metric, no verdict."""
+"""Exit status of a script that is not valid Python. Others may exit with it too: it feeds a metric, no verdict."""
 SOURCE, CHANNEL, VERDICTS = 3, 4, 5
 """Descriptors beyond the standard ones."""
 MAX_SOURCE = 4 * 2**20
@@ -293,7 +266,7 @@ ENVIRONMENT = {
 
 
 def forget_surroundings() -> None:
-    """Environment, arguments and search path as a program on its own would find them."""
+    """Set environment, arguments and search path to what a program on its own would find."""
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
     sys.argv = ["solution.py"]
@@ -310,26 +283,26 @@ def forget_own_modules() -> None:
 
 
 def settle_in(folder: str) -> None:
-    """Temporary files and settings belong into the private folder, wherever it is."""
+    """Let temporary files and settings go to the private folder, wherever it is."""
     tempfile.tempdir = folder
     os.environ.update(TMPDIR=folder, HOME=folder)
 
 
-def read_all(descriptor: int) -> bytes:
+def read_all(descriptor: int, most: int = -1) -> bytes:
     with open(descriptor, "rb") as file:
-        return file.read(MAX_SOURCE)
+        return file.read(most)
 
 
 def open_streams() -> None:
-    """Streams on the descriptors of this process; those of the parent would carry its state."""
+    """Open new streams on the standard descriptors; those of the parent would carry its state."""
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  they live as long as we do
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def run_script(request: dict[str, Any]) -> None:
-    """The source as ``__main__``, like ``python solution.py``."""
-    source = read_all(SOURCE)
+    """Run the source as ``__main__``, like ``python solution.py``."""
+    source = read_all(SOURCE, MAX_SOURCE)
     open_streams()
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -357,7 +330,7 @@ def exit_status(leaving: SystemExit) -> int:
 
 
 def finish(status: int) -> None:
-    """Leave as Python does: threads first, then exit functions, then the buffers."""
+    """Exit as Python does: wait for threads, then call exit functions, then flush the buffers."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -368,15 +341,15 @@ def finish(status: int) -> None:
 
 
 def serve_calls(request: dict[str, Any]) -> None:
-    """The source as the module ``solution``, whose functions another process calls."""
-    source = read_all(SOURCE)
+    """Run the source as the module ``solution``, whose functions another process calls."""
+    source = read_all(SOURCE, MAX_SOURCE)
     open_streams()
     serve(Channel(CHANNEL, request["max_message"]), source)
     os._exit(0)
 
 
 def run_tests(request: dict[str, Any]) -> None:
-    """Tests on the trusted side of the channel; verdicts leave through a pipe that the response's process lacks."""
+    """Run tests on the trusted side of the channel; verdicts leave through a file that the response's process lacks."""
     job = read_all(SOURCE)
     open_streams()
     harness.run(job, Channel(CHANNEL, request["max_message"]), VERDICTS)
@@ -384,9 +357,9 @@ def run_tests(request: dict[str, Any]) -> None:
 
 
 def run_command(request: dict[str, Any]) -> None:
-    """The source as a file of the working folder, and a command that knows what to do with it."""
+    """Write the source to a file in the working folder and execute the command that runs it."""
     with open(request["file_name"], "wb") as file:
-        file.write(read_all(SOURCE))
+        file.write(read_all(SOURCE, MAX_SOURCE))
     # Python ignores these, and a program executed from here would too.
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from roll.rewards.sandbox.snippets import CaseError, prepared, pytest_file
+from roll.rewards.sandbox.snippets import CaseError, check_pytest_file, prepared
 
 Kind = Literal["io", "calls", "tests", "pytest"]
 _INPUT_KEYS, _OUTPUT_KEYS = ("stdin", "input"), ("expected_stdout", "output", "stdout")
@@ -62,8 +62,10 @@ class Cases:
 def read_cases(ground_truth: Any, row: Mapping[str, Any]) -> Cases:
     """The cases of a row: its column ``test_cases``, else ``ground_truth``, else its columns themselves.
 
+    What tests only define is called.
+
     Raises:
-        CaseError: there are none, or they have no known shape.
+        CaseError: there are none, they have no known shape, test nothing, or cannot work.
     """
     given = row.get("test_cases") or ground_truth
     source = loaded(given) if given else row
@@ -77,17 +79,8 @@ def read_cases(ground_truth: Any, row: Mapping[str, Any]) -> Cases:
         raise CaseError(f"test cases of an unknown shape: {type(error).__name__}: {error}") from error
     if not cases.count:
         raise CaseError("the row has no test cases")
-    return checked(cases)
-
-
-def checked(cases: Cases) -> Cases:
-    """With everything called that the tests only define.
-
-    Raises:
-        CaseError: the tests test nothing, or cannot work.
-    """
     if cases.kind == "pytest":
-        pytest_file(cases.texts[0])
+        check_pytest_file(cases.texts[0])
     if cases.kind != "tests":
         return cases
     tests = prepared(tuple(cases.texts), cases.setup, cases.entry_point)
@@ -112,7 +105,7 @@ def _read(source: Any, columns: Mapping[str, Any]) -> Cases:
     if "inputs" in columns:
         return _from_pairs(list(zip(loaded(columns["inputs"]), loaded(columns["outputs"]), strict=True)), columns, True)
     if "test_list" in columns:
-        return tests_of(texts(loaded(columns["test_list"])), columns)
+        return tests_of(list(map(str, loaded(columns["test_list"]))), columns)
     if "test" in columns:
         return tests_of([str(columns["test"])], columns)
     known = "test_cases, ground_truth, test_list, test and entry_point, inputs and outputs, pytest"
@@ -121,9 +114,9 @@ def _read(source: Any, columns: Mapping[str, Any]) -> Cases:
 
 def _read_list(items: list[Any], columns: Mapping[str, Any]) -> Cases:
     if all(isinstance(item, str) for item in items):
-        sources = texts(items)
+        sources = list(items)
     elif all(isinstance(item, Mapping) and "assert_code" in item for item in items):
-        sources = texts([item["assert_code"] for item in items])
+        sources = [str(item["assert_code"]) for item in items]
     else:
         name = fn_name_of(columns) or next((fn_name_of(item) for item in items if fn_name_of(item)), "")
         pairs = [(first(item, _INPUT_KEYS), first(item, _OUTPUT_KEYS)) for item in items]
@@ -175,10 +168,6 @@ def fn_name_of(columns: Mapping[str, Any]) -> str:
 def setup_of(columns: Mapping[str, Any]) -> str:
     parts = [columns.get(key) for key in _SETUP_KEYS]
     return "\n".join("\n".join(part) if isinstance(part, list) else str(part) for part in parts if part)
-
-
-def texts(items: Sequence[Any]) -> list[str]:
-    return [str(item) for item in items]
 
 
 def first(item: Mapping[str, Any], keys: Sequence[str]) -> Any:

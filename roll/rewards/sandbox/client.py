@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,28 +60,27 @@ class Process:
         self._sandbox = sandbox
         self._number = number
         self._wall = wall
-        self._ended = threading.Event()
-        self._result: Ended | None = None
+        self._end: Future[Ended] = Future()
 
     def wait(self) -> Ended:
-        """Wait for its end.
+        """Wait for the process to end.
 
         Raises:
             SandboxError: the host could not run it.
         """
-        if not self._ended.wait(self._wall + END_GRACE):
-            raise SandboxError("no word of a process's end: the sandbox does not answer")
-        assert self._result is not None
-        if self._result.error is not None:
-            raise SandboxError(self._result.error)
-        return self._result
+        try:
+            ended = self._end.result(self._wall + END_GRACE)
+        except TimeoutError:
+            raise SandboxError("no word of a process's end: the sandbox does not answer") from None
+        if ended.error is not None:
+            raise SandboxError(ended.error)
+        return ended
 
     def kill(self) -> None:
         self._sandbox.ask({"kill": self._number})
 
-    def end(self, result: Ended) -> None:
-        self._result = result
-        self._ended.set()
+    def end(self, ended: Ended) -> None:
+        self._end.set_result(ended)
 
 
 class Sandbox:
@@ -97,7 +97,7 @@ class Sandbox:
         self.report: Report | None = None
 
     def start(self) -> Report:
-        """Protections of this host.
+        """Start the zygote where none runs, and return the protections of this host.
 
         Raises:
             SandboxError: it does not start, or a required protection is missing.
@@ -159,7 +159,6 @@ class Sandbox:
                 cwd="/",
                 start_new_session=True,
             )
-        end = weakref.finalize(self, end_zygote, self._zygote, ours)
         ours.settimeout(START_TIMEOUT)
         try:
             hello = ours.recv(1 << 16)
@@ -170,7 +169,6 @@ class Sandbox:
         ours.settimeout(None)
         answer = json.loads(hello)
         self._folder = answer["folder"]
-        end.detach()
         weakref.finalize(self, end_zygote, self._zygote, ours, self._folder)
         self.report = Report.of(answer["found"])
         check_required(self.report, self._settings.require)
@@ -205,44 +203,35 @@ class Sandbox:
             process.end(Ended(-1, error="the sandbox ended"))
 
     def _stop(self) -> None:
-        if self._zygote is not None:
-            self._zygote.kill()
-            self._zygote.wait()
-        if self._control is not None:
-            self._control.close()
-        remove_folder(self._folder)
+        end_zygote(self._zygote, self._control, self._folder)
         self._zygote = self._control = self._folder = None
 
     def close(self) -> None:
         """End the zygote and every process."""
         with self._lock:
-            control = self._control
-            if control is not None:
+            if self._control is not None and self._zygote is not None:
                 # Wakes the listening thread, and the zygote cleans up and exits.
-                control.shutdown(socket.SHUT_RDWR)
-            if control is not None and self._zygote is not None:
+                self._control.shutdown(socket.SHUT_RDWR)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._zygote.wait(CLOSE_TIMEOUT)
             self._stop()
 
 
 def zygote_environment() -> dict[str, str]:
-    """Nothing of this process's own: keys and addresses stand in it."""
+    """An environment without that of this process, which may hold keys and addresses."""
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
     fixed = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return {**kept, **fixed, **threads, "PYTHONPATH": _PACKAGE_ROOT, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def end_zygote(zygote: subprocess.Popen[bytes], control: socket.socket, folder: str | None = None) -> None:
-    control.close()
-    zygote.kill()
-    zygote.wait()
-    remove_folder(folder)
-
-
-def remove_folder(folder: str | None) -> None:
-    """Remove the folder of a zygote that was killed; its processes have been killed with it."""
+def end_zygote(zygote: subprocess.Popen[bytes] | None, control: socket.socket | None, folder: str | None) -> None:
+    """Kill a zygote, and its processes with it, and remove its folder if it could not do so itself."""
+    if zygote is not None:
+        zygote.kill()
+        zygote.wait()
+    if control is not None:
+        control.close()
     if folder is not None and os.path.exists(folder):
         with contextlib.suppress(OSError):
             confinement.remove_tree(folder)

@@ -19,13 +19,7 @@ from roll.rewards.sandbox import kernel, seccomp
 from roll.rewards.sandbox.protections import Limits, Means
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-SETTINGS = (
-    "/etc/alternatives",
-    "/etc/ld.so.cache",
-    "/etc/ld.so.conf",
-    "/etc/ld.so.conf.d",
-    "/etc/localtime",
-)
+SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SCRATCH = "/tmp"
 _SHARED_MEMORY = "/dev/shm"
@@ -104,13 +98,10 @@ def mount_scratch(size: int, readable: Sequence[str]) -> None:
         _bind(held, path)
 
 
-def mount_proc() -> None:
-    """The process's own ``/proc``, in its own process namespace.
-
-    Raises:
-        OSError: not permitted, as without privileges.
-    """
-    kernel.mount("none", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+def try_proc() -> None:
+    """Mount the process namespace's own ``/proc`` where that is permitted; most programs do without."""
+    with contextlib.suppress(OSError):
+        kernel.mount("none", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
 
 
 _PREFIX = "roll-sandbox-"
@@ -120,7 +111,7 @@ _AT_ONCE = 1000
 
 
 class OutOfBudget(Exception):
-    """There is more to remove than was asked for."""
+    """The folder holds more entries than the budget."""
 
 
 def make_parent() -> str:
@@ -242,7 +233,7 @@ def find_means(without: Set[str], landlock_abi: int | None = None) -> tuple[Mean
 
 
 def try_view(means: Means, readable: Sequence[str]) -> Means:
-    """See only ``readable`` from now on, where the host permits it."""
+    """Hide every path but ``readable`` from this process, where the host permits it."""
     with contextlib.suppress(OSError):
         enter_view(readable)
         return replace(means, mounts=True)
@@ -250,7 +241,7 @@ def try_view(means: Means, readable: Sequence[str]) -> Means:
 
 
 def enter_namespaces(means: Means) -> Means:
-    """All namespaces or none: as the superuser, else inside a user namespace, where any user is one."""
+    """Enter all namespaces or none: as root, else inside a user namespace, where any user is root."""
     if os.geteuid() == 0:
         with contextlib.suppress(OSError):
             kernel.unshare(_NAMESPACES)
@@ -267,7 +258,8 @@ def enter_namespaces(means: Means) -> Means:
 
 
 def claim_uids() -> tuple[int | None, socket.socket | None]:
-    """User ids that no other sandbox of this host uses: the claim is a name that the kernel gives to one socket."""
+    """User ids that no other sandbox of this host uses. The claim is an abstract socket name, which the kernel gives to
+    one socket only."""
     for block in range(_BLOCKS):
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
@@ -287,7 +279,7 @@ SHARERS = 8
 
 
 def confine(means: Means, limits: Limits, uid: int | None, scratch: str, readable: Sequence[str], proc: bool) -> None:
-    """Give up everything that ``means`` allows to give up.
+    """Give up everything that ``means`` lets this process give up.
 
     Args:
         uid: the user to become; None: stay.
@@ -328,14 +320,6 @@ def confine(means: Means, limits: Limits, uid: int | None, scratch: str, readabl
         )
 
 
-def try_proc() -> None:
-    """Mount ``/proc`` where that is permitted; most programs do without."""
-    try:
-        mount_proc()
-    except OSError:
-        return
-
-
 def limit_resources(limits: Limits, processes_counted_apart: bool, shared: bool) -> None:
     """Set the kernel's limits, hard and soft.
 
@@ -343,22 +327,19 @@ def limit_resources(limits: Limits, processes_counted_apart: bool, shared: bool)
         processes_counted_apart: whether the count of this user's processes leaves out those of the host.
         shared: whether other sandboxed processes are in that count.
     """
-    cpu = math.ceil(limits.wall) + 1
-    hard = {
-        resource.RLIMIT_CPU: cpu,
+    highest = {
+        resource.RLIMIT_CPU: math.ceil(limits.wall) + 1,
         resource.RLIMIT_AS: limits.memory,
         resource.RLIMIT_FSIZE: limits.file_size,
         resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_STACK: STACK,
     }
     if processes_counted_apart:
-        hard[resource.RLIMIT_NPROC] = (limits.processes + MAX_THREADS) * (SHARERS if shared else 1)
-    for kind, value in hard.items():
-        _, highest = resource.getrlimit(kind)
-        value = value if highest == resource.RLIM_INFINITY else min(value, highest)
+        highest[resource.RLIMIT_NPROC] = (limits.processes + MAX_THREADS) * (SHARERS if shared else 1)
+    for kind, value in highest.items():
+        _, hard = resource.getrlimit(kind)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
-    _, highest = resource.getrlimit(resource.RLIMIT_STACK)
-    stack = STACK if highest == resource.RLIM_INFINITY else min(STACK, highest)
-    resource.setrlimit(resource.RLIMIT_STACK, (stack, stack))

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from roll.rewards.sandbox.proxies import AwaitableProxy, Proxy, Remote, ResponseGone
-from roll.rewards.sandbox.snippets import MODULE_NAMES, RUN_UNITTEST, bound_names
+from roll.rewards.sandbox.snippets import MODULE_NAMES, RUN_UNITTEST, bound_names, names_in
 from roll.rewards.sandbox.values import Channel, equal_values
 
 USUAL_ALIASES = {"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot"}
@@ -42,11 +42,11 @@ class Verdicts:
         os.write(self._descriptor, json.dumps(message).encode() + b"\n")
 
     def case(self, number: int, error: BaseException | None) -> None:
-        note = None if error is None else f"{type(error).__name__}: {described(error)}"[:MAX_NOTE]
+        note = None if error is None else f"{type(error).__name__}: {text_of(error)}"[:MAX_NOTE]
         self.send(case=number, passed=error is None, note=note)
 
 
-def described(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # the text of an assertion may ask the response, which may be gone
@@ -88,7 +88,7 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
         else:
             run_pytest(settings, remote, report, namespace)
     except ResponseGone as gone:
-        report.send(gone=described(gone), timed_out=gone.timed_out)
+        report.send(gone=text_of(gone), timed_out=gone.timed_out)
     if remote.impossible is not None:
         report.send(impossible=remote.impossible)
     return None
@@ -100,7 +100,7 @@ def missing_import(names: Sequence[str]) -> str | None:
         try:
             importlib.import_module(name)
         except Exception as error:  # a package may fail in any way
-            return f"the tests import {name}, which fails in the sandbox: {described(error)[:MAX_NOTE]}"
+            return f"the tests import {name}, which fails in the sandbox: {text_of(error)[:MAX_NOTE]}"
     return None
 
 
@@ -109,31 +109,29 @@ def run_calls(settings: dict[str, Any], remote: Remote, report: Verdicts) -> Non
 
     A function that returns nothing has worked on its first argument: that is its result.
     """
-    unchanged: list[int] = []
+    right_unchanged: list[int] = []
     works_in_place = False
     for number, case in enumerate(settings["calls"]):
         remote.set_deadline(settings["case_timeout"])
-        failed: BaseException | None = None
+        is_changed = True
         try:
             before = json.dumps(case["arguments"][:1])
             returned = entry_point(remote, settings["fn_name"])(*case["arguments"])
             if isinstance(returned, AwaitableProxy):
                 returned = remote.ask("await", returned)
-            changed = json.dumps(case["arguments"][:1]) != before
             if returned is None and None not in case["accepted"] and case["arguments"]:
                 returned = case["arguments"][0]
-                works_in_place = works_in_place or changed
-                if not changed:
-                    unchanged.append(number)
+                is_changed = json.dumps(case["arguments"][:1]) != before
+                works_in_place = works_in_place or is_changed
             if not any(equal_values(returned, value, settings["tolerance"]) for value in case["accepted"]):
-                failed = AssertionError("another result was expected")
+                report.case(number, AssertionError("another result was expected"))
+            elif is_changed:
+                report.case(number, None)
+            else:
+                right_unchanged.append(number)
         except Exception as error:  # whatever the response raises, it has not returned the result
-            failed = error
-        if number not in unchanged or failed is not None:
-            report.case(number, failed)
-        elif number in unchanged:
-            continue
-    for number in unchanged:
+            report.case(number, error)
+    for number in right_unchanged:
         # What is right already needs no change, from a function that makes some.
         report.case(number, None if works_in_place else AssertionError("the function returned nothing"))
 
@@ -160,21 +158,22 @@ def run_snippets(settings: dict[str, Any], remote: Remote, report: Verdicts, nam
     if settings.get("setup"):
         remote.set_deadline(settings["case_timeout"])
         try:
-            fill_in(settings["setup"], namespace, remote)
+            bind_names(settings["setup"], namespace, remote)
             exec(compile(settings["setup"], "setup", "exec"), namespace)  # noqa: S102  the data set's own code
         except (Exception, SystemExit) as error:
             if is_self_contained(settings["setup"]):
-                remote.impossible = f"the set-up fails by itself: {type(error).__name__}: {described(error)}"[:MAX_NOTE]
+                remote.impossible = f"the set-up fails by itself: {type(error).__name__}: {text_of(error)}"[:MAX_NOTE]
             return report.case(0, error)
     for number, test in enumerate(settings["tests"]):
         remote.set_deadline(settings["case_timeout"])
         failed: BaseException | None = None
         try:
             code = compile(test, f"test {number}", "exec")
-            fill_in(test, namespace, remote)
+            bind_names(test, namespace, remote)
             exec(code, namespace)  # noqa: S102  the data set's own code
         except (Exception, SystemExit) as error:
             failed = error
+        remote.require_answers()
         report.case(number, failed)
     return None
 
@@ -184,8 +183,7 @@ def is_self_contained(source: str) -> bool:
     tree = ast.parse(source)
     own = bound_names(tree) | set(dir(builtins)) | sys.stdlib_module_names | set(USUAL_ALIASES)
     imports = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return named <= own and not imports & set(MODULE_NAMES)
+    return names_in(tree) <= own and not imports & set(MODULE_NAMES)
 
 
 def is_subclass(real: Callable[..., bool], kind: Any, base: Any) -> bool:
@@ -207,13 +205,12 @@ def run_unittest(kind: Any, name: str) -> None:
         raise AssertionError(bad[0][1].strip().splitlines()[-1] if bad else f"{name} was not run")
 
 
-def fill_in(source: str, namespace: dict[str, Any], remote: Remote) -> None:
-    """Put what the source names but does not define into the namespace."""
+def bind_names(source: str, namespace: dict[str, Any], remote: Remote) -> None:
+    """Bind what the source names but does not define: standard modules, and proxies of the response's objects."""
     tree = ast.parse(source)
-    loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     offered = remote.ask("names")
     own = set(offered) if isinstance(offered, list) else set()
-    for name in sorted(loaded - set(namespace)):
+    for name in sorted(names_in(tree) - set(namespace)):
         if hasattr(builtins, name):
             continue
         if name in sys.stdlib_module_names and name not in own:
@@ -270,7 +267,7 @@ def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts, names
     class Plugin:
         def pytest_collection_finish(self, session: Any) -> None:
             for module in {id(item.module): item.module for item in session.items if hasattr(item, "module")}.values():
-                fill_in(settings["pytest"], module.__dict__, remote)
+                bind_names(settings["pytest"], module.__dict__, remote)
                 namespace.update({name: each for name, each in vars(module).items() if isinstance(each, type)})
             self.numbers = {item.nodeid: number for number, item in enumerate(session.items)}
             self.names = dict.fromkeys(self.numbers.values(), False)
@@ -291,23 +288,14 @@ def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts, names
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.when == "call":
-                self.names[self.numbers[report.nodeid]] = report.passed
+                self.names[self.numbers[report.nodeid]] = report.passed and remote.gone is None
             elif report.failed:
                 self.names[self.numbers[report.nodeid]] = False
 
     plugin = Plugin()
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:faulthandler",
-        "--rootdir=.",
-        "--confcutdir=.",
-        "-c",
-        os.devnull,
-    ]
+    options = f"-q -p no:cacheprovider -p no:faulthandler --rootdir=. --confcutdir=. -c {os.devnull}"
     with contextlib.redirect_stdout(io.StringIO()):
-        pytest.main([*options, "test_solution.py"], plugins=[plugin])
+        pytest.main([*options.split(), "test_solution.py"], plugins=[plugin])
     for number, passed in getattr(plugin, "names", {}).items():
         report.case(number, None if passed else AssertionError("the test did not pass"))
+    remote.require_answers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -19,7 +20,7 @@ from roll.rewards.sandbox.snippets import CaseError, preparation
 from roll.rewards.sandbox.values import equal_output
 
 COMMAND_PROCESSES = 32
-"""A shell and what it starts."""
+"""Processes at a time of a command: a shell and what it starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +140,10 @@ def _run_stream(
         return process.wait(), read_file(stdout, limits.file_size)
 
 
-_null: list[int] = []
-
-
+@functools.cache
 def os_null() -> int:
     """One descriptor of ``/dev/null`` for all."""
-    if not _null:
-        _null.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
-    return _null[0]
+    return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
 
 
 def _judge_tests(sandbox: Sandbox, source: bytes, cases: Cases, judging: Judging, outcome: Outcome) -> None:
@@ -195,7 +192,7 @@ def _job(cases: Cases, judging: Judging) -> dict[str, Any]:
 
 
 def _count(lines: bytes, outcome: Outcome) -> None:
-    """Add up the harness's lines; a line cut off by a kill is none."""
+    """Add up the harness's lines, without one that a kill has cut off."""
     passed: dict[int, bool] = {}
     impossible = ""
     for line in lines.splitlines(keepends=True):

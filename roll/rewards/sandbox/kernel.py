@@ -111,7 +111,7 @@ TRUNCATE_ABI = 3
 
 
 def landlock_abi() -> int:
-    """The version that the kernel speaks; 0: none."""
+    """The version of Landlock's interface that the kernel has; 0: none."""
     try:
         return syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION, what="landlock")
     except OSError:
@@ -119,10 +119,11 @@ def landlock_abi() -> int:
 
 
 def restrict_files(readable: Sequence[str], writable: Sequence[str], version: int | None = None) -> None:
-    """From now on only these paths and what lies below them; TCP and signals to others too where the kernel can.
+    """Restrict this process to these paths and what lies below them, and where the kernel can also refuse it TCP and
+    signals to other processes.
 
     Args:
-        version: of Landlock's interface, at most :func:`abi`, which is what None stands for.
+        version: of Landlock's interface, at most :func:`landlock_abi`, which is what None stands for.
 
     Raises:
         OSError: the kernel has no Landlock.
@@ -131,10 +132,7 @@ def restrict_files(readable: Sequence[str], writable: Sequence[str], version: in
     # Each version knows more kinds of access; a kind that is not named here would stay allowed.
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     attributes = struct.pack(
-        "<QQQ",
-        files,
-        _TCP if version >= 4 else 0,
-        _ABSTRACT_SOCKETS | _SIGNALS if version >= _SIGNAL_ABI else 0,
+        "<QQQ", files, _TCP if version >= 4 else 0, _ABSTRACT_SOCKETS | _SIGNALS if version >= _SIGNAL_ABI else 0
     )
     size = 8 if version < 4 else 16 if version < _SIGNAL_ABI else 24
     ruleset = syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0, what="landlock_create_ruleset")

@@ -19,17 +19,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from roll.rewards.sandbox.values import (
-    Channel,
-    ChannelClosed,
-    Encoded,
-    Instances,
-    MessageTooLarge,
-    decode,
-    encode,
-    encode_class,
-    shared_class,
-)
+from roll.rewards.sandbox.values import Channel, ChannelClosed, Encoded, MessageTooLarge, Side
 
 _SPECIAL = ("name", "doc", "dict", "bases", "mro", "qualname", "module", "annotations", "abstractmethods", "defaults")
 _READABLE = frozenset(f"__{name}__" for name in _SPECIAL)
@@ -41,7 +31,8 @@ _INPUT = builtins.input
 class ResponseGone(BaseException):
     """The response's process has ended or does not answer in time; nothing more can be asked of it.
 
-    Not an ``Exception``: tests that expect one must not take this for it.
+    Not an ``Exception``: tests that expect one must not take this for it. Where tests catch everything,
+    :meth:`Remote.require_answers` raises it again.
     """
 
     def __init__(self, reason: str, timed_out: bool = False) -> None:
@@ -53,7 +44,7 @@ class ResponseError(Exception):
     """An exception of a response's own class, or one with no place among the built-in ones."""
 
 
-class Remote:
+class Remote(Side):
     """The response's process.
 
     Args:
@@ -73,13 +64,14 @@ class Remote:
         classes: Sequence[str] = (),
         find_class: Callable[[str], Any] = lambda name: None,
     ) -> None:
+        super().__init__("t", classes, find_class)
         self._channel = channel
-        self._instances = Instances("t", classes, find_class)
         self._ends_iterations = ends_iterations
         self._turn = threading.RLock()
         self.object_operators = object_operators
         self.impossible: str | None = None
         """A request of the tests that this sandbox cannot serve: their failure says nothing about the response."""
+        self.gone: ResponseGone | None = None
         self._callbacks: list[Callable[..., Any]] = []
         self._proxies: dict[int, Any] = {}
 
@@ -103,10 +95,10 @@ class Remote:
             ResponseGone: no answer.
             Exception: what the response raised, as the built-in exception that it derives from.
         """
-        request: dict[str, Any] = {"do": operation, "args": [encode(item, self._encode_other) for item in args]}
+        request: dict[str, Any] = {"do": operation, "args": [self.encode(item) for item in args]}
         if kwargs:
-            request["kwargs"] = {name: encode(item, self._encode_other) for name, item in kwargs.items()}
-        request["instances"] = self._instances.attributes(self._encode_other)
+            request["kwargs"] = {name: self.encode(item) for name, item in kwargs.items()}
+        request["instances"] = self.attributes()
         reply = self._exchange(request)
         try:
             if "raised" in reply:
@@ -114,26 +106,34 @@ class Remote:
                 kind = self._exception_class(raised)
                 # Some built-in exceptions have constructors of their own; all keep their arguments at this one.
                 error = kind.__new__(kind, str(raised.get("text", "")))
+                if hasattr(kind, "_roll_number"):
+                    error.__dict__["_roll_error"] = self.decode({"t": "object", "id": raised["error"]})
             else:
-                self._instances.update(reply.get("instances", {}), self._decode_other)
+                self.update(reply.get("instances", {}))
                 for key, item in reply.get("changed", []):
-                    restore(kwargs[key] if isinstance(key, str) else args[key], decode(item, self._decode_other))
-                return decode(reply["value"], self._decode_other)
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            IndexError,
-            AttributeError,
-            RecursionError,
-            ArithmeticError,
-        ) as nonsense:
-            raise ResponseGone(f"the answer is no value: {nonsense}") from nonsense
+                    restore(kwargs[key] if isinstance(key, str) else args[key], self.decode(item))
+                return self.decode(reply["value"])
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError) as nonsense:
+            raise self._give_up(f"the answer is no value: {nonsense}") from nonsense
         if isinstance(error, _ENDS_OF_ITERATION) and operation not in ("next", "anext") and not self._ends_iterations:
             raise RuntimeError(f"the response raised {type(error).__name__}")
         raise error
 
+    def require_answers(self) -> None:
+        """
+        Raises:
+            ResponseGone: a request had no answer, whatever the tests did about it. Nothing more is asked: a late answer
+                would be taken for that to the next request.
+        """
+        if self.gone is not None:
+            raise self.gone
+
+    def _give_up(self, reason: str, timed_out: bool = False) -> ResponseGone:
+        self.gone = ResponseGone(reason, timed_out)
+        return self.gone
+
     def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.require_answers()
         try:
             with self._turn:
                 self._channel.send(request)
@@ -146,31 +146,24 @@ class Remote:
                         return reply
                     self._channel.send(self._run_callback(reply))
         except TimeoutError as error:
-            raise ResponseGone("no answer in time", timed_out=True) from error
+            raise self._give_up("no answer in time", timed_out=True) from error
         except (ChannelClosed, MessageTooLarge) as error:
-            raise ResponseGone(str(error) or "the process is gone") from error
+            raise self._give_up(str(error) or "the process is gone") from error
 
     def _run_callback(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
             which = message["callback"]
             function = INPUT[which] if isinstance(which, str) else self._callbacks[which]
-            self._instances.update(message.get("instances", {}), self._decode_other)
-            arguments = [decode(item, self._decode_other) for item in message["args"]]
-            value = encode(function(*arguments), self._encode_other)
-            return {"value": value, "instances": self._instances.attributes(self._encode_other)}
+            self.update(message.get("instances", {}))
+            arguments = [self.decode(item) for item in message["args"]]
+            value = self.encode(function(*arguments))
+            return {"value": value, "instances": self.attributes()}
         except Exception as error:  # the function's failure is the caller's to deal with
             return {"raised": type(error).__name__, "text": str(error)[:200]}
 
-    def _encode_other(self, value: Any) -> Encoded:
-        if isinstance(value, Proxy):
+    def encode_foreign(self, value: Any) -> Encoded:
+        if isinstance(value, Proxy) or (isinstance(value, type) and hasattr(value, "_roll_number")):
             return {"t": "object", "id": value._roll_number}
-        if isinstance(value, type) and hasattr(value, "_roll_number"):
-            return {"t": "object", "id": value._roll_number}
-        instance = self._instances.encode(value)
-        if instance is not None:
-            return instance
-        if isinstance(value, type) and (shared := encode_class(value)) is not None:
-            return shared
         if isinstance(value, Iterator) and not isinstance(value, Coroutine | io.IOBase):
             self._callbacks.append(lambda: next(([item] for item in value), None))
             return {"t": "iterator", "id": len(self._callbacks) - 1}
@@ -181,11 +174,7 @@ class Remote:
         self.impossible = self.impossible or reason
         raise TypeError(reason)
 
-    def _decode_other(self, data: dict[str, Any]) -> Any:
-        if data["t"] == "instance":
-            return self._instances.decode(data)
-        if data["t"] == "type":
-            return shared_class(data["module"], data["name"])
+    def decode_foreign(self, data: dict[str, Any]) -> Any:
         if data["t"] != "object":
             raise ValueError(f"no value: {data['t']!r}")
         if "bases" in data:
@@ -197,7 +186,8 @@ class Remote:
         return self._proxies[number]
 
     def _exception_class(self, data: dict[str, Any]) -> type[Exception]:
-        """A local class for one of the response's exceptions, derived from the nearest built-in one."""
+        """A local class for one of the response's exceptions, derived from those of its bases; for a built-in one (or
+        the nearest) that itself. A test may expect any of them."""
         base: type[Exception] = ResponseError
         for name in data["bases"]:
             found = getattr(builtins, str(name), None)
@@ -208,10 +198,22 @@ class Remote:
             return base
         number = int(data["id"])
         if number not in self._proxies:
-            members = {"_roll_number": number, "__init__": lambda self, *args: None}
-            self._proxies[number] = type(str(data["name"]), (base,), members)
+            members = {
+                "_roll_number": number,
+                "__init__": lambda self, *args: None,
+                "__getattr__": attribute_of_error,
+            }
+            parents = dict.fromkeys(self._exception_class(parent) for parent in data["parents"])
+            self._proxies[number] = type(str(data["name"]), tuple(parents) or (base,), members)
         found = self._proxies[number]
         return found if isinstance(found, type) else base
+
+
+def attribute_of_error(error: BaseException, name: str) -> Any:
+    """An attribute that only the exception in the response's process has."""
+    if "_roll_error" not in error.__dict__:
+        raise AttributeError(name)
+    return getattr(error.__dict__["_roll_error"], name)
 
 
 def is_mock_with_attributes(value: Any) -> bool:
@@ -288,15 +290,6 @@ class Proxy:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._roll_remote.ask("call", self, *args, **kwargs)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._roll_remote.ask("getitem", self, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._roll_remote.ask("setitem", self, key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._roll_remote.ask("delitem", self, key)
-
     def __len__(self) -> int:
         return int(self._roll_remote.ask("len", self))
 
@@ -331,14 +324,8 @@ class Proxy:
     def __subclasscheck__(self, subclass: Any) -> bool:
         return isinstance(subclass, Proxy | type) and self._roll_remote.ask("issubclass", subclass, self) is True
 
-    def __copy__(self) -> Any:
-        return self._roll_remote.ask("copy", self)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._roll_remote.ask("deepcopy", self)
-
-    def __aiter__(self) -> Any:
-        return self._roll_remote.ask("aiter", self)
 
     async def __anext__(self) -> Any:
         return self._roll_remote.ask("anext", self)
@@ -405,8 +392,8 @@ def _binary(name: str, reflected: bool) -> Callable[[Proxy, Any], Any]:
     return operate
 
 
-def _unary(name: str) -> Callable[[Proxy], Any]:
-    return lambda self: self._roll_remote.ask(name, self)
+def _forwarded(name: str) -> Callable[..., Any]:
+    return lambda self, *args: self._roll_remote.ask(name, self, *args)
 
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -416,5 +403,5 @@ for _name in _COMPARISONS:
 for _name in _ARITHMETIC.split():
     setattr(Proxy, f"__{_name.strip('_')}__", _binary(_name, reflected=False))
     setattr(Proxy, f"__r{_name.strip('_')}__", _binary(_name, reflected=True))
-for _name in ("neg", "pos", "abs", "invert"):
-    setattr(Proxy, f"__{_name}__", _unary(_name))
+for _name in ("neg", "pos", "abs", "invert", "getitem", "setitem", "delitem", "copy", "aiter"):
+    setattr(Proxy, f"__{_name}__", _forwarded(_name))

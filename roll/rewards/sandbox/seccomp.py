@@ -130,14 +130,7 @@ OF_OPEN_FILES: Numbers = {
     "fsetxattr": (190, 7),
     "fremovexattr": (199, 16),
 }
-REFUSED: Numbers = {
-    **NETWORK,
-    **OTHER_PROCESSES,
-    **KERNEL,
-    **NAMESPACES,
-    **SHARED_MEMORY,
-    **OF_OPEN_FILES,
-}
+REFUSED: Numbers = {**NETWORK, **OTHER_PROCESSES, **KERNEL, **NAMESPACES, **SHARED_MEMORY, **OF_OPEN_FILES}
 """Refused on every host."""
 
 NEW_PROCESS: Numbers = {"fork": (57, None), "vfork": (58, None)}
@@ -290,17 +283,19 @@ def build_program(new_processes: bool, only_itself: bool, own_files: bool, trunc
         ({} if new_processes else NEW_PROCESS, always(_REFUSE)),
         (CLONE, _clone_rule(new_processes)),
         # The signal at the parent's death stays set.
-        (PRCTL, _if_equal(0, [kernel.PR_SET_PDEATHSIG, _PR_SCHED_CORE], _REFUSE, _ALLOW)),
+        (PRCTL, [*_if_equal(0, [kernel.PR_SET_PDEATHSIG, _PR_SCHED_CORE], _REFUSE), *always(_ALLOW)]),
         (FCNTL, _fcntl_rule()),
-        (IOCTL, _if_equal(1, list(IOCTLS.values()), _ALLOW, _ERRNO | errno.ENOTTY)),
+        (IOCTL, [*_if_equal(1, list(IOCTLS.values()), _ALLOW), *always(_ERRNO | errno.ENOTTY)]),
         (OPEN, _open_rule(1)),
         (OPENAT, _open_rule(2)),
-        (SENDTO, _no_address_rule()),
-        (ON_A_PROCESS if only_itself else {}, _if_equal(0, [0, _OWN_ID], _ALLOW, _REFUSE)),
+        # ``send`` is ``sendto`` without an address.
+        (SENDTO, _if_null(4, _ALLOW, _REFUSE)),
+        (ON_A_PROCESS if only_itself else {}, [*_if_equal(0, [0, _OWN_ID], _ALLOW), *always(_REFUSE)]),
         ({} if truncate else TRUNCATE, always(_REFUSE)),
     ]
     if own_files:
-        rules += [(UTIMENSAT, _no_path_rule()), (FCHOWNAT, _if_set(4, _AT_EMPTY_PATH, _REFUSE))]
+        # ``futimens`` is ``utimensat`` without a path: it does nothing.
+        rules += [(UTIMENSAT, _if_null(1, _NOTHING, _ALLOW)), (FCHOWNAT, _if_set(4, _AT_EMPTY_PATH, _REFUSE))]
     else:
         rules += [(OWNERS, always(_REFUSE)), (MODES, always(_NOTHING))]
     for group, rule in rules:
@@ -318,12 +313,25 @@ def _argument(index: int, upper: bool = False) -> Instruction:
     return (_LOAD, 0, 0, 16 + 8 * index + 4 * upper)
 
 
-def _if_equal(index: int, values: Sequence[int], answer: int, otherwise: int) -> list[Instruction]:
-    """Decides on an argument's lower half."""
+def _if_equal(index: int, values: Sequence[int], answer: int) -> list[Instruction]:
+    """Decide on an argument's lower half, which stays loaded where none of ``values`` is equal."""
     tests: list[Instruction] = []
     for value in values:
         tests += [(_JUMP_EQUAL, 0, 1, value), (_RETURN, 0, 0, answer)]
-    return [_argument(index), *tests, (_RETURN, 0, 0, otherwise)]
+    return [_argument(index), *tests]
+
+
+def _if_null(index: int, answer: int, otherwise: int) -> list[Instruction]:
+    """Decide on both halves of a pointer."""
+    return [
+        _argument(index),
+        (_JUMP_EQUAL, 1, 0, 0),
+        (_RETURN, 0, 0, otherwise),
+        _argument(index, upper=True),
+        (_JUMP_EQUAL, 1, 0, 0),
+        (_RETURN, 0, 0, otherwise),
+        (_RETURN, 0, 0, answer),
+    ]
 
 
 def _if_set(index: int, bits: int, answer: int) -> list[Instruction]:
@@ -347,12 +355,9 @@ def _clone_rule(new_processes: bool) -> list[Instruction]:
 
 def _fcntl_rule() -> list[Instruction]:
     """No signal of a file goes to another process, and no lease holds up those who open it."""
-    refused = (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY)
-    tests: list[Instruction] = []
-    for command in refused:
-        tests += [(_JUMP_EQUAL, 0, 1, command), (_RETURN, 0, 0, _REFUSE)]
+    refused = _if_equal(1, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY), _REFUSE)
     rule = _if_set(2, _O_ASYNC, _REFUSE)
-    return [_argument(1), *tests, (_JUMP_EQUAL, 0, len(rule), _F_SETFL), *rule, (_RETURN, 0, 0, _ALLOW)]
+    return [*refused, (_JUMP_EQUAL, 0, len(rule), _F_SETFL), *rule, (_RETURN, 0, 0, _ALLOW)]
 
 
 def _open_rule(index: int) -> list[Instruction]:
@@ -365,30 +370,4 @@ def _open_rule(index: int) -> list[Instruction]:
         (_JUMP_EQUAL, 1, 0, 0),
         (_RETURN, 0, 0, _ALLOW),
         *_if_set(index, _O_TRUNC, _REFUSE),
-    ]
-
-
-def _no_address_rule() -> list[Instruction]:
-    """``send`` is ``sendto`` without an address."""
-    return [
-        _argument(4),
-        (_JUMP_EQUAL, 1, 0, 0),
-        (_RETURN, 0, 0, _REFUSE),
-        _argument(4, upper=True),
-        (_JUMP_EQUAL, 1, 0, 0),
-        (_RETURN, 0, 0, _REFUSE),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
-
-
-def _no_path_rule() -> list[Instruction]:
-    """``futimens`` is ``utimensat`` without a path: it does nothing."""
-    return [
-        _argument(1),
-        (_JUMP_EQUAL, 1, 0, 0),
-        (_RETURN, 0, 0, _ALLOW),
-        _argument(1, upper=True),
-        (_JUMP_EQUAL, 1, 0, 0),
-        (_RETURN, 0, 0, _ALLOW),
-        (_RETURN, 0, 0, _NOTHING),
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import functools
 import importlib.util
 import sys
@@ -59,7 +60,7 @@ def prepared(texts: tuple[str, ...], setup: str, entry_point: str) -> Snippets:
     whole = [Piece("the set-up", setup, entry_point), *pieces]
     bound = set(dir(builtins)).union(*(bound_names(piece.tree) for piece in whole))
     for piece in whole:
-        piece.refuse_what_cannot_work(bound)
+        piece.check_supported(bound)
     if not any(piece.names_the_response() or not piece.names <= bound for piece in whole):
         raise CaseError(f"the tests test nothing: {texts[0][:80]!r}")
     cases: list[str] = []
@@ -91,18 +92,12 @@ class Piece:
         self.source = without_runners(source, self.tree)
         body = [node for node in self.tree.body if not is_runner(node)]
         self._executed = [node for node in body if not isinstance(node, _DEFINITIONS) and not is_main_guard(node)]
-        self._used = {node.id for each in self._executed for node in ast.walk(each) if isinstance(node, ast.Name)}
-        self._used_by_functions = {
-            node.id
-            for each in body
-            if isinstance(each, _DEFINITIONS)
-            for node in ast.walk(each)
-            if isinstance(node, ast.Name)
-        }
+        self._used = names_in(*self._executed)
+        self._used_by_functions = names_in(*(each for each in body if isinstance(each, _DEFINITIONS)))
         self._functions = [node for node in body if isinstance(node, _FUNCTIONS) and self._is_test(node)]
         self._classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name not in self._used]
         self.mocks = "mock" in source
-        self.names = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+        self.names = names_in(self.tree)
         inside = [node for each in self._executed for node in ast.walk(each)]
         self.executes_a_test = any(isinstance(node, ast.Assert | ast.Raise | ast.Call) for node in inside)
 
@@ -155,7 +150,7 @@ class Piece:
                 return True
         return any(takes_candidate(node) for node in self._functions)
 
-    def refuse_what_cannot_work(self, bound: Set[str]) -> None:
+    def check_supported(self, bound: Set[str]) -> None:
         """
         Args:
             bound: every name that is not the response's.
@@ -164,13 +159,18 @@ class Piece:
             CaseError: tests that would fail whatever the response is.
         """
         for node in ast.walk(self.tree):
-            reason = why_not(node, self.mocks)
+            reason = unsupported(node, self.mocks)
             if isinstance(node, ast.ClassDef) and any(
                 dotted(base)[:1] and dotted(base)[0] not in bound for base in node.bases
             ):
                 reason = f"derives {node.name} from a class of the response, which lives in another process"
             if reason:
                 raise CaseError(f"{self._title} {reason}")
+
+
+def names_in(*nodes: ast.AST) -> set[str]:
+    """Names that stand anywhere in the nodes."""
+    return {node.id for each in nodes for node in ast.walk(each) if isinstance(node, ast.Name)}
 
 
 def bound_names(tree: ast.AST) -> set[str]:
@@ -214,20 +214,18 @@ def as_pytest_file(setup: str, pieces: Iterable[Piece]) -> str:
 
 
 @functools.lru_cache(maxsize=512)
-def pytest_file(text: str) -> str:
-    """A row's own file for pytest.
-
+def check_pytest_file(text: str) -> None:
+    """
     Raises:
-        CaseError: it has no tests, or needs what the sandbox does not have.
+        CaseError: the row's own file has no tests, or needs what the sandbox does not have.
     """
     piece = Piece("the pytest file", text, "")
-    piece.refuse_what_cannot_work(set(dir(builtins)) | bound_names(piece.tree))
+    piece.check_supported(set(dir(builtins)) | bound_names(piece.tree))
     defined = [node.name for node in ast.walk(piece.tree) if isinstance(node, _DEFINITIONS)]
     if not any(name.lower().startswith("test") for name in defined) and not any(
         is_unittest_class(node) for node in piece.tree.body
     ):
         raise CaseError(f"the pytest file has no tests: {text[:80]!r}")
-    return text
 
 
 def takes_candidate(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -286,21 +284,21 @@ def dotted(node: ast.AST) -> list[str]:
     return [node.id] if isinstance(node, ast.Name) else []
 
 
-def why_not(node: ast.AST, mocks: bool) -> str | None:
-    """Why a test that has this in it cannot work between two processes; None: it can."""
+def unsupported(node: ast.AST, mocks: bool) -> str | None:
+    """Why a test with this node cannot work between two processes; None: it can."""
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return why_not_import(node)
+        return unsupported_import(node)
     if isinstance(node, ast.arg) and node.arg in _FIXTURES_WITH_FILES:
         return f"uses {node.arg}: tests and programs have no files in common"
     if isinstance(node, ast.Call):
-        return why_not_call(node, mocks)
+        return unsupported_call(node, mocks)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         blind = node.value.id in _BLIND_MODULES or node.attr == "iscoroutinefunction"
         return f"uses {node.value.id}.{node.attr}, which sees nothing of another process" if blind else None
     return None
 
 
-def why_not_import(node: ast.Import | ast.ImportFrom) -> str | None:
+def unsupported_import(node: ast.Import | ast.ImportFrom) -> str | None:
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or "."]
     for top in {name.partition(".")[0] for name in names} - set(MODULE_NAMES):
         if not top or (top not in sys.stdlib_module_names and importlib.util.find_spec(top) is None):
@@ -308,7 +306,7 @@ def why_not_import(node: ast.Import | ast.ImportFrom) -> str | None:
     return None
 
 
-def why_not_call(node: ast.Call, mocks: bool) -> str | None:
+def unsupported_call(node: ast.Call, mocks: bool) -> str | None:
     parts = dotted(node.func)
     if parts == ["open"]:
         return "opens a file: tests and programs have no files in common"
@@ -342,36 +340,35 @@ def preparation(sources: tuple[str, ...]) -> dict[str, Any]:
         ``StopIteration`` may reach the tests; ``in_place``: whether arguments that a function has changed come back
         where it also returns something; ``imports`` without which no test can pass.
     """
-    names, prelude = data_classes(sources)
-    ends = any("StopIteration" in source or "StopAsyncIteration" in source for source in sources)
-    in_place = not judges_by_arguments(sources)
-    imports = sorted({name for source in sources for name in packages(source)})
-    return {"classes": names, "prelude": prelude, "expects_ends": ends, "in_place": in_place, "imports": imports}
+    trees: list[ast.Module] = []
+    for source in sources:
+        with contextlib.suppress(SyntaxError):
+            trees.append(ast.parse(source))
+    names, prelude = data_classes(trees)
+    return {
+        "classes": names,
+        "prelude": prelude,
+        "expects_ends": any("StopIteration" in source or "StopAsyncIteration" in source for source in sources),
+        "in_place": not any(map(judges_by_arguments, trees)),
+        "imports": sorted(set().union(*map(packages, trees))),
+    }
 
 
-def packages(source: str) -> set[str]:
-    """Packages imported at its top, besides Python's own modules and the response."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
-        return set()
+def packages(tree: ast.Module) -> set[str]:
+    """Packages imported at the top of a source, besides Python's own modules and the response."""
     names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.module}
     return {name for name in names if name.partition(".")[0] not in {*sys.stdlib_module_names, *MODULE_NAMES}}
 
 
-def data_classes(sources: Iterable[str]) -> tuple[list[str], str]:
+def data_classes(trees: Iterable[ast.Module]) -> tuple[list[str], str]:
     """Classes of the tests that only hold data, such as ``ListNode``: their names, and what defines them.
 
     Nothing that a class can do is handed to the response's process: one with methods of its own may know answers.
     """
     names: list[str] = []
     parts: list[str] = []
-    for source in sources:
-        try:
-            tree = ast.parse(source)
-        except SyntaxError:
-            continue
+    for tree in trees:
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and holds_data(node):
                 names.append(node.name)
@@ -389,30 +386,23 @@ def holds_data(node: ast.ClassDef) -> bool:
     return only_special and plain and all(name == ["dataclass"] for name in decorators)
 
 
-def judges_by_arguments(sources: Iterable[str]) -> bool:
+def judges_by_arguments(tree: ast.Module) -> bool:
     """True if tests compute their expectation from an argument after the call: ``assert f(x) == sorted(x)``.
 
     Then a function that returns something and also changes its argument would decide on what is expected.
     """
-    for source in sources:
-        try:
-            tree = ast.parse(source)
-        except SyntaxError:
+    known = set(dir(builtins)) | bound_names(tree)
+    passed: dict[str, tuple[int, int]] = {}
+    used: list[tuple[str, tuple[int, int]]] = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
             continue
-        known = set(dir(builtins)) | bound_names(tree)
-        passed: dict[str, tuple[int, int]] = {}
-        used: list[tuple[str, tuple[int, int]]] = []
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                place = (node.lineno, node.col_offset)
-                of_response = bool(dotted(node.func)) and dotted(node.func)[0] not in known
-                arguments = (*node.args, *(keyword.value for keyword in node.keywords))
-                if of_response or dotted(node.func)[:1] in (["candidate"], ["solution"]):
-                    for name in (each.id for each in arguments if isinstance(each, ast.Name)):
-                        passed[name] = min(place, passed.get(name, place))
-                else:
-                    inside = (part for each in arguments for part in ast.walk(each))
-                    used += [(each.id, place) for each in inside if isinstance(each, ast.Name)]
-        if any(name in passed and place > passed[name] for name, place in used):
-            return True
-    return False
+        place = (node.lineno, node.col_offset)
+        function = dotted(node.func)[:1]
+        arguments = (*node.args, *(keyword.value for keyword in node.keywords))
+        if (function and function[0] not in known) or function in (["candidate"], ["solution"]):
+            for name in (each.id for each in arguments if isinstance(each, ast.Name)):
+                passed[name] = min(place, passed.get(name, place))
+        else:
+            used += [(name, place) for name in names_in(*arguments)]
+    return any(name in passed and place > passed[name] for name, place in used)

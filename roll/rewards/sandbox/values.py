@@ -23,12 +23,7 @@ _TAG = "t"
 _EXACT_INTEGERS = 2**53
 _SIZED: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", collections.deque: "deque"}
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
-_BUILD: dict[str, Callable[[list[Any]], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": collections.deque,
-}
+_BUILD: dict[str, Callable[[list[Any]], Any]] = {tag: kind for kind, tag in _SIZED.items()}
 _AS_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "decimal": (decimal.Decimal, str, decimal.Decimal),
     "fraction": (fractions.Fraction, str, fractions.Fraction),
@@ -142,16 +137,12 @@ def _decode_array(data: dict[str, Any]) -> Any:
     return flat.reshape([int(length) for length in data["shape"]]).copy()
 
 
-Encoder = Callable[[Any], Encoded]
-Decoder = Callable[[dict[str, Any]], Any]
-
-
-class Instances:
-    """One side's objects.
+class Side:
+    """One side of a channel: its values as data and back. Objects of the tests' data classes keep their identity.
 
     Args:
-        mark: begins the keys that this side gives.
-        names: classes whose objects travel so.
+        mark: begins the keys that this side gives to such objects.
+        names: their classes.
         find_class: this side's class of a name.
     """
 
@@ -163,26 +154,45 @@ class Instances:
         self._keys: dict[int, str] = {}
         self._reached: list[str] = []
 
-    def encode(self, value: Any) -> Encoded | None:
-        """A reference to the object; None if it is of no such class."""
+    def encode(self, value: Any) -> Encoded:
+        return encode(value, self._encode_other)
+
+    def decode(self, data: Encoded) -> Any:
+        return decode(data, self._decode_other)
+
+    def encode_foreign(self, value: Any) -> Encoded:
+        """What is neither plain data nor of a class that both sides have."""
+        raise TypeError(f"no data: {value!r}")
+
+    def decode_foreign(self, data: dict[str, Any]) -> Any:
+        """The opposite of the other side's :meth:`encode_foreign`."""
+        raise ValueError(f"no value: {data['t']!r}")
+
+    def _encode_other(self, value: Any) -> Encoded:
         kind = type(value)
-        if kind.__name__ not in self._names or self._find_class(kind.__name__) is not kind:
-            return None
-        key = self._keys.get(id(value))
-        if key is None:
-            key = f"{self._mark}{len(self._by_key)}"
-            self._add(key, value)
-        self._reached.append(key)
-        return {"t": "instance", "key": key}
+        if kind.__name__ in self._names and self._find_class(kind.__name__) is kind:
+            key = self._keys.get(id(value))
+            if key is None:
+                key = f"{self._mark}{len(self._by_key)}"
+                self._add(key, value)
+            self._reached.append(key)
+            return {"t": "instance", "key": key}
+        if isinstance(value, type) and (shared := encode_class(value)) is not None:
+            return shared
+        return self.encode_foreign(value)
+
+    def _decode_other(self, data: dict[str, Any]) -> Any:
+        if data["t"] == "instance":
+            return self._by_key[data["key"]]
+        if data["t"] == "type":
+            return shared_class(data["module"], data["name"])
+        return self.decode_foreign(data)
 
     def _add(self, key: str, value: Any) -> None:
         self._by_key[key] = value
         self._keys[id(value)] = key
 
-    def decode(self, data: Mapping[str, Any]) -> Any:
-        return self._by_key[data["key"]]
-
-    def attributes(self, other: Encoder, also: Sequence[str] = ()) -> dict[str, Any]:
+    def attributes(self, also: Sequence[str] = ()) -> dict[str, Any]:
         """Class and attributes of all objects that were encoded since the last call, and of what they refer to."""
         found: dict[str, Any] = {}
         self._reached += also
@@ -191,11 +201,11 @@ class Instances:
             if key not in found:
                 value = self._by_key[key]
                 found[key] = {}
-                state = [[name, encode(item, other)] for name, item in state_of(value)]
+                state = [[name, self.encode(item)] for name, item in state_of(value)]
                 found[key] = {"class": type(value).__name__, "state": state}
         return found
 
-    def update(self, sent: Mapping[str, Any], other: Decoder) -> None:
+    def update(self, sent: Mapping[str, Any]) -> None:
         """Make the objects of a message, and give them and the known ones their attributes.
 
         Raises:
@@ -212,7 +222,7 @@ class Instances:
             for name, encoded in item["state"]:
                 if not str(name).isidentifier() or str(name).startswith("__"):
                     raise ValueError(f"no attribute {name!r}")
-                object.__setattr__(value, name, decode(encoded, other))
+                object.__setattr__(value, name, self.decode(encoded))
 
 
 def state_of(value: Any) -> list[tuple[str, Any]]:
@@ -233,7 +243,7 @@ class MessageTooLarge(Exception):
 
 
 class Channel:
-    """One end."""
+    """One end of a socket that carries JSON messages, each behind its length."""
 
     def __init__(self, descriptor: int, max_message: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -305,14 +315,10 @@ MAX_NUMERAL = 40
 
 def equal_output(printed: str, expected: str, tolerance: float) -> bool:
     """Line by line without white space at the ends; decimal fractions within ``tolerance``, as contests judge."""
-    given, wanted = lines_of(printed), lines_of(expected)
-    if given == wanted:
-        return True
-    if len(given) != len(wanted):
-        return False
-    return all(
+    found, wanted = lines_of(printed), lines_of(expected)
+    return len(found) == len(wanted) and all(
         one == other or equal_tokens(one.split(), other.split(), tolerance)
-        for one, other in zip(given, wanted, strict=True)
+        for one, other in zip(found, wanted, strict=True)
     )
 
 
@@ -321,9 +327,9 @@ def lines_of(text: str) -> list[str]:
 
 
 def equal_tokens(given: list[str], wanted: list[str], tolerance: float) -> bool:
-    if len(given) != len(wanted):
-        return False
-    return all(one == other or equal_decimals(one, other, tolerance) for one, other in zip(given, wanted, strict=True))
+    return len(given) == len(wanted) and all(
+        one == other or equal_decimals(one, other, tolerance) for one, other in zip(given, wanted, strict=True)
+    )
 
 
 def equal_decimals(given: str, wanted: str, tolerance: float) -> bool:

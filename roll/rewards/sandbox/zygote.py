@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from roll.rewards.sandbox import candidate, confinement, kernel, seccomp, trial
-from roll.rewards.sandbox.protections import Limits, Means
+from roll.rewards.sandbox import candidate, confinement, kernel, protections, seccomp
+from roll.rewards.sandbox.protections import TRIAL_LIMITS, TRIAL_SLOT, Limits, Means
 
 MAX_MESSAGE = 65536
 MAX_DESCRIPTORS = 8
@@ -79,12 +79,12 @@ class Zygote:
         seccomp.prepare()
 
     def serve(self) -> None:
-        """Until the other side closes the socket."""
-        open_for_business = True
-        while open_for_business:
+        """Answer requests until the other side closes the socket."""
+        is_open = True
+        while is_open:
             for descriptor, _ in self._poll.poll(self._milliseconds_left()):
                 if descriptor == self._control.fileno():
-                    open_for_business = self._receive()
+                    is_open = self._receive()
                 elif descriptor in self._children:
                     self._finish(self._children.pop(descriptor))
                 elif self._remover is not None and descriptor == self._remover[0]:
@@ -205,20 +205,20 @@ class Zygote:
         """A private folder, where none can be mounted."""
         return None if self.folder is None else confinement.make_folder(self.folder, self._uid(slot))
 
-    def try_out(self) -> dict[str, Any]:
-        """Findings of a process that this zygote confines: each is True where the protection held."""
+    def run_trial(self) -> dict[str, Any]:
+        """Confine a process that attacks this host; True for each protection that held."""
         means = self.means
         reading, writing = os.pipe()
         null = os.open(os.devnull, os.O_RDWR)
-        folder = self.make_folder(trial.SLOT)
-        canary = trial.make_canary(self.folder)
-        program = partial(trial.attack, os.getpid(), means.process_namespace, means.mounts, canary)
-        pid, confined = self.fork(program, trial.LIMITS, trial.SLOT, folder, [null, writing, null])
+        folder = self.make_folder(TRIAL_SLOT)
+        canary = protections.make_canary(self.folder)
+        program = partial(protections.attack, os.getpid(), means.process_namespace, means.mounts, canary)
+        pid, confined = self.fork(program, TRIAL_LIMITS, TRIAL_SLOT, folder, [null, writing, null])
         os.close(writing)
         with open(reading, encoding="utf-8") as answer:
             text = answer.read()
         os.waitpid(pid, 0)
-        self.end_remaining(pid, trial.SLOT)
+        self.end_remaining(pid, TRIAL_SLOT)
         if folder is not None:
             with contextlib.suppress(OSError):
                 confinement.remove_tree(folder)
@@ -226,7 +226,7 @@ class Zygote:
         os.close(confined)
         found: dict[str, Any] = json.loads(text) if text else {"runs": False}
         # Looked at from outside: a call that says it worked may have done nothing.
-        found["files"] = bool(found.get("files")) and trial.is_unchanged(canary)
+        found["files"] = bool(found.get("files")) and protections.is_unchanged(canary)
         found["ends"] = means.process_namespace or means.first_uid is not None or means.seccomp
         found["scratch"], found["user"] = means.mounts, means.first_uid is not None
         values = {**asdict(means), "landlock": means.landlock or None}
@@ -336,7 +336,7 @@ class Zygote:
 
 
 def read_and_close(descriptor: int) -> bytes:
-    """Bytes written so far."""
+    """The bytes written to a pipe so far."""
     try:
         return os.read(descriptor, MAX_MESSAGE)
     except BlockingIOError:
@@ -383,13 +383,13 @@ def main() -> None:
     folder = None if means.mounts else confinement.make_parent()
     try:
         zygote = Zygote(control, means, readable, own_namespace, folder)
-        found = zygote.try_out()
+        found = zygote.run_trial()
         # A user of its own may not be able to read this Python (under a home folder); a kernel may lack a part of the
         # rest.
         for less in ({"first_uid": None}, {"seccomp": False}, {"landlock": 0}):
             if not found["runs"]:
                 zygote.means = replace(zygote.means, **less)
-                found = zygote.try_out()
+                found = zygote.run_trial()
         control.send(json.dumps({"ready": True, "found": found, "folder": folder}).encode())
         zygote.serve()
     finally:

@@ -95,6 +95,38 @@ def test_asserts(verdict: Verdict) -> None:
     assert outcome.note.startswith("AssertionError")
 
 
+OWN_ERRORS = """
+class Failure(Exception): pass
+class Missing(Failure, KeyError):
+    def __init__(self, key):
+        super().__init__(f"no {key}")
+        self.key = key
+class VeryMissing(Missing): pass
+class Fatal(BaseException): pass
+def find(key): raise VeryMissing(key)
+def stop(): raise Fatal("end")
+"""
+
+
+@pytest.mark.parametrize(
+    "expected", ["VeryMissing", "Missing", "Failure", "KeyError", "LookupError", "(ValueError, Failure)"]
+)
+def test_own_exceptions_are_caught_by_their_bases_and_keep_their_attributes(verdict: Verdict, expected: str) -> None:
+    test = f"try:\n    find('a')\nexcept {expected} as error:\n    assert error.key == 'a' and 'no a' in str(error)"
+    assert verdict(OWN_ERRORS, [f"{test}\nelse:\n    raise SystemError"]).passed == 1
+
+
+def test_own_exceptions_are_not_caught_by_other_classes(verdict: Verdict) -> None:
+    texts = [
+        "try:\n    find('a')\nexcept ValueError:\n    pass",
+        "try:\n    find('a')\nexcept Fatal:\n    pass",
+        "try:\n    find('a')\nexcept Missing as error:\n    error.absent",
+        "try:\n    find('a')\nexcept Missing as error:\n    assert error.key == 'b'",
+    ]
+    assert verdict(OWN_ERRORS, texts).passed == 0
+    assert verdict(OWN_ERRORS, ["try:\n    stop()\nexcept Fatal as error:\n    assert str(error) == 'end'"]).passed == 1
+
+
 def test_published_shapes_of_tests(verdict: Verdict) -> None:
     check = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(0, 0) == 0"
     assert verdict(SOURCE, None, row={"test": check, "entry_point": "add"}).passed == 1
@@ -142,6 +174,55 @@ def test_calls(verdict: Verdict) -> None:
     row = {"metadata": json.dumps({"func_name": "add"}), "test_cases": json.dumps(live)}
     assert verdict(method, None, row=row).pass_rate == 0.5
     assert verdict("def other(): pass", json.dumps(taco)).passed == 0
+
+
+def test_a_function_that_returns_nothing_is_judged_by_its_argument_in_every_case(verdict: Verdict) -> None:
+    cases = json.dumps({"fn_name": "sort", "inputs": [[[3, 1]], [[1, 2]], [[7]]], "outputs": [[1, 3], [1, 2], [7]]})
+    assert verdict("def sort(items): items.sort()", cases).passed == 3
+    assert verdict("def sort(items): pass", cases).passed == 0
+    # Right by chance in the second case; what it does in the third says nothing about the first.
+    assert verdict("def sort(items):\n    if len(items) == 1: items.append(0)", cases).passed == 1
+
+
+def test_calls_with_large_arguments(verdict: Verdict) -> None:
+    cases = json.dumps({"fn_name": "length", "inputs": [[list(range(10**6))]], "outputs": [10**6]})
+    assert verdict("def length(items): return len(items)", cases).passed == 1
+
+
+SLOW_ONCE = """
+import time
+def double(n):
+    if n == 1: time.sleep(2.5)
+    return 2 * n
+"""
+AFTER_A_TIMEOUT = {
+    "unittest": """
+import unittest
+class TestDouble(unittest.TestCase):
+    def test_first(self): self.assertEqual(double(1), 2)
+    def test_second(self): self.assertEqual(double(3), 2)
+    def test_third(self): self.assertEqual(double(3), 6)
+""",
+    "pytest": """
+from solution import double
+def test_first(): assert double(1) == 2
+def test_second(): assert double(3) == 2
+def test_third(): assert double(3) == 6
+""",
+}
+
+
+@pytest.mark.parametrize("kind", AFTER_A_TIMEOUT)
+def test_a_late_answer_is_not_taken_for_that_to_the_next_question(verdict: Verdict, kind: str) -> None:
+    text = AFTER_A_TIMEOUT[kind]
+    outcome = verdict(SLOW_ONCE, {"pytest": text} if kind == "pytest" else [text], case_timeout=2.0)
+    assert outcome.passed == 0 and outcome.timed_out, outcome
+
+
+def test_a_response_that_has_ended_has_not_raised_what_a_test_expects(verdict: Verdict) -> None:
+    test = "try:\n    double(1)\nexcept:\n    pass\nelse:\n    raise AssertionError"
+    assert verdict("def double(n): raise ValueError", [test]).passed == 1
+    assert verdict("import os\ndef double(n): os._exit(0)", [test]).passed == 0
 
 
 def test_input_and_output(verdict: Verdict) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.rewards.sandbox.values import (
-    Instances,
+    Side,
     decode,
     encode,
     encode_class,
@@ -130,16 +130,16 @@ class Node:
         self.val, self.after = val, after
 
 
-def sides() -> tuple[Instances, Instances]:
-    return Instances("t", ["Node"], {"Node": Node}.get), Instances("r", ["Node"], {"Node": Node}.get)
+def sides() -> tuple[Side, Side]:
+    return Side("t", ["Node"], {"Node": Node}.get), Side("r", ["Node"], {"Node": Node}.get)
 
 
-def hand_over(value: Any, here: Instances, there: Instances) -> Any:
+def hand_over(value: Any, here: Side, there: Side) -> Any:
     """The value that the other side gets, through JSON."""
-    reference = encode(value, here.encode)
-    sent = json.loads(json.dumps({"value": reference, "instances": here.attributes(here.encode)}))
-    there.update(sent["instances"], there.decode)
-    return decode(sent["value"], there.decode)
+    reference = here.encode(value)
+    sent = json.loads(json.dumps({"value": reference, "instances": here.attributes()}))
+    there.update(sent["instances"])
+    return there.decode(sent["value"])
 
 
 def test_objects_of_data_classes_keep_their_identity() -> None:
@@ -180,7 +180,7 @@ def test_long_chains_of_objects() -> None:
 def test_objects_that_are_none(sent: dict[str, Any]) -> None:
     here, _ = sides()
     with pytest.raises((ValueError, KeyError)):
-        here.update(sent, here.decode)
+        here.update(sent)
 
 
 def test_classes_that_both_sides_have() -> None:
