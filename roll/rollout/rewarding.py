@@ -83,7 +83,11 @@ class RestartingWorker(Generic[T, R]):
         self._replace = replace
         self._quarantine = quarantine
         self._lock = asyncio.Lock()
+        self._in_flight: set[asyncio.Task[list[R]]] = set()
         self._lives = 0
+        """Workers that were replaced."""
+        self._death: WorkerDied | None = None
+        """Of the present worker."""
         self._in_a_row = 0
 
     async def __call__(self, items: Sequence[T]) -> list[R]:
@@ -92,35 +96,49 @@ class RestartingWorker(Generic[T, R]):
         Raises:
             WorkerDied: of the last of too many that died one after the other, or of one that did not start.
         """
-        async with self._lock:  # a successor may be starting
-            life = self._lives
+        async with self._lock:  # a successor may be starting, or a suspect may be alone with the worker
+            await self._revive()
+            ask = asyncio.create_task(self._try(items, self._lives))
+            self._in_flight.add(ask)
+            ask.add_done_callback(self._in_flight.discard)
+        try:
+            return await ask
+        except WorkerDied:
+            return [await self._alone(item) for item in items]
+
+    async def _try(self, items: Sequence[T], life: int) -> list[R]:
         try:
             return await self._ask(items)
         except WorkerDied as death:
-            await self._restart(life, death)
-        return [await self._alone(item) for item in items]
+            if life == self._lives:  # else it is known, and the worker has been replaced
+                self._death = death
+            raise
 
     async def _alone(self, item: T) -> R:
+        """The result of an item that may have killed its worker. Nothing else is at work on the worker meanwhile: all
+        calls that it has fail when it dies, and only one of them is to blame."""
         async with self._lock:
-            life = self._lives
-        try:
-            (result,) = await self._ask([item])
-        except WorkerDied as death:
-            self._in_a_row += 1
-            if self._in_a_row > MOST_IN_A_ROW:
-                raise
-            await self._restart(life, death)
-            return self._quarantine(item, death)
-        self._in_a_row = 0
-        return result
+            if self._in_flight:
+                await asyncio.wait(self._in_flight)
+            await self._revive()
+            try:
+                (result,) = await self._try([item], self._lives)
+            except WorkerDied as death:
+                self._in_a_row += 1
+                if self._in_a_row > MOST_IN_A_ROW:
+                    raise
+                await self._revive()
+                return self._quarantine(item, death)
+            self._in_a_row = 0
+            return result
 
-    async def _restart(self, life: int, death: WorkerDied) -> None:
-        """Replace the worker that has died in its ``life``, unless that has been done."""
-        async with self._lock:
-            if life == self._lives:
-                logger.warning("a worker is replaced, and its work done again:\n%s", death)
-                await self._replace(death)
-                self._lives += 1
+    async def _revive(self) -> None:
+        """Replace the worker if it has died."""
+        if self._death is not None:
+            logger.warning("a worker is replaced, and its work done again:\n%s", self._death)
+            await self._replace(self._death)
+            self._death = None
+            self._lives += 1
 
 
 async def replace_rank(cluster: Cluster, rank: int) -> None:
