@@ -215,8 +215,9 @@ class EngineClient:
         Raises:
             RemoteError: the engine is lost.
         """
-        if self.failure is not None:
-            raise self.failure
+        self._check()
+        while not self._engines:  # the last one is being started again
+            await self._some_turn()
         engine = min(self._engines, key=lambda one: one.num_samples)
         return await self._cluster.submit(engine.rank, EngineWorker.prompt_score, (token_ids, top))
 

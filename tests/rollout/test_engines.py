@@ -8,12 +8,12 @@ import pytest
 
 from roll.distributed import DeadlineExceeded, WorkerDied, WorkerFailed
 from roll.distributed.failures import RankReport
-from roll.rollout.engines import EngineClient, Generation
+from roll.rollout.engines import EngineClient, EngineWorker, Generation
 from roll.rollout.groups import FinishedGroup
 from roll.rollout.routing import EngineLoad, build_router
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.tracking.run_record import read_requests, span_log
-from tests.rollout.fake_clusters import FakeEngines, let_be_done, on_clock, settle
+from tests.rollout.fake_clusters import FakeCall, FakeEngines, let_be_done, on_clock, settle
 
 PARAMS = SamplingParams(max_new_tokens=4)
 
@@ -428,6 +428,30 @@ async def test_a_dead_engine_is_started_again_and_takes_part_when_it_is_ready():
     desk.submit(1, 1, first=20)
     await desk.advance()
     assert len(engines.restarts) == 2, "twice is all that it may"
+
+
+class ScoringEngines(FakeEngines):
+    """Score prompts at once."""
+
+    def submit(self, rank, method, argument):
+        if method is not EngineWorker.prompt_score:
+            return super().submit(rank, method, argument)
+        call = FakeCall(rank, method.__name__, argument, lambda: "scored")
+        call.release()
+        return call
+
+
+@on_clock
+async def test_a_prompt_to_be_scored_waits_for_an_engine_that_is_being_started_again():
+    desk = Desk(ScoringEngines(), max_restarts=1, fixed_weights=True)
+    desk.submit(1)
+    await settle()
+    desk.engines.dead = {0}
+    for call in list(desk.engines.calls):
+        call.release()
+    await settle(3)
+    assert desk.client.num_engines == 0
+    assert await desk.client.prompt_score([1, 2], 1) == "scored"
 
 
 @on_clock
