@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -235,7 +236,13 @@ def joined(request_id: str, parts: Sequence[FinishedGroup]) -> FinishedGroup:
         texts=[text for part in parts for text in part.texts],
         weight_versions=[spans for part in parts for spans in part.weight_versions],
         given=_joined_given(parts),
+        # Of samples some of which have no record it could not be said whose routes these are.
+        routes=list(chain.from_iterable(part.routes for part in parts)) if all(map(_has_routes, parts)) else [],
     )
+
+
+def _has_routes(part: FinishedGroup) -> bool:
+    return len(part.routes) == len(part.lengths)
 
 
 def _joined_given(parts: Sequence[FinishedGroup]) -> np.ndarray | None:
