@@ -128,10 +128,10 @@ def _dump_stacks(address: WorkerAddress, lines: int) -> list[str]:
     if not address.log_file:
         return []
     log = Path(address.log_file)
-    before = log.stat().st_size
     try:
+        before = log.stat().st_size
         os.kill(address.pid, STACK_SIGNAL)
-    except ProcessLookupError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
     size, give_up = before, time.monotonic() + _STACK_SECONDS
     while time.monotonic() < give_up:
