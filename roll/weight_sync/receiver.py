@@ -73,6 +73,7 @@ class WeightReceiver:
             )
         if self._update is not None:
             # It ended early, by another engine's death; what it has brought is overwritten.
+            self._update = None
             self._engine.finish_weight_update()
         self._receiver = self._connected(start.link)
         self._engine.start_weight_update(start.version)
@@ -106,7 +107,7 @@ class WeightReceiver:
             )
         if whole := dict(self._whole_tensors(tensors)):
             self._engine.update_weights(whole)
-        del tensors
+        del tensors, whole  # what is mapped goes with its last tensor
         self._receiver.settle()
 
     def _whole_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
