@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from roll.distributed import actor, effort
 from roll.config.roles import WorkerConfig
+from roll.distributed import actor, effort
 from roll.distributed.actor import CallTimes, WorkerAddress, _show_devices, tail
 from roll.distributed.diagnosis import _dump_stacks, _working_thread
 from roll.distributed.failures import DeadlineExceeded, RankReport, WorkerDied, WorkerFailed
