@@ -26,7 +26,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from roll.protocol.columns import flat_view
 from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out, same_members
-from roll.weight_sync.transports import Receiver, Sender, Tensors
+from roll.weight_sync.transports import Link, Receiver, Sender, Tensors
 
 _LARGE = 1 << 20
 """Bytes from which a tensor is sent by itself: the latency of a message is then little compared with its transfer."""
@@ -38,8 +38,9 @@ Group = Any
 
 
 @dataclass(frozen=True)
-class BroadcastLink:
+class BroadcastLink(Link):
     key: str
+    """Of the group: ports are used again."""
     host: str
     port: int
     rank: int
@@ -122,7 +123,7 @@ class BroadcastSender(Sender):
             self._store = _serve_store(self._host)
             key = f"{self._host}/{os.getpid()}/{next(_serial)}"
             self._links = [
-                BroadcastLink(key, self._host, self._store.port, rank, size, self._backend, seconds)
+                BroadcastLink(_BroadcastReceiver, key, self._host, self._store.port, rank, size, self._backend, seconds)
                 for rank in range(1, size)
             ]
             self._members = list(engines)
@@ -196,14 +197,6 @@ class CudaIpcPayload:
     handle: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class CudaIpcLink:
-    key: str = "cuda_ipc"
-
-    def connect(self) -> Receiver:
-        return _CudaIpcReceiver()
-
-
 class _CudaIpcReceiver(Receiver):
     def receive(self, payload: CudaIpcPayload) -> dict[str, torch.Tensor]:
         return WeightBucket(payload.entries, payload.rebuild(*payload.handle)).tensors()
@@ -215,11 +208,10 @@ class _CudaIpcReceiver(Receiver):
 
 
 class CudaIpcSender(Sender):
+    receiver = _CudaIpcReceiver
+
     def __init__(self) -> None:
         self._bucket: WeightBucket | None = None
-
-    def start(self, engines: Sequence[object], version: int, seconds: float) -> Sequence[CudaIpcLink]:
-        return [CudaIpcLink()] * len(engines)
 
     def pack(self, tensors: Tensors) -> CudaIpcPayload:
         from torch.multiprocessing.reductions import reduce_tensor

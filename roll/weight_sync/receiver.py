@@ -6,7 +6,7 @@ them as they are.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,8 +51,8 @@ class WeightReceiver:
 
     def __init__(self, engine: UpdatableEngine) -> None:
         self._engine = engine
-        self._connections: dict[type, tuple[Hashable, Receiver]] = {}
-        """By transport, each with the key of its link."""
+        self._connections: dict[type[Receiver], tuple[Link, Receiver]] = {}
+        """By transport."""
         self._receiver: Receiver | None = None
         self._update: UpdateStart | None = None
         self._checksum_kind = checksum_kind(current_platform().device())
@@ -83,13 +83,13 @@ class WeightReceiver:
 
     def _connected(self, link: Link) -> Receiver:
         """The connection of the last update, or a new one in its place."""
-        key, receiver = self._connections.get(type(link), (None, None))
-        if receiver is None or key != link.key:
+        known, receiver = self._connections.get(link.receiver, (None, None))
+        if receiver is None or known != link:
             if receiver is not None:
-                del self._connections[type(link)]
+                del self._connections[link.receiver]
                 receiver.close()
             receiver = link.connect()
-            self._connections[type(link)] = link.key, receiver
+            self._connections[link.receiver] = link, receiver
         return receiver
 
     def update(self, header: BucketHeader, payload: Any) -> None:
@@ -156,12 +156,6 @@ class WeightReceiver:
         self._connections.clear()
 
 
-class AdapterEngine(Protocol):
-    """An engine that computes with adapters."""
-
-    def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None: ...
-
-
 class AdapterParts:
     """For an engine that computes with adapters: keeps A and B until all of an update's are there."""
 
@@ -184,7 +178,7 @@ class AdapterParts:
         self._parts[key] = tensor.clone()
         yield from ()
 
-    def hand_over(self, engine: AdapterEngine) -> None:
+    def hand_over(self, engine: UpdatableEngine) -> None:
         """Give the engine the adapter, if it is whole; what is missing will be missed in its checksums."""
         wanted = [weight + part for weight in self._scalings for part in (DOWN_PART, UP_PART)]
         if wanted and self._parts.keys() >= set(wanted):
@@ -235,7 +229,7 @@ class AdaptedWeights:
             self._merged[name] = tensor_checksum(merged)
             yield name, merged
 
-    def hand_over(self, engine: AdapterEngine) -> None:
+    def hand_over(self, engine: UpdatableEngine) -> None:
         """The engine has the merged weights already."""
 
     def checksums(self, held: Mapping[str, Checksum]) -> dict[str, Checksum]:
