@@ -225,10 +225,9 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
         first_draw: int,
         quarantine: SampleQuarantine | None = None,
     ) -> None:
-        super().__init__("an episode", first_draw)
+        super().__init__("an episode", draw, first_draw)
         self.quarantine = quarantine or SampleQuarantine()
         self._engines = engines
-        self._draw = draw
         self._players = players
         self._settings = settings
         self._slots = asyncio.Semaphore(settings.max_groups)
@@ -238,15 +237,8 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
         """Episodes since the beginning, by what became of them: ``ended``, ``retried`` (an attempt that failed) and
         ``cancelled`` (not needed any more)."""
 
-    def start(self, count: int) -> list[OpenTask]:
-        """Draw ``count`` tasks and begin their groups; those that there were."""
-        tasks = self._draw(count)
-        self.exhausted = self.exhausted or len(tasks) < count
-        begun = [OpenTask(self.next_order + index, task) for index, task in enumerate(tasks)]
-        self.next_order += len(tasks)
-        for one in begun:
-            self._take(one)
-        return begun
+    def _opened(self, order: int, drawn: Task) -> OpenTask:
+        return OpenTask(order, drawn)
 
     def take_up(
         self, begun: Sequence[tuple[OpenTask, Mapping[str, Any]]], scoring: Sequence[EpisodeGroup] = ()
@@ -254,7 +246,7 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
         """Continue groups of an earlier process: their environments are led through the recorded responses."""
         assert not scoring, "episodes bring their rewards"
         for one, progress in begun:
-            self._take(one, progress["members"])
+            self._start_group(one, progress)
 
     def progress_state(self) -> dict[int, State]:
         """By number, what the groups in flight have so far."""
@@ -267,9 +259,9 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
     def _moves(self) -> tuple[int, int]:
         return self._engines.num_turns, self._num_attempts
 
-    def _take(self, one: OpenTask, recorded: Mapping[str, State] | None = None) -> None:
+    def _start_group(self, one: OpenTask, progress: Mapping[str, Any] | None = None) -> None:
         group = _OpenGroup(one)
-        self._begin(group, self._run(group, recorded or {}))
+        self._begin(group, self._run(group, progress["members"] if progress else {}))
 
     def _ended(self, group: EpisodeGroup) -> None:
         self._progress.generated.append(group)

@@ -104,14 +104,16 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
 
     Args:
         name: of what the coroutines run, for messages.
+        draw: gives the next n items to make groups of, or fewer when there are no more.
         first_draw: how many groups were drawn before; continues the count of draws.
     """
 
     _unit = "group"
     """Of what is drawn, for messages."""
 
-    def __init__(self, name: str, first_draw: int) -> None:
+    def __init__(self, name: str, draw: Callable[[int], Sequence[Any]], first_draw: int) -> None:
         self._name = name
+        self._draw = draw
         self._begun: dict[asyncio.Task[tuple[GroupT, bool]], BegunT] = {}
         self._progress: Progress[GroupT] = Progress()
         self._error: BaseException | None = None
@@ -129,6 +131,32 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
     @abstractmethod
     def _moves(self) -> tuple[int, ...]:
         """Numbers that change when anything moves."""
+
+    @abstractmethod
+    def _opened(self, order: int, drawn: Any) -> Any:
+        """What was drawn, with its number (:class:`~roll.rollout.replay.Open`)."""
+
+    @abstractmethod
+    def _start_group(self, one: Any, progress: Mapping[str, Any] | None = None) -> None:
+        """Begin the group of one that was drawn, from where ``progress`` left it."""
+
+    @abstractmethod
+    def take_up(self, begun: Sequence[tuple[Any, Mapping[str, Any]]], scoring: Sequence[GroupT]) -> None:
+        """Continue groups of an earlier process: those begun, each with its progress, and those to be scored."""
+
+    @abstractmethod
+    def progress_state(self) -> dict[int, dict[str, Any]]:
+        """By number, what the groups that are not complete have so far."""
+
+    def start(self, count: int) -> list[Any]:
+        """Draw ``count`` times and begin a group for each; those begun, fewer where there is nothing more to draw."""
+        drawn = self._draw(count)
+        self.exhausted = self.exhausted or len(drawn) < count
+        begun = [self._opened(self.next_order + index, one) for index, one in enumerate(drawn)]
+        self.next_order += len(drawn)
+        for one in begun:
+            self._start_group(one)
+        return begun
 
     def take(self) -> Progress[GroupT]:
         """Events since the last call.
@@ -311,30 +339,24 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
     ) -> None:
         self._engines = engines
         self._rewards = rewards
-        self._draw = draw
         self._settings = settings
         self._loop = loop or SingleTurn()
         self._is_own = loop is not None
-        super().__init__(f"{type(self._loop).__name__}.answer", first_draw)
+        super().__init__(f"{type(self._loop).__name__}.answer", draw, first_draw)
 
-    def start(self, count: int) -> list[OpenPrompt]:
-        """Draw ``count`` prompts and begin them; those that there were."""
-        rows = self._draw(count)
-        self.exhausted = self.exhausted or len(rows) < count
-        begun = [OpenPrompt(self.next_order + index, row) for index, row in enumerate(rows)]
-        self.next_order += len(rows)
-        contexts = [self._context(one) for one in begun]
-        for one, context in zip(begun, contexts, strict=True):
-            self._begin(_Prompt(one, context), self._answer(one, context))
-        return begun
+    def _opened(self, order: int, drawn: PromptRow) -> OpenPrompt:
+        return OpenPrompt(order, drawn)
+
+    def _start_group(self, one: OpenPrompt, progress: Mapping[str, Any] | None = None) -> None:
+        context = self._context(one, progress)
+        self._begin(_Prompt(one, context), self._answer(one, context))
 
     def take_up(self, begun: Sequence[tuple[OpenPrompt, Mapping[str, Any]]], scoring: Sequence[SampleGroup]) -> None:
         """Continue prompts and groups of an earlier run: samples from where they were, scoring from its beginning. A
         loop of the user's own begins anew: coroutines do not outlive their process."""
         assert not (self._is_own and scoring), "a loop's groups are scored when they are complete"
         for one, progress in begun:
-            context = self._context(one, None if self._is_own else progress)
-            self._begin(_Prompt(one, context), self._answer(one, context))
+            self._start_group(one, None if self._is_own else progress)
         for group in scoring:
             one = OpenPrompt(group.order, group.prompt)
             context = self._context(one)
@@ -343,11 +365,7 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
     def progress_state(self) -> dict[int, dict[str, Any]]:
         """By number, what the prompts that are being answered had when their requests were last given to an engine, or
         recalled from it."""
-        states: dict[int, dict[str, Any]] = {}
-        for prompt in self._begun.values():
-            if not prompt.is_scored:
-                states[prompt.one.order] = {} if self._is_own else self._state_of(prompt)
-        return states
+        return {prompt.order: self._state_of(prompt) for prompt in self._begun.values() if not prompt.is_scored}
 
     @property
     def _moves(self) -> tuple[int, int]:
@@ -414,6 +432,8 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
             )
 
     def _state_of(self, prompt: _Prompt) -> dict[str, Any]:
+        if self._is_own:
+            return {}
         in_flight = prompt.context.in_flight
         return progress_state(in_flight[0].request) if in_flight else NO_PROGRESS
 

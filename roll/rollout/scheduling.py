@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 from roll.rollout.engines import EngineClient, Generation
 from roll.rollout.filters import GroupFilter
-from roll.rollout.flow import DrawPrompts, GroupSettings, Progress, PromptFlow, Rejections
+from roll.rollout.flow import DrawPrompts, GroupFlow, GroupSettings, Progress, PromptFlow, Rejections
 from roll.rollout.groups import GroupT, SampleGroup
 from roll.rollout.loops import RolloutLoop
-from roll.rollout.replay import Open, ReplayBuffer
+from roll.rollout.replay import ReplayBuffer
 from roll.rollout.rewarding import RewardClient
 from roll.strategies.engines.requests import SamplingParams
 
@@ -28,24 +28,8 @@ class RolloutResult(Generic[GroupT]):
     rejected_mean_scores: list[float] = field(default_factory=list)
 
 
-class CollectingFlow(Protocol[GroupT]):
-    """Groups in flight, as :func:`collected` needs them (:class:`~roll.rollout.flow.GroupFlow`)."""
-
-    next_order: int
-    exhausted: bool
-
-    @property
-    def num_in_flight(self) -> int: ...
-
-    def start(self, count: int) -> Any: ...
-
-    async def progress(self, deadline: float) -> Progress[GroupT]: ...
-
-    async def abort(self) -> None: ...
-
-
 async def collected(
-    flow: CollectingFlow[GroupT],
+    flow: GroupFlow[Any, GroupT],
     count: int,
     num_additional: int,
     deadline: float,
@@ -133,27 +117,6 @@ class RolloutScheduler:
         return await collected(flow, num_prompts, num_additional, self._deadline)
 
 
-class AsyncFlow(Protocol[GroupT]):
-    """Groups in flight, as :class:`AsyncScheduler` needs them."""
-
-    @property
-    def num_in_flight(self) -> int: ...
-
-    def start(self, count: int) -> Sequence[Open]: ...
-
-    def take_up(self, begun: Sequence[tuple[Any, Mapping[str, Any]]], scoring: Sequence[GroupT]) -> None: ...
-
-    def progress_state(self) -> dict[int, dict[str, Any]]: ...
-
-    def take(self) -> Progress[GroupT]: ...
-
-    async def progress(self) -> Progress[GroupT]: ...
-
-    async def watched(self, event: asyncio.Event, deadline: float) -> None: ...
-
-    async def abort(self, orders: Iterable[int]) -> None: ...
-
-
 class AsyncScheduler(Generic[GroupT]):
     """Begins groups as the buffer has room for them, and hands out the groups of each step.
 
@@ -172,7 +135,7 @@ class AsyncScheduler(Generic[GroupT]):
     def __init__(
         self,
         engines: EngineClient,
-        flow: AsyncFlow[GroupT],
+        flow: GroupFlow[Any, GroupT],
         buffer: ReplayBuffer[GroupT],
         num_steps: int,
         deadline: float,
@@ -191,7 +154,6 @@ class AsyncScheduler(Generic[GroupT]):
         self._taken_at_version = 0
         self._may_begin = False
         self._rejections = Rejections(rejected_by)
-        self._rejected_by = rejected_by
         self._changed = asyncio.Event()
         self.buffer = buffer
 
@@ -222,7 +184,7 @@ class AsyncScheduler(Generic[GroupT]):
         await self._until(lambda: self.buffer.can_take(step))
         groups = self.buffer.take(step)
         self._taken_at_version += len(groups)
-        self._rejections = Rejections(self._rejected_by)
+        self._rejections = Rejections(self._rejections.key)
         if self._takes_turns:
             await self._set_aside()
         else:
