@@ -8,7 +8,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from roll.distributed import Cluster, PendingCall, RemoteError
@@ -26,48 +26,25 @@ PASSES_BEFORE_TURN = 4
 continue in one pass, those behind an ``asyncio.gather`` a few later. What they ask for joins the same turn."""
 
 
+@dataclass(eq=False, slots=True)
 class Generation:
     """A request to the engines. Awaiting it gives its :class:`FinishedGroup`, or None if it was aborted.
 
     Cancelling whoever awaits it aborts it.
     """
 
-    __slots__ = (
-        "_began",
-        "_client",
-        "_error",
-        "_waiters",
-        "done",
-        "listener",
-        "name",
-        "on_finished",
-        "request",
-        "value",
-    )
-
-    def __init__(
-        self,
-        client: EngineClient,
-        request: GenerationRequest,
-        number: int,
-        listener: Listener | None,
-        on_finished: Callable[[FinishedGroup], None] | None,
-    ) -> None:
-        self._began = time.perf_counter()
-        self._client = client
-        self._waiters: list[asyncio.Future[None]] = []
-        self._error: Exception | None = None
-        self.name = request.request_id
-        own = f"{self.name}#{number}"
-        fields = (request.prompt_token_ids, request.params, request.num_samples, request.partial)
-        finished = tuple(replace(output, request_id=own) for output in request.finished)
-        self.request = GenerationRequest(own, *fields, finished, request.conversation, request.vision)
-        """As it was last given to an engine: with what its samples had then."""
-        self.listener = listener
-        self.on_finished = on_finished
-        self.done = False
-        self.value: FinishedGroup | None = None
-        """Its samples; None: it is not finished, or was aborted."""
+    _client: EngineClient
+    name: str
+    request: GenerationRequest
+    """As it was last given to an engine: with what its samples had then."""
+    listener: Listener | None = None
+    on_finished: Callable[[FinishedGroup], None] | None = None
+    done: bool = False
+    value: FinishedGroup | None = None
+    """Its samples; None: it is not finished, or was aborted."""
+    _error: Exception | None = None
+    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    _began: float = field(default_factory=time.perf_counter)
 
     def __await__(self) -> Generator[Any, None, FinishedGroup | None]:
         if not self.done:
@@ -90,11 +67,7 @@ class Generation:
         """Hand over its samples (None: it was aborted), or what ended the engines."""
         if group is not None:
             group.request_id = self.name
-            facts: dict[str, str | int] = {
-                "id": self.name,
-                "samples": len(group.lengths),
-                "tokens": len(group.token_ids),
-            }
+            facts = {"id": self.name, "samples": len(group.lengths), "tokens": len(group.token_ids)}
             span_log.note("request", time.perf_counter() - self._began, facts)
             if self.on_finished is not None:
                 self.on_finished(group)
@@ -232,14 +205,17 @@ class EngineClient:
         Args:
             on_finished: is called with the samples as soon as they are there, before any coroutine continues.
         """
-        generation = Generation(self, request, next(self._numbers), listener, on_finished)
+        request_id = f"{request.request_id}#{next(self._numbers)}"
+        finished = tuple(replace(output, request_id=request_id) for output in request.finished)
+        named = replace(request, request_id=request_id, finished=finished)
+        generation = Generation(self, request.request_id, named, listener, on_finished)
         if self.failure is not None:
             generation.finish(None, self.failure)
             return generation
-        self._generations[generation.request.request_id] = generation
+        self._generations[request_id] = generation
         if listener is not None:
-            self._watched[generation.request.request_id] = generation
-        self._waiting[generation.request.request_id] = generation.request
+            self._watched[request_id] = generation
+        self._waiting[request_id] = named
         self._wake()
         return generation
 
@@ -346,9 +322,12 @@ class EngineClient:
                 logger.warning("engine %d did not start again: %s", rank, error)
                 self._restart(rank)
                 continue
-            self._cluster.rejoin(rank)
-            self._engines = sorted([*self._engines, EngineAccount(rank)], key=lambda engine: engine.rank)
-            logger.info("engine %d is back", rank)
+            self._rejoin(rank)
+
+    def _rejoin(self, rank: int) -> None:
+        self._cluster.rejoin(rank)
+        self._engines = sorted([*self._engines, EngineAccount(rank)], key=lambda engine: engine.rank)
+        logger.info("engine %d is back", rank)
 
     def _restart(self, rank: int) -> None:
         if self._restarts_left[rank]:
@@ -361,12 +340,12 @@ class EngineClient:
         """Start turns soon, when the coroutines that can continue now have asked for what they need."""
         if not self._wakes_in and self.failure is None:
             self._wakes_in = PASSES_BEFORE_TURN
-            asyncio.get_running_loop().call_soon(self._come_nearer)
+            asyncio.get_running_loop().call_soon(self._count_down)
 
-    def _come_nearer(self) -> None:
+    def _count_down(self) -> None:
         self._wakes_in -= 1
         if self._wakes_in:
-            asyncio.get_running_loop().call_soon(self._come_nearer)
+            asyncio.get_running_loop().call_soon(self._count_down)
             return
         try:
             self._start_turns()
@@ -483,9 +462,7 @@ class EngineClient:
             if not self._engines and len(self._returns) == 1:
                 self._fail(error)
             return
-        self._cluster.rejoin(rank)
-        self._engines = sorted([*self._engines, EngineAccount(rank)], key=lambda engine: engine.rank)
-        logger.info("engine %d is back", rank)
+        self._rejoin(rank)
         self._wake()
 
     def _fail(self, error: Exception) -> None:
