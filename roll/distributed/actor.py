@@ -1,5 +1,5 @@
 """The Ray actor around a worker: it sets up the process and its log before the worker's class is imported, reports
-errors, and has PyTorch's profiler around calls where that is asked for."""
+errors, and runs calls under PyTorch's profiler on request."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Profiler:
 
     @contextmanager
     def around(self, method: str) -> Iterator[None]:
-        """Record the block if it is a call that is to be recorded; nothing is written of one that raises."""
+        """Record the block if the settings name this call; nothing is written of one that raises."""
         call, profiling = self._calls[method], self._profiling
         self._calls[method] += 1
         if profiling is None or call not in profiling.calls:
@@ -109,13 +109,13 @@ class Profiler:
 
 
 LOG_DIR_ENV = "ROLL_LOG_DIR"
-"""The folder of worker logs; without it they lie in Ray's session folder and go with it."""
+"""The folder of worker logs; without it they are in Ray's session folder and are removed with it."""
 
 STACK_SIGNAL = signal.SIGUSR2
 """On this signal a worker writes the Python stacks of its threads to its log, even when stuck in a C call."""
 
-COMPUTES = (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
-"""Of the methods that compute a batch, which are those that a profiler looks at."""
+_COMPUTING = (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
+"""Modes of the methods that a profiler records: those that compute a batch."""
 
 
 def open_worker_log(worker_name: str, log_dir: Path | None) -> Path | None:
@@ -300,10 +300,10 @@ class WorkerActor:
             cls = load_worker_class(worker_class)
             self._worker = cls(context)
             registered = registrations(cls)
-            self._profiled = {name for name, one in registered.items() if one.dispatch in COMPUTES}
+            self._profiled = {name for name, one in registered.items() if one.dispatch in _COMPUTING}
             return registered
         except Exception as error:
-            raise _described(error) from None
+            raise _worker_raised(error) from None
 
     def call(self, method: str, names: tuple[str, ...], *values: Any) -> Any:
         """Run a method of the worker; the last ``len(names)`` values are its keyword arguments.
@@ -318,7 +318,7 @@ class WorkerActor:
             with self._profiler.around(method) if method in self._profiled else nullcontext():
                 return getattr(self._worker, method)(*values[:positional], **kwargs)
         except Exception as error:
-            raise _described(error) from None
+            raise _worker_raised(error) from None
         finally:
             gc.enable()
             if self._times is not None:
@@ -348,7 +348,7 @@ def load_worker_class(worker_class: str | bytes) -> type[Worker]:
     return found
 
 
-def _described(error: Exception) -> WorkerRaised:
+def _worker_raised(error: Exception) -> WorkerRaised:
     logger.error("a call failed", exc_info=error)
     name = type(error).__name__
     text = str(error)

@@ -63,7 +63,8 @@ class PendingCall(Generic[R]):
         self._addresses = addresses
         self._collect = collect
         self._answers: dict[int, Any] = {}
-        self._error: RemoteError | None = None
+        self.error: RemoteError | None = None
+        """What went wrong; None: nothing so far."""
         self.began = time.monotonic()
 
     @property
@@ -79,11 +80,6 @@ class PendingCall(Generic[R]):
     def seconds_left(self) -> float:
         return self.began + self.deadline - time.monotonic()
 
-    @property
-    def error(self) -> RemoteError | None:
-        """Its error; None: nothing yet."""
-        return self._error
-
     def within(self, seconds: float | None) -> Self:
         """Set the deadline, in seconds from the moment of the call; None leaves it."""
         if seconds is not None:
@@ -92,7 +88,7 @@ class PendingCall(Generic[R]):
 
     def done(self) -> bool:
         """True where :meth:`result` returns (or raises) at once."""
-        if self._error is None and self.unanswered:
+        if self.error is None and self.unanswered:
             ready, _ = ray.wait(self.unanswered, num_returns=len(self.unanswered), timeout=0)
             return len(ready) == len(self.unanswered)
         return True
@@ -118,10 +114,10 @@ class PendingCall(Generic[R]):
         return self._result().__await__()
 
     async def _result(self) -> R:
-        if self._error is None and self.unanswered:
+        if self.error is None and self.unanswered:
             await self._settled()
-        if self._error is None and self.unanswered:
-            self._error = self.overdue()
+        if self.error is None and self.unanswered:
+            self.error = self.overdue()
         self.check()
         return self._collect(self._answers)
 
@@ -173,19 +169,15 @@ class PendingCall(Generic[R]):
         try:
             self._answers[rank] = fetch()
         except ray.exceptions.RayError as error:
-            self._error = self._failure(rank, error)
-            raise self._error from None
+            self.error = self._failure(rank, error)
+            raise self.error from None
 
     def check(self) -> None:
         """Raise what went wrong with the call so far, its deadline included."""
-        if self._error is None and self.unanswered and self.seconds_left <= 0:
-            self._error = self.overdue()
-        if self._error is not None:
-            raise self._error
-
-    @property
-    def answered(self) -> bool:
-        return not self.unanswered
+        if self.error is None and self.unanswered and self.seconds_left <= 0:
+            self.error = self.overdue()
+        if self.error is not None:
+            raise self.error
 
     def _failure(self, rank: int, error: ray.exceptions.RayError) -> RemoteError:
         failures = {rank: error}
@@ -249,8 +241,9 @@ class PendingCall(Generic[R]):
             reports.append(
                 RankReport(rank, _where(address), text, log_file=address.log_file if address else None, log_tail=frames)
             )
-        lines = [link.text for link in links]
-        return DeadlineExceeded(self.cluster, self.method, seconds, reports, silent, links=lines)
+        return DeadlineExceeded(
+            self.cluster, self.method, seconds, reports, silent, links=[link.text for link in links]
+        )
 
     def _address(self, rank: int) -> WorkerAddress | None:
         return self._addresses[rank] if rank < len(self._addresses) else None
@@ -370,7 +363,7 @@ def wait_any(calls: Sequence[PendingCall], timeout: float | None = None) -> list
             refs[ref].take(ref)
         for call in calls:
             call.check()
-        if done := [call for call in calls if call.answered]:
+        if done := [call for call in calls if not call.unanswered]:
             return done
         if end is not None and time.monotonic() >= end:
             raise min(calls, key=lambda call: call.began).overdue()
@@ -378,7 +371,7 @@ def wait_any(calls: Sequence[PendingCall], timeout: float | None = None) -> list
 
 def _patience(calls: Sequence[PendingCall], end: float | None) -> float:
     """Seconds until a deadline or ``end``; 0 when something is done already."""
-    if any(call.answered for call in calls):
+    if any(not call.unanswered for call in calls):
         return 0.0
     limits = [call.seconds_left for call in calls] + ([] if end is None else [end - time.monotonic()])
     return max(0.0, min(limits))

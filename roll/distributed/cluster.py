@@ -83,8 +83,9 @@ class Cluster:
         rendezvous = self.workers[0].open_rendezvous.remote()
         started = {r: self._start_worker(r, actor, rendezvous) for r, actor in enumerate(self.workers)}
         self._addresses: list[WorkerAddress] = []
-        self._address_call = self._pending("start", {r: a.address.remote() for r, a in enumerate(self.workers)})
-        self._start_call = self._pending("start", started)
+        addresses = {r: actor.address.remote() for r, actor in enumerate(self.workers)}
+        self._address_call = self._pending("start", addresses, _START_SECONDS)
+        self._start_call = self._pending("start", started, _START_SECONDS)
         self._registrations: dict[str, Registration] | None = None
         self._rank_infos: list[RankInfo] | None = None
         self._left_out: set[int] = set()
@@ -201,8 +202,7 @@ class Cluster:
         assert not self._left_out or registration.dispatch is Dispatch.ONE_TO_ALL, "other ranks cannot do its part"
         present = {rank: arguments for rank, arguments in call.arguments.items() if rank not in self._left_out}
         refs = {rank: self._send(rank, method, arguments) for rank, arguments in present.items()}
-        limit = registration.deadline or self.rpc_timeout
-        return self._pending(registration.name or method, refs, limit, call.collect)
+        return self._pending(registration.name or method, refs, registration.deadline, call.collect)
 
     def submit(self, rank: int, method: Method[P, R], /, *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]:
         """Start any public method, registered or not, on one rank; arguments go as they are."""
@@ -252,11 +252,10 @@ class Cluster:
         method: str,
         refs: Mapping[int, ray.ObjectRef[Any]],
         deadline: float | None = None,
-        collect: Any = None,
+        collect: Callable[[dict[int, Any]], Any] | None = None,
     ) -> PendingCall:
-        limit = deadline or (_START_SECONDS if method == "start" else self.rpc_timeout)
-        in_order = collect or (lambda answers: [answers[rank] for rank in sorted(answers)])
-        return PendingCall(self.name, method, refs, limit, self._addresses, in_order)
+        limit = deadline or self.rpc_timeout
+        return PendingCall(self.name, method, refs, limit, self._addresses, collect or _in_rank_order)
 
     def _start_worker(self, rank: int, actor: Any, rendezvous: Any) -> Any:
         context = WorkerContext(
@@ -348,7 +347,8 @@ def spread(
     """
     match registration.dispatch:
         case Dispatch.ONE_TO_ALL:
-            shared = RankArguments(*_shared(args, kwargs, world_size))
+            placed = {name: _put(value, world_size) for name, value in kwargs.items()}
+            shared = RankArguments(tuple(_put(value, world_size) for value in args), placed)
             return Spread(dict.fromkeys(range(world_size), shared), _in_rank_order)
         case Dispatch.RANK_ZERO:
             return Spread({0: RankArguments(args, dict(kwargs))}, lambda answers: answers[0])
@@ -372,10 +372,6 @@ def _check_lists(args: tuple[Any, ...], kwargs: Mapping[str, Any], world_size: i
             raise ValueError(
                 f"{name}: an all-to-all call takes a list with one entry for each of {world_size} ranks, got {found}"
             )
-
-
-def _shared(args: tuple[Any, ...], kwargs: Mapping[str, Any], users: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(_put(a, users) for a in args), {k: _put(v, users) for k, v in kwargs.items()}
 
 
 def _put(value: Any, users: int) -> Any:

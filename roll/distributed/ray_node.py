@@ -30,7 +30,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import ray._private.ray_constants
@@ -42,9 +42,6 @@ from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ig
 from roll.distributed.actor import tail
 from roll.distributed.failures import NodeError, RayLost
 from roll.platforms import Platform
-
-if TYPE_CHECKING:
-    from ray._private.node import Node
 
 logger = logging.getLogger(__name__)
 
@@ -256,7 +253,7 @@ class Board:
     _NAMESPACE = b"roll"
 
     def __init__(self, address: str) -> None:
-        with _token_known():
+        with _token_accepted():
             self._client = GcsClient(address=address)
 
     def put(self, key: str, text: bytes) -> None:
@@ -264,7 +261,7 @@ class Board:
         Raises:
             NodeError: the head does not know the token of this node.
         """
-        with _token_known():
+        with _token_accepted():
             self._client.internal_kv_put(key.encode(), text, True, self._NAMESPACE)
 
     def get(self, key: str) -> bytes | None:
@@ -273,7 +270,7 @@ class Board:
         Raises:
             NodeError: the head does not know the token of this node.
         """
-        with _token_known():
+        with _token_accepted():
             found: bytes | None = self._client.internal_kv_get(key.encode(), self._NAMESPACE)
         return found
 
@@ -287,7 +284,7 @@ class Board:
 
 
 @contextlib.contextmanager
-def _token_known() -> Iterator[None]:
+def _token_accepted() -> Iterator[None]:
     try:
         yield
     except ray.exceptions.AuthenticationError as error:
@@ -318,12 +315,9 @@ def _allow_loopback(address: str) -> None:
     if host in (LOOPBACK, "localhost"):
         ray._private.ray_constants.ENABLE_RAY_CLUSTER = True
         outward = ray.util.get_node_ip_address()
-        ray._private.ray_constants.ENABLE_RAY_CLUSTER = outward != LOOPBACK and reachable(outward, int(port))
-
-
-def reachable(host: str, port: int) -> bool:
-    """True if something listens at this address."""
-    return connection_error(host, port) is None
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = (
+            outward != LOOPBACK and connection_error(outward, int(port)) is None
+        )
 
 
 def connection_error(host: str, port: int) -> OSError | None:

@@ -162,13 +162,8 @@ class Supervisor:
         is_whole: Callable[[str], bool],
         say: Callable[[str], None],
     ) -> None:
-        self._command, self._policy, self._log_dir, self._is_whole, self._say = (
-            command,
-            policy,
-            log_dir,
-            is_whole,
-            say,
-        )
+        self._command, self._policy, self._log_dir = command, policy, log_dir
+        self._is_whole, self._say = is_whole, say
         self._checkpoints: list[list[str]] = []
         self._left_out: set[int] = set()
         self._restarts = 0

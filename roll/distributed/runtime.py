@@ -192,8 +192,7 @@ def _signals_of_nodes(address: str, world_size: int) -> Iterator[None]:
                 logger.warning("%s has got %s", name, signal.Signals(int(number)).name)
                 ending.take_over(int(number))
 
-    thread = threading.Thread(target=watch, name="signals of nodes", daemon=True)
-    thread.start()
+    threading.Thread(target=watch, name="signals of nodes", daemon=True).start()
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from roll.datasets.types import PromptRow
 from roll.rollout.engines import EngineClient
 from roll.rollout.filters import GroupFilter
 from roll.rollout.groups import Group, GroupT, OpenPrompt, SampleGroup
-from roll.rollout.loops import RolloutContext, RolloutLoop, SingleTurn, joined
+from roll.rollout.loops import RolloutContext, RolloutLoop, SingleTurn, join_requests
 from roll.rollout.replay import NO_PROGRESS, progress_state
 from roll.rollout.rewarding import RewardClient
 from roll.strategies.engines.requests import SamplingParams
@@ -192,7 +192,7 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
                     await event.wait()
             except TimeoutError:
                 if moved == self._moves:
-                    raise RolloutStalled(self._where_it_stands(deadline)) from None
+                    raise RolloutStalled(self._stall_message(deadline)) from None
 
     async def abort(self, orders: Iterable[int] | None = None) -> None:
         """Cancel these groups (None: all), wait until their coroutines have ended, and forget them."""
@@ -232,7 +232,7 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
     def _ended(self, group: GroupT) -> None:
         """Hear of a group before it is accepted or rejected."""
 
-    def _where_it_stands(self, seconds: float) -> str:
+    def _stall_message(self, seconds: float) -> str:
         """The message of a stalled rollout: how many groups wait, and where the first of them do."""
         lines = [
             f"no {self._unit}, engine or reward has moved for {seconds:g} s; {len(self._begun)} {self._unit}s are in "
@@ -405,7 +405,7 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
         if has_waited is not None and not has_waited.done():
             raise ValueError(f"{self._name} ended without waiting for anything: no sample was generated")
         if group is None:
-            return SampleGroup(one.order, one.prompt, joined(str(one.order), [])), False
+            return SampleGroup(one.order, one.prompt, join_requests(str(one.order), [])), False
         if self._is_own:
             self._check(one, group)
         return group, self._settings.keeps(group)

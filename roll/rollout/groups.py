@@ -237,8 +237,8 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
         "input_ids": torch.from_numpy(input_ids),
         "attention_mask": torch.from_numpy(attention_mask),
         "response_mask": torch.from_numpy(response_mask),
-        "rollout_log_probs": placed(behind_prompt, log_probs, np.float32),
-        "weight_versions": placed(response_mask, _versions_of_tokens(groups), np.int32),
+        "rollout_log_probs": masked_column(behind_prompt, log_probs, np.float32),
+        "weight_versions": masked_column(response_mask, _versions_of_tokens(groups), np.int32),
         "scores": torch.from_numpy(np.concatenate([group.scores() for group in groups])),
         "group_ids": torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)),
     }
@@ -260,7 +260,7 @@ def _routes(groups: Sequence[SampleGroup], shape: tuple[int, ...]) -> np.ndarray
     return column
 
 
-def placed(where: np.ndarray, flat: np.ndarray, dtype: DTypeLike, elsewhere: float = 0) -> torch.Tensor:
+def masked_column(where: np.ndarray, flat: np.ndarray, dtype: DTypeLike, elsewhere: float = 0) -> torch.Tensor:
     """The entries of ``flat``, in the order of rows and columns, where bool (B, L) ``where`` holds."""
     column = np.full(where.shape, elsewhere, dtype=dtype)
     column[where] = flat

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,7 +60,7 @@ class RolloutContext:
     """Of the samples of the first request, in an earlier run."""
     _prompt: PromptRow | None = None
     _on_scoring: Callable[[SampleGroup], None] | None = None
-    _asked: dict[str, tuple[Generation, Sequence[int]]] = field(default_factory=dict)
+    _requests: dict[str, tuple[Generation, Sequence[int]]] = field(default_factory=dict)
     """Every request with its context."""
     _finished: list[FinishedGroup] = field(default_factory=list)
 
@@ -73,16 +72,18 @@ class RolloutContext:
         Each request of a prompt draws from random streams of its own, the first from those of the default loop. One
         that begins with the prompt's tokens has its images.
         """
-        own, number = params or self.params, len(self._asked)
+        own, number = params or self.params, len(self._requests)
         if number or params is not None:
             seed = self.params.seed
             own = replace(own, seed=random.Random(f"{seed}/{number}").getrandbits(63) if number else seed)
         name = f"{self.order}.{number}"
-        request = GenerationRequest(name, token_ids, own, num_samples or self.group_size, vision=self._seen(token_ids))
+        request = GenerationRequest(
+            name, token_ids, own, num_samples or self.group_size, vision=self._vision_of(token_ids)
+        )
         if self._progress is not None and not number:
             request = with_progress(request, self._progress)
         generation = self._engines.submit(request, on_finished=self._finished.append)
-        self._asked[name] = generation, token_ids
+        self._requests[name] = generation, token_ids
         return generation
 
     async def generate(
@@ -93,7 +94,7 @@ class RolloutContext:
         assert finished is not None, "nobody else aborts it"
         return finished
 
-    def _seen(self, token_ids: Sequence[int]) -> VisionInputs | None:
+    def _vision_of(self, token_ids: Sequence[int]) -> VisionInputs | None:
         """The prompt's images, for a context that begins with it."""
         prompt = self._prompt
         if prompt is None or prompt.vision is None:
@@ -113,8 +114,8 @@ class RolloutContext:
         Raises:
             ValueError: a part whose context does not begin with the prompt's tokens, or that was asked for otherwise.
         """
-        whole = [self._behind(prompt, part, earlier_rounds) for part in parts]
-        return SampleGroup(self.order, prompt, joined(str(self.order), whole))
+        whole = [self._with_context(prompt, part, earlier_rounds) for part in parts]
+        return SampleGroup(self.order, prompt, join_requests(str(self.order), whole))
 
     async def compute_rewards(self, group: SampleGroup) -> SampleGroup:
         """``group`` with ``rewards`` from the reward workers of its prompt's domain."""
@@ -125,19 +126,19 @@ class RolloutContext:
     @property
     def in_flight(self) -> list[Generation]:
         """Requests that are not finished."""
-        return [one for one, _ in self._asked.values() if not one.done]
+        return [one for one, _ in self._requests.values() if not one.done]
 
     def close(self) -> None:
         """Abort what is in flight."""
         self._engines.abort(self.in_flight)
 
-    def _behind(self, prompt: PromptRow, part: FinishedGroup, earlier_rounds: bool) -> FinishedGroup:
+    def _with_context(self, prompt: PromptRow, part: FinishedGroup, earlier_rounds: bool) -> FinishedGroup:
         """``part`` with all that stands between the prompt and its samples in front of each of them."""
-        if part.request_id not in self._asked:
+        if part.request_id not in self._requests:
             if part.request_id == str(self.order):
                 return part  # of a group that was put together before
             raise ValueError(f"context.group was given {part.request_id!r}, which is no request of this prompt")
-        _, asked = self._asked[part.request_id]
+        _, asked = self._requests[part.request_id]
         if asked is prompt.token_ids:
             return part
         context, count = list(map(int, asked)), len(prompt.token_ids)
@@ -148,15 +149,15 @@ class RolloutContext:
             )
         if len(context) == count:
             return part
-        passage = self._earlier(context, count) if earlier_rounds else _Passage.of_given(context[count:])
-        return _prolonged(passage, part)
+        passage = self._earlier_rounds(context, count) if earlier_rounds else _Passage.of_given(context[count:])
+        return _with_prefix(passage, part)
 
-    def _earlier(self, context: list[int], count: int) -> _Passage:
+    def _earlier_rounds(self, context: list[int], count: int) -> _Passage:
         """The tokens of ``context`` behind the first ``count``, with what is known of those that were sampled."""
         best: tuple[FinishedGroup, int] | None = None
         longest = 0
         for group in self._finished:
-            asked = list(map(int, self._asked[group.request_id][1]))
+            asked = list(map(int, self._requests[group.request_id][1]))
             for index, tokens in enumerate(group.split(group.token_ids)):
                 whole = len(asked) + len(tokens)
                 if (
@@ -169,7 +170,7 @@ class RolloutContext:
         if best is None:
             return _Passage.of_given(context[count:])
         group, index = best
-        passage = self._earlier(list(map(int, self._asked[group.request_id][1])), count)
+        passage = self._earlier_rounds(list(map(int, self._requests[group.request_id][1])), count)
         tokens, log_probs = (group.split(flat)[index] for flat in (group.token_ids, group.log_probs))
         passage.add_sampled(tokens, log_probs, group.weight_versions[index])
         passage.add_given(context[longest:])
@@ -205,28 +206,31 @@ def _shifted(spans: Sequence[VersionSpan], by: int) -> list[VersionSpan]:
     return [(version, start + by, end + by) for version, start, end in spans]
 
 
-def _prolonged(passage: _Passage, part: FinishedGroup) -> FinishedGroup:
+def _with_prefix(passage: _Passage, part: FinishedGroup) -> FinishedGroup:
     """The samples of ``part``, each with ``passage`` in front."""
     count, size = len(part.lengths), len(passage.token_ids)
 
-    def in_front(tokens: Sequence[Any], own: np.ndarray) -> np.ndarray:
+    def prepended(tokens: Sequence[Any], own: np.ndarray) -> np.ndarray:
         head = np.asarray(tokens, dtype=own.dtype)
         return np.concatenate([np.zeros(0, own.dtype), *(piece for one in part.split(own) for piece in (head, one))])
 
     return replace(
         part,
-        token_ids=in_front(passage.token_ids, part.token_ids),
-        log_probs=in_front(passage.log_probs, part.log_probs),
-        given=in_front(passage.given, np.zeros(len(part.token_ids), dtype=bool)),
+        token_ids=prepended(passage.token_ids, part.token_ids),
+        log_probs=prepended(passage.log_probs, part.log_probs),
+        given=prepended(passage.given, np.zeros(len(part.token_ids), dtype=bool)),
         lengths=part.lengths + size,
         weight_versions=[[*passage.weight_versions, *_shifted(part.weight_versions[i], size)] for i in range(count)],
     )
 
 
-def joined(request_id: str, parts: Sequence[FinishedGroup]) -> FinishedGroup:
+def join_requests(request_id: str, parts: Sequence[FinishedGroup]) -> FinishedGroup:
     """The samples of several requests as those of one."""
     if len(parts) == 1:
         return replace(parts[0], request_id=request_id)
+    all_sampled = all(part.given is None for part in parts)
+    # Where some samples have no record of their routes, it could not be said whose the others' are.
+    have_routes = all(len(part.routes) == len(part.lengths) for part in parts)
     return FinishedGroup(
         request_id=request_id,
         token_ids=np.concatenate([np.zeros(0, dtype=np.int32), *(part.token_ids for part in parts)]),
@@ -235,17 +239,6 @@ def joined(request_id: str, parts: Sequence[FinishedGroup]) -> FinishedGroup:
         finish_reasons=[reason for part in parts for reason in part.finish_reasons],
         texts=[text for part in parts for text in part.texts],
         weight_versions=[spans for part in parts for spans in part.weight_versions],
-        given=_joined_given(parts),
-        # Of samples some of which have no record it could not be said whose routes these are.
-        routes=list(chain.from_iterable(part.routes for part in parts)) if all(map(_has_routes, parts)) else [],
+        given=None if all_sampled else np.concatenate([~part.sampled for part in parts]),
+        routes=[routes for part in parts for routes in part.routes] if have_routes else [],
     )
-
-
-def _has_routes(part: FinishedGroup) -> bool:
-    return len(part.routes) == len(part.lengths)
-
-
-def _joined_given(parts: Sequence[FinishedGroup]) -> np.ndarray | None:
-    if all(part.given is None for part in parts):
-        return None
-    return np.concatenate([~part.sampled for part in parts])

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -141,17 +142,6 @@ class RestartingWorker(Generic[T, R]):
             self._lives += 1
 
 
-async def replace_rank(cluster: Cluster, rank: int) -> None:
-    """Start a rank anew that has nothing to do with the others.
-
-    Raises:
-        RemoteError: it did not start.
-    """
-    cluster.leave_out(rank)
-    await cluster.restart(rank)
-    cluster.rejoin(rank)
-
-
 @dataclass(frozen=True, slots=True)
 class ModelInput:
     """Input of a reward model for one sample: token ids as they are, else a conversation with its answer."""
@@ -205,11 +195,9 @@ class ModelScorer:
     async def score(self, groups: Sequence[SampleGroup]) -> None:
         """Give every group the model's results; every rank gets all texts and takes its share of them."""
         inputs = [one for group in groups for one in self._model_inputs(group)]
-        results = await self._worker(inputs)
-        begin = 0
+        results = iter(await self._worker(inputs))
         for group in groups:
-            group.model_results = results[begin : begin + group.num_samples]
-            begin += group.num_samples
+            group.model_results = list(islice(results, group.num_samples))
 
     async def _ask(self, inputs: Sequence[ModelInput]) -> list[RewardResult]:
         shares: dict[int, list[RewardResult]] = dict(await self._cluster.call_all(ScoringWorker.score, inputs))
@@ -253,7 +241,7 @@ class ModelScorer:
         raise problem
 
 
-Asked = list[tuple[SampleGroup, asyncio.Future[None]]]
+Queue = list[tuple[SampleGroup, asyncio.Future[None]]]
 """Groups to be scored, with who waits for each."""
 
 
@@ -283,8 +271,8 @@ class RewardClient:
         self._scorer = scorer
         self._load = {domain: [0] * cluster.world_size for domain, cluster in clusters.items()}
         self._calls: set[asyncio.Task[None]] = set()
-        self._for_model: Asked = []
-        self._for_workers: Asked = []
+        self._for_model: Queue = []
+        self._for_workers: Queue = []
         self.num_pending = 0
         """Groups that somebody waits for."""
         self.num_calls = 0
@@ -299,28 +287,28 @@ class RewardClient:
         self.num_pending += 1
         try:
             if self._scorer is not None and self._scorer.wants(group):
-                await self._ask(self._for_model, self._send_to_model, group)
-            await self._ask(self._for_workers, self._send_to_workers, group)
+                await self._scored(self._for_model, self._send_to_model, group)
+            await self._scored(self._for_workers, self._send_to_workers, group)
         finally:
             self.num_pending -= 1
         return group
 
-    async def _ask(self, asked: Asked, send: Callable[[], None], group: SampleGroup) -> None:
+    async def _scored(self, queue: Queue, send: Callable[[], None], group: SampleGroup) -> None:
         loop = asyncio.get_running_loop()
         scored: asyncio.Future[None] = loop.create_future()
-        if not asked:
+        if not queue:
             loop.call_soon(send)
-        asked.append((group, scored))
+        queue.append((group, scored))
         await scored
 
     def _send_to_model(self) -> None:
         assert self._scorer is not None
-        asked = [(group, scored) for group, scored in self._for_model if not scored.done()]
+        queue = [(group, scored) for group, scored in self._for_model if not scored.done()]
         self._for_model.clear()
-        self._begin(asked, self._scorer.score)
+        self._begin(queue, self._scorer.score)
 
     def _send_to_workers(self) -> None:
-        by_domain: dict[str, Asked] = defaultdict(list)
+        by_domain: dict[str, Queue] = defaultdict(list)
         for group, scored in self._for_workers:
             if not scored.done():  # else nobody waits for it any more
                 by_domain[group.prompt.domain].append((group, scored))
@@ -333,22 +321,22 @@ class RewardClient:
                 load[rank] += sum(group.num_samples for group, _ in mine)
                 self._begin(mine, partial(self._ask_worker, domain, rank))
 
-    def _begin(self, asked: Asked, score: Callable[[list[SampleGroup]], Coroutine[Any, Any, None]]) -> None:
-        call = asyncio.create_task(self._answer(asked, score))
+    def _begin(self, queue: Queue, score: Callable[[list[SampleGroup]], Coroutine[Any, Any, None]]) -> None:
+        call = asyncio.create_task(self._answer(queue, score))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-    async def _answer(self, asked: Asked, score: Callable[[list[SampleGroup]], Coroutine[Any, Any, None]]) -> None:
+    async def _answer(self, queue: Queue, score: Callable[[list[SampleGroup]], Coroutine[Any, Any, None]]) -> None:
         """Have groups scored, and wake up those who wait; a failure is theirs."""
         try:
-            await score([group for group, _ in asked])
+            await score([group for group, _ in queue])
         except Exception as error:
-            for _, scored in asked:
+            for _, scored in queue:
                 if not scored.done():
                     scored.set_exception(error)
             return
         self.num_calls += 1
-        for _, scored in asked:
+        for _, scored in queue:
             if not scored.done():
                 scored.set_result(None)
 
@@ -358,10 +346,9 @@ class RewardClient:
             results = await self._workers[domain][rank](samples)
         finally:
             self._load[domain][rank] -= len(samples)
-        begin = 0
+        dealt = iter(results)
         for group in groups:
-            group.rewards = results[begin : begin + group.num_samples]
-            begin += group.num_samples
+            group.rewards = list(islice(dealt, group.num_samples))
 
     def _worker(self, cluster: Cluster, rank: int) -> RestartingWorker[RewardSample, RewardResult]:
         async def ask(samples: Sequence[RewardSample]) -> list[RewardResult]:
@@ -369,7 +356,9 @@ class RewardClient:
 
         async def replace(death: WorkerDied) -> None:
             self.quarantine.num_deaths += 1
-            await replace_rank(cluster, rank)
+            cluster.leave_out(rank)
+            await cluster.restart(rank)
+            cluster.rejoin(rank)
 
         def quarantine(sample: RewardSample, death: WorkerDied) -> RewardResult:
             section = cluster.role

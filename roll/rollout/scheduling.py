@@ -149,7 +149,7 @@ class AsyncScheduler(Generic[GroupT]):
         self._deadline = deadline
         self._in_flight = in_flight
         self._takes_turns = takes_turns
-        self._aside: list[Generation] = []
+        self._recalled: list[Generation] = []
         self._version = 0
         self._taken_at_version = 0
         self._may_begin = False
@@ -174,19 +174,19 @@ class AsyncScheduler(Generic[GroupT]):
         Raises:
             RolloutStalled: nothing has moved for ``deadline`` seconds.
         """
-        aside, self._aside = self._aside, []
-        self._engines.resubmit(aside)
+        recalled, self._recalled = self._recalled, []
+        self._engines.resubmit(recalled)
         self._engines.resume()
         self._absorb(self._flow.take())
         await self._flow.abort(self.buffer.drop_stale(step))
         self._may_begin = True
         self._fill()
-        await self._until(lambda: self.buffer.can_take(step))
+        await self._wait_until(lambda: self.buffer.can_take(step))
         groups = self.buffer.take(step)
         self._taken_at_version += len(groups)
         self._rejections = Rejections(self._rejections.key)
         if self._takes_turns:
-            await self._set_aside()
+            await self._take_back()
         else:
             self._fill()
             await self._engines.dispatched()  # the driver may compute for a while before the loop runs again
@@ -197,7 +197,7 @@ class AsyncScheduler(Generic[GroupT]):
         :meth:`collect`."""
         self._may_begin = False
         if not self._in_flight:
-            await self._until(lambda: not self._flow.num_in_flight)
+            await self._wait_until(lambda: not self._flow.num_in_flight)
         await self._engines.pause()
         self._engines.readmit()
 
@@ -209,7 +209,7 @@ class AsyncScheduler(Generic[GroupT]):
     async def free_engines(self) -> None:
         """Leave the engines to somebody else, between an exchange and :meth:`collect`: what they had in flight is taken
         back and continues afterwards."""
-        await self._set_aside()
+        await self._take_back()
         self._engines.resume()
 
     async def state_dict(self) -> dict[str, Any]:
@@ -233,18 +233,18 @@ class AsyncScheduler(Generic[GroupT]):
         self._engines.hold()
         self._flow.take_up(*self.buffer.load_state_dict(state))
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self._changed.clear()
             await self._flow.watched(self._changed, self._deadline)
 
-    async def _set_aside(self) -> None:
+    async def _take_back(self) -> None:
         """Leave the engines without work."""
         self._may_begin = False
         self._engines.hold()
         for _ in range(2):  # prompts begun just now have yet to submit their requests
             await asyncio.sleep(0)
-        self._aside += await self._engines.recall()
+        self._recalled += await self._engines.recall()
         await self._engines.pause()
 
     def _absorb(self, progress: Progress[GroupT]) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from roll.protocol.columns import flat_view
-from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out, same_members
+from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out
 from roll.weight_sync.transports import Link, Receiver, Sender, Tensors
 
 _LARGE = 1 << 20
@@ -117,7 +117,7 @@ class BroadcastSender(Sender):
 
     def start(self, engines: Sequence[Any], version: int, seconds: float) -> Sequence[BroadcastLink]:
         self._seconds = seconds
-        if self._members is None or not same_members(engines, self._members):
+        if self._members != list(engines):
             self.abandon()
             size = len(engines) + 1
             self._store = _serve_store(self._host)

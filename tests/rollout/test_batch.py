@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from roll.rewards.base import RewardResult
 from roll.rollout.groups import SampleGroup, build_batch, greedy_baseline, reward_components
-from roll.rollout.loops import joined
+from roll.rollout.loops import join_requests
 from tests.rollout.helpers import make_group
 
 tokens = st.lists(st.integers(0, 1000), min_size=1, max_size=6)
@@ -72,10 +72,10 @@ def test_routes_of_a_group_of_several_requests():
         part.routes = [np.full((length + 1, 2, 1), first + i, np.uint8) for i, length in enumerate(part.lengths)]
     prompt = make_group(0, [1], [[2]]).prompt
     rewards = [RewardResult(1.0)] * 3
-    batch = build_batch([SampleGroup(0, prompt, joined("0", parts), rewards)], pad_token_id=0).batch
+    batch = build_batch([SampleGroup(0, prompt, join_requests("0", parts), rewards)], pad_token_id=0).batch
     assert batch["routed_experts"][:, 0, 0, 0].tolist() == [0, 1, 10]
     parts[1].routes = []
-    assert joined("0", parts).routes == []
+    assert join_requests("0", parts).routes == []
 
 
 def test_the_greedy_response_stands_beside_every_sample_of_its_prompt():
