@@ -77,9 +77,8 @@ class RolloutContext:
             seed = self.params.seed
             own = replace(own, seed=random.Random(f"{seed}/{number}").getrandbits(63) if number else seed)
         name = f"{self.order}.{number}"
-        request = GenerationRequest(
-            name, token_ids, own, num_samples or self.group_size, vision=self._vision_of(token_ids)
-        )
+        count, vision = num_samples or self.group_size, self._vision_of(token_ids)
+        request = GenerationRequest(name, token_ids, own, count, vision=vision)
         if self._progress is not None and not number:
             request = with_progress(request, self._progress)
         generation = self._engines.submit(request, on_finished=self._finished.append)

@@ -262,7 +262,6 @@ class RewardClient:
         scorer: ModelScorer | None = None,
         quarantine: SampleQuarantine | None = None,
     ) -> None:
-        self._clusters = clusters
         self.quarantine = quarantine or SampleQuarantine()
         self._workers = {
             domain: [self._worker(cluster, rank) for rank in range(cluster.world_size)]
@@ -343,12 +342,11 @@ class RewardClient:
     async def _ask_worker(self, domain: str, rank: int, groups: list[SampleGroup]) -> None:
         samples = [sample for group in groups for sample in group.reward_samples()]
         try:
-            results = await self._workers[domain][rank](samples)
+            results = iter(await self._workers[domain][rank](samples))
         finally:
             self._load[domain][rank] -= len(samples)
-        dealt = iter(results)
         for group in groups:
-            group.rewards = list(islice(dealt, group.num_samples))
+            group.rewards = list(islice(results, group.num_samples))
 
     def _worker(self, cluster: Cluster, rank: int) -> RestartingWorker[RewardSample, RewardResult]:
         async def ask(samples: Sequence[RewardSample]) -> list[RewardResult]:
