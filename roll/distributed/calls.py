@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, Self
 
 import ray
@@ -26,7 +27,7 @@ R = TypeVar("R", default=Any)
 _REPORTED_RANKS = 3
 _GRACE_SECONDS = 2.0
 """Time for the other ranks to answer after the first failure: when a rank dies, its peers in a collective raise
-"connection closed" at the same moment, and may be heard first."""
+"connection closed" at the same moment, and their answers may arrive first."""
 
 _PEER_TROUBLE = re.compile(
     r"connection (closed|reset|refused)|broken pipe|gloo|nccl|DistBackendError|socket timeout|timed out", re.IGNORECASE
@@ -110,7 +111,7 @@ class PendingCall(Generic[R]):
         return self._collect(self._answers)
 
     def __await__(self) -> Generator[Any, None, R]:
-        """As :meth:`result`; other coroutines go on meanwhile. Whoever stops waiting leaves the call as it is."""
+        """As :meth:`result`; other coroutines run meanwhile. Cancelling the wait does not cancel the call."""
         return self._result().__await__()
 
     async def _result(self) -> R:
@@ -155,17 +156,15 @@ class PendingCall(Generic[R]):
             deadline.cancel()
         for ref, answer in answers.items():
             if answer.done():
-                self._keep(self._rank_of[ref], answer.result)
+                self.take(ref, answer.result)
 
-    def take(self, ref: ray.ObjectRef[Any]) -> None:
-        """Fetch one rank's answer, which is there.
+    def take(self, ref: ray.ObjectRef[Any], fetch: Callable[[], Any]) -> None:
+        """Keep one rank's answer, which ``fetch`` returns at once.
 
         Raises:
             WorkerFailed, WorkerDied: it is a failure.
         """
-        self._keep(self._rank_of[ref], lambda: ray.get(ref))
-
-    def _keep(self, rank: int, fetch: Callable[[], Any]) -> None:
+        rank = self._rank_of[ref]
         try:
             self._answers[rank] = fetch()
         except ray.exceptions.RayError as error:
@@ -253,8 +252,8 @@ class DriverLoop:
     """The event loop of the driver's thread. It runs whenever that thread waits: in :meth:`run`, and in
     :meth:`PendingCall.result`.
 
-    So a pipeline reads as plain statements, and what :meth:`spawn` has begun goes on while other roles compute. What
-    goes wrong in it ends the wait, whatever is waited for.
+    So a pipeline reads as plain statements, and what :meth:`spawn` has started continues while other roles compute. An
+    error in it ends the wait, whatever is waited for.
 
     Args:
         loop: runs the coroutines (in tests and simulations one with a clock of its own).
@@ -360,7 +359,7 @@ def wait_any(calls: Sequence[PendingCall], timeout: float | None = None) -> list
     while True:
         refs = {ref: call for call in calls for ref in call.unanswered}
         for ref in _ready(refs, _patience(calls, end)):
-            refs[ref].take(ref)
+            refs[ref].take(ref, partial(ray.get, ref))
         for call in calls:
             call.check()
         if done := [call for call in calls if not call.unanswered]:

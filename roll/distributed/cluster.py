@@ -92,8 +92,8 @@ class Cluster:
         self._replacements: dict[int, tuple[Any, ray.ObjectRef[WorkerAddress]]] = {}
 
     def start_again(self) -> None:
-        """Kill what is left of ranks that work together, one of which has died, and start new processes for all of
-        them, in a process group of their own; they are to be initialised as at the beginning."""
+        """Replace all ranks of a cluster that computes together and has lost one: kill the others, and start new
+        processes for all, in a new process group. They must be initialised as at the beginning."""
         for rank in self.live_ranks:
             self.leave_out(rank)
         self._start()
@@ -102,7 +102,7 @@ class Cluster:
         return f"Cluster({self.name!r}, {self.world_size} ranks)"
 
     def wait_ready(self) -> None:
-        """Wait until every worker is built; every call does so by itself.
+        """Wait until every worker is built; every call does so implicitly.
 
         Raises:
             WorkerFailed, WorkerDied, DeadlineExceeded: a worker did not start; the method is named ``start``.

@@ -26,12 +26,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 MARK_ENV = "ROLL_RUN_MARK"
-"""Set, to a value of its own for every run, in the environment that Ray, workers and their children inherit."""
+"""Variable with the mark, unique to a run, in the environment that Ray, workers and their children inherit."""
 
 _PROC = Path("/proc")
 _RAY_TITLE = "ray::"
@@ -135,11 +135,11 @@ _RAYLET_ENDED = ("local raylet failed", "local Raylet is dead")
 
 
 class Guard:
-    """The driver's end of the pipe.
+    """The driver's end of the pipe; starts the guard's process.
 
     Args:
         mark: of the run's processes.
-        folder: of the run's own Ray, removed after a hard end; None: it uses somebody else's.
+        folder: of the run's private Ray, removed after a hard end; None: the run uses an existing cluster.
     """
 
     def __init__(self, mark: str, folder: Path | None) -> None:
@@ -153,6 +153,8 @@ class Guard:
             text=True,
             start_new_session=True,  # Ctrl-C and hang-ups are for the driver
         )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
         self.tell({"mark": mark, "folder": str(folder) if folder is not None else None, "driver": os.getpid()})
 
     def tell(self, facts: Mapping[str, Any]) -> None:
@@ -161,10 +163,9 @@ class Guard:
         ``daemons``: pids of Ray's, by name. ``cause``: why the driver would end now. ``account``: where the run
         stands, and how to go on. ``log``: the file that both are appended to. ``command``: what to run at the end.
         """
-        pipe = self._pipe
         with suppress(OSError, ValueError):  # the guard was killed: the run does without it
-            pipe.write(json.dumps(dict(facts)) + "\n")
-            pipe.flush()
+            self._pipe.write(json.dumps(dict(facts)) + "\n")
+            self._pipe.flush()
 
     def dismiss(self) -> None:
         """The driver ends in good order."""
@@ -176,11 +177,6 @@ class Guard:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-    @property
-    def _pipe(self) -> IO[str]:
-        assert self._process.stdin is not None
-        return self._process.stdin
 
 
 def main() -> None:
@@ -248,7 +244,7 @@ def _cause_in_ray_log(folder: Path | None) -> str | None:
 
 
 def _report(text: str, log: str | None) -> None:
-    """To standard error, which is given up then: whoever reads it need not wait for the rest."""
+    """Write to standard error, then detach from it, so that its reader need not wait for the rest; and to the log."""
     with suppress(OSError):  # the terminal is gone
         os.write(2, f"{text}\n".encode())
     with open(os.devnull, "w") as nowhere:

@@ -310,8 +310,8 @@ def _connected(address: str, node_ip: str | None, passed_on: Mapping[str, str] |
 
 
 def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_timeout: float) -> NoReturn:
-    """Be a node of somebody else's run until its head is gone. Served again (``max_restarts``), it waits for as long as
-    the head may take to come back; when it does not, the run was done.
+    """Serve a run as a further node until its head is gone. Started again (``max_restarts``), this node waits for as
+    long as the head may take to come back; when it does not, the run was done.
 
     A first signal is passed on to node 0, which ends the run in good order; the ranks on this node are needed for that.
     """

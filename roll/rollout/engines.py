@@ -30,7 +30,7 @@ continue in one pass, those behind an ``asyncio.gather`` a few later. What they 
 class Generation:
     """A request to the engines. Awaiting it gives its :class:`FinishedGroup`, or None if it was aborted.
 
-    Cancelling whoever awaits it aborts it.
+    Cancelling the coroutine that awaits it aborts it.
     """
 
     _client: EngineClient
@@ -169,19 +169,6 @@ class EngineClient:
         """A turn of an engine is in flight."""
         return any(engine.turn is not None for engine in self._engines)
 
-    async def generate(self, request: GenerationRequest, listener: Listener | None = None) -> FinishedGroup:
-        """All samples of a request. Cancellation aborts it.
-
-        Args:
-            listener: is given what the samples have so far, about every turn of an engine that can tell.
-
-        Raises:
-            RemoteError: the last engine is lost.
-        """
-        finished = await self.submit(request, listener)
-        assert finished is not None, "only its owner could have aborted it"
-        return finished
-
     async def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore | str:
         """Log-probs of a prompt's own tokens, from the engine with the fewest samples; or why there are none.
 
@@ -200,9 +187,11 @@ class EngineClient:
         listener: Listener | None = None,
         on_finished: Callable[[FinishedGroup], None] | None = None,
     ) -> Generation:
-        """Have a request generated in the background; see :meth:`generate`.
+        """Have a request generated in the background. Awaiting the result raises :class:`RemoteError` where the last
+        engine is lost.
 
         Args:
+            listener: is called with what the samples have so far, after every turn of an engine that can tell.
             on_finished: is called with the samples as soon as they are there, before any coroutine continues.
         """
         request_id = f"{request.request_id}#{next(self._numbers)}"
@@ -386,7 +375,7 @@ class EngineClient:
                 self._lose(engine, loss)
             else:
                 self._end_turn(engine, report)
-        except Exception as error:  # of a listener or our own: nobody may wait for ever
+        except Exception as error:  # of a listener, or a bug here: no request may wait for ever
             self._fail(error)
         finally:
             engine.turn = None
@@ -466,7 +455,7 @@ class EngineClient:
         self._wake()
 
     def _fail(self, error: Exception) -> None:
-        """There is nobody left who could answer."""
+        """End all requests: no engine is left to answer them."""
         logger.error("no engine is left: %s", error)
         self.failure = error
         generations, self._generations = self._generations, {}

@@ -348,8 +348,10 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
         return OpenPrompt(order, drawn)
 
     def _start_group(self, one: OpenPrompt, progress: Mapping[str, Any] | None = None) -> None:
-        context = self._context(one, progress)
-        self._begin(_Prompt(one, context), self._answer(one, context))
+        prompt = _Prompt(one, self._context(one, progress))
+        if not self._is_own:
+            prompt.context._on_scoring = partial(self._generated, prompt)
+        self._begin(prompt, self._answer(one, prompt.context))
 
     def take_up(self, begun: Sequence[tuple[OpenPrompt, Mapping[str, Any]]], scoring: Sequence[SampleGroup]) -> None:
         """Continue prompts and groups of an earlier run: samples from where they were, scoring from its beginning. A
@@ -377,11 +379,6 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
         return RolloutContext(
             one.order, settings.group_size, params, self._engines, self._rewards, progress, one.prompt
         )
-
-    def _begin(self, begun: _Prompt, coroutine: Coroutine[Any, Any, tuple[SampleGroup, bool]]) -> None:
-        super()._begin(begun, coroutine)
-        if not self._is_own:
-            begun.context._on_scoring = partial(self._generated, begun)
 
     def _ended(self, group: SampleGroup) -> None:
         if self._is_own:

@@ -148,31 +148,27 @@ class RolloutContext:
             )
         if len(context) == count:
             return part
-        passage = self._earlier_rounds(context, count) if earlier_rounds else _Passage.of_given(context[count:])
-        return _with_prefix(passage, part)
+        return _with_prefix(self._passage(context, count, earlier_rounds), part)
 
-    def _earlier_rounds(self, context: list[int], count: int) -> _Passage:
-        """The tokens of ``context`` behind the first ``count``, with what is known of those that were sampled."""
-        best: tuple[FinishedGroup, int] | None = None
-        longest = 0
-        for group in self._finished:
+    def _passage(self, context: list[int], count: int, earlier_rounds: bool) -> _Passage:
+        """The tokens of ``context`` behind the first ``count``. With ``earlier_rounds``, those that the policy sampled
+        are found: the longest beginning of ``context`` that is a sample behind its request's context, then the same in
+        that context."""
+        passage, known = _Passage(), count
+        best: tuple[FinishedGroup, int, list[int]] | None = None
+        for group in self._finished if earlier_rounds else ():
             asked = list(map(int, self._requests[group.request_id][1]))
             for index, tokens in enumerate(group.split(group.token_ids)):
                 whole = len(asked) + len(tokens)
-                if (
-                    len(tokens)
-                    and whole > longest
-                    and len(asked) >= count
-                    and context[:whole] == asked + tokens.tolist()
-                ):
-                    best, longest = (group, index), whole
-        if best is None:
-            return _Passage.of_given(context[count:])
-        group, index = best
-        passage = self._earlier_rounds(list(map(int, self._requests[group.request_id][1])), count)
-        tokens, log_probs = (group.split(flat)[index] for flat in (group.token_ids, group.log_probs))
-        passage.add_sampled(tokens, log_probs, group.weight_versions[index])
-        passage.add_given(context[longest:])
+                longer = len(tokens) and whole > known and len(asked) >= count
+                if longer and context[:whole] == asked + tokens.tolist():
+                    best, known = (group, index, asked), whole
+        if best is not None:
+            group, index, asked = best
+            passage = self._passage(asked, count, earlier_rounds)
+            tokens, log_probs = (group.split(flat)[index] for flat in (group.token_ids, group.log_probs))
+            passage.add_sampled(tokens, log_probs, group.weight_versions[index])
+        passage.add_given(context[known:])
         return passage
 
 
@@ -184,10 +180,6 @@ class _Passage:
     log_probs: list[float] = field(default_factory=list)
     given: list[bool] = field(default_factory=list)
     weight_versions: list[VersionSpan] = field(default_factory=list)
-
-    @staticmethod
-    def of_given(tokens: Sequence[int]) -> _Passage:
-        return _Passage(list(tokens), [0.0] * len(tokens), [True] * len(tokens))
 
     def add_given(self, tokens: Sequence[int]) -> None:
         self.token_ids += tokens

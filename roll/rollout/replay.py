@@ -234,10 +234,6 @@ class ReplayBuffer(Generic[GroupT]):
         return len(self._ready)
 
     @property
-    def num_generating(self) -> int:
-        return len(self._generating)
-
-    @property
     def generating(self) -> dict[int, Held]:
         """By order of drawing."""
         return dict(self._generating)
@@ -305,7 +301,7 @@ class ReplayBuffer(Generic[GroupT]):
 
     def counts(self) -> dict[str, int]:
         """The ledger and where the rest is; ``drawn`` is the sum of the others."""
-        held = {"generating": self.num_generating, "scoring": len(self._scoring), "ready": self.num_ready}
+        held = {"generating": len(self._generating), "scoring": len(self._scoring), "ready": self.num_ready}
         return asdict(self.ledger) | held
 
     def state_dict(self, progress: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

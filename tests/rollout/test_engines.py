@@ -119,7 +119,7 @@ async def test_what_follows_a_response_goes_with_the_very_next_turn():
 
     async def talk(first: int) -> None:
         for turn in range(3):
-            both = (desk.client.generate(GenerationRequest(f"{first}-{turn}-{i}", [i], PARAMS)) for i in range(2))
+            both = (desk.client.submit(GenerationRequest(f"{first}-{turn}-{i}", [i], PARAMS)) for i in range(2))
             await asyncio.gather(*both)
 
     talking = asyncio.ensure_future(talk(0))
@@ -150,7 +150,7 @@ async def test_aborted_requests_never_come_back():
 async def test_whoever_is_cancelled_aborts_its_request():
     desk = Desk(FakeEngines(per_turn=0))
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(desk.client.generate(GenerationRequest("0", [0], PARAMS)), 1.0)
+        await asyncio.wait_for(desk.client.submit(GenerationRequest("0", [0], PARAMS)), 1.0)
     desk.submit(1, first=1)
     await desk.advance()
     waiting = [asyncio.ensure_future(wait_for(desk.generations["1"])) for _ in range(2)]
@@ -290,8 +290,7 @@ async def test_an_engine_is_killed_with_hundreds_of_requests_in_flight():
     engines = FakeEngines(world_size=4, per_turn=5, rng=rng)
     client = EngineClient(engines, max_running_requests=64)
     waiting = {
-        str(i): asyncio.ensure_future(client.generate(GenerationRequest(str(i), [i % 50], PARAMS, 2)))
-        for i in range(600)
+        str(i): asyncio.ensure_future(client.submit(GenerationRequest(str(i), [i % 50], PARAMS, 2))) for i in range(600)
     }
     await asyncio.sleep(0.2)
     engines.dead = {1}
