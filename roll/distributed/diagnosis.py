@@ -1,4 +1,4 @@
-"""Evidence about a worker that cannot speak for itself: the end of its log, and where its threads stand."""
+"""Evidence about a worker that does not answer: the end of its log, and the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _on_node(address: WorkerAddress, look: Callable[[WorkerAddress, int], list[s
 
 
 def _kill_tree(address: WorkerAddress, lines: int) -> list[str]:
-    if command_of(address.pid).startswith("ray::"):  # not a later process that has got its number
+    if command_of(address.pid).startswith("ray::"):  # not a later process with the same id
         kill_tree(address.pid)
     return []
 

@@ -49,7 +49,7 @@ class NotFinite(RuntimeError):
 
 
 class NodeError(RuntimeError):
-    """Nodes that do not come, that cannot be reached any more, or that are not like the others; each by name."""
+    """Nodes that did not join, became unreachable, or differ from the others; the message names each."""
 
 
 class RemoteError(RuntimeError):

@@ -1,5 +1,5 @@
 """The nodes of a run: which one this is, by which address the others reach it, the secret that they share, and the roll
-call at which each says what it is made of.
+call at which each announces its versions.
 
 ``RANK`` and ``WORLD_SIZE`` in the environment of the command count nodes; in workers they have torch's meaning.
 """

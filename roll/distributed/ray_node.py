@@ -10,7 +10,7 @@ public way to any of this:
 - ``Node``, ``RayParams``: start a node without those three processes, and learn the daemons' process ids. They are
   behind ``ray start``, which starts the processes too.
 - ``Config``, ``AuthenticationTokenLoader``: read the access token again, which Ray does when it is imported.
-- ``GcsClient``: leave a word with the head before a node joins it.
+- ``GcsClient``: exchange messages with the head before a node joins it.
 - ``worker.print_to_stdstream``: keep notices of dead workers off the driver's standard output.
 - ``ray_constants.ENABLE_RAY_CLUSTER``: join a cluster at a loopback address.
 - the arguments ``_system_config`` and ``_node_ip_address``.
@@ -108,7 +108,7 @@ class RayWatch:
         threading.Thread(target=self._watch, name="ray watch", daemon=True).start()
 
     def look(self) -> RayLost | None:
-        """The loss of one of them; None: they run."""
+        """The loss of a daemon; None: all run."""
         with self._lock:
             if self._lost is None and not self._stopped.is_set():
                 dead = [(name, process) for name, process in self._node.dead_processes() if name in DAEMONS]
@@ -117,7 +117,7 @@ class RayWatch:
             return self._lost
 
     def stop(self) -> None:
-        """They are about to be ended."""
+        """Stop watching: the daemons are about to be ended."""
         with self._lock:
             self._stopped.set()
 
@@ -241,7 +241,7 @@ def reload_auth() -> None:
 
 
 class Board:
-    """Short texts that the nodes of a run leave for each other with the head, which need not have joined yet.
+    """Short messages between the nodes of a run, kept by the head; a node can use it before it joins.
 
     Args:
         address: ``host:port`` of the head.
@@ -265,7 +265,7 @@ class Board:
             self._client.internal_kv_put(key.encode(), text, True, self._NAMESPACE)
 
     def get(self, key: str) -> bytes | None:
-        """None: there is nothing of this name.
+        """The text under a key; None: there is none.
 
         Raises:
             NodeError: the head does not know the token of this node.

@@ -376,10 +376,10 @@ def _pass_on(board: Board, options: NodeOptions, count: int) -> None:
 
 
 def _answer_roll_call(options: NodeOptions, give_up: float) -> Board:
-    """Say what this node is made of, and see that it is what the head is made of; the head's board.
+    """Announce this node's versions and compare them with the head's; returns the head's board.
 
     Raises:
-        NodeError: it is not, or the head does not say.
+        NodeError: they differ, or the head does not announce any.
     """
     assert options.gcs_address is not None
     card, board = NodeCard.of_this_node(options.rank, options.address), Board(options.gcs_address)

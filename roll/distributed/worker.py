@@ -28,7 +28,7 @@ _ATTRIBUTE = "_roll_registration"
 
 
 class Dispatch(StrEnum):
-    """The way of arguments to the ranks of a cluster, and of their results back."""
+    """Distribution of a call's arguments to the ranks of a cluster, and collection of their results."""
 
     ONE_TO_ALL = "one_to_all"
     """Every rank gets the same arguments; a list with one result a rank."""

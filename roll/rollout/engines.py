@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 Listener = Callable[[Sequence[GenerationOutput]], None]
 
 PASSES_BEFORE_TURN = 4
-"""Of the event loop, between a reason for a turn of an engine and its start: coroutines that wait for the same thing
-continue in one pass, those behind an ``asyncio.gather`` a few later. What they ask for joins the same turn."""
+"""Passes of the event loop between the first reason for a turn of an engine and its start: coroutines that wait for the
+same thing continue in one pass, those behind an ``asyncio.gather`` a few later, and their requests join the turn."""
 
 
 @dataclass(eq=False, slots=True)

@@ -106,7 +106,7 @@ class EngineSampler:
         self._engines.abort([generation for _, generation in self._in_flight.values()])
 
     def state_dict(self) -> State:
-        """Its calls so far: those that were answered, and what there is of the others."""
+        """Its calls so far: those that were answered, and the partial samples of the others."""
         return {
             "answered": [self._answered[number] for number in sorted(self._answered)],
             "in_flight": {
@@ -205,8 +205,8 @@ class _OpenGroup:
 
 
 class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
-    """Groups of episodes in flight: a coroutine each, and one for each of their episodes. Nothing waits for anything
-    else: an episode goes on when its own response or observation is there.
+    """Groups of episodes in flight: a coroutine each, and one for each of their episodes. Episodes do not wait for each
+    other: each continues when its own response or observation is there.
 
     Args:
         players: by tag.

@@ -85,7 +85,7 @@ class Progress(Generic[GroupT]):
 
 
 class Begun(Protocol):
-    """A group in flight."""
+    """A group whose coroutine is running."""
 
     @property
     def order(self) -> int:
@@ -355,7 +355,7 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
 
     def take_up(self, begun: Sequence[tuple[OpenPrompt, Mapping[str, Any]]], scoring: Sequence[SampleGroup]) -> None:
         """Continue prompts and groups of an earlier run: samples from where they were, scoring from its beginning. A
-        loop of the user's own begins anew: coroutines do not outlive their process."""
+        user's own loop starts over: coroutines do not outlive their process."""
         assert not (self._is_own and scoring), "a loop's groups are scored when they are complete"
         for one, progress in begun:
             self._start_group(one, None if self._is_own else progress)

@@ -1,8 +1,7 @@
 """The reward workers of all domains as one client, with the role reward_model in front of them.
 
-A worker that dies is replaced, and its work is done again.  It dies with all that it was given: given to its successor
-one by one, the sample that kills it again is known.  That one is quarantined: it gets a result that says so, and its
-row goes into a file, while all others get theirs.
+A worker that dies is replaced, and the samples that it had are scored again, one at a time.  A sample that kills a
+second worker is quarantined: its result says so, and its row goes into a file.  All others get their scores.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ logger = logging.getLogger(__name__)
 QUARANTINE_FILE = "set_aside.jsonl"
 """In the folder of logs: a line for every sample that has killed its worker twice."""
 MOST_IN_A_ROW = 3
-"""Samples that may kill their workers one after the other: where all do, the fault is not theirs."""
+"""Samples in a row that may kill their workers; where more do, the fault is not theirs."""
 
 T = TypeVar("T")
 R = TypeVar("R")

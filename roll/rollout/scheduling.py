@@ -207,8 +207,8 @@ class AsyncScheduler(Generic[GroupT]):
         self._taken_at_version = 0
 
     async def free_engines(self) -> None:
-        """Leave the engines to somebody else, between an exchange and :meth:`collect`: what they had in flight is taken
-        back and continues afterwards."""
+        """Free the engines for other requests, between an exchange and :meth:`collect`: what is in flight is recalled
+        and continues afterwards."""
         await self._take_back()
         self._engines.resume()
 

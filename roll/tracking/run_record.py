@@ -272,7 +272,7 @@ class PhaseTimer:
             self._open.pop()
 
     def pop(self) -> dict[str, float]:
-        """``time/<phase>`` in seconds and ``memory/<phase>/<name>`` in bytes since the last call; starts anew."""
+        """``time/<phase>`` in seconds and ``memory/<phase>/<name>`` in bytes since the last call; starts again at 0."""
         metrics = {f"time/{name}": seconds for name, seconds in self._seconds.items()} | self._bytes
         self._seconds, self._bytes = {}, {}
         return metrics
@@ -333,18 +333,18 @@ class TimelineLog(_LineFile):
 
 
 class SpanLog:
-    """Single pieces of work of the driver's event loop, by whoever does them; nothing is kept while it is closed."""
+    """Log of single pieces of work of the driver's event loop; nothing is written while it is closed."""
 
     def __init__(self) -> None:
         self._file: _LineFile | None = None
 
     def open(self, path: Path, resumed: bool) -> None:
-        """Keep them in ``path`` from now on; ``resumed``: behind those of an earlier run."""
+        """Write to ``path`` from now on; ``resumed``: behind the lines of an earlier run."""
         self.close()
         self._file = _LineFile(path, "a" if resumed else "w")
 
     def note(self, name: str, seconds: float, attributes: Mapping[str, str | int]) -> None:
-        """Something called ``name`` has ended now, after ``seconds``."""
+        """Write down that ``name`` has ended now, after ``seconds``."""
         if self._file is not None:
             end = time.time()
             self._file.write([name, round(end - seconds, 4), round(end, 4), dict(attributes)])
@@ -356,7 +356,7 @@ class SpanLog:
 
 
 span_log = SpanLog()
-"""That of this process: a driver has one run at a time."""
+"""The log of this process: a driver has one run at a time."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Transports that move a bucket between devices, past host memory: ``broadcast`` and ``cuda_ipc``.
 
 ``broadcast``: a process group of the sending rank and the engines, apart from the trainer's own. Large tensors are sent
-from where they lie, small ones together in one buffer. The group stays for the next update, and is formed anew when the
-engines are other ones or an update has failed.
+from where they lie, small ones together in one buffer. The group stays for the next update, and is formed again when
+the engines have changed or an update has failed.
 
 ``cuda_ipc``: a bucket in the trainer's GPU memory, read there by an engine on the same GPU. The sender packs the bucket
 into one allocation and hands out CUDA's handle of it (by torch's own reductions, which multiprocessing uses to share

@@ -92,11 +92,11 @@ class WeightSync:
 
     def sync(self, version: int) -> Metrics:
         """Bring the engines to ``version``; no turn of theirs may be in flight. Engines that have died, fail or do not
-        answer are killed and left out; where that happens on the way, the others are sent everything once more.
+        answer are killed and left out; where that happens during the update, the others are sent everything again.
 
         Raises:
             WorkerFailed: an engine holds other values than it was sent (caused by a ``WeightSyncError``).
-            RemoteError: what became of the last engine, or of a trainer.
+            RemoteError: the last engine is lost, or a trainer failed.
         """
         self._leave_out_lost()
         begin = time.monotonic()
@@ -264,7 +264,7 @@ class Update:
 
 
 class WeightSender:
-    """Lives in the sending rank for as long as that, and remembers what the engines hold.
+    """Lives as long as the sending rank, and remembers what the engines hold.
 
     Args:
         bucket_bytes: with ``delta``, changed elements are collected to as much before they are sent.

@@ -53,7 +53,7 @@ class Receiver(ABC):
         """The engine has copied the tensors of the last bucket; called before it answers."""
 
     def close(self) -> None:
-        """The engine uses it no more."""
+        """Free what it holds; it is not used again."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Link:
 
 
 class Sender(ABC):
-    """Lives in the sending rank's process, for as long as that."""
+    """Lives as long as the sending rank's process."""
 
     receiver: ClassVar[type[Receiver]]
     slots: ClassVar[int] = 1
@@ -97,7 +97,7 @@ class Sender(ABC):
         """The engines have taken the tensors of the first :meth:`pack` that was not released."""
 
     def finish(self) -> None:
-        """The update is over and went well."""
+        """The update has succeeded."""
 
     def abandon(self) -> None:
         """The update failed: give up connections whose other end may be anywhere."""
