@@ -21,7 +21,7 @@ from roll.agents.conversation import Branch, Call
 from roll.agents.episode import Episode, EpisodeGroup, Task
 from roll.protocol import DataProto
 from roll.protocol.vision import IMAGES, VisionInputs
-from roll.rollout.groups import masked_column, object_column
+from roll.rollout.groups import masked_column
 
 SampleRule = Literal["trajectory", "step"]
 OnError = Literal["drop", "zero", "keep"]
@@ -238,18 +238,18 @@ def _task_key(task: Task) -> str:
     return json.dumps([task.tag, task.seed, task.row], sort_keys=True, default=str)
 
 
-def _object_columns(rows: Sequence[_Row], groups: Sequence[EpisodeGroup]) -> dict[str, NDArray[np.object_]]:
+def _object_columns(rows: Sequence[_Row], groups: Sequence[EpisodeGroup]) -> dict[str, Sequence[object]]:
     orders = [groups[row.group].order for row in rows]
     first = {row.group: row.episode for row in reversed(rows)}
     places = [f"{row.episode - first[row.group]}-{number}" for number, row in enumerate(rows)]
     images = _images(rows)
-    seen = {} if all(one is None for one in images) else {IMAGES: object_column(images)}
-    return seen | {
-        "prompt_id": object_column([f"{order}" for order in orders]),
-        "domain": object_column([row.source.task.tag for row in rows]),
-        "tag": object_column([row.source.task.tag for row in rows]),
-        "sample_id": object_column([f"{order}-{place}" for order, place in zip(orders, places, strict=True)]),
-        "finish_reason": object_column(["length" if row.source.outcome in TRUNCATED else "stop" for row in rows]),
-        "role": object_column([row.role for row in rows]),
-        "outcome": object_column([row.source.outcome for row in rows]),
+    return {
+        **({IMAGES: images} if any(images) else {}),
+        "prompt_id": [f"{order}" for order in orders],
+        "domain": [row.source.task.tag for row in rows],
+        "tag": [row.source.task.tag for row in rows],
+        "sample_id": [f"{order}-{place}" for order, place in zip(orders, places, strict=True)],
+        "finish_reason": ["length" if row.source.outcome in TRUNCATED else "stop" for row in rows],
+        "role": [row.role for row in rows],
+        "outcome": [row.source.outcome for row in rows],
     }

@@ -267,13 +267,6 @@ def masked_column(where: np.ndarray, flat: np.ndarray, dtype: DTypeLike, elsewhe
     return torch.from_numpy(column)
 
 
-def object_column(values: Sequence[object]) -> np.ndarray:
-    """object (len(values),), whatever the values are."""
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column
-
-
 def _versions_of_tokens(groups: Sequence[SampleGroup]) -> np.ndarray:
     """int32 (sampled tokens,): the version of the weights that each was sampled with, sample after sample."""
     spans = [span for group in groups for spans in group.finished.weight_versions for span in spans]
@@ -323,18 +316,18 @@ def greedy_baseline(groups: Sequence[SampleGroup], baselines: Sequence[SampleGro
     }
 
 
-def _object_columns(groups: Sequence[SampleGroup], sizes: np.ndarray) -> dict[str, np.ndarray]:
-    def per_group(values: list[object]) -> np.ndarray:
-        return np.repeat(object_column(values), sizes)
+def _object_columns(groups: Sequence[SampleGroup], sizes: np.ndarray) -> dict[str, Sequence[object] | np.ndarray]:
+    def per_group(values: Sequence[object]) -> np.ndarray:
+        return np.repeat(np.fromiter(values, dtype=object, count=len(values)), sizes)
 
     sample_ids = [f"{group.order}-{index}" for group in groups for index in range(group.num_samples)]
     reasons = list(chain.from_iterable(group.finished.finish_reasons for group in groups))
     images = [group.prompt.vision for group in groups]
-    seen = {} if all(one is None for one in images) else {IMAGES: per_group(list(images))}
-    return seen | {
+    return {
+        **({IMAGES: per_group(images)} if any(images) else {}),
         "prompt_id": per_group([group.prompt.prompt_id for group in groups]),
         "domain": per_group([group.prompt.domain for group in groups]),
         "tag": per_group([group.prompt.tag for group in groups]),
-        "sample_id": np.array(sample_ids, dtype=object),
-        "finish_reason": np.array(reasons, dtype=object),
+        "sample_id": sample_ids,
+        "finish_reason": reasons,
     }
