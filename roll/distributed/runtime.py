@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -371,8 +370,8 @@ def _pass_on(board: Board, options: NodeOptions, count: int) -> None:
             number.name,
         )
     ending.save_requested = False
-    name = f"node {options.rank} ({socket.gethostname()}, {options.address})"
-    board.put(_SIGNAL, f"{int(number)} {count} {name}".encode())
+    card = NodeCard.of_this_node(options.rank, options.address)
+    board.put(_SIGNAL, f"{int(number)} {count} {card}".encode())
 
 
 def _answer_roll_call(options: NodeOptions, give_up: float) -> Board:

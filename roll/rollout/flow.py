@@ -292,7 +292,8 @@ class GroupSettings:
 
     def params_of(self, order: int) -> SamplingParams:
         """With the seed of the prompt that was drawn as number ``order``."""
-        return replace(self.params, seed=_sample_seed(self.seed, order))
+        # Seeds of different runs and prompts never meet: 31 bits for the run, 32 for the draw.
+        return replace(self.params, seed=(self.seed & 0x7FFFFFFF) << 32 | (order & 0xFFFFFFFF))
 
     def keeps(self, group: SampleGroup) -> bool:
         """True where the filter of its domain accepts a scored group."""
@@ -433,8 +434,3 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
             return {}
         in_flight = prompt.context.in_flight
         return progress_state(in_flight[0].request) if in_flight else NO_PROGRESS
-
-
-def _sample_seed(run_seed: int, order: int) -> int:
-    """Seeds of different runs and prompts never meet: 31 bits for the run, 32 for the draw."""
-    return (run_seed & 0x7FFFFFFF) << 32 | (order & 0xFFFFFFFF)

@@ -122,15 +122,10 @@ class WeightReceiver:
 
     def _changed(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The engine's own tensor, with some elements changed."""
-        held = self._own_weights()[name]
-        if not held.is_contiguous():
-            held = held.contiguous()
+        weights = self._engine.held_weights()
+        assert weights is not None, "this engine takes whole models only"
+        held = weights[name].contiguous()
         apply_delta(held, indices, values)
-        return held
-
-    def _own_weights(self) -> Mapping[str, torch.Tensor]:
-        held = self._engine.held_weights()
-        assert held is not None, "this engine takes whole models only"
         return held
 
     def finish(self, unsent: Sequence[str] = ()) -> dict[str, Checksum]:
