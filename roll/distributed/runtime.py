@@ -25,13 +25,13 @@ from roll.distributed.actor import LOG_DIR_ENV
 from roll.distributed.failures import NodeError, RayLost
 from roll.distributed.guard import MARK_ENV, Guard, end_run
 from roll.distributed.nodes import (
-    EQUAL_PACKAGES,
     NodeCard,
     NodeEnvironment,
     check_all_present,
     check_same_versions,
     own_address,
     require_token,
+    version_reader,
 )
 from roll.distributed.ray_node import (
     LOOPBACK,
@@ -426,41 +426,24 @@ def _wait_for_nodes(gcs_address: str, address: str, world_size: int, num_nodes: 
         time.sleep(_POLL_SECONDS)
 
 
-def _compare_nodes(seconds: float = _ANSWER_SECONDS) -> None:
-    """Compare the versions of the other nodes of a cluster that was there with those of this one.
+def _compare_nodes() -> None:
+    """Compare the versions of the other nodes of an existing cluster with those of this one.
 
     Raises:
         NodeError: some differ, or do not answer.
     """
-
-    def installed(names: tuple[str, ...]) -> dict[str, str]:  # pickled by value: a node may have no roll at all
-        import importlib
-        import platform
-        from importlib import metadata
-
-        found = {"python": platform.python_version(), "roll": "not installed"}
-        with contextlib.suppress(ImportError):
-            found["roll"] = importlib.import_module("roll").__version__
-        for name in names:
-            found[name] = "not installed"
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                found[name] = metadata.version(name).partition("+")[0]
-        return found
-
     own = ray.get_runtime_context().get_node_id()
     others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
-    look = ray.remote(num_cpus=0, max_retries=0)(installed)
+    read = ray.remote(num_cpus=0, max_retries=0)(version_reader())
     answers = [
-        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
-            EQUAL_PACKAGES
-        )
+        read.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
         for node in others
     ]
-    done, _ = ray.wait(answers, num_returns=len(answers), timeout=seconds) if answers else ([], [])
+    done, _ = ray.wait(answers, num_returns=len(answers), timeout=_ANSWER_SECONDS) if answers else ([], [])
     silent = [node["NodeManagerHostname"] for node, one in zip(others, answers, strict=True) if one not in done]
     if silent:
         raise NodeError(
-            f"node {', '.join(silent)} of the cluster did not say within {seconds:g} s which versions it has"
+            f"node {', '.join(silent)} of the cluster did not say within {_ANSWER_SECONDS:g} s which versions it has"
         )
     cards = []
     for number, (node, one) in enumerate(zip(others, answers, strict=True), start=1):
