@@ -214,7 +214,7 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
         quarantine: takes the tasks whose environments fail at every attempt.
     """
 
-    _unit = "group"
+    _open_type = OpenTask
 
     def __init__(
         self,
@@ -236,9 +236,6 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
         self.counts: Counter[str] = Counter()
         """Episodes since the beginning, by what became of them: ``ended``, ``retried`` (an attempt that failed) and
         ``cancelled`` (not needed any more)."""
-
-    def _opened(self, order: int, drawn: Task) -> OpenTask:
-        return OpenTask(order, drawn)
 
     def take_up(
         self, begun: Sequence[tuple[OpenTask, Mapping[str, Any]]], scoring: Sequence[EpisodeGroup] = ()

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from roll.config.roles import GeneratingArguments
 from roll.datasets.types import PromptRow
@@ -110,6 +110,8 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
 
     _unit = "group"
     """Of what is drawn, for messages."""
+    _open_type: ClassVar[type[Any]]
+    """Holds what was drawn with its number (:class:`~roll.rollout.replay.Open`)."""
 
     def __init__(self, name: str, draw: Callable[[int], Sequence[Any]], first_draw: int) -> None:
         self._name = name
@@ -133,10 +135,6 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
         """Numbers that change when anything moves."""
 
     @abstractmethod
-    def _opened(self, order: int, drawn: Any) -> Any:
-        """What was drawn, with its number (:class:`~roll.rollout.replay.Open`)."""
-
-    @abstractmethod
     def _start_group(self, one: Any, progress: Mapping[str, Any] | None = None) -> None:
         """Begin the group of one that was drawn, from where ``progress`` left it."""
 
@@ -152,7 +150,7 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
         """Draw ``count`` times and begin a group for each; those begun, fewer where there is nothing more to draw."""
         drawn = self._draw(count)
         self.exhausted = self.exhausted or len(drawn) < count
-        begun = [self._opened(self.next_order + index, one) for index, one in enumerate(drawn)]
+        begun = [self._open_type(self.next_order + index, one) for index, one in enumerate(drawn)]
         self.next_order += len(drawn)
         for one in begun:
             self._start_group(one)
@@ -328,6 +326,7 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
     """
 
     _unit = "prompt"
+    _open_type = OpenPrompt
 
     def __init__(
         self,
@@ -344,9 +343,6 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
         self._loop = loop or SingleTurn()
         self._is_own = loop is not None
         super().__init__(f"{type(self._loop).__name__}.answer", draw, first_draw)
-
-    def _opened(self, order: int, drawn: PromptRow) -> OpenPrompt:
-        return OpenPrompt(order, drawn)
 
     def _start_group(self, one: OpenPrompt, progress: Mapping[str, Any] | None = None) -> None:
         prompt = _Prompt(one, self._context(one, progress))
