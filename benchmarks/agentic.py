@@ -217,7 +217,7 @@ async def _barrier(engines: Engines) -> float:
     rng, begin = random.Random(0), asyncio.get_running_loop().time()
     for turn in range(TURNS):
         requests = [GenerationRequest(f"{turn}.{i}", [1] * OBSERVED, SamplingParams(NEW)) for i in range(EPISODES)]
-        await asyncio.gather(*(client.generate(request) for request in requests))
+        await asyncio.gather(*(client.submit(request) for request in requests))
         await asyncio.sleep(max(log_normal(rng) for _ in range(EPISODES)))
     return asyncio.get_running_loop().time() - begin
 

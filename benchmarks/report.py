@@ -32,7 +32,6 @@ from roll.pipelines.sample_records import SampleRecorder
 from roll.protocol import DataProto
 from roll.report.page import write_page
 from roll.report.run_files import read_run
-from roll.rollout.groups import object_column
 from roll.tracking.run_record import SampleLog
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,7 +67,7 @@ def step_batch(groups: int, size: int, prompt: int, response: int, vocabulary: i
         "tag": ["t"] * rows,
         "finish_reason": ["stop"] * rows,
     }
-    return DataProto.from_dict(tensors, non_tensors={name: object_column(words) for name, words in texts.items()})
+    return DataProto.from_dict(tensors, non_tensors=texts)
 
 
 def recording(groups: int, size: int, response: int) -> tuple[float, float, int]:

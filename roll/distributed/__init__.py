@@ -17,25 +17,14 @@ if TYPE_CHECKING:
     from roll.distributed.signals import Interrupted
     from roll.distributed.worker import Dispatch, Worker, WorkerContext, register
 
-_MODULE_OF = {
-    "Cluster": "cluster",
-    "DeadlineExceeded": "failures",
-    "Dispatch": "worker",
-    "DriverLoop": "calls",
-    "Interrupted": "signals",
-    "PendingCall": "calls",
-    "Placement": "resources",
-    "RayLost": "failures",
-    "RayRuntime": "runtime",
-    "RemoteError": "failures",
-    "ResourceManager": "resources",
-    "Worker": "worker",
-    "WorkerContext": "worker",
-    "WorkerDied": "failures",
-    "WorkerFailed": "failures",
-    "ray_runtime": "runtime",
-    "register": "worker",
-    "wait_any": "calls",
+_NAMES_OF = {
+    "calls": ("DriverLoop", "PendingCall", "wait_any"),
+    "cluster": ("Cluster",),
+    "failures": ("DeadlineExceeded", "RayLost", "RemoteError", "WorkerDied", "WorkerFailed"),
+    "resources": ("Placement", "ResourceManager"),
+    "runtime": ("RayRuntime", "ray_runtime"),
+    "signals": ("Interrupted",),
+    "worker": ("Dispatch", "Worker", "WorkerContext", "register"),
 }
 
 __all__ = [
@@ -61,6 +50,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    for module, names in _NAMES_OF.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,5 @@
 """The Ray actor around a worker: it sets up the process and its log before the worker's class is imported, reports
-errors, and has PyTorch's profiler around calls where that is asked for."""
+errors, and runs calls under PyTorch's profiler on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -77,7 +77,7 @@ class Profiler:
 
     @contextmanager
     def around(self, method: str) -> Iterator[None]:
-        """Record the block if it is a call that is to be recorded; nothing is written of one that raises."""
+        """Record the block if the settings name this call; nothing is written of one that raises."""
         call, profiling = self._calls[method], self._profiling
         self._calls[method] += 1
         if profiling is None or call not in profiling.calls:
@@ -109,15 +109,13 @@ class Profiler:
 
 
 LOG_DIR_ENV = "ROLL_LOG_DIR"
-"""The folder of worker logs; without it they lie in Ray's session folder and go with it."""
+"""The folder of worker logs; without it they are in Ray's session folder and are removed with it."""
 
 STACK_SIGNAL = signal.SIGUSR2
 """On this signal a worker writes the Python stacks of its threads to its log, even when stuck in a C call."""
 
-COMPUTES = (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
-"""Of the methods that compute a batch, which are those that a profiler looks at."""
-
-STACK_HEADER = "Current thread"
+_COMPUTING = (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
+"""Modes of the methods that a profiler records: those that compute a batch."""
 
 
 def open_worker_log(worker_name: str, log_dir: Path | None) -> Path | None:
@@ -184,7 +182,7 @@ class CallTimes:
         self._lock = threading.Lock()
         self._open: tuple[str, float, float] | None = None
         who = {"role": context.cluster_name, "rank": context.rank, "devices": list(context.device_ids)}
-        self._file.write(json.dumps({**who, "host": socket.gethostname()}) + "\n")
+        self._write(json.dumps({**who, "host": socket.gethostname()}))
 
     def add(self, method: str, began: float, ended: float) -> None:
         """Seconds since the epoch."""
@@ -196,14 +194,18 @@ class CallTimes:
                 if last[0] == method and 0 <= began - last[2] < _JOINED_GAP and ended - last[1] < _JOINED_SECONDS:
                     self._open = (method, last[1], ended)
                     return
-                self._write(last)
+                self._write_span(last)
             self._open = (method, began, ended)
             if ended - began >= _JOINED_SECONDS or method == "shutdown":
-                self._write(self._open)
+                self._write_span(self._open)
                 self._open = None
 
-    def _write(self, span: tuple[str, float, float]) -> None:
-        self._file.write(f'["{span[0]}", {span[1]:.4f}, {span[2]:.4f}]\n')
+    def _write_span(self, span: tuple[str, float, float]) -> None:
+        self._write(f'["{span[0]}", {span[1]:.4f}, {span[2]:.4f}]')
+
+    def _write(self, line: str) -> None:
+        with suppress(OSError):  # a full disk ends no call
+            self._file.write(line + "\n")
 
 
 _STACK_FRAMES = 6
@@ -254,7 +256,7 @@ class WorkerActor:
         self._profiler = Profiler(worker_name)
         log_dir = os.environ.get(LOG_DIR_ENV)
         self._calls_file = Path(log_dir) / f"{worker_name}{CALLS_SUFFIX}" if log_dir else None
-        log_file = open_worker_log(worker_name, Path(log_dir) if log_dir else None)
+        log_file = open_worker_log(worker_name, Path(log_dir) if log_dir else None) or _ray_log_file()
         node_ip = ray.util.get_node_ip_address()
         interface = interface_of(node_ip)
         if interface is not None:
@@ -266,7 +268,7 @@ class WorkerActor:
             node_id=ray.get_runtime_context().get_node_id(),
             node_ip=node_ip,
             hostname=socket.gethostname(),
-            log_file=str(log_file or _ray_log_file()),
+            log_file=None if log_file is None else str(log_file),
         )
 
     def address(self) -> WorkerAddress:
@@ -298,10 +300,10 @@ class WorkerActor:
             cls = load_worker_class(worker_class)
             self._worker = cls(context)
             registered = registrations(cls)
-            self._profiled = {name for name, one in registered.items() if one.dispatch in COMPUTES}
+            self._profiled = {name for name, one in registered.items() if one.dispatch in _COMPUTING}
             return registered
         except Exception as error:
-            raise _described(error) from None
+            raise _worker_raised(error) from None
 
     def call(self, method: str, names: tuple[str, ...], *values: Any) -> Any:
         """Run a method of the worker; the last ``len(names)`` values are its keyword arguments.
@@ -316,7 +318,7 @@ class WorkerActor:
             with self._profiler.around(method) if method in self._profiled else nullcontext():
                 return getattr(self._worker, method)(*values[:positional], **kwargs)
         except Exception as error:
-            raise _described(error) from None
+            raise _worker_raised(error) from None
         finally:
             gc.enable()
             if self._times is not None:
@@ -346,7 +348,7 @@ def load_worker_class(worker_class: str | bytes) -> type[Worker]:
     return found
 
 
-def _described(error: Exception) -> WorkerRaised:
+def _worker_raised(error: Exception) -> WorkerRaised:
     logger.error("a call failed", exc_info=error)
     name = type(error).__name__
     text = str(error)
@@ -375,9 +377,9 @@ def _show_devices(local_devices: tuple[int, ...]) -> None:
         os.environ[variable] = ",".join(names[device] if names else str(device) for device in local_devices)
 
 
-def _ray_log_file() -> str | None:
+def _ray_log_file() -> Path | None:
     """The file behind this process's standard error."""
     try:
-        return os.readlink("/proc/self/fd/2")
+        return Path(os.readlink("/proc/self/fd/2"))
     except OSError:
         return None

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, Self
 
 import ray
@@ -26,7 +27,7 @@ R = TypeVar("R", default=Any)
 _REPORTED_RANKS = 3
 _GRACE_SECONDS = 2.0
 """Time for the other ranks to answer after the first failure: when a rank dies, its peers in a collective raise
-"connection closed" at the same moment, and may be heard first."""
+"connection closed" at the same moment, and their answers may arrive first."""
 
 _PEER_TROUBLE = re.compile(
     r"connection (closed|reset|refused)|broken pipe|gloo|nccl|DistBackendError|socket timeout|timed out", re.IGNORECASE
@@ -63,7 +64,8 @@ class PendingCall(Generic[R]):
         self._addresses = addresses
         self._collect = collect
         self._answers: dict[int, Any] = {}
-        self._error: RemoteError | None = None
+        self.error: RemoteError | None = None
+        """What went wrong; None: nothing so far."""
         self.began = time.monotonic()
 
     @property
@@ -79,11 +81,6 @@ class PendingCall(Generic[R]):
     def seconds_left(self) -> float:
         return self.began + self.deadline - time.monotonic()
 
-    @property
-    def error(self) -> RemoteError | None:
-        """Its error; None: nothing yet."""
-        return self._error
-
     def within(self, seconds: float | None) -> Self:
         """Set the deadline, in seconds from the moment of the call; None leaves it."""
         if seconds is not None:
@@ -92,7 +89,7 @@ class PendingCall(Generic[R]):
 
     def done(self) -> bool:
         """True where :meth:`result` returns (or raises) at once."""
-        if self._error is None and self.unanswered:
+        if self.error is None and self.unanswered:
             ready, _ = ray.wait(self.unanswered, num_returns=len(self.unanswered), timeout=0)
             return len(ready) == len(self.unanswered)
         return True
@@ -114,14 +111,14 @@ class PendingCall(Generic[R]):
         return self._collect(self._answers)
 
     def __await__(self) -> Generator[Any, None, R]:
-        """As :meth:`result`; other coroutines go on meanwhile. Whoever stops waiting leaves the call as it is."""
+        """As :meth:`result`; other coroutines run meanwhile. Cancelling the wait does not cancel the call."""
         return self._result().__await__()
 
     async def _result(self) -> R:
-        if self._error is None and self.unanswered:
+        if self.error is None and self.unanswered:
             await self._settled()
-        if self._error is None and self.unanswered:
-            self._error = self.overdue()
+        if self.error is None and self.unanswered:
+            self.error = self.overdue()
         self.check()
         return self._collect(self._answers)
 
@@ -159,33 +156,27 @@ class PendingCall(Generic[R]):
             deadline.cancel()
         for ref, answer in answers.items():
             if answer.done():
-                self._keep(self._rank_of[ref], answer.result)
+                self.take(ref, answer.result)
 
-    def take(self, ref: ray.ObjectRef[Any]) -> None:
-        """Fetch one rank's answer, which is there.
+    def take(self, ref: ray.ObjectRef[Any], fetch: Callable[[], Any]) -> None:
+        """Keep one rank's answer, which ``fetch`` returns at once.
 
         Raises:
             WorkerFailed, WorkerDied: it is a failure.
         """
-        self._keep(self._rank_of[ref], lambda: ray.get(ref))
-
-    def _keep(self, rank: int, fetch: Callable[[], Any]) -> None:
+        rank = self._rank_of[ref]
         try:
             self._answers[rank] = fetch()
         except ray.exceptions.RayError as error:
-            self._error = self._failure(rank, error)
-            raise self._error from None
+            self.error = self._failure(rank, error)
+            raise self.error from None
 
     def check(self) -> None:
         """Raise what went wrong with the call so far, its deadline included."""
-        if self._error is None and self.unanswered and self.seconds_left <= 0:
-            self._error = self.overdue()
-        if self._error is not None:
-            raise self._error
-
-    @property
-    def answered(self) -> bool:
-        return not self.unanswered
+        if self.error is None and self.unanswered and self.seconds_left <= 0:
+            self.error = self.overdue()
+        if self.error is not None:
+            raise self.error
 
     def _failure(self, rank: int, error: ray.exceptions.RayError) -> RemoteError:
         failures = {rank: error}
@@ -249,8 +240,9 @@ class PendingCall(Generic[R]):
             reports.append(
                 RankReport(rank, _where(address), text, log_file=address.log_file if address else None, log_tail=frames)
             )
-        lines = [link.text for link in links]
-        return DeadlineExceeded(self.cluster, self.method, seconds, reports, silent, links=lines)
+        return DeadlineExceeded(
+            self.cluster, self.method, seconds, reports, silent, links=[link.text for link in links]
+        )
 
     def _address(self, rank: int) -> WorkerAddress | None:
         return self._addresses[rank] if rank < len(self._addresses) else None
@@ -260,8 +252,8 @@ class DriverLoop:
     """The event loop of the driver's thread. It runs whenever that thread waits: in :meth:`run`, and in
     :meth:`PendingCall.result`.
 
-    So a pipeline reads as plain statements, and what :meth:`spawn` has begun goes on while other roles compute. What
-    goes wrong in it ends the wait, whatever is waited for.
+    So a pipeline reads as plain statements, and what :meth:`spawn` has started continues while other roles compute. An
+    error in it ends the wait, whatever is waited for.
 
     Args:
         loop: runs the coroutines (in tests and simulations one with a clock of its own).
@@ -367,10 +359,10 @@ def wait_any(calls: Sequence[PendingCall], timeout: float | None = None) -> list
     while True:
         refs = {ref: call for call in calls for ref in call.unanswered}
         for ref in _ready(refs, _patience(calls, end)):
-            refs[ref].take(ref)
+            refs[ref].take(ref, partial(ray.get, ref))
         for call in calls:
             call.check()
-        if done := [call for call in calls if call.answered]:
+        if done := [call for call in calls if not call.unanswered]:
             return done
         if end is not None and time.monotonic() >= end:
             raise min(calls, key=lambda call: call.began).overdue()
@@ -378,7 +370,7 @@ def wait_any(calls: Sequence[PendingCall], timeout: float | None = None) -> list
 
 def _patience(calls: Sequence[PendingCall], end: float | None) -> float:
     """Seconds until a deadline or ``end``; 0 when something is done already."""
-    if any(call.answered for call in calls):
+    if any(not call.unanswered for call in calls):
         return 0.0
     limits = [call.seconds_left for call in calls] + ([] if end is None else [end - time.monotonic()])
     return max(0.0, min(limits))

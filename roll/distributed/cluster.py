@@ -83,16 +83,17 @@ class Cluster:
         rendezvous = self.workers[0].open_rendezvous.remote()
         started = {r: self._start_worker(r, actor, rendezvous) for r, actor in enumerate(self.workers)}
         self._addresses: list[WorkerAddress] = []
-        self._address_call = self._pending("start", {r: a.address.remote() for r, a in enumerate(self.workers)})
-        self._start_call = self._pending("start", started)
+        addresses = {r: actor.address.remote() for r, actor in enumerate(self.workers)}
+        self._address_call = self._pending("start", addresses, _START_SECONDS)
+        self._start_call = self._pending("start", started, _START_SECONDS)
         self._registrations: dict[str, Registration] | None = None
         self._rank_infos: list[RankInfo] | None = None
         self._left_out: set[int] = set()
         self._replacements: dict[int, tuple[Any, ray.ObjectRef[WorkerAddress]]] = {}
 
     def start_again(self) -> None:
-        """Kill what is left of ranks that work together, one of which has died, and start new processes for all of
-        them, in a process group of their own; they are to be initialised as at the beginning."""
+        """Replace all ranks of a cluster that computes together and has lost one: kill the others, and start new
+        processes for all, in a new process group. They must be initialised as at the beginning."""
         for rank in self.live_ranks:
             self.leave_out(rank)
         self._start()
@@ -101,7 +102,7 @@ class Cluster:
         return f"Cluster({self.name!r}, {self.world_size} ranks)"
 
     def wait_ready(self) -> None:
-        """Wait until every worker is built; every call does so by itself.
+        """Wait until every worker is built; every call does so implicitly.
 
         Raises:
             WorkerFailed, WorkerDied, DeadlineExceeded: a worker did not start; the method is named ``start``.
@@ -116,9 +117,7 @@ class Cluster:
         if rank in self._left_out:
             return
         self._left_out.add(rank)
-        diagnosis.kill_process(self._addresses[rank])
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(self.workers[rank])
+        _kill(self.workers[rank], self._addresses[rank])
 
     def restart(self, rank: int) -> PendingCall:
         """Start a new process for a rank that was left out; nothing waits for it. It is not in a process group with the
@@ -128,6 +127,10 @@ class Cluster:
             The call of its ``initialize``. When that is done, :meth:`rejoin` lets it take part again.
         """
         assert rank in self._left_out, f"rank {rank} of {self.name} has not been left out"
+        if rank in self._replacements:  # it could not be initialised, and may hold the memory of the device
+            actor, address = self._replacements.pop(rank)
+            with contextlib.suppress(ray.exceptions.RayError):
+                _kill(actor, ray.get(address, timeout=0))
         actor = self._create_actor(self._placements[rank])
         self._start_worker(rank, actor, actor.open_rendezvous.remote())
         self._replacements[rank] = (actor, actor.address.remote())
@@ -199,8 +202,7 @@ class Cluster:
         assert not self._left_out or registration.dispatch is Dispatch.ONE_TO_ALL, "other ranks cannot do its part"
         present = {rank: arguments for rank, arguments in call.arguments.items() if rank not in self._left_out}
         refs = {rank: self._send(rank, method, arguments) for rank, arguments in present.items()}
-        limit = registration.deadline or self.rpc_timeout
-        return self._pending(registration.name or method, refs, limit, call.collect)
+        return self._pending(registration.name or method, refs, registration.deadline, call.collect)
 
     def submit(self, rank: int, method: Method[P, R], /, *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]:
         """Start any public method, registered or not, on one rank; arguments go as they are."""
@@ -250,11 +252,10 @@ class Cluster:
         method: str,
         refs: Mapping[int, ray.ObjectRef[Any]],
         deadline: float | None = None,
-        collect: Any = None,
+        collect: Callable[[dict[int, Any]], Any] | None = None,
     ) -> PendingCall:
-        limit = deadline or (_START_SECONDS if method == "start" else self.rpc_timeout)
-        in_order = collect or (lambda answers: [answers[rank] for rank in sorted(answers)])
-        return PendingCall(self.name, method, refs, limit, self._addresses, in_order)
+        limit = deadline or self.rpc_timeout
+        return PendingCall(self.name, method, refs, limit, self._addresses, collect or _in_rank_order)
 
     def _start_worker(self, rank: int, actor: Any, rendezvous: Any) -> Any:
         context = WorkerContext(
@@ -291,6 +292,13 @@ class Cluster:
             options["runtime_env"] = {"env_vars": dict(self.role.system_envs)}
         actor_class = ray.remote(WorkerActor).options(**options)
         return actor_class.remote(worker_name, environment, placement.local_devices)
+
+
+def _kill(actor: Any, address: WorkerAddress) -> None:
+    """Kill a worker with all that it started."""
+    diagnosis.kill_process(address)
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.kill(actor)
 
 
 def _portable(worker_cls: str | type[Worker]) -> str | bytes:
@@ -339,7 +347,8 @@ def spread(
     """
     match registration.dispatch:
         case Dispatch.ONE_TO_ALL:
-            shared = RankArguments(*_shared(args, kwargs, world_size))
+            placed = {name: _put(value, world_size) for name, value in kwargs.items()}
+            shared = RankArguments(tuple(_put(value, world_size) for value in args), placed)
             return Spread(dict.fromkeys(range(world_size), shared), _in_rank_order)
         case Dispatch.RANK_ZERO:
             return Spread({0: RankArguments(args, dict(kwargs))}, lambda answers: answers[0])
@@ -363,10 +372,6 @@ def _check_lists(args: tuple[Any, ...], kwargs: Mapping[str, Any], world_size: i
             raise ValueError(
                 f"{name}: an all-to-all call takes a list with one entry for each of {world_size} ranks, got {found}"
             )
-
-
-def _shared(args: tuple[Any, ...], kwargs: Mapping[str, Any], users: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(_put(a, users) for a in args), {k: _put(v, users) for k, v in kwargs.items()}
 
 
 def _put(value: Any, users: int) -> Any:

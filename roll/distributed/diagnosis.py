@@ -1,4 +1,4 @@
-"""Evidence about a worker that cannot speak for itself: the end of its log, and where its threads stand."""
+"""Evidence about a worker that does not answer: the end of its log, and the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _on_node(address: WorkerAddress, look: Callable[[WorkerAddress, int], list[s
 
 
 def _kill_tree(address: WorkerAddress, lines: int) -> list[str]:
-    if command_of(address.pid).startswith("ray::"):  # not a later process that has got its number
+    if command_of(address.pid).startswith("ray::"):  # not a later process with the same id
         kill_tree(address.pid)
     return []
 
@@ -128,10 +128,10 @@ def _dump_stacks(address: WorkerAddress, lines: int) -> list[str]:
     if not address.log_file:
         return []
     log = Path(address.log_file)
-    before = log.stat().st_size
     try:
+        before = log.stat().st_size
         os.kill(address.pid, STACK_SIGNAL)
-    except ProcessLookupError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
     size, give_up = before, time.monotonic() + _STACK_SECONDS
     while time.monotonic() < give_up:

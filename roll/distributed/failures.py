@@ -38,9 +38,9 @@ class RayLost(RuntimeError):
 
 
 class NotFinite(RuntimeError):
-    """A loss or gradient that is not finite, and ``on_nonfinite`` says that the run is not to go on as it is.
+    """A loss or gradient is not finite, and ``on_nonfinite`` does not let the run continue as it is.
 
-    Attributes: ``rewinds`` (it is to go on from its newest checkpoint, without the batch of this step).
+    Attributes: ``rewinds`` (the run is to continue from its newest checkpoint, without the batch of this step).
     """
 
     def __init__(self, text: str, rewinds: bool) -> None:
@@ -49,7 +49,7 @@ class NotFinite(RuntimeError):
 
 
 class NodeError(RuntimeError):
-    """Nodes that do not come, that cannot be reached any more, or that are not like the others; each by name."""
+    """Nodes that did not join, became unreachable, or differ from the others; the message names each."""
 
 
 class RemoteError(RuntimeError):

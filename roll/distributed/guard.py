@@ -23,15 +23,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 MARK_ENV = "ROLL_RUN_MARK"
-"""Set, to a value of its own for every run, in the environment that Ray, workers and their children inherit."""
+"""Variable with the mark, unique to a run, in the environment that Ray, workers and their children inherit."""
 
 _PROC = Path("/proc")
 _RAY_TITLE = "ray::"
@@ -122,15 +122,11 @@ def end_run(mark: str, folder: Path | None = None, patience: float = 2.0) -> Non
     while (left := run_processes(mark, folder)) and time.monotonic() < give_up:
         kill(pid for pid in left if command_of(pid).startswith(_HELPERS))
         time.sleep(0.05)
-    _end(left)
+    for pid in left:
+        logger.info("process %d (%s) was slow to end: killed", pid, command_of(pid))
+    kill(left)
     while left and run_processes(mark, folder) and time.monotonic() < give_up + patience:
         time.sleep(0.05)
-
-
-def _end(pids: Collection[int]) -> None:
-    for pid in pids:
-        logger.info("process %d (%s) was slow to end: killed", pid, command_of(pid))
-    kill(pids)
 
 
 _FAREWELL_SECONDS = 5.0
@@ -139,11 +135,11 @@ _RAYLET_ENDED = ("local raylet failed", "local Raylet is dead")
 
 
 class Guard:
-    """The driver's end of the pipe.
+    """The driver's end of the pipe; starts the guard's process.
 
     Args:
         mark: of the run's processes.
-        folder: of the run's own Ray, removed after a hard end; None: it uses somebody else's.
+        folder: of the run's private Ray, removed after a hard end; None: the run uses an existing cluster.
     """
 
     def __init__(self, mark: str, folder: Path | None) -> None:
@@ -157,6 +153,8 @@ class Guard:
             text=True,
             start_new_session=True,  # Ctrl-C and hang-ups are for the driver
         )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
         self.tell({"mark": mark, "folder": str(folder) if folder is not None else None, "driver": os.getpid()})
 
     def tell(self, facts: Mapping[str, Any]) -> None:
@@ -165,10 +163,9 @@ class Guard:
         ``daemons``: pids of Ray's, by name. ``cause``: why the driver would end now. ``account``: where the run
         stands, and how to go on. ``log``: the file that both are appended to. ``command``: what to run at the end.
         """
-        pipe = self._pipe
         with suppress(OSError, ValueError):  # the guard was killed: the run does without it
-            pipe.write(json.dumps(dict(facts)) + "\n")
-            pipe.flush()
+            self._pipe.write(json.dumps(dict(facts)) + "\n")
+            self._pipe.flush()
 
     def dismiss(self) -> None:
         """The driver ends in good order."""
@@ -181,11 +178,6 @@ class Guard:
             self._process.kill()
             self._process.wait()
 
-    @property
-    def _pipe(self) -> IO[str]:
-        assert self._process.stdin is not None
-        return self._process.stdin
-
 
 def main() -> None:
     """Wait for the driver's end."""
@@ -193,14 +185,14 @@ def main() -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     facts: dict[str, Any] = {}
-    for line in _lines(facts):
+    for line in _messages(facts):
         with suppress(json.JSONDecodeError):  # incomplete at the driver's end
             facts.update(json.loads(line))
     if "mark" in facts and not facts.get("done"):
-        _succeed(facts)
+        _clean_up(facts)
 
 
-def _lines(facts: dict[str, Any]) -> Iterator[str]:
+def _messages(facts: dict[str, Any]) -> Iterator[str]:
     """The driver's messages, until it ends. A daemon that ends before it is noted as the cause."""
     poll = select.poll()
     watched: dict[int, str] = {}
@@ -228,19 +220,20 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             yield from (line.decode(errors="replace") for line in whole)
 
 
-def _succeed(facts: Mapping[str, Any]) -> None:
+def _clean_up(facts: Mapping[str, Any]) -> None:
     folder = Path(facts["folder"]) if facts.get("folder") else None
-    cause = facts.get("cause") or _from_ray(folder) or f"the run's process (pid {facts['driver']}) ended without a word"
+    killed = f"the run's process (pid {facts['driver']}) ended without a word"
+    cause = facts.get("cause") or _cause_in_ray_log(folder) or killed
     end_run(str(facts["mark"]), folder, patience=0.5)
     if folder is not None:
         shutil.rmtree(folder.parent, ignore_errors=True)
-    _speak(f"{cause}\n{facts.get('account', '')}".rstrip(), facts.get("log"))
+    _report(f"{cause}\n{facts.get('account', '')}".rstrip(), facts.get("log"))
     if facts.get("command"):
         with suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(facts["command"], stdout=2, timeout=_COMMAND_SECONDS, check=False)
 
 
-def _from_ray(folder: Path | None) -> str | None:
+def _cause_in_ray_log(folder: Path | None) -> str | None:
     """The reason for which Ray's client has ended the driver, from its log, if it noticed the daemon's end first."""
     for log in [] if folder is None else folder.glob("session_2*/logs/python-core-driver-*.log"):
         with suppress(OSError):
@@ -250,8 +243,8 @@ def _from_ray(folder: Path | None) -> str | None:
     return None
 
 
-def _speak(text: str, log: str | None) -> None:
-    """To standard error, which is given up then: whoever reads it need not wait for the rest."""
+def _report(text: str, log: str | None) -> None:
+    """Write to standard error, then detach from it, so that its reader need not wait for the rest; and to the log."""
     with suppress(OSError):  # the terminal is gone
         os.write(2, f"{text}\n".encode())
     with open(os.devnull, "w") as nowhere:

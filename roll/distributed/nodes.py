@@ -1,5 +1,5 @@
 """The nodes of a run: which one this is, by which address the others reach it, the secret that they share, and the roll
-call at which each says what it is made of.
+call at which each announces its versions.
 
 ``RANK`` and ``WORLD_SIZE`` in the environment of the command count nodes; in workers they have torch's meaning.
 """
@@ -11,12 +11,12 @@ import json
 import platform
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
-from roll import __version__
 from roll.config.reading.errors import ConfigError, Problem
 from roll.distributed.failures import NodeError
 
@@ -156,7 +156,7 @@ class NodeCard:
 
     @classmethod
     def of_this_node(cls, rank: int, address: str) -> NodeCard:
-        return cls(rank, socket.gethostname(), address, versions())
+        return cls(rank, socket.gethostname(), address, version_reader()())
 
     @classmethod
     def from_bytes(cls, text: bytes) -> NodeCard:
@@ -169,16 +169,25 @@ class NodeCard:
         return f"node {self.rank} ({self.hostname}, {self.address})"
 
 
-def versions() -> dict[str, str]:
-    """By name: Python, this package, and those of :data:`EQUAL_PACKAGES`, without the build (``+cpu``): a head node
-    without accelerators may have another one."""
-    found = {"python": platform.python_version(), "roll": __version__}
-    for name in EQUAL_PACKAGES:
-        try:
-            found[name] = metadata.version(name).partition("+")[0]
-        except metadata.PackageNotFoundError:
+def version_reader() -> Callable[[], dict[str, str]]:
+    """A function that reads the versions of the node where it runs.
+
+    By name: Python, this package, and :data:`EQUAL_PACKAGES`, without the build (``+cpu``): a head node without
+    accelerators may have another one. A nested function is pickled by value, and another node may have no ``roll``.
+    """
+    names = EQUAL_PACKAGES
+
+    def versions() -> dict[str, str]:
+        found = {"python": platform.python_version(), "roll": "not installed"}
+        with suppress(ImportError):
+            found["roll"] = import_module("roll").__version__
+        for name in names:
             found[name] = "not installed"
-    return found
+            with suppress(metadata.PackageNotFoundError):
+                found[name] = metadata.version(name).partition("+")[0]
+        return found
+
+    return versions
 
 
 def check_same_versions(head: NodeCard, others: list[NodeCard], head_name: str | None = None) -> None:

@@ -10,7 +10,7 @@ public way to any of this:
 - ``Node``, ``RayParams``: start a node without those three processes, and learn the daemons' process ids. They are
   behind ``ray start``, which starts the processes too.
 - ``Config``, ``AuthenticationTokenLoader``: read the access token again, which Ray does when it is imported.
-- ``GcsClient``: leave a word with the head before a node joins it.
+- ``GcsClient``: exchange messages with the head before a node joins it.
 - ``worker.print_to_stdstream``: keep notices of dead workers off the driver's standard output.
 - ``ray_constants.ENABLE_RAY_CLUSTER``: join a cluster at a loopback address.
 - the arguments ``_system_config`` and ``_node_ip_address``.
@@ -30,7 +30,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import ray._private.ray_constants
@@ -42,9 +42,6 @@ from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ig
 from roll.distributed.actor import tail
 from roll.distributed.failures import NodeError, RayLost
 from roll.platforms import Platform
-
-if TYPE_CHECKING:
-    from ray._private.node import Node
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +108,7 @@ class RayWatch:
         threading.Thread(target=self._watch, name="ray watch", daemon=True).start()
 
     def look(self) -> RayLost | None:
-        """The loss of one of them; None: they run."""
+        """The loss of a daemon; None: all run."""
         with self._lock:
             if self._lost is None and not self._stopped.is_set():
                 dead = [(name, process) for name, process in self._node.dead_processes() if name in DAEMONS]
@@ -120,7 +117,7 @@ class RayWatch:
             return self._lost
 
     def stop(self) -> None:
-        """They are about to be ended."""
+        """Stop watching: the daemons are about to be ended."""
         with self._lock:
             self._stopped.set()
 
@@ -244,7 +241,7 @@ def reload_auth() -> None:
 
 
 class Board:
-    """Short texts that the nodes of a run leave for each other with the head, which need not have joined yet.
+    """Short messages between the nodes of a run, kept by the head; a node can use it before it joins.
 
     Args:
         address: ``host:port`` of the head.
@@ -256,7 +253,7 @@ class Board:
     _NAMESPACE = b"roll"
 
     def __init__(self, address: str) -> None:
-        with _token_known():
+        with _token_accepted():
             self._client = GcsClient(address=address)
 
     def put(self, key: str, text: bytes) -> None:
@@ -264,16 +261,16 @@ class Board:
         Raises:
             NodeError: the head does not know the token of this node.
         """
-        with _token_known():
+        with _token_accepted():
             self._client.internal_kv_put(key.encode(), text, True, self._NAMESPACE)
 
     def get(self, key: str) -> bytes | None:
-        """None: there is nothing of this name.
+        """The text under a key; None: there is none.
 
         Raises:
             NodeError: the head does not know the token of this node.
         """
-        with _token_known():
+        with _token_accepted():
             found: bytes | None = self._client.internal_kv_get(key.encode(), self._NAMESPACE)
         return found
 
@@ -287,7 +284,7 @@ class Board:
 
 
 @contextlib.contextmanager
-def _token_known() -> Iterator[None]:
+def _token_accepted() -> Iterator[None]:
     try:
         yield
     except ray.exceptions.AuthenticationError as error:
@@ -318,12 +315,9 @@ def _allow_loopback(address: str) -> None:
     if host in (LOOPBACK, "localhost"):
         ray._private.ray_constants.ENABLE_RAY_CLUSTER = True
         outward = ray.util.get_node_ip_address()
-        ray._private.ray_constants.ENABLE_RAY_CLUSTER = outward != LOOPBACK and reachable(outward, int(port))
-
-
-def reachable(host: str, port: int) -> bool:
-    """True if something listens at this address."""
-    return connection_error(host, port) is None
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = (
+            outward != LOOPBACK and connection_error(outward, int(port)) is None
+        )
 
 
 def connection_error(host: str, port: int) -> OSError | None:

@@ -1,9 +1,9 @@
-"""Runs that go on by themselves (``max_restarts``): a small parent process starts ``roll run`` again after a failure.
+"""Automatic restarts (``max_restarts``): a small parent process starts ``roll run`` again after a failure.
 
 A training worker that dies takes its process group along, a raylet its node, and the kernel may kill the driver itself.
-None of them can be mended within the process that drives the run, so its parent does it: it waits for the run's end,
-has the newest checkpoint named, and starts the same command from there. The run reports through a socket how far it has
-come, which checkpoints are whole, and why it ends; one that ends without a reason was killed.
+The process that drives the run can recover from none of these, so its parent does: it waits for the run's end, finds
+the newest checkpoint, and starts the same command from there. The run reports through a socket its progress, which
+checkpoints are whole, and why it ends; one that ends without a reason was killed.
 
 Needs the standard library only: the parent stays small for as long as the run lasts.
 """
@@ -40,15 +40,15 @@ RECORD_NAME = "restarts.jsonl"
 MOST_WAIT = 600.0
 """Seconds of the longest pause before a restart."""
 MOST_REWINDS = 3
-"""From one checkpoint: a model that keeps giving numbers that are not finite is not mended by leaving batches out."""
+"""From one checkpoint: where the numbers stay non-finite, leaving out further batches does not help."""
 
 FAILED, INTERRUPTED, DONE, WRONG, REWIND = "failed", "interrupted", "done", "wrong", "rewind"
-"""Reasons of an end: a fault that a restart may mend, a signal, the last step, a mistake that stays one, a batch that
-gave a number that is not finite."""
+"""Reasons of an end: a fault that a restart may overcome, a signal, the last step, a mistake that a restart would
+repeat, a batch that gave a non-finite number."""
 _SAVE = getattr(signal, "SIGUSR1", None)
 _CLEANUP_SECONDS = 5.0
 _START_SECONDS = 120.0
-"""For the head to end what is left of a run, and to start anew."""
+"""For the head to end what is left of a run, and to start again."""
 
 
 class Supervised:
@@ -162,13 +162,8 @@ class Supervisor:
         is_whole: Callable[[str], bool],
         say: Callable[[str], None],
     ) -> None:
-        self._command, self._policy, self._log_dir, self._is_whole, self._say = (
-            command,
-            policy,
-            log_dir,
-            is_whole,
-            say,
-        )
+        self._command, self._policy, self._log_dir = command, policy, log_dir
+        self._is_whole, self._say = is_whole, say
         self._checkpoints: list[list[str]] = []
         self._left_out: set[int] = set()
         self._restarts = 0

@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -26,13 +25,13 @@ from roll.distributed.actor import LOG_DIR_ENV
 from roll.distributed.failures import NodeError, RayLost
 from roll.distributed.guard import MARK_ENV, Guard, end_run
 from roll.distributed.nodes import (
-    EQUAL_PACKAGES,
     NodeCard,
     NodeEnvironment,
     check_all_present,
     check_same_versions,
     own_address,
     require_token,
+    version_reader,
 )
 from roll.distributed.ray_node import (
     LOOPBACK,
@@ -192,8 +191,7 @@ def _signals_of_nodes(address: str, world_size: int) -> Iterator[None]:
                 logger.warning("%s has got %s", name, signal.Signals(int(number)).name)
                 ending.take_over(int(number))
 
-    thread = threading.Thread(target=watch, name="signals of nodes", daemon=True)
-    thread.start()
+    threading.Thread(target=watch, name="signals of nodes", daemon=True).start()
     try:
         yield
     finally:
@@ -311,8 +309,8 @@ def _connected(address: str, node_ip: str | None, passed_on: Mapping[str, str] |
 
 
 def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_timeout: float) -> NoReturn:
-    """Be a node of somebody else's run until its head is gone. Served again (``max_restarts``), it waits for as long as
-    the head may take to come back; when it does not, the run was done.
+    """Serve a run as a further node until its head is gone. Started again (``max_restarts``), this node waits for as
+    long as the head may take to come back; when it does not, the run was done.
 
     A first signal is passed on to node 0, which ends the run in good order; the ranks on this node are needed for that.
     """
@@ -372,15 +370,15 @@ def _pass_on(board: Board, options: NodeOptions, count: int) -> None:
             number.name,
         )
     ending.save_requested = False
-    name = f"node {options.rank} ({socket.gethostname()}, {options.address})"
-    board.put(_SIGNAL, f"{int(number)} {count} {name}".encode())
+    card = NodeCard.of_this_node(options.rank, options.address)
+    board.put(_SIGNAL, f"{int(number)} {count} {card}".encode())
 
 
 def _answer_roll_call(options: NodeOptions, give_up: float) -> Board:
-    """Say what this node is made of, and see that it is what the head is made of; the head's board.
+    """Announce this node's versions and compare them with the head's; returns the head's board.
 
     Raises:
-        NodeError: it is not, or the head does not say.
+        NodeError: they differ, or the head does not announce any.
     """
     assert options.gcs_address is not None
     card, board = NodeCard.of_this_node(options.rank, options.address), Board(options.gcs_address)
@@ -428,41 +426,24 @@ def _wait_for_nodes(gcs_address: str, address: str, world_size: int, num_nodes: 
         time.sleep(_POLL_SECONDS)
 
 
-def _compare_nodes(seconds: float = _ANSWER_SECONDS) -> None:
-    """Compare the versions of the other nodes of a cluster that was there with those of this one.
+def _compare_nodes() -> None:
+    """Compare the versions of the other nodes of an existing cluster with those of this one.
 
     Raises:
         NodeError: some differ, or do not answer.
     """
-
-    def installed(names: tuple[str, ...]) -> dict[str, str]:  # pickled by value: a node may have no roll at all
-        import importlib
-        import platform
-        from importlib import metadata
-
-        found = {"python": platform.python_version(), "roll": "not installed"}
-        with contextlib.suppress(ImportError):
-            found["roll"] = importlib.import_module("roll").__version__
-        for name in names:
-            found[name] = "not installed"
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                found[name] = metadata.version(name).partition("+")[0]
-        return found
-
     own = ray.get_runtime_context().get_node_id()
     others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
-    look = ray.remote(num_cpus=0, max_retries=0)(installed)
+    read = ray.remote(num_cpus=0, max_retries=0)(version_reader())
     answers = [
-        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
-            EQUAL_PACKAGES
-        )
+        read.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
         for node in others
     ]
-    done, _ = ray.wait(answers, num_returns=len(answers), timeout=seconds) if answers else ([], [])
+    done, _ = ray.wait(answers, num_returns=len(answers), timeout=_ANSWER_SECONDS) if answers else ([], [])
     silent = [node["NodeManagerHostname"] for node, one in zip(others, answers, strict=True) if one not in done]
     if silent:
         raise NodeError(
-            f"node {', '.join(silent)} of the cluster did not say within {seconds:g} s which versions it has"
+            f"node {', '.join(silent)} of the cluster did not say within {_ANSWER_SECONDS:g} s which versions it has"
         )
     cards = []
     for number, (node, one) in enumerate(zip(others, answers, strict=True), start=1):

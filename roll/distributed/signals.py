@@ -46,7 +46,7 @@ class EndingSignals:
     """The process's reaction to SIGINT, SIGTERM, SIGHUP and SIGUSR1 within :meth:`handled`.
 
     Where the work may be abandoned the first signal raises :class:`Interrupted`; within :meth:`holding` it is only
-    noted (:attr:`received`). The second one ends the process, without any tidying up of its own.
+    noted (:attr:`received`). The second one ends the process at once, without any cleanup.
     """
 
     def __init__(self) -> None:
@@ -55,9 +55,9 @@ class EndingSignals:
         self._pending: BaseException | None = None
         self._first: float | None = None
         self._uncounted = 0
-        """Signals that :meth:`take_over` sends, and that are nobody's first request."""
+        """Signals sent by :meth:`take_over` that are still to be seen; none of them counts as a first one."""
         self._ignored: set[signal.Signals] = set()
-        """By whoever started the process: ``nohup`` does that, and shells do it to background jobs."""
+        """Ignored since the process was started: by ``nohup``, or by a shell that started it in the background."""
         self._raised: BaseException | None = None
         self.received: signal.Signals | None = None
         """The first signal."""

@@ -28,7 +28,7 @@ _ATTRIBUTE = "_roll_registration"
 
 
 class Dispatch(StrEnum):
-    """The way of arguments to the ranks of a cluster, and of their results back."""
+    """Distribution of a call's arguments to the ranks of a cluster, and collection of their results."""
 
     ONE_TO_ALL = "one_to_all"
     """Every rank gets the same arguments; a list with one result a rank."""
@@ -38,7 +38,8 @@ class Dispatch(StrEnum):
     """Only rank 0 is called; its result."""
     DP_MP_COMPUTE = "dp_mp_compute"
     """Every DataProto is divided into a chunk for each data-parallel replica, which all its ranks get; other
-    arguments go to all. The results of each replica's data-source rank, joined in order (see :mod:`.dispatch`)."""
+    arguments go to all. The results of each replica's data-source rank, in order, become one
+    (:func:`roll.distributed.cluster.joined`)."""
     DP_MP_DISPATCH_FIRST = "dp_mp_dispatch_first"
     """Like DP_MP_COMPUTE, but only the first rank of a replica gets the chunk; the others get a DataProto without
     columns (``meta_info`` only), for methods that pass the data on themselves."""

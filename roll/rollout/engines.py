@@ -8,7 +8,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from roll.distributed import Cluster, PendingCall, RemoteError
@@ -22,52 +22,29 @@ logger = logging.getLogger(__name__)
 Listener = Callable[[Sequence[GenerationOutput]], None]
 
 PASSES_BEFORE_TURN = 4
-"""Of the event loop, between a reason for a turn of an engine and its start: coroutines that wait for the same thing
-continue in one pass, those behind an ``asyncio.gather`` a few later. What they ask for joins the same turn."""
+"""Passes of the event loop between the first reason for a turn of an engine and its start: coroutines that wait for the
+same thing continue in one pass, those behind an ``asyncio.gather`` a few later, and their requests join the turn."""
 
 
+@dataclass(eq=False, slots=True)
 class Generation:
     """A request to the engines. Awaiting it gives its :class:`FinishedGroup`, or None if it was aborted.
 
-    Cancelling whoever awaits it aborts it.
+    Cancelling the coroutine that awaits it aborts it.
     """
 
-    __slots__ = (
-        "_began",
-        "_client",
-        "_error",
-        "_waiters",
-        "done",
-        "listener",
-        "name",
-        "on_finished",
-        "request",
-        "value",
-    )
-
-    def __init__(
-        self,
-        client: EngineClient,
-        request: GenerationRequest,
-        number: int,
-        listener: Listener | None,
-        on_finished: Callable[[FinishedGroup], None] | None,
-    ) -> None:
-        self._began = time.perf_counter()
-        self._client = client
-        self._waiters: list[asyncio.Future[None]] = []
-        self._error: Exception | None = None
-        self.name = request.request_id
-        own = f"{self.name}#{number}"
-        fields = (request.prompt_token_ids, request.params, request.num_samples, request.partial)
-        finished = tuple(replace(output, request_id=own) for output in request.finished)
-        self.request = GenerationRequest(own, *fields, finished, request.conversation, request.vision)
-        """As it was last given to an engine: with what its samples had then."""
-        self.listener = listener
-        self.on_finished = on_finished
-        self.done = False
-        self.value: FinishedGroup | None = None
-        """Its samples; None: it is not finished, or was aborted."""
+    _client: EngineClient
+    name: str
+    request: GenerationRequest
+    """As it was last given to an engine: with what its samples had then."""
+    listener: Listener | None = None
+    on_finished: Callable[[FinishedGroup], None] | None = None
+    done: bool = False
+    value: FinishedGroup | None = None
+    """Its samples; None: it is not finished, or was aborted."""
+    _error: Exception | None = None
+    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    _began: float = field(default_factory=time.perf_counter)
 
     def __await__(self) -> Generator[Any, None, FinishedGroup | None]:
         if not self.done:
@@ -90,11 +67,7 @@ class Generation:
         """Hand over its samples (None: it was aborted), or what ended the engines."""
         if group is not None:
             group.request_id = self.name
-            facts: dict[str, str | int] = {
-                "id": self.name,
-                "samples": len(group.lengths),
-                "tokens": len(group.token_ids),
-            }
+            facts = {"id": self.name, "samples": len(group.lengths), "tokens": len(group.token_ids)}
             span_log.note("request", time.perf_counter() - self._began, facts)
             if self.on_finished is not None:
                 self.on_finished(group)
@@ -196,27 +169,15 @@ class EngineClient:
         """A turn of an engine is in flight."""
         return any(engine.turn is not None for engine in self._engines)
 
-    async def generate(self, request: GenerationRequest, listener: Listener | None = None) -> FinishedGroup:
-        """All samples of a request. Cancellation aborts it.
-
-        Args:
-            listener: is given what the samples have so far, about every turn of an engine that can tell.
-
-        Raises:
-            RemoteError: the last engine is lost.
-        """
-        finished = await self.submit(request, listener)
-        assert finished is not None, "only its owner could have aborted it"
-        return finished
-
     async def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore | str:
         """Log-probs of a prompt's own tokens, from the engine with the fewest samples; or why there are none.
 
         Raises:
             RemoteError: the engine is lost.
         """
-        if self.failure is not None:
-            raise self.failure
+        self._check()
+        while not self._engines:  # the last one is being started again
+            await self._some_turn()
         engine = min(self._engines, key=lambda one: one.num_samples)
         return await self._cluster.submit(engine.rank, EngineWorker.prompt_score, (token_ids, top))
 
@@ -226,19 +187,24 @@ class EngineClient:
         listener: Listener | None = None,
         on_finished: Callable[[FinishedGroup], None] | None = None,
     ) -> Generation:
-        """Have a request generated in the background; see :meth:`generate`.
+        """Have a request generated in the background. Awaiting the result raises :class:`RemoteError` where the last
+        engine is lost.
 
         Args:
+            listener: is called with what the samples have so far, after every turn of an engine that can tell.
             on_finished: is called with the samples as soon as they are there, before any coroutine continues.
         """
-        generation = Generation(self, request, next(self._numbers), listener, on_finished)
+        request_id = f"{request.request_id}#{next(self._numbers)}"
+        finished = tuple(replace(output, request_id=request_id) for output in request.finished)
+        named = replace(request, request_id=request_id, finished=finished)
+        generation = Generation(self, request.request_id, named, listener, on_finished)
         if self.failure is not None:
             generation.finish(None, self.failure)
             return generation
-        self._generations[generation.request.request_id] = generation
+        self._generations[request_id] = generation
         if listener is not None:
-            self._watched[generation.request.request_id] = generation
-        self._waiting[generation.request.request_id] = generation.request
+            self._watched[request_id] = generation
+        self._waiting[request_id] = named
         self._wake()
         return generation
 
@@ -345,9 +311,12 @@ class EngineClient:
                 logger.warning("engine %d did not start again: %s", rank, error)
                 self._restart(rank)
                 continue
-            self._cluster.rejoin(rank)
-            self._engines = sorted([*self._engines, EngineAccount(rank)], key=lambda engine: engine.rank)
-            logger.info("engine %d is back", rank)
+            self._rejoin(rank)
+
+    def _rejoin(self, rank: int) -> None:
+        self._cluster.rejoin(rank)
+        self._engines = sorted([*self._engines, EngineAccount(rank)], key=lambda engine: engine.rank)
+        logger.info("engine %d is back", rank)
 
     def _restart(self, rank: int) -> None:
         if self._restarts_left[rank]:
@@ -360,12 +329,12 @@ class EngineClient:
         """Start turns soon, when the coroutines that can continue now have asked for what they need."""
         if not self._wakes_in and self.failure is None:
             self._wakes_in = PASSES_BEFORE_TURN
-            asyncio.get_running_loop().call_soon(self._come_nearer)
+            asyncio.get_running_loop().call_soon(self._count_down)
 
-    def _come_nearer(self) -> None:
+    def _count_down(self) -> None:
         self._wakes_in -= 1
         if self._wakes_in:
-            asyncio.get_running_loop().call_soon(self._come_nearer)
+            asyncio.get_running_loop().call_soon(self._count_down)
             return
         try:
             self._start_turns()
@@ -406,7 +375,7 @@ class EngineClient:
                 self._lose(engine, loss)
             else:
                 self._end_turn(engine, report)
-        except Exception as error:  # of a listener or our own: nobody may wait for ever
+        except Exception as error:  # of a listener, or a bug here: no request may wait for ever
             self._fail(error)
         finally:
             engine.turn = None
@@ -482,13 +451,11 @@ class EngineClient:
             if not self._engines and len(self._returns) == 1:
                 self._fail(error)
             return
-        self._cluster.rejoin(rank)
-        self._engines = sorted([*self._engines, EngineAccount(rank)], key=lambda engine: engine.rank)
-        logger.info("engine %d is back", rank)
+        self._rejoin(rank)
         self._wake()
 
     def _fail(self, error: Exception) -> None:
-        """There is nobody left who could answer."""
+        """End all requests: no engine is left to answer them."""
         logger.error("no engine is left: %s", error)
         self.failure = error
         generations, self._generations = self._generations, {}

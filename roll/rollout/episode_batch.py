@@ -21,7 +21,7 @@ from roll.agents.conversation import Branch, Call
 from roll.agents.episode import Episode, EpisodeGroup, Task
 from roll.protocol import DataProto
 from roll.protocol.vision import IMAGES, VisionInputs
-from roll.rollout.groups import object_column, placed
+from roll.rollout.groups import masked_column
 
 SampleRule = Literal["trajectory", "step"]
 OnError = Literal["drop", "zero", "keep"]
@@ -94,14 +94,14 @@ def build_episode_batch(
         return np.concatenate([getattr(row.branch, name)[row.mask] for row in rows])
 
     tensors = {
-        "input_ids": placed(own, np.concatenate([row.branch.token_ids for row in rows]), np.int64, pad_token_id),
+        "input_ids": masked_column(own, np.concatenate([row.branch.token_ids for row in rows]), np.int64, pad_token_id),
         "attention_mask": torch.from_numpy(attention_mask),
         "response_mask": torch.from_numpy(mask),
-        "rollout_log_probs": placed(mask, per_token("log_probs"), np.float32),
-        "weight_versions": placed(mask, per_token("versions"), np.int32),
-        "turn_ids": placed(mask, per_token("turns"), np.int32, -1),
-        "turn_rewards": placed(mask, np.concatenate([_turn_rewards(row, on_error) for row in rows]), np.float32),
-        "state_ids": placed(mask, _state_ids(rows), np.int32, -1),
+        "rollout_log_probs": masked_column(mask, per_token("log_probs"), np.float32),
+        "weight_versions": masked_column(mask, per_token("versions"), np.int32),
+        "turn_ids": masked_column(mask, per_token("turns"), np.int32, -1),
+        "turn_rewards": masked_column(mask, np.concatenate([_turn_rewards(row, on_error) for row in rows]), np.float32),
+        "state_ids": masked_column(mask, _state_ids(rows), np.int32, -1),
         "scores": torch.tensor([row.score for row in rows], dtype=torch.float32),
         "group_ids": torch.tensor([row.group for row in rows]),
         "episode_ids": torch.tensor([row.episode for row in rows]),
@@ -238,18 +238,18 @@ def _task_key(task: Task) -> str:
     return json.dumps([task.tag, task.seed, task.row], sort_keys=True, default=str)
 
 
-def _object_columns(rows: Sequence[_Row], groups: Sequence[EpisodeGroup]) -> dict[str, NDArray[np.object_]]:
+def _object_columns(rows: Sequence[_Row], groups: Sequence[EpisodeGroup]) -> dict[str, Sequence[object]]:
     orders = [groups[row.group].order for row in rows]
     first = {row.group: row.episode for row in reversed(rows)}
     places = [f"{row.episode - first[row.group]}-{number}" for number, row in enumerate(rows)]
     images = _images(rows)
-    seen = {} if all(one is None for one in images) else {IMAGES: object_column(images)}
-    return seen | {
-        "prompt_id": object_column([f"{order}" for order in orders]),
-        "domain": object_column([row.source.task.tag for row in rows]),
-        "tag": object_column([row.source.task.tag for row in rows]),
-        "sample_id": object_column([f"{order}-{place}" for order, place in zip(orders, places, strict=True)]),
-        "finish_reason": object_column(["length" if row.source.outcome in TRUNCATED else "stop" for row in rows]),
-        "role": object_column([row.role for row in rows]),
-        "outcome": object_column([row.source.outcome for row in rows]),
+    return {
+        **({IMAGES: images} if any(images) else {}),
+        "prompt_id": [f"{order}" for order in orders],
+        "domain": [row.source.task.tag for row in rows],
+        "tag": [row.source.task.tag for row in rows],
+        "sample_id": [f"{order}-{place}" for order, place in zip(orders, places, strict=True)],
+        "finish_reason": ["length" if row.source.outcome in TRUNCATED else "stop" for row in rows],
+        "role": [row.role for row in rows],
+        "outcome": [row.source.outcome for row in rows],
     }

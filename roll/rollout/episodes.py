@@ -106,7 +106,7 @@ class EngineSampler:
         self._engines.abort([generation for _, generation in self._in_flight.values()])
 
     def state_dict(self) -> State:
-        """Its calls so far: those that were answered, and what there is of the others."""
+        """Its calls so far: those that were answered, and the partial samples of the others."""
         return {
             "answered": [self._answered[number] for number in sorted(self._answered)],
             "in_flight": {
@@ -205,8 +205,8 @@ class _OpenGroup:
 
 
 class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
-    """Groups of episodes in flight: a coroutine each, and one for each of their episodes. Nothing waits for anything
-    else: an episode goes on when its own response or observation is there.
+    """Groups of episodes in flight: a coroutine each, and one for each of their episodes. Episodes do not wait for each
+    other: each continues when its own response or observation is there.
 
     Args:
         players: by tag.
@@ -214,7 +214,7 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
         quarantine: takes the tasks whose environments fail at every attempt.
     """
 
-    _unit = "group"
+    _open_type = OpenTask
 
     def __init__(
         self,
@@ -225,10 +225,9 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
         first_draw: int,
         quarantine: SampleQuarantine | None = None,
     ) -> None:
-        super().__init__("an episode", first_draw)
+        super().__init__("an episode", draw, first_draw)
         self.quarantine = quarantine or SampleQuarantine()
         self._engines = engines
-        self._draw = draw
         self._players = players
         self._settings = settings
         self._slots = asyncio.Semaphore(settings.max_groups)
@@ -238,23 +237,13 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
         """Episodes since the beginning, by what became of them: ``ended``, ``retried`` (an attempt that failed) and
         ``cancelled`` (not needed any more)."""
 
-    def start(self, count: int) -> list[OpenTask]:
-        """Draw ``count`` tasks and begin their groups; those that there were."""
-        tasks = self._draw(count)
-        self.exhausted = self.exhausted or len(tasks) < count
-        begun = [OpenTask(self.next_order + index, task) for index, task in enumerate(tasks)]
-        self.next_order += len(tasks)
-        for one in begun:
-            self._take(one)
-        return begun
-
     def take_up(
         self, begun: Sequence[tuple[OpenTask, Mapping[str, Any]]], scoring: Sequence[EpisodeGroup] = ()
     ) -> None:
         """Continue groups of an earlier process: their environments are led through the recorded responses."""
         assert not scoring, "episodes bring their rewards"
         for one, progress in begun:
-            self._take(one, progress["members"])
+            self._start_group(one, progress)
 
     def progress_state(self) -> dict[int, State]:
         """By number, what the groups in flight have so far."""
@@ -267,9 +256,9 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
     def _moves(self) -> tuple[int, int]:
         return self._engines.num_turns, self._num_attempts
 
-    def _take(self, one: OpenTask, recorded: Mapping[str, State] | None = None) -> None:
+    def _start_group(self, one: OpenTask, progress: Mapping[str, Any] | None = None) -> None:
         group = _OpenGroup(one)
-        self._begin(group, self._run(group, recorded or {}))
+        self._begin(group, self._run(group, progress["members"] if progress else {}))
 
     def _ended(self, group: EpisodeGroup) -> None:
         self._progress.generated.append(group)

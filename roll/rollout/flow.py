@@ -11,14 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from roll.config.roles import GeneratingArguments
 from roll.datasets.types import PromptRow
 from roll.rollout.engines import EngineClient
 from roll.rollout.filters import GroupFilter
 from roll.rollout.groups import Group, GroupT, OpenPrompt, SampleGroup
-from roll.rollout.loops import RolloutContext, RolloutLoop, SingleTurn, joined
+from roll.rollout.loops import RolloutContext, RolloutLoop, SingleTurn, join_requests
 from roll.rollout.replay import NO_PROGRESS, progress_state
 from roll.rollout.rewarding import RewardClient
 from roll.strategies.engines.requests import SamplingParams
@@ -85,7 +85,7 @@ class Progress(Generic[GroupT]):
 
 
 class Begun(Protocol):
-    """A group in flight."""
+    """A group whose coroutine is running."""
 
     @property
     def order(self) -> int:
@@ -104,14 +104,18 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
 
     Args:
         name: of what the coroutines run, for messages.
+        draw: gives the next n items to make groups of, or fewer when there are no more.
         first_draw: how many groups were drawn before; continues the count of draws.
     """
 
     _unit = "group"
     """Of what is drawn, for messages."""
+    _open_type: ClassVar[type[Any]]
+    """Holds what was drawn with its number (:class:`~roll.rollout.replay.Open`)."""
 
-    def __init__(self, name: str, first_draw: int) -> None:
+    def __init__(self, name: str, draw: Callable[[int], Sequence[Any]], first_draw: int) -> None:
         self._name = name
+        self._draw = draw
         self._begun: dict[asyncio.Task[tuple[GroupT, bool]], BegunT] = {}
         self._progress: Progress[GroupT] = Progress()
         self._error: BaseException | None = None
@@ -129,6 +133,28 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
     @abstractmethod
     def _moves(self) -> tuple[int, ...]:
         """Numbers that change when anything moves."""
+
+    @abstractmethod
+    def _start_group(self, one: Any, progress: Mapping[str, Any] | None = None) -> None:
+        """Begin the group of one that was drawn, from where ``progress`` left it."""
+
+    @abstractmethod
+    def take_up(self, begun: Sequence[tuple[Any, Mapping[str, Any]]], scoring: Sequence[GroupT]) -> None:
+        """Continue groups of an earlier process: those begun, each with its progress, and those to be scored."""
+
+    @abstractmethod
+    def progress_state(self) -> dict[int, dict[str, Any]]:
+        """By number, what the groups that are not complete have so far."""
+
+    def start(self, count: int) -> list[Any]:
+        """Draw ``count`` times and begin a group for each; those begun, fewer where there is nothing more to draw."""
+        drawn = self._draw(count)
+        self.exhausted = self.exhausted or len(drawn) < count
+        begun = [self._open_type(self.next_order + index, one) for index, one in enumerate(drawn)]
+        self.next_order += len(drawn)
+        for one in begun:
+            self._start_group(one)
+        return begun
 
     def take(self) -> Progress[GroupT]:
         """Events since the last call.
@@ -164,7 +190,7 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
                     await event.wait()
             except TimeoutError:
                 if moved == self._moves:
-                    raise RolloutStalled(self._where_it_stands(deadline)) from None
+                    raise RolloutStalled(self._stall_message(deadline)) from None
 
     async def abort(self, orders: Iterable[int] | None = None) -> None:
         """Cancel these groups (None: all), wait until their coroutines have ended, and forget them."""
@@ -204,7 +230,7 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
     def _ended(self, group: GroupT) -> None:
         """Hear of a group before it is accepted or rejected."""
 
-    def _where_it_stands(self, seconds: float) -> str:
+    def _stall_message(self, seconds: float) -> str:
         """The message of a stalled rollout: how many groups wait, and where the first of them do."""
         lines = [
             f"no {self._unit}, engine or reward has moved for {seconds:g} s; {len(self._begun)} {self._unit}s are in "
@@ -264,7 +290,8 @@ class GroupSettings:
 
     def params_of(self, order: int) -> SamplingParams:
         """With the seed of the prompt that was drawn as number ``order``."""
-        return replace(self.params, seed=_sample_seed(self.seed, order))
+        # Seeds of different runs and prompts never meet: 31 bits for the run, 32 for the draw.
+        return replace(self.params, seed=(self.seed & 0x7FFFFFFF) << 32 | (order & 0xFFFFFFFF))
 
     def keeps(self, group: SampleGroup) -> bool:
         """True where the filter of its domain accepts a scored group."""
@@ -299,6 +326,7 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
     """
 
     _unit = "prompt"
+    _open_type = OpenPrompt
 
     def __init__(
         self,
@@ -311,30 +339,23 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
     ) -> None:
         self._engines = engines
         self._rewards = rewards
-        self._draw = draw
         self._settings = settings
         self._loop = loop or SingleTurn()
         self._is_own = loop is not None
-        super().__init__(f"{type(self._loop).__name__}.answer", first_draw)
+        super().__init__(f"{type(self._loop).__name__}.answer", draw, first_draw)
 
-    def start(self, count: int) -> list[OpenPrompt]:
-        """Draw ``count`` prompts and begin them; those that there were."""
-        rows = self._draw(count)
-        self.exhausted = self.exhausted or len(rows) < count
-        begun = [OpenPrompt(self.next_order + index, row) for index, row in enumerate(rows)]
-        self.next_order += len(rows)
-        contexts = [self._context(one) for one in begun]
-        for one, context in zip(begun, contexts, strict=True):
-            self._begin(_Prompt(one, context), self._answer(one, context))
-        return begun
+    def _start_group(self, one: OpenPrompt, progress: Mapping[str, Any] | None = None) -> None:
+        prompt = _Prompt(one, self._context(one, progress))
+        if not self._is_own:
+            prompt.context._on_scoring = partial(self._generated, prompt)
+        self._begin(prompt, self._answer(one, prompt.context))
 
     def take_up(self, begun: Sequence[tuple[OpenPrompt, Mapping[str, Any]]], scoring: Sequence[SampleGroup]) -> None:
         """Continue prompts and groups of an earlier run: samples from where they were, scoring from its beginning. A
-        loop of the user's own begins anew: coroutines do not outlive their process."""
+        user's own loop starts over: coroutines do not outlive their process."""
         assert not (self._is_own and scoring), "a loop's groups are scored when they are complete"
         for one, progress in begun:
-            context = self._context(one, None if self._is_own else progress)
-            self._begin(_Prompt(one, context), self._answer(one, context))
+            self._start_group(one, None if self._is_own else progress)
         for group in scoring:
             one = OpenPrompt(group.order, group.prompt)
             context = self._context(one)
@@ -343,11 +364,7 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
     def progress_state(self) -> dict[int, dict[str, Any]]:
         """By number, what the prompts that are being answered had when their requests were last given to an engine, or
         recalled from it."""
-        states: dict[int, dict[str, Any]] = {}
-        for prompt in self._begun.values():
-            if not prompt.is_scored:
-                states[prompt.one.order] = {} if self._is_own else self._state_of(prompt)
-        return states
+        return {prompt.order: self._state_of(prompt) for prompt in self._begun.values() if not prompt.is_scored}
 
     @property
     def _moves(self) -> tuple[int, int]:
@@ -359,11 +376,6 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
         return RolloutContext(
             one.order, settings.group_size, params, self._engines, self._rewards, progress, one.prompt
         )
-
-    def _begin(self, begun: _Prompt, coroutine: Coroutine[Any, Any, tuple[SampleGroup, bool]]) -> None:
-        super()._begin(begun, coroutine)
-        if not self._is_own:
-            begun.context._on_scoring = partial(self._generated, begun)
 
     def _ended(self, group: SampleGroup) -> None:
         if self._is_own:
@@ -387,7 +399,7 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
         if has_waited is not None and not has_waited.done():
             raise ValueError(f"{self._name} ended without waiting for anything: no sample was generated")
         if group is None:
-            return SampleGroup(one.order, one.prompt, joined(str(one.order), [])), False
+            return SampleGroup(one.order, one.prompt, join_requests(str(one.order), [])), False
         if self._is_own:
             self._check(one, group)
         return group, self._settings.keeps(group)
@@ -414,10 +426,7 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
             )
 
     def _state_of(self, prompt: _Prompt) -> dict[str, Any]:
+        if self._is_own:
+            return {}
         in_flight = prompt.context.in_flight
         return progress_state(in_flight[0].request) if in_flight else NO_PROGRESS
-
-
-def _sample_seed(run_seed: int, order: int) -> int:
-    """Seeds of different runs and prompts never meet: 31 bits for the run, 32 for the draw."""
-    return (run_seed & 0x7FFFFFFF) << 32 | (order & 0xFFFFFFFF)

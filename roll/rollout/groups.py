@@ -237,8 +237,8 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
         "input_ids": torch.from_numpy(input_ids),
         "attention_mask": torch.from_numpy(attention_mask),
         "response_mask": torch.from_numpy(response_mask),
-        "rollout_log_probs": placed(behind_prompt, log_probs, np.float32),
-        "weight_versions": placed(response_mask, _versions_of_tokens(groups), np.int32),
+        "rollout_log_probs": masked_column(behind_prompt, log_probs, np.float32),
+        "weight_versions": masked_column(response_mask, _versions_of_tokens(groups), np.int32),
         "scores": torch.from_numpy(np.concatenate([group.scores() for group in groups])),
         "group_ids": torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)),
     }
@@ -260,18 +260,11 @@ def _routes(groups: Sequence[SampleGroup], shape: tuple[int, ...]) -> np.ndarray
     return column
 
 
-def placed(where: np.ndarray, flat: np.ndarray, dtype: DTypeLike, elsewhere: float = 0) -> torch.Tensor:
+def masked_column(where: np.ndarray, flat: np.ndarray, dtype: DTypeLike, elsewhere: float = 0) -> torch.Tensor:
     """The entries of ``flat``, in the order of rows and columns, where bool (B, L) ``where`` holds."""
     column = np.full(where.shape, elsewhere, dtype=dtype)
     column[where] = flat
     return torch.from_numpy(column)
-
-
-def object_column(values: Sequence[object]) -> np.ndarray:
-    """object (len(values),), whatever the values are."""
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column
 
 
 def _versions_of_tokens(groups: Sequence[SampleGroup]) -> np.ndarray:
@@ -323,18 +316,18 @@ def greedy_baseline(groups: Sequence[SampleGroup], baselines: Sequence[SampleGro
     }
 
 
-def _object_columns(groups: Sequence[SampleGroup], sizes: np.ndarray) -> dict[str, np.ndarray]:
-    def per_group(values: list[object]) -> np.ndarray:
-        return np.repeat(object_column(values), sizes)
+def _object_columns(groups: Sequence[SampleGroup], sizes: np.ndarray) -> dict[str, Sequence[object] | np.ndarray]:
+    def per_group(values: Sequence[object]) -> np.ndarray:
+        return np.repeat(np.fromiter(values, dtype=object, count=len(values)), sizes)
 
     sample_ids = [f"{group.order}-{index}" for group in groups for index in range(group.num_samples)]
     reasons = list(chain.from_iterable(group.finished.finish_reasons for group in groups))
     images = [group.prompt.vision for group in groups]
-    seen = {} if all(one is None for one in images) else {IMAGES: per_group(list(images))}
-    return seen | {
+    return {
+        **({IMAGES: per_group(images)} if any(images) else {}),
         "prompt_id": per_group([group.prompt.prompt_id for group in groups]),
         "domain": per_group([group.prompt.domain for group in groups]),
         "tag": per_group([group.prompt.tag for group in groups]),
-        "sample_id": np.array(sample_ids, dtype=object),
-        "finish_reason": np.array(reasons, dtype=object),
+        "sample_id": sample_ids,
+        "finish_reason": reasons,
     }

@@ -60,7 +60,7 @@ class RolloutContext:
     """Of the samples of the first request, in an earlier run."""
     _prompt: PromptRow | None = None
     _on_scoring: Callable[[SampleGroup], None] | None = None
-    _asked: dict[str, tuple[Generation, Sequence[int]]] = field(default_factory=dict)
+    _requests: dict[str, tuple[Generation, Sequence[int]]] = field(default_factory=dict)
     """Every request with its context."""
     _finished: list[FinishedGroup] = field(default_factory=list)
 
@@ -72,16 +72,17 @@ class RolloutContext:
         Each request of a prompt draws from random streams of its own, the first from those of the default loop. One
         that begins with the prompt's tokens has its images.
         """
-        own, number = params or self.params, len(self._asked)
+        own, number = params or self.params, len(self._requests)
         if number or params is not None:
             seed = self.params.seed
             own = replace(own, seed=random.Random(f"{seed}/{number}").getrandbits(63) if number else seed)
         name = f"{self.order}.{number}"
-        request = GenerationRequest(name, token_ids, own, num_samples or self.group_size, vision=self._seen(token_ids))
+        count, vision = num_samples or self.group_size, self._vision_of(token_ids)
+        request = GenerationRequest(name, token_ids, own, count, vision=vision)
         if self._progress is not None and not number:
             request = with_progress(request, self._progress)
         generation = self._engines.submit(request, on_finished=self._finished.append)
-        self._asked[name] = generation, token_ids
+        self._requests[name] = generation, token_ids
         return generation
 
     async def generate(
@@ -92,7 +93,7 @@ class RolloutContext:
         assert finished is not None, "nobody else aborts it"
         return finished
 
-    def _seen(self, token_ids: Sequence[int]) -> VisionInputs | None:
+    def _vision_of(self, token_ids: Sequence[int]) -> VisionInputs | None:
         """The prompt's images, for a context that begins with it."""
         prompt = self._prompt
         if prompt is None or prompt.vision is None:
@@ -112,8 +113,8 @@ class RolloutContext:
         Raises:
             ValueError: a part whose context does not begin with the prompt's tokens, or that was asked for otherwise.
         """
-        whole = [self._behind(prompt, part, earlier_rounds) for part in parts]
-        return SampleGroup(self.order, prompt, joined(str(self.order), whole))
+        whole = [self._with_context(prompt, part, earlier_rounds) for part in parts]
+        return SampleGroup(self.order, prompt, join_requests(str(self.order), whole))
 
     async def compute_rewards(self, group: SampleGroup) -> SampleGroup:
         """``group`` with ``rewards`` from the reward workers of its prompt's domain."""
@@ -124,19 +125,19 @@ class RolloutContext:
     @property
     def in_flight(self) -> list[Generation]:
         """Requests that are not finished."""
-        return [one for one, _ in self._asked.values() if not one.done]
+        return [one for one, _ in self._requests.values() if not one.done]
 
     def close(self) -> None:
         """Abort what is in flight."""
         self._engines.abort(self.in_flight)
 
-    def _behind(self, prompt: PromptRow, part: FinishedGroup, earlier_rounds: bool) -> FinishedGroup:
+    def _with_context(self, prompt: PromptRow, part: FinishedGroup, earlier_rounds: bool) -> FinishedGroup:
         """``part`` with all that stands between the prompt and its samples in front of each of them."""
-        if part.request_id not in self._asked:
+        if part.request_id not in self._requests:
             if part.request_id == str(self.order):
                 return part  # of a group that was put together before
             raise ValueError(f"context.group was given {part.request_id!r}, which is no request of this prompt")
-        _, asked = self._asked[part.request_id]
+        _, asked = self._requests[part.request_id]
         if asked is prompt.token_ids:
             return part
         context, count = list(map(int, asked)), len(prompt.token_ids)
@@ -147,31 +148,27 @@ class RolloutContext:
             )
         if len(context) == count:
             return part
-        passage = self._earlier(context, count) if earlier_rounds else _Passage.of_given(context[count:])
-        return _prolonged(passage, part)
+        return _with_prefix(self._passage(context, count, earlier_rounds), part)
 
-    def _earlier(self, context: list[int], count: int) -> _Passage:
-        """The tokens of ``context`` behind the first ``count``, with what is known of those that were sampled."""
-        best: tuple[FinishedGroup, int] | None = None
-        longest = 0
-        for group in self._finished:
-            asked = list(map(int, self._asked[group.request_id][1]))
+    def _passage(self, context: list[int], count: int, earlier_rounds: bool) -> _Passage:
+        """The tokens of ``context`` behind the first ``count``. With ``earlier_rounds``, those that the policy sampled
+        are found: the longest beginning of ``context`` that is a sample behind its request's context, then the same in
+        that context."""
+        passage, known = _Passage(), count
+        best: tuple[FinishedGroup, int, list[int]] | None = None
+        for group in self._finished if earlier_rounds else ():
+            asked = list(map(int, self._requests[group.request_id][1]))
             for index, tokens in enumerate(group.split(group.token_ids)):
                 whole = len(asked) + len(tokens)
-                if (
-                    len(tokens)
-                    and whole > longest
-                    and len(asked) >= count
-                    and context[:whole] == asked + tokens.tolist()
-                ):
-                    best, longest = (group, index), whole
-        if best is None:
-            return _Passage.of_given(context[count:])
-        group, index = best
-        passage = self._earlier(list(map(int, self._asked[group.request_id][1])), count)
-        tokens, log_probs = (group.split(flat)[index] for flat in (group.token_ids, group.log_probs))
-        passage.add_sampled(tokens, log_probs, group.weight_versions[index])
-        passage.add_given(context[longest:])
+                longer = len(tokens) and whole > known and len(asked) >= count
+                if longer and context[:whole] == asked + tokens.tolist():
+                    best, known = (group, index, asked), whole
+        if best is not None:
+            group, index, asked = best
+            passage = self._passage(asked, count, earlier_rounds)
+            tokens, log_probs = (group.split(flat)[index] for flat in (group.token_ids, group.log_probs))
+            passage.add_sampled(tokens, log_probs, group.weight_versions[index])
+        passage.add_given(context[known:])
         return passage
 
 
@@ -183,10 +180,6 @@ class _Passage:
     log_probs: list[float] = field(default_factory=list)
     given: list[bool] = field(default_factory=list)
     weight_versions: list[VersionSpan] = field(default_factory=list)
-
-    @staticmethod
-    def of_given(tokens: Sequence[int]) -> _Passage:
-        return _Passage(list(tokens), [0.0] * len(tokens), [True] * len(tokens))
 
     def add_given(self, tokens: Sequence[int]) -> None:
         self.token_ids += tokens
@@ -204,28 +197,31 @@ def _shifted(spans: Sequence[VersionSpan], by: int) -> list[VersionSpan]:
     return [(version, start + by, end + by) for version, start, end in spans]
 
 
-def _prolonged(passage: _Passage, part: FinishedGroup) -> FinishedGroup:
+def _with_prefix(passage: _Passage, part: FinishedGroup) -> FinishedGroup:
     """The samples of ``part``, each with ``passage`` in front."""
     count, size = len(part.lengths), len(passage.token_ids)
 
-    def in_front(tokens: Sequence[Any], own: np.ndarray) -> np.ndarray:
+    def prepended(tokens: Sequence[Any], own: np.ndarray) -> np.ndarray:
         head = np.asarray(tokens, dtype=own.dtype)
         return np.concatenate([np.zeros(0, own.dtype), *(piece for one in part.split(own) for piece in (head, one))])
 
     return replace(
         part,
-        token_ids=in_front(passage.token_ids, part.token_ids),
-        log_probs=in_front(passage.log_probs, part.log_probs),
-        given=in_front(passage.given, np.zeros(len(part.token_ids), dtype=bool)),
+        token_ids=prepended(passage.token_ids, part.token_ids),
+        log_probs=prepended(passage.log_probs, part.log_probs),
+        given=prepended(passage.given, np.zeros(len(part.token_ids), dtype=bool)),
         lengths=part.lengths + size,
         weight_versions=[[*passage.weight_versions, *_shifted(part.weight_versions[i], size)] for i in range(count)],
     )
 
 
-def joined(request_id: str, parts: Sequence[FinishedGroup]) -> FinishedGroup:
+def join_requests(request_id: str, parts: Sequence[FinishedGroup]) -> FinishedGroup:
     """The samples of several requests as those of one."""
     if len(parts) == 1:
         return replace(parts[0], request_id=request_id)
+    all_sampled = all(part.given is None for part in parts)
+    # Where some samples have no record of their routes, it could not be said whose the others' are.
+    have_routes = all(len(part.routes) == len(part.lengths) for part in parts)
     return FinishedGroup(
         request_id=request_id,
         token_ids=np.concatenate([np.zeros(0, dtype=np.int32), *(part.token_ids for part in parts)]),
@@ -234,11 +230,6 @@ def joined(request_id: str, parts: Sequence[FinishedGroup]) -> FinishedGroup:
         finish_reasons=[reason for part in parts for reason in part.finish_reasons],
         texts=[text for part in parts for text in part.texts],
         weight_versions=[spans for part in parts for spans in part.weight_versions],
-        given=_joined_given(parts),
+        given=None if all_sampled else np.concatenate([~part.sampled for part in parts]),
+        routes=[routes for part in parts for routes in part.routes] if have_routes else [],
     )
-
-
-def _joined_given(parts: Sequence[FinishedGroup]) -> np.ndarray | None:
-    if all(part.given is None for part in parts):
-        return None
-    return np.concatenate([~part.sampled for part in parts])

@@ -56,54 +56,6 @@ class GroupCodec(Protocol[GroupT]):
         """The inverse of :meth:`group_state`."""
 
 
-def prompt_state(prompt: PromptRow) -> State:
-    return {"domain": prompt.domain, "prompt_id": prompt.prompt_id}
-
-
-def prompt_from(state: Mapping[str, Any], find: FindPrompt) -> PromptRow:
-    return find(state["domain"], state["prompt_id"])
-
-
-def group_state(group: SampleGroup) -> State:
-    """A group with all of its samples, scored or not."""
-    finished = group.finished
-    given = {} if finished.given is None else {"given": finished.given}
-    if finished.routes:
-        lengths = np.array([len(routes) for routes in finished.routes])
-        given |= {"routes": np.concatenate(finished.routes), "routes_lengths": lengths}
-    return (
-        prompt_state(group.prompt)
-        | given
-        | {
-            "order": group.order,
-            "token_ids": finished.token_ids,
-            "log_probs": finished.log_probs,
-            "lengths": finished.lengths,
-            "finish_reasons": list(finished.finish_reasons),
-            "texts": list(finished.texts),
-            "weight_versions": _spans(finished.weight_versions),
-            "rewards": [asdict(result) for result in group.rewards],
-        }
-    )
-
-
-def group_from(state: Mapping[str, Any], find: FindPrompt) -> SampleGroup:
-    """The inverse of :func:`group_state`."""
-    finished = FinishedGroup(
-        request_id=str(state["order"]),
-        token_ids=state["token_ids"],
-        log_probs=state["log_probs"],
-        lengths=state["lengths"],
-        finish_reasons=state["finish_reasons"],
-        texts=state["texts"],
-        weight_versions=_tuples(state["weight_versions"]),
-        given=state.get("given"),
-        routes=_split_routes(state),
-    )
-    rewards = [RewardResult(**result) for result in state["rewards"]]
-    return SampleGroup(int(state["order"]), prompt_from(state, find), finished, rewards)
-
-
 def _split_routes(state: Mapping[str, Any]) -> list[np.ndarray]:
     if "routes" not in state:
         return []
@@ -201,16 +153,51 @@ class PromptCodec:
         return bool(group.rewards)
 
     def open_state(self, one: OpenPrompt) -> State:
-        return prompt_state(one.prompt) | {"order": one.order}
+        return _prompt_state(one.prompt) | {"order": one.order}
 
     def open_from(self, state: Mapping[str, Any]) -> OpenPrompt:
-        return OpenPrompt(int(state["order"]), prompt_from(state, self.find))
+        return OpenPrompt(int(state["order"]), self._prompt(state))
 
     def group_state(self, group: SampleGroup) -> State:
-        return group_state(group)
+        finished = group.finished
+        optional = {} if finished.given is None else {"given": finished.given}
+        if finished.routes:
+            lengths = np.array([len(routes) for routes in finished.routes])
+            optional |= {"routes": np.concatenate(finished.routes), "routes_lengths": lengths}
+        return {
+            **_prompt_state(group.prompt),
+            **optional,
+            "order": group.order,
+            "token_ids": finished.token_ids,
+            "log_probs": finished.log_probs,
+            "lengths": finished.lengths,
+            "finish_reasons": list(finished.finish_reasons),
+            "texts": list(finished.texts),
+            "weight_versions": _spans(finished.weight_versions),
+            "rewards": [asdict(result) for result in group.rewards],
+        }
 
     def group_from(self, state: Mapping[str, Any]) -> SampleGroup:
-        return group_from(state, self.find)
+        finished = FinishedGroup(
+            request_id=str(state["order"]),
+            token_ids=state["token_ids"],
+            log_probs=state["log_probs"],
+            lengths=state["lengths"],
+            finish_reasons=state["finish_reasons"],
+            texts=state["texts"],
+            weight_versions=_tuples(state["weight_versions"]),
+            given=state.get("given"),
+            routes=_split_routes(state),
+        )
+        rewards = [RewardResult(**result) for result in state["rewards"]]
+        return SampleGroup(int(state["order"]), self._prompt(state), finished, rewards)
+
+    def _prompt(self, state: Mapping[str, Any]) -> PromptRow:
+        return self.find(state["domain"], state["prompt_id"])
+
+
+def _prompt_state(prompt: PromptRow) -> State:
+    return {"domain": prompt.domain, "prompt_id": prompt.prompt_id}
 
 
 @dataclass(frozen=True)
@@ -245,10 +232,6 @@ class ReplayBuffer(Generic[GroupT]):
     @property
     def num_ready(self) -> int:
         return len(self._ready)
-
-    @property
-    def num_generating(self) -> int:
-        return len(self._generating)
 
     @property
     def generating(self) -> dict[int, Held]:
@@ -318,7 +301,7 @@ class ReplayBuffer(Generic[GroupT]):
 
     def counts(self) -> dict[str, int]:
         """The ledger and where the rest is; ``drawn`` is the sum of the others."""
-        held = {"generating": self.num_generating, "scoring": len(self._scoring), "ready": self.num_ready}
+        held = {"generating": len(self._generating), "scoring": len(self._scoring), "ready": self.num_ready}
         return asdict(self.ledger) | held
 
     def state_dict(self, progress: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

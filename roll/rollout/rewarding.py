@@ -1,8 +1,7 @@
 """The reward workers of all domains as one client, with the role reward_model in front of them.
 
-A worker that dies is replaced, and its work is done again.  It dies with all that it was given: given to its successor
-one by one, the sample that kills it again is known.  That one is quarantined: it gets a result that says so, and its
-row goes into a file, while all others get theirs.
+A worker that dies is replaced, and the samples that it had are scored again, one at a time.  A sample that kills a
+second worker is quarantined: its result says so, and its row goes into a file.  All others get their scores.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 QUARANTINE_FILE = "set_aside.jsonl"
 """In the folder of logs: a line for every sample that has killed its worker twice."""
 MOST_IN_A_ROW = 3
-"""Samples that may kill their workers one after the other: where all do, the fault is not theirs."""
+"""Samples in a row that may kill their workers; where more do, the fault is not theirs."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -83,7 +83,11 @@ class RestartingWorker(Generic[T, R]):
         self._replace = replace
         self._quarantine = quarantine
         self._lock = asyncio.Lock()
+        self._in_flight: set[asyncio.Task[list[R]]] = set()
         self._lives = 0
+        """Workers that were replaced."""
+        self._death: WorkerDied | None = None
+        """Of the present worker."""
         self._in_a_row = 0
 
     async def __call__(self, items: Sequence[T]) -> list[R]:
@@ -92,46 +96,49 @@ class RestartingWorker(Generic[T, R]):
         Raises:
             WorkerDied: of the last of too many that died one after the other, or of one that did not start.
         """
-        async with self._lock:  # a successor may be starting
-            life = self._lives
+        async with self._lock:  # a successor may be starting, or a suspect may be alone with the worker
+            await self._revive()
+            ask = asyncio.create_task(self._try(items, self._lives))
+            self._in_flight.add(ask)
+            ask.add_done_callback(self._in_flight.discard)
+        try:
+            return await ask
+        except WorkerDied:
+            return [await self._alone(item) for item in items]
+
+    async def _try(self, items: Sequence[T], life: int) -> list[R]:
         try:
             return await self._ask(items)
         except WorkerDied as death:
-            await self._restart(life, death)
-        return [await self._alone(item) for item in items]
+            if life == self._lives:  # else it is known, and the worker has been replaced
+                self._death = death
+            raise
 
     async def _alone(self, item: T) -> R:
+        """The result of an item that may have killed its worker. Nothing else is at work on the worker meanwhile: all
+        calls that it has fail when it dies, and only one of them is to blame."""
         async with self._lock:
-            life = self._lives
-        try:
-            (result,) = await self._ask([item])
-        except WorkerDied as death:
-            self._in_a_row += 1
-            if self._in_a_row > MOST_IN_A_ROW:
-                raise
-            await self._restart(life, death)
-            return self._quarantine(item, death)
-        self._in_a_row = 0
-        return result
+            if self._in_flight:
+                await asyncio.wait(self._in_flight)
+            await self._revive()
+            try:
+                (result,) = await self._try([item], self._lives)
+            except WorkerDied as death:
+                self._in_a_row += 1
+                if self._in_a_row > MOST_IN_A_ROW:
+                    raise
+                await self._revive()
+                return self._quarantine(item, death)
+            self._in_a_row = 0
+            return result
 
-    async def _restart(self, life: int, death: WorkerDied) -> None:
-        """Replace the worker that has died in its ``life``, unless that has been done."""
-        async with self._lock:
-            if life == self._lives:
-                logger.warning("a worker is replaced, and its work done again:\n%s", death)
-                await self._replace(death)
-                self._lives += 1
-
-
-async def replace_rank(cluster: Cluster, rank: int) -> None:
-    """Start a rank anew that has nothing to do with the others.
-
-    Raises:
-        RemoteError: it did not start.
-    """
-    cluster.leave_out(rank)
-    await cluster.restart(rank)
-    cluster.rejoin(rank)
+    async def _revive(self) -> None:
+        """Replace the worker if it has died."""
+        if self._death is not None:
+            logger.warning("a worker is replaced, and its work done again:\n%s", self._death)
+            await self._replace(self._death)
+            self._death = None
+            self._lives += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +194,9 @@ class ModelScorer:
     async def score(self, groups: Sequence[SampleGroup]) -> None:
         """Give every group the model's results; every rank gets all texts and takes its share of them."""
         inputs = [one for group in groups for one in self._model_inputs(group)]
-        results = await self._worker(inputs)
-        begin = 0
+        results = iter(await self._worker(inputs))
         for group in groups:
-            group.model_results = results[begin : begin + group.num_samples]
-            begin += group.num_samples
+            group.model_results = list(islice(results, group.num_samples))
 
     async def _ask(self, inputs: Sequence[ModelInput]) -> list[RewardResult]:
         shares: dict[int, list[RewardResult]] = dict(await self._cluster.call_all(ScoringWorker.score, inputs))
@@ -235,7 +240,7 @@ class ModelScorer:
         raise problem
 
 
-Asked = list[tuple[SampleGroup, asyncio.Future[None]]]
+Queue = list[tuple[SampleGroup, asyncio.Future[None]]]
 """Groups to be scored, with who waits for each."""
 
 
@@ -256,7 +261,6 @@ class RewardClient:
         scorer: ModelScorer | None = None,
         quarantine: SampleQuarantine | None = None,
     ) -> None:
-        self._clusters = clusters
         self.quarantine = quarantine or SampleQuarantine()
         self._workers = {
             domain: [self._worker(cluster, rank) for rank in range(cluster.world_size)]
@@ -265,8 +269,8 @@ class RewardClient:
         self._scorer = scorer
         self._load = {domain: [0] * cluster.world_size for domain, cluster in clusters.items()}
         self._calls: set[asyncio.Task[None]] = set()
-        self._for_model: Asked = []
-        self._for_workers: Asked = []
+        self._for_model: Queue = []
+        self._for_workers: Queue = []
         self.num_pending = 0
         """Groups that somebody waits for."""
         self.num_calls = 0
@@ -281,28 +285,28 @@ class RewardClient:
         self.num_pending += 1
         try:
             if self._scorer is not None and self._scorer.wants(group):
-                await self._ask(self._for_model, self._send_to_model, group)
-            await self._ask(self._for_workers, self._send_to_workers, group)
+                await self._scored(self._for_model, self._send_to_model, group)
+            await self._scored(self._for_workers, self._send_to_workers, group)
         finally:
             self.num_pending -= 1
         return group
 
-    async def _ask(self, asked: Asked, send: Callable[[], None], group: SampleGroup) -> None:
+    async def _scored(self, queue: Queue, send: Callable[[], None], group: SampleGroup) -> None:
         loop = asyncio.get_running_loop()
         scored: asyncio.Future[None] = loop.create_future()
-        if not asked:
+        if not queue:
             loop.call_soon(send)
-        asked.append((group, scored))
+        queue.append((group, scored))
         await scored
 
     def _send_to_model(self) -> None:
         assert self._scorer is not None
-        asked = [(group, scored) for group, scored in self._for_model if not scored.done()]
+        queue = [(group, scored) for group, scored in self._for_model if not scored.done()]
         self._for_model.clear()
-        self._begin(asked, self._scorer.score)
+        self._begin(queue, self._scorer.score)
 
     def _send_to_workers(self) -> None:
-        by_domain: dict[str, Asked] = defaultdict(list)
+        by_domain: dict[str, Queue] = defaultdict(list)
         for group, scored in self._for_workers:
             if not scored.done():  # else nobody waits for it any more
                 by_domain[group.prompt.domain].append((group, scored))
@@ -315,35 +319,33 @@ class RewardClient:
                 load[rank] += sum(group.num_samples for group, _ in mine)
                 self._begin(mine, partial(self._ask_worker, domain, rank))
 
-    def _begin(self, asked: Asked, score: Callable[[list[SampleGroup]], Coroutine[Any, Any, None]]) -> None:
-        call = asyncio.create_task(self._answer(asked, score))
+    def _begin(self, queue: Queue, score: Callable[[list[SampleGroup]], Coroutine[Any, Any, None]]) -> None:
+        call = asyncio.create_task(self._answer(queue, score))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-    async def _answer(self, asked: Asked, score: Callable[[list[SampleGroup]], Coroutine[Any, Any, None]]) -> None:
+    async def _answer(self, queue: Queue, score: Callable[[list[SampleGroup]], Coroutine[Any, Any, None]]) -> None:
         """Have groups scored, and wake up those who wait; a failure is theirs."""
         try:
-            await score([group for group, _ in asked])
+            await score([group for group, _ in queue])
         except Exception as error:
-            for _, scored in asked:
+            for _, scored in queue:
                 if not scored.done():
                     scored.set_exception(error)
             return
         self.num_calls += 1
-        for _, scored in asked:
+        for _, scored in queue:
             if not scored.done():
                 scored.set_result(None)
 
     async def _ask_worker(self, domain: str, rank: int, groups: list[SampleGroup]) -> None:
         samples = [sample for group in groups for sample in group.reward_samples()]
         try:
-            results = await self._workers[domain][rank](samples)
+            results = iter(await self._workers[domain][rank](samples))
         finally:
             self._load[domain][rank] -= len(samples)
-        begin = 0
         for group in groups:
-            group.rewards = results[begin : begin + group.num_samples]
-            begin += group.num_samples
+            group.rewards = list(islice(results, group.num_samples))
 
     def _worker(self, cluster: Cluster, rank: int) -> RestartingWorker[RewardSample, RewardResult]:
         async def ask(samples: Sequence[RewardSample]) -> list[RewardResult]:
@@ -351,7 +353,9 @@ class RewardClient:
 
         async def replace(death: WorkerDied) -> None:
             self.quarantine.num_deaths += 1
-            await replace_rank(cluster, rank)
+            cluster.leave_out(rank)
+            await cluster.restart(rank)
+            cluster.rejoin(rank)
 
         def quarantine(sample: RewardSample, death: WorkerDied) -> RewardResult:
             section = cluster.role

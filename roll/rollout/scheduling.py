@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 from roll.rollout.engines import EngineClient, Generation
 from roll.rollout.filters import GroupFilter
-from roll.rollout.flow import DrawPrompts, GroupSettings, Progress, PromptFlow, Rejections
+from roll.rollout.flow import DrawPrompts, GroupFlow, GroupSettings, Progress, PromptFlow, Rejections
 from roll.rollout.groups import GroupT, SampleGroup
 from roll.rollout.loops import RolloutLoop
-from roll.rollout.replay import Open, ReplayBuffer
+from roll.rollout.replay import ReplayBuffer
 from roll.rollout.rewarding import RewardClient
 from roll.strategies.engines.requests import SamplingParams
 
@@ -28,24 +28,8 @@ class RolloutResult(Generic[GroupT]):
     rejected_mean_scores: list[float] = field(default_factory=list)
 
 
-class CollectingFlow(Protocol[GroupT]):
-    """Groups in flight, as :func:`collected` needs them (:class:`~roll.rollout.flow.GroupFlow`)."""
-
-    next_order: int
-    exhausted: bool
-
-    @property
-    def num_in_flight(self) -> int: ...
-
-    def start(self, count: int) -> Any: ...
-
-    async def progress(self, deadline: float) -> Progress[GroupT]: ...
-
-    async def abort(self) -> None: ...
-
-
 async def collected(
-    flow: CollectingFlow[GroupT],
+    flow: GroupFlow[Any, GroupT],
     count: int,
     num_additional: int,
     deadline: float,
@@ -133,27 +117,6 @@ class RolloutScheduler:
         return await collected(flow, num_prompts, num_additional, self._deadline)
 
 
-class AsyncFlow(Protocol[GroupT]):
-    """Groups in flight, as :class:`AsyncScheduler` needs them."""
-
-    @property
-    def num_in_flight(self) -> int: ...
-
-    def start(self, count: int) -> Sequence[Open]: ...
-
-    def take_up(self, begun: Sequence[tuple[Any, Mapping[str, Any]]], scoring: Sequence[GroupT]) -> None: ...
-
-    def progress_state(self) -> dict[int, dict[str, Any]]: ...
-
-    def take(self) -> Progress[GroupT]: ...
-
-    async def progress(self) -> Progress[GroupT]: ...
-
-    async def watched(self, event: asyncio.Event, deadline: float) -> None: ...
-
-    async def abort(self, orders: Iterable[int]) -> None: ...
-
-
 class AsyncScheduler(Generic[GroupT]):
     """Begins groups as the buffer has room for them, and hands out the groups of each step.
 
@@ -172,7 +135,7 @@ class AsyncScheduler(Generic[GroupT]):
     def __init__(
         self,
         engines: EngineClient,
-        flow: AsyncFlow[GroupT],
+        flow: GroupFlow[Any, GroupT],
         buffer: ReplayBuffer[GroupT],
         num_steps: int,
         deadline: float,
@@ -186,12 +149,11 @@ class AsyncScheduler(Generic[GroupT]):
         self._deadline = deadline
         self._in_flight = in_flight
         self._takes_turns = takes_turns
-        self._aside: list[Generation] = []
+        self._recalled: list[Generation] = []
         self._version = 0
         self._taken_at_version = 0
         self._may_begin = False
         self._rejections = Rejections(rejected_by)
-        self._rejected_by = rejected_by
         self._changed = asyncio.Event()
         self.buffer = buffer
 
@@ -212,19 +174,19 @@ class AsyncScheduler(Generic[GroupT]):
         Raises:
             RolloutStalled: nothing has moved for ``deadline`` seconds.
         """
-        aside, self._aside = self._aside, []
-        self._engines.resubmit(aside)
+        recalled, self._recalled = self._recalled, []
+        self._engines.resubmit(recalled)
         self._engines.resume()
         self._absorb(self._flow.take())
         await self._flow.abort(self.buffer.drop_stale(step))
         self._may_begin = True
         self._fill()
-        await self._until(lambda: self.buffer.can_take(step))
+        await self._wait_until(lambda: self.buffer.can_take(step))
         groups = self.buffer.take(step)
         self._taken_at_version += len(groups)
-        self._rejections = Rejections(self._rejected_by)
+        self._rejections = Rejections(self._rejections.key)
         if self._takes_turns:
-            await self._set_aside()
+            await self._take_back()
         else:
             self._fill()
             await self._engines.dispatched()  # the driver may compute for a while before the loop runs again
@@ -235,7 +197,7 @@ class AsyncScheduler(Generic[GroupT]):
         :meth:`collect`."""
         self._may_begin = False
         if not self._in_flight:
-            await self._until(lambda: not self._flow.num_in_flight)
+            await self._wait_until(lambda: not self._flow.num_in_flight)
         await self._engines.pause()
         self._engines.readmit()
 
@@ -245,9 +207,9 @@ class AsyncScheduler(Generic[GroupT]):
         self._taken_at_version = 0
 
     async def free_engines(self) -> None:
-        """Leave the engines to somebody else, between an exchange and :meth:`collect`: what they had in flight is taken
-        back and continues afterwards."""
-        await self._set_aside()
+        """Free the engines for other requests, between an exchange and :meth:`collect`: what is in flight is recalled
+        and continues afterwards."""
+        await self._take_back()
         self._engines.resume()
 
     async def state_dict(self) -> dict[str, Any]:
@@ -271,18 +233,18 @@ class AsyncScheduler(Generic[GroupT]):
         self._engines.hold()
         self._flow.take_up(*self.buffer.load_state_dict(state))
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self._changed.clear()
             await self._flow.watched(self._changed, self._deadline)
 
-    async def _set_aside(self) -> None:
+    async def _take_back(self) -> None:
         """Leave the engines without work."""
         self._may_begin = False
         self._engines.hold()
         for _ in range(2):  # prompts begun just now have yet to submit their requests
             await asyncio.sleep(0)
-        self._aside += await self._engines.recall()
+        self._recalled += await self._engines.recall()
         await self._engines.pause()
 
     def _absorb(self, progress: Progress[GroupT]) -> None:

@@ -30,8 +30,7 @@ class PrometheusTracker(Tracker):
     Args:
         run: value of the label.
         folder: gets ``address``, the URL that is served.
-        host: address to listen at; the loopback unless the configuration says otherwise, since nobody is asked for a
-            name.
+        host: address to listen at; the loopback by default, since clients are not authenticated.
         port: 0: a free one.
 
     Raises:

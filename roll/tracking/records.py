@@ -65,7 +65,7 @@ class CompositeTracker(Tracker):
 
     @contextmanager
     def _disk_may_be_full(self, tracker: Tracker, step: int) -> Iterator[None]:
-        """Events that cannot be written are lost, and that is said once; training goes on."""
+        """Drop events that cannot be written, with one line in the log; training continues."""
         try:
             yield
         except OSError as error:

@@ -68,7 +68,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -272,7 +272,7 @@ class PhaseTimer:
             self._open.pop()
 
     def pop(self) -> dict[str, float]:
-        """``time/<phase>`` in seconds and ``memory/<phase>/<name>`` in bytes since the last call; starts anew."""
+        """``time/<phase>`` in seconds and ``memory/<phase>/<name>`` in bytes since the last call; starts again at 0."""
         metrics = {f"time/{name}": seconds for name, seconds in self._seconds.items()} | self._bytes
         self._seconds, self._bytes = {}, {}
         return metrics
@@ -292,7 +292,29 @@ class PhaseTimer:
                 self._bytes[key] = max(self._bytes.get(key, 0.0), float(value))
 
 
-class TimelineLog:
+class _LineFile:
+    """Writes a line of JSON a row. What a full disk has no room for is lost, which is said once; the run goes on."""
+
+    def __init__(self, path: Path, mode: str, buffering: int = -1) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file: TextIO = open(path, mode, encoding="utf-8", buffering=buffering)  # noqa: SIM115 (for the whole run)
+        self._failed = False
+
+    def write(self, row: Any) -> None:
+        try:
+            self._file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            if not self._failed:
+                logger.warning("%s: %s; lines are lost, and the run goes on", self._path, error)
+            self._failed = True
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+
+class TimelineLog(_LineFile):
     """Appends the phases of steps.
 
     Args:
@@ -301,37 +323,31 @@ class TimelineLog:
     """
 
     def __init__(self, path: Path, resumed: bool) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not resumed:
             path.replace(path.with_name(f"{path.name}.previous"))
-        self._file: TextIO = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (open for the whole run)
+        super().__init__(path, "a", buffering=1)
 
     def append(self, step: int, begin: float, end: float, phases: Sequence[Span]) -> None:
         spans = [[name, round(first, 4), round(last, 4)] for name, first, last in phases]
-        row = {"step": step, "begin": round(begin, 4), "end": round(end, 4), "phases": spans}
-        self._file.write(json.dumps(row) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
+        self.write({"step": step, "begin": round(begin, 4), "end": round(end, 4), "phases": spans})
 
 
 class SpanLog:
-    """Single pieces of work of the driver's event loop, by whoever does them; nothing is kept while it is closed."""
+    """Log of single pieces of work of the driver's event loop; nothing is written while it is closed."""
 
     def __init__(self) -> None:
-        self._file: TextIO | None = None
+        self._file: _LineFile | None = None
 
     def open(self, path: Path, resumed: bool) -> None:
-        """Keep them in ``path`` from now on; ``resumed``: behind those of an earlier run."""
+        """Write to ``path`` from now on; ``resumed``: behind the lines of an earlier run."""
         self.close()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a" if resumed else "w", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+        self._file = _LineFile(path, "a" if resumed else "w")
 
     def note(self, name: str, seconds: float, attributes: Mapping[str, str | int]) -> None:
-        """Something called ``name`` has ended now, after ``seconds``."""
+        """Write down that ``name`` has ended now, after ``seconds``."""
         if self._file is not None:
             end = time.time()
-            self._file.write(json.dumps([name, round(end - seconds, 4), round(end, 4), dict(attributes)]) + "\n")
+            self._file.write([name, round(end - seconds, 4), round(end, 4), dict(attributes)])
 
     def close(self) -> None:
         if self._file is not None:
@@ -340,7 +356,7 @@ class SpanLog:
 
 
 span_log = SpanLog()
-"""That of this process: a driver has one run at a time."""
+"""The log of this process: a driver has one run at a time."""
 
 
 @dataclass(frozen=True)

@@ -118,12 +118,7 @@ class OnlineTracker(Tracker):
     def __init__(
         self, folder: Path, run_config: Mapping[str, Any], *, resume_step: int | None = None, **options: Any
     ) -> None:
-        try:
-            self._module = importlib.import_module(self.package)
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"track_with: {self.package} is not installed; pip install 'roll-rl[{self.package}]'"
-            ) from error
+        self._module = _installed(self.package)
         prefix = self.package.upper()
         mode = options.pop("mode", None) or os.environ.get(f"{prefix}_MODE", "online")
         # Asked for here and not by the package, which would wait at a prompt where there is a terminal.
@@ -171,9 +166,7 @@ class WandbTracker(OnlineTracker):
 
     def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
         if rows:
-            columns = list(rows[0])
-            data = [[_table_cell(row.get(column)) for column in columns] for row in rows]
-            self._run.log({f"samples/{name}": self._module.Table(columns=columns, data=data), _STEP: step})
+            self._run.log({f"samples/{name}": _table(self._module, rows), _STEP: step})
 
 
 class SwanLabTracker(OnlineTracker):
@@ -215,10 +208,7 @@ class TrackioTracker(Tracker):
     ) -> None:
         if folder is not None:
             os.environ["TRACKIO_DIR"] = str(folder)  # read when the package is imported
-        try:
-            self._module = importlib.import_module("trackio")
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("track_with: trackio is not installed; pip install 'roll-rl[trackio]'") from error
+        self._module = _installed("trackio")
         resume = "never" if resume_step is None else "allow"
         self._run = self._module.init(config=dict(run_config), resume=resume, embed=False, **options)
 
@@ -227,9 +217,7 @@ class TrackioTracker(Tracker):
 
     def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
         if rows:
-            columns = list(rows[0])
-            data = [[_table_cell(row.get(column)) for column in columns] for row in rows]
-            self._run.log({f"samples/{name}": self._module.Table(columns=columns, data=data)}, step=step)
+            self._run.log({f"samples/{name}": _table(self._module, rows)}, step=step)
 
     def files(self) -> dict[str, Path]:
         return {"Trackio": Path(self._module.TRACKIO_DIR)}
@@ -246,6 +234,21 @@ def run_id(path: Path, resumed: bool) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(new_id, encoding="utf-8")
     return new_id
+
+
+def _installed(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"track_with: {package} is not installed; pip install 'roll-rl[{package}]'"
+        ) from error
+
+
+def _table(module: Any, rows: SampleTable) -> Any:
+    """Rows as the ``Table`` of W&B or Trackio."""
+    columns = list(rows[0])
+    return module.Table(columns=columns, data=[[_table_cell(row.get(column)) for column in columns] for row in rows])
 
 
 def _table_cell(value: Any) -> str | float | bool | None:

@@ -1,8 +1,8 @@
 """Transports that move a bucket between devices, past host memory: ``broadcast`` and ``cuda_ipc``.
 
 ``broadcast``: a process group of the sending rank and the engines, apart from the trainer's own. Large tensors are sent
-from where they lie, small ones together in one buffer. The group stays for the next update, and is formed anew when the
-engines are other ones or an update has failed.
+from where they lie, small ones together in one buffer. The group stays for the next update, and is formed again when
+the engines have changed or an update has failed.
 
 ``cuda_ipc``: a bucket in the trainer's GPU memory, read there by an engine on the same GPU. The sender packs the bucket
 into one allocation and hands out CUDA's handle of it (by torch's own reductions, which multiprocessing uses to share
@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from roll.protocol.columns import flat_view
-from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out, same_members
-from roll.weight_sync.transports import Receiver, Sender, Tensors
+from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out
+from roll.weight_sync.transports import Link, Receiver, Sender, Tensors
 
 _LARGE = 1 << 20
 """Bytes from which a tensor is sent by itself: the latency of a message is then little compared with its transfer."""
@@ -38,8 +38,9 @@ Group = Any
 
 
 @dataclass(frozen=True)
-class BroadcastLink:
+class BroadcastLink(Link):
     key: str
+    """Of the group: ports are used again."""
     host: str
     port: int
     rank: int
@@ -116,13 +117,13 @@ class BroadcastSender(Sender):
 
     def start(self, engines: Sequence[Any], version: int, seconds: float) -> Sequence[BroadcastLink]:
         self._seconds = seconds
-        if self._members is None or not same_members(engines, self._members):
+        if self._members != list(engines):
             self.abandon()
             size = len(engines) + 1
             self._store = _serve_store(self._host)
             key = f"{self._host}/{os.getpid()}/{next(_serial)}"
             self._links = [
-                BroadcastLink(key, self._host, self._store.port, rank, size, self._backend, seconds)
+                BroadcastLink(_BroadcastReceiver, key, self._host, self._store.port, rank, size, self._backend, seconds)
                 for rank in range(1, size)
             ]
             self._members = list(engines)
@@ -196,14 +197,6 @@ class CudaIpcPayload:
     handle: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class CudaIpcLink:
-    key: str = "cuda_ipc"
-
-    def connect(self) -> Receiver:
-        return _CudaIpcReceiver()
-
-
 class _CudaIpcReceiver(Receiver):
     def receive(self, payload: CudaIpcPayload) -> dict[str, torch.Tensor]:
         return WeightBucket(payload.entries, payload.rebuild(*payload.handle)).tensors()
@@ -215,11 +208,10 @@ class _CudaIpcReceiver(Receiver):
 
 
 class CudaIpcSender(Sender):
+    receiver = _CudaIpcReceiver
+
     def __init__(self) -> None:
         self._bucket: WeightBucket | None = None
-
-    def start(self, engines: Sequence[object], version: int, seconds: float) -> Sequence[CudaIpcLink]:
-        return [CudaIpcLink()] * len(engines)
 
     def pack(self, tensors: Tensors) -> CudaIpcPayload:
         from torch.multiprocessing.reductions import reduce_tensor

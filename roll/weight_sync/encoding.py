@@ -145,11 +145,6 @@ def verify_checksums(sent: Mapping[str, int], held: Mapping[str, Checksum], engi
         )
 
 
-def same_members(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """True for two lists of the same engines in the same order."""
-    return len(first) == len(second) and all(a is b or a == b for a, b in zip(first, second, strict=True))
-
-
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this many bytes: a cache line, and enough for any dtype and vector load."""
 

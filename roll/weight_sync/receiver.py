@@ -6,7 +6,7 @@ them as they are.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,8 +51,8 @@ class WeightReceiver:
 
     def __init__(self, engine: UpdatableEngine) -> None:
         self._engine = engine
-        self._connections: dict[type, tuple[Hashable, Receiver]] = {}
-        """By transport, each with the key of its link."""
+        self._connections: dict[type[Receiver], tuple[Link, Receiver]] = {}
+        """By transport."""
         self._receiver: Receiver | None = None
         self._update: UpdateStart | None = None
         self._checksum_kind = checksum_kind(current_platform().device())
@@ -73,6 +73,7 @@ class WeightReceiver:
             )
         if self._update is not None:
             # It ended early, by another engine's death; what it has brought is overwritten.
+            self._update = None
             self._engine.finish_weight_update()
         self._receiver = self._connected(start.link)
         self._engine.start_weight_update(start.version)
@@ -82,13 +83,13 @@ class WeightReceiver:
 
     def _connected(self, link: Link) -> Receiver:
         """The connection of the last update, or a new one in its place."""
-        key, receiver = self._connections.get(type(link), (None, None))
-        if receiver is None or key != link.key:
+        known, receiver = self._connections.get(link.receiver, (None, None))
+        if receiver is None or known != link:
             if receiver is not None:
-                del self._connections[type(link)]
+                del self._connections[link.receiver]
                 receiver.close()
             receiver = link.connect()
-            self._connections[type(link)] = link.key, receiver
+            self._connections[link.receiver] = link, receiver
         return receiver
 
     def update(self, header: BucketHeader, payload: Any) -> None:
@@ -106,7 +107,7 @@ class WeightReceiver:
             )
         if whole := dict(self._whole_tensors(tensors)):
             self._engine.update_weights(whole)
-        del tensors
+        del tensors, whole  # what is mapped goes with its last tensor
         self._receiver.settle()
 
     def _whole_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -121,15 +122,10 @@ class WeightReceiver:
 
     def _changed(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The engine's own tensor, with some elements changed."""
-        held = self._own_weights()[name]
-        if not held.is_contiguous():
-            held = held.contiguous()
+        weights = self._engine.held_weights()
+        assert weights is not None, "this engine takes whole models only"
+        held = weights[name].contiguous()
         apply_delta(held, indices, values)
-        return held
-
-    def _own_weights(self) -> Mapping[str, torch.Tensor]:
-        held = self._engine.held_weights()
-        assert held is not None, "this engine takes whole models only"
         return held
 
     def finish(self, unsent: Sequence[str] = ()) -> dict[str, Checksum]:
@@ -155,12 +151,6 @@ class WeightReceiver:
         self._connections.clear()
 
 
-class AdapterEngine(Protocol):
-    """An engine that computes with adapters."""
-
-    def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None: ...
-
-
 class AdapterParts:
     """For an engine that computes with adapters: keeps A and B until all of an update's are there."""
 
@@ -183,7 +173,7 @@ class AdapterParts:
         self._parts[key] = tensor.clone()
         yield from ()
 
-    def hand_over(self, engine: AdapterEngine) -> None:
+    def hand_over(self, engine: UpdatableEngine) -> None:
         """Give the engine the adapter, if it is whole; what is missing will be missed in its checksums."""
         wanted = [weight + part for weight in self._scalings for part in (DOWN_PART, UP_PART)]
         if wanted and self._parts.keys() >= set(wanted):
@@ -234,7 +224,7 @@ class AdaptedWeights:
             self._merged[name] = tensor_checksum(merged)
             yield name, merged
 
-    def hand_over(self, engine: AdapterEngine) -> None:
+    def hand_over(self, engine: UpdatableEngine) -> None:
         """The engine has the merged weights already."""
 
     def checksums(self, held: Mapping[str, Checksum]) -> dict[str, Checksum]:

@@ -92,11 +92,11 @@ class WeightSync:
 
     def sync(self, version: int) -> Metrics:
         """Bring the engines to ``version``; no turn of theirs may be in flight. Engines that have died, fail or do not
-        answer are killed and left out; where that happens on the way, the others are sent everything once more.
+        answer are killed and left out; where that happens during the update, the others are sent everything again.
 
         Raises:
             WorkerFailed: an engine holds other values than it was sent (caused by a ``WeightSyncError``).
-            RemoteError: what became of the last engine, or of a trainer.
+            RemoteError: the last engine is lost, or a trainer failed.
         """
         self._leave_out_lost()
         begin = time.monotonic()
@@ -215,12 +215,12 @@ class _RayQuestion(Question):
             if any(isinstance(answer, _Failure) for answer in answered.values()):
                 # The first to fail is not always the one to blame: a broken connection has two ends.
                 end = min(end, time.monotonic() + _GRACE_SECONDS)
-        in_order = [found[rank] for rank in self.refs]
-        failures = sorted((f for f in in_order if isinstance(f, _Failure)), key=lambda failure: failure.gravity)
+        failures = {rank: found[rank] for rank in self.refs if isinstance(found[rank], _Failure)}
         if failures:
-            to_blame = [rank for rank in self.refs if _gravity(found[rank]) == failures[0].gravity]
-            raise WeightSyncError(failures[0].text, lost=to_blame)
-        return in_order
+            worst = min(failures.values(), key=lambda failure: failure.gravity)
+            to_blame = [rank for rank, failure in failures.items() if failure.gravity == worst.gravity]
+            raise WeightSyncError(worst.text, lost=to_blame)
+        return [found[rank] for rank in self.refs]
 
     def _answer(self, update: str, engine: int, ref: Any) -> Any:
         try:
@@ -240,10 +240,6 @@ class _Failure:
     gravity: int
     """0: the most probable to have made others fail; 3: most probably made to fail by another."""
     text: str
-
-
-def _gravity(answer: Any) -> int | None:
-    return answer.gravity if isinstance(answer, _Failure) else None
 
 
 _BLAME_SECONDS = 2.0
@@ -268,7 +264,7 @@ class Update:
 
 
 class WeightSender:
-    """Lives in the sending rank for as long as that, and remembers what the engines hold.
+    """Lives as long as the sending rank, and remembers what the engines hold.
 
     Args:
         bucket_bytes: with ``delta``, changed elements are collected to as much before they are sent.

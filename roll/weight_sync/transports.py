@@ -24,10 +24,10 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import ray
@@ -39,17 +39,6 @@ from roll.protocol.columns import copy_into, flat_view, tensor_over
 from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out
 
 Tensors = Mapping[str, torch.Tensor]
-
-
-class Link(Protocol):
-    """An engine's end of a transport, as sent to it at the start of each update; picklable."""
-
-    def connect(self) -> Receiver:
-        """Called by the engine once for each value of :attr:`key`."""
-
-    @property
-    def key(self) -> Hashable:
-        """Equal keys: the receiver of the last update goes on being used."""
 
 
 class Receiver(ABC):
@@ -64,22 +53,35 @@ class Receiver(ABC):
         """The engine has copied the tensors of the last bucket; called before it answers."""
 
     def close(self) -> None:
-        """The engine uses it no more."""
+        """Free what it holds; it is not used again."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """An engine's end of a transport, as sent to it at the start of each update; picklable. As long as an engine gets
+    equal ones it uses the receiver of the last update again."""
+
+    receiver: type[Receiver]
+
+    def connect(self) -> Receiver:
+        """Make the receiver; most have nothing to connect, since a payload says where its tensors lie."""
+        return self.receiver()
 
 
 class Sender(ABC):
-    """Lives in the sending rank's process, for as long as that."""
+    """Lives as long as the sending rank's process."""
 
+    receiver: ClassVar[type[Receiver]]
     slots: ClassVar[int] = 1
     """Buckets that may be packed and not yet released: with two, one is packed while the engines take the other."""
 
-    @abstractmethod
     def start(self, engines: Sequence[Any], version: int, seconds: float) -> Sequence[Link]:
         """An update begins; one link for each of ``engines``, of which only the identity counts.
 
         Args:
             seconds: how long the whole exchange may take.
         """
+        return [Link(self.receiver)] * len(engines)
 
     def connect(self, seconds: float) -> None:
         """Called when the engines get their links: where both ends must meet, they do here."""
@@ -95,7 +97,7 @@ class Sender(ABC):
         """The engines have taken the tensors of the first :meth:`pack` that was not released."""
 
     def finish(self) -> None:
-        """The update is over and went well."""
+        """The update has succeeded."""
 
     def abandon(self) -> None:
         """The update failed: give up connections whose other end may be anywhere."""
@@ -122,19 +124,9 @@ def _rebuild(table: list[tuple[str, str, tuple[int, ...]]], arrays: list[np.ndar
     return TensorBundle(tensors)
 
 
-@dataclass(frozen=True)
-class ObjectStoreLink:
-    """There is nothing to connect: Ray replaces the reference in a call by the bundle."""
-
-    key: str = "object_store"
-
-    def connect(self) -> Receiver:
-        return _ObjectStoreReceiver()
-
-
 class _ObjectStoreReceiver(Receiver):
     def receive(self, payload: TensorBundle) -> dict[str, torch.Tensor]:
-        return payload.tensors
+        return payload.tensors  # Ray has replaced the reference in the call by the bundle
 
 
 class ObjectStoreSender(Sender):
@@ -142,14 +134,12 @@ class ObjectStoreSender(Sender):
     put: puts a bundle where the engines can get at it, and returns what they are handed.
     """
 
+    receiver = _ObjectStoreReceiver
     slots = 2
 
     def __init__(self, put: Callable[[TensorBundle], Any] = ray.put) -> None:
         self._put = put
         self._shared: deque[Any] = deque()
-
-    def start(self, engines: Sequence[Any], version: int, seconds: float) -> Sequence[ObjectStoreLink]:
-        return [ObjectStoreLink()] * len(engines)
 
     def pack(self, tensors: Tensors) -> Any:
         self._shared.append(self._put(TensorBundle(dict(tensors))))
@@ -166,14 +156,6 @@ class ObjectStoreSender(Sender):
 _PREFIX = "update-"
 
 
-@dataclass(frozen=True)
-class FileLink:
-    key: str = "safetensors"
-
-    def connect(self) -> Receiver:
-        return _FileReceiver()
-
-
 class _FileReceiver(Receiver):
     def receive(self, payload: str) -> dict[str, torch.Tensor]:
         # The tensors are views of the mapped file, which stays mapped after the file is gone.
@@ -186,6 +168,7 @@ class FileSender(Sender):
     directory: on shared storage, of this run alone.
     """
 
+    receiver = _FileReceiver
     slots = 2
 
     def __init__(self, directory: Path) -> None:
@@ -194,14 +177,14 @@ class FileSender(Sender):
         self._index = 0
         self._files: deque[Path] = deque()
 
-    def start(self, engines: Sequence[object], version: int, seconds: float) -> Sequence[FileLink]:
+    def start(self, engines: Sequence[object], version: int, seconds: float) -> Sequence[Link]:
         self._directory.mkdir(parents=True, exist_ok=True)
         for stale in self._directory.glob(f"{_PREFIX}*"):
             shutil.rmtree(stale)
         self._update = self._directory / f"{_PREFIX}{version}"
         self._update.mkdir()
         self._index = 0
-        return [FileLink()] * len(engines)
+        return super().start(engines, version, seconds)
 
     def pack(self, tensors: Tensors) -> str:
         file = self._update / f"bucket-{self._index:05}.safetensors"
@@ -242,16 +225,6 @@ class SharedPayload:
     """Bytes of the bucket."""
 
 
-@dataclass(frozen=True)
-class SharedMemoryLink:
-    """There is nothing to connect: a payload says where it lies."""
-
-    key: str = "shared_memory"
-
-    def connect(self) -> Receiver:
-        return _SharedMemoryReceiver()
-
-
 class _SharedMemoryReceiver(Receiver):
     def __init__(self) -> None:
         self._mapped: dict[int, tuple[tuple[str, int], np.ndarray]] = {}
@@ -270,15 +243,16 @@ class _SharedMemoryReceiver(Receiver):
 
 
 class SharedMemorySender(Sender):
+    receiver = _SharedMemoryReceiver
     slots = 2
 
     def __init__(self) -> None:
         self._files: list[_MemoryFile | None] = [None] * self.slots
         self._next = 0
 
-    def start(self, engines: Sequence[object], version: int, seconds: float) -> Sequence[SharedMemoryLink]:
+    def start(self, engines: Sequence[object], version: int, seconds: float) -> Sequence[Link]:
         self._next = 0
-        return [SharedMemoryLink()] * len(engines)
+        return super().start(engines, version, seconds)
 
     def pack(self, tensors: Tensors) -> SharedPayload:
         named = [(name, tensor.detach()) for name, tensor in tensors.items()]

@@ -75,6 +75,19 @@ class IndependentWorker(BasicWorker):
         return self.context.rank, self.initialized
 
 
+class BrokenAtRestart(IndependentWorker):
+    """Its second process cannot be initialised. All of them are noted in the file ``settings.note``."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def initialize(self) -> None:
+        with open(self.settings.note, "a+") as file:
+            file.write(f"{os.getpid()}\n{self.orphan()}\n")
+            file.seek(0)
+            if len(file.readlines()) == 4:
+                raise MemoryError("somebody else has the device")
+        super().initialize()
+
+
 class BrokenAtStart(Worker):
     def __init__(self, context) -> None:
         super().__init__(context)

@@ -23,6 +23,7 @@ from roll.distributed import (
     wait_any,
 )
 from roll.distributed.cluster import chunked, joined
+from roll.distributed.guard import is_alive
 from roll.protocol import DataProto
 from tests.distributed.light_workers import BasicWorker, IndependentWorker, Note
 from tests.distributed.workers import CollectiveWorker, DataWorker
@@ -72,6 +73,21 @@ def test_a_rank_that_died_is_left_out_and_comes_back_as_a_new_process(make_clust
     after = [address.pid for address in cluster.addresses]
     assert after[1] != before[1] and (after[0], after[2]) == (before[0], before[2])
     assert cluster.call_all(BasicWorker.describe).result()[1]["devices"] == (0,)
+
+
+def test_a_process_that_could_not_be_initialised_makes_room_for_the_next(make_cluster, tmp_path):
+    """It may hold the memory of the device, with all that it has started."""
+    cluster = make_cluster("BrokenAtRestart", devices=[0], settings=Note(str(tmp_path / "processes")))
+    cluster.call_all(IndependentWorker.initialize).result()
+    cluster.leave_out(0)
+    with pytest.raises(WorkerFailed, match="somebody else has the device"):
+        cluster.restart(0).result(timeout=60)
+    second = list(map(int, (tmp_path / "processes").read_text().split()))[2:]
+    assert all(map(is_alive, second))
+    cluster.restart(0).result(timeout=60)
+    assert not any(map(is_alive, second))
+    cluster.rejoin(0)
+    assert cluster.call_all(IndependentWorker.state).result() == [(0, True)]
 
 
 def test_workers_with_several_devices(make_cluster):

@@ -6,16 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from roll.config.roles import WorkerConfig
 from roll.distributed import actor, effort
-from roll.distributed.actor import _show_devices, tail
-from roll.distributed.diagnosis import _working_thread
+from roll.distributed.actor import CallTimes, WorkerAddress, _show_devices, tail
+from roll.distributed.diagnosis import _dump_stacks, _working_thread
 from roll.distributed.failures import DeadlineExceeded, RankReport, WorkerDied, WorkerFailed
 from roll.distributed.ray_node import object_store
 from roll.distributed.resources import SLOT_RESOURCE, _device_resource
-from roll.distributed.worker import Dispatch, Registration, Worker, register, registrations
+from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext, register, registrations
 
 
 class Base(Worker):
@@ -56,6 +58,18 @@ def test_light_worker_imports_no_torch():
     """Rewards start in a fraction of a second because the worker's base drags no tensors in."""
     code = "import sys; from roll.distributed import Dispatch, Worker, register; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_call_outlives_a_full_disk():
+    """``/dev/full`` is the kernel's full disk."""
+    times = CallTimes(Path("/dev/full"), WorkerContext("actor_train", WorkerConfig(), 0, 1))
+    times.add("update", 1.0, 3.0)
+
+
+def test_no_stacks_without_a_log(tmp_path):
+    """Somebody may have removed it; a call that hangs is diagnosed all the same."""
+    gone = WorkerAddress(0, "node", "127.0.0.1", "host", str(tmp_path / "removed.log"))
+    assert _dump_stacks(gone, 5) == []
 
 
 def _node(**resources: float) -> dict:

@@ -18,11 +18,11 @@ from roll.datasets.preferences import JudgedRow
 from roll.datasets.types import SftRow
 from roll.pipelines.sample_records import SampleRecorder, episode_notes
 from roll.protocol import DataProto
+from roll.protocol.columns import object_array
 from roll.protocol.vision import IMAGES
 from roll.report.page import write_page
 from roll.report.run_files import read_run
 from roll.rollout.episode_batch import build_episode_batch
-from roll.rollout.groups import object_column
 from roll.tracking import METRICS_NAME
 from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, read_payloads
 from tests import vision_models
@@ -69,7 +69,7 @@ def batch() -> DataProto:
         "tag": ["t"] * 3,
         "finish_reason": ["stop", "length", "stop"],
     }
-    return DataProto.from_dict(tensors, non_tensors={name: object_column(words[name]) for name in words})
+    return DataProto.from_dict(tensors, non_tensors=words)
 
 
 def recorded(tmp_path: Path, write: Any, **settings: int) -> list[dict[str, Any]]:
@@ -186,7 +186,7 @@ def test_images_are_kept_once_and_small(tmp_path: Path) -> None:
     log = SampleLog(tmp_path / RECORD_FOLDER / SAMPLES_NAME, 1 << 20)
     recorder = SampleRecorder(log, SampleLogConfig())
     seen = batch()
-    seen.non_tensor_batch[IMAGES] = object_column([prompts[0].vision, prompts[0].vision, prompts[1].vision])
+    seen.non_tensor_batch[IMAGES] = object_array(IMAGES, [prompts[0].vision, prompts[0].vision, prompts[1].vision])
     names = [one.vision.file_names for one in prompts if one.vision is not None]
     notes = [{"prompt": {"text": "x", "images": names[row]}} for row in (0, 0, 1)]
     for step in range(2):

@@ -1,12 +1,14 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.rewards.base import RewardResult
-from roll.rollout.groups import build_batch, greedy_baseline, reward_components
+from roll.rollout.groups import SampleGroup, build_batch, greedy_baseline, reward_components
+from roll.rollout.loops import join_requests
 from tests.rollout.helpers import make_group
 
 tokens = st.lists(st.integers(0, 1000), min_size=1, max_size=6)
@@ -61,6 +63,19 @@ def test_the_numbers_of_a_reward_as_columns():
     assert components.tolist() == [[0.5, 1.5], [0.25, 0.25], [0.0, 0.0]]
     with pytest.raises(ValueError, match=r"reward_weights names 'formt'.*rewards\.domain.*correct, format, score"):
         reward_components([group], ["correct", "formt"])
+
+
+def test_routes_of_a_group_of_several_requests():
+    """They are kept where every sample has its own; a record of some samples only cannot be told apart."""
+    parts = [make_group(0, [1], [[2], [3, 4]]).finished, make_group(0, [1], [[5]]).finished]
+    for part, first in zip(parts, (0, 10), strict=True):
+        part.routes = [np.full((length + 1, 2, 1), first + i, np.uint8) for i, length in enumerate(part.lengths)]
+    prompt = make_group(0, [1], [[2]]).prompt
+    rewards = [RewardResult(1.0)] * 3
+    batch = build_batch([SampleGroup(0, prompt, join_requests("0", parts), rewards)], pad_token_id=0).batch
+    assert batch["routed_experts"][:, 0, 0, 0].tolist() == [0, 1, 10]
+    parts[1].routes = []
+    assert join_requests("0", parts).routes == []
 
 
 def test_the_greedy_response_stands_beside_every_sample_of_its_prompt():

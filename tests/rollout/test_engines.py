@@ -8,12 +8,12 @@ import pytest
 
 from roll.distributed import DeadlineExceeded, WorkerDied, WorkerFailed
 from roll.distributed.failures import RankReport
-from roll.rollout.engines import EngineClient, Generation
+from roll.rollout.engines import EngineClient, EngineWorker, Generation
 from roll.rollout.groups import FinishedGroup
 from roll.rollout.routing import EngineLoad, build_router
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.tracking.run_record import read_requests, span_log
-from tests.rollout.fake_clusters import FakeEngines, let_be_done, on_clock, settle
+from tests.rollout.fake_clusters import FakeCall, FakeEngines, let_be_done, on_clock, settle
 
 PARAMS = SamplingParams(max_new_tokens=4)
 
@@ -119,7 +119,7 @@ async def test_what_follows_a_response_goes_with_the_very_next_turn():
 
     async def talk(first: int) -> None:
         for turn in range(3):
-            both = (desk.client.generate(GenerationRequest(f"{first}-{turn}-{i}", [i], PARAMS)) for i in range(2))
+            both = (desk.client.submit(GenerationRequest(f"{first}-{turn}-{i}", [i], PARAMS)) for i in range(2))
             await asyncio.gather(*both)
 
     talking = asyncio.ensure_future(talk(0))
@@ -150,7 +150,7 @@ async def test_aborted_requests_never_come_back():
 async def test_whoever_is_cancelled_aborts_its_request():
     desk = Desk(FakeEngines(per_turn=0))
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(desk.client.generate(GenerationRequest("0", [0], PARAMS)), 1.0)
+        await asyncio.wait_for(desk.client.submit(GenerationRequest("0", [0], PARAMS)), 1.0)
     desk.submit(1, first=1)
     await desk.advance()
     waiting = [asyncio.ensure_future(wait_for(desk.generations["1"])) for _ in range(2)]
@@ -290,8 +290,7 @@ async def test_an_engine_is_killed_with_hundreds_of_requests_in_flight():
     engines = FakeEngines(world_size=4, per_turn=5, rng=rng)
     client = EngineClient(engines, max_running_requests=64)
     waiting = {
-        str(i): asyncio.ensure_future(client.generate(GenerationRequest(str(i), [i % 50], PARAMS, 2)))
-        for i in range(600)
+        str(i): asyncio.ensure_future(client.submit(GenerationRequest(str(i), [i % 50], PARAMS, 2))) for i in range(600)
     }
     await asyncio.sleep(0.2)
     engines.dead = {1}
@@ -428,6 +427,30 @@ async def test_a_dead_engine_is_started_again_and_takes_part_when_it_is_ready():
     desk.submit(1, 1, first=20)
     await desk.advance()
     assert len(engines.restarts) == 2, "twice is all that it may"
+
+
+class ScoringEngines(FakeEngines):
+    """Score prompts at once."""
+
+    def submit(self, rank, method, argument):
+        if method is not EngineWorker.prompt_score:
+            return super().submit(rank, method, argument)
+        call = FakeCall(rank, method.__name__, argument, lambda: "scored")
+        call.release()
+        return call
+
+
+@on_clock
+async def test_a_prompt_to_be_scored_waits_for_an_engine_that_is_being_started_again():
+    desk = Desk(ScoringEngines(), max_restarts=1, fixed_weights=True)
+    desk.submit(1)
+    await settle()
+    desk.engines.dead = {0}
+    for call in list(desk.engines.calls):
+        call.release()
+    await settle(3)
+    assert desk.client.num_engines == 0
+    assert await desk.client.prompt_score([1, 2], 1) == "scored"
 
 
 @on_clock

@@ -17,7 +17,7 @@ from roll.datasets.types import PromptRow
 from roll.rollout.flow import RolloutStalled
 from roll.rollout.groups import FinishedGroup, SampleGroup, build_batch
 from roll.rollout.loops import RolloutContext, rollout_loops
-from roll.rollout.replay import group_from, group_state
+from roll.rollout.replay import PromptCodec
 from roll.rollout.scheduling import RolloutScheduler
 from tests.rollout.test_asynchronous import GROUP_SIZE, PARAMS, Bench, bench, resume, row, validate
 from tests.rollout.token_engines import response
@@ -162,7 +162,8 @@ def test_what_was_sampled_is_trained_behind_what_it_was_sampled_with(
     result = collect(bench(), loop)
     if stored:
         rows = {group.prompt.prompt_id: group.prompt for group in result.groups}
-        result.groups[:] = [group_from(group_state(group), lambda _, name: rows[name]) for group in result.groups]
+        codec = PromptCodec(lambda _, name: rows[name])
+        result.groups[:] = [codec.group_from(codec.group_state(group)) for group in result.groups]
     calls = {0: (0, 1, 4), 1: (0, 1, 2), 2: (3,)}  # the calls whose tokens a sample of the group is made of
     wanted = calls if earlier_rounds else {sample: rounds[-1:] for sample, rounds in calls.items()}
     for index, (order, columns) in enumerate(rows_of(result)):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,41 @@ def test_a_reward_worker_that_dies_is_replaced(times: int, tmp_path: Path) -> No
         assert quarantine.num_samples == len(quarantined_at)
         lines = (tmp_path / QUARANTINE_FILE).read_text().splitlines() if quarantined_at else []
         assert [json.loads(line)["response"] for line in lines] == [deadly] * len(quarantined_at)
+
+    play()
+
+
+class SharedFate(FakeRewards):
+    """All calls that a worker has when it dies fail."""
+
+    def _score(self, call):
+        try:
+            return super()._score(call)
+        except WorkerDied as death:
+            for other in self.calls:
+                other.work = partial(self._fail, other, death)
+            raise
+
+    def _fail(self, call, death):
+        self.calls.remove(call)
+        raise death
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_sample_is_blamed_for_the_death_that_another_call_causes(seed: int) -> None:
+    """Groups that come one after the other are calls of their own, which die together when one of them kills the
+    worker that they share."""
+
+    @on_clock
+    async def play() -> None:
+        given = groups(6, size=2)
+        deadly = given[2].finished.texts[1]
+        client = RewardClient({"a": SharedFate(dies_of(deadly, 99), rng=random.Random(seed))})
+        tasks = [task for group in given for task in await submit(client, [group])]
+        await asyncio.gather(*tasks)
+        results = [result for group in given for result in group.rewards]
+        assert [number for number, result in enumerate(results) if result.score is None] == [5]
+        assert client.quarantine.num_samples == 1
 
     play()
 

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from roll.weight_sync.device_transports import CudaIpcLink, CudaIpcSender
+from roll.weight_sync.device_transports import CudaIpcSender
 from roll.weight_sync.encoding import tensor_checksum
 
 
@@ -22,7 +22,7 @@ def make_weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def receive(link: Connection) -> None:
-    receiver = CudaIpcLink().connect()
+    receiver = CudaIpcSender.receiver()
     while (payload := link.recv()) is not None:
         held = {name: tensor.clone() for name, tensor in receiver.receive(payload).items()}
         receiver.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from roll.weight_sync.encoding import BucketHeader, SyncReport, WeightSyncError, iter_buckets
 from roll.weight_sync.sender import Update, WeightSender
+from roll.weight_sync.transports import Receiver, TensorBundle
 from tests.weight_sync.local_engines import TRANSPORTS, LocalEngines, PlainEngine, local_sender
 
 Weights = dict[str, torch.Tensor]
@@ -56,6 +58,28 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     made = World(request.param, tmp_path)
     yield made
     made.links.close()
+
+
+def test_an_engine_has_let_go_of_a_bucket_when_the_transport_settles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mapping of another process's memory ends with the last tensor in it, and must end before the answer."""
+    world = World("object_store", Path())
+    held: list[weakref.ref[torch.Tensor]] = []
+    (first, _) = world.links.receivers
+
+    class Watched(Receiver):
+        def receive(self, payload: TensorBundle) -> dict[str, torch.Tensor]:
+            tensors = {name: tensor.clone() for name, tensor in payload.tensors.items()}
+            held.extend(map(weakref.ref, tensors.values()))
+            return tensors
+
+        def settle(self) -> None:
+            assert [ref for ref in held if ref() is not None] == []
+
+    monkeypatch.setattr(first, "_connected", lambda link: Watched())
+    world.send(make_weights(1), version=0)
+    world.assert_held(make_weights(1), 0)
+    assert held
+    world.links.close()
 
 
 def test_updates_arrive(world: World) -> None:
