@@ -151,7 +151,10 @@ class TensorColumns(dict[str, torch.Tensor]):
         return dict.__iter__(self)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
     def values(self) -> ValuesView[torch.Tensor]:  # type: ignore[override]
         return ValuesView(self)
