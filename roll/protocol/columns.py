@@ -4,7 +4,7 @@ tensors over memory that numpy owns."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from typing import Any, cast
 
 import numpy as np
@@ -150,12 +150,17 @@ class TensorColumns(dict[str, torch.Tensor]):
     def __iter__(self) -> Iterator[str]:
         return dict.__iter__(self)
 
-    # The methods of the abstract class go through __getitem__ and __setitem__, those of dict do not.
-    get = MutableMapping.get  # type: ignore[assignment]
-    values = MutableMapping.values  # type: ignore[assignment]
-    items = MutableMapping.items  # type: ignore[assignment]
-    setdefault = MutableMapping.setdefault  # type: ignore[assignment]
-    update = MutableMapping.update  # type: ignore[assignment]
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def values(self) -> ValuesView[torch.Tensor]:  # type: ignore[override]
+        return ValuesView(self)
+
+    def items(self) -> ItemsView[str, torch.Tensor]:  # type: ignore[override]
+        return ItemsView(self)
 
     def pop(self, key: str, *default: Any) -> Any:
         if key in self:
@@ -165,6 +170,15 @@ class TensorColumns(dict[str, torch.Tensor]):
     def popitem(self) -> tuple[str, torch.Tensor]:
         key = next(reversed(self))
         return key, self.pop(key)
+
+    def setdefault(self, key: str, default: Any = None) -> torch.Tensor:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
 
     def copy(self) -> TensorColumns:
         """A new dict of the same columns; nothing is unpacked."""

@@ -14,7 +14,6 @@ import hashlib
 import io
 import math
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -160,16 +159,19 @@ class EncodedImage:
         from PIL import Image as PilImage
 
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", PilImage.DecompressionBombWarning)
-                image = PilImage.open(io.BytesIO(self.data.tobytes()))
-                image.load()
-                if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-                    layer = image.convert("RGBA")
-                    ground = PilImage.new("RGB", layer.size, (255, 255, 255))
-                    ground.paste(layer, mask=layer.getchannel("A"))
-                    return ground
-                return image.convert("RGB")
+            image = PilImage.open(io.BytesIO(self.data.tobytes()))
+            # Pillow only warns up to twice its limit, and filters that make errors of warnings are not safe in threads.
+            if image.width * image.height > (limit := PilImage.MAX_IMAGE_PIXELS or math.inf):
+                raise ImageError(f"{image.width} x {image.height} pixels are more than the limit of {limit}")
+            image.load()
+            if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+                layer = image.convert("RGBA")
+                ground = PilImage.new("RGB", layer.size, (255, 255, 255))
+                ground.paste(layer, mask=layer.getchannel("A"))
+                return ground
+            return image.convert("RGB")
+        except ImageError:
+            raise
         except (OSError, ValueError, SyntaxError, PilImage.DecompressionBombError, Warning) as error:
             raise ImageError(f"{type(error).__name__}: {error}") from error
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import threading
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image as PilImage
 
 from roll.distributed.cluster import spread
 from roll.distributed.worker import Dispatch, Registration
 from roll.protocol import DataProto
 from roll.protocol.metrics import RankInfo
-from roll.protocol.vision import IMAGES, VisionInputs
+from roll.protocol.vision import IMAGES, EncodedImage, ImageError, VisionInputs
 from roll.workers.model import MODEL_COLUMNS, columns_of
 from roll.workers.training import equal_parts
 from tests.protocol.test_wire import num_bytes, send
@@ -83,3 +87,40 @@ def test_ranks_get_the_images_of_their_rows(batch: DataProto, monkeypatch: pytes
     for chunk in chunks:
         alone = chunk.select(None, [])
         assert num_bytes(chunk) - num_bytes(alone) < encoded_bytes(chunk) + 2500
+
+
+def test_a_decompression_bomb_is_refused_while_another_thread_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.BytesIO()
+    PilImage.new("RGB", (4, 4)).save(file, "PNG")
+    image, open_image = EncodedImage.of(file.getvalue()), PilImage.open
+    outcomes: dict[str, str] = {}
+    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
+
+    def opened(stream: io.BytesIO) -> PilImage.Image:
+        if threading.current_thread().name == "first":
+            first_in.set()
+            second_in.wait(10)
+            return open_image(stream)
+        second_in.set()
+        first_out.wait(10)
+        monkeypatch.setattr(PilImage, "MAX_IMAGE_PIXELS", 15)
+        return open_image(stream)
+
+    def decode() -> None:
+        name = threading.current_thread().name
+        try:
+            image.decode()
+            outcomes[name] = "decoded"
+        except ImageError as error:
+            outcomes[name] = str(error)
+
+    monkeypatch.setattr(PilImage, "open", opened)
+    with warnings.catch_warnings(action="ignore"):
+        first, second = (threading.Thread(target=decode, name=name) for name in ("first", "second"))
+        first.start()
+        first_in.wait(10)
+        second.start()
+        first.join()
+        first_out.set()
+        second.join()
+    assert outcomes == {"first": "decoded", "second": "4 x 4 pixels are more than the limit of 15"}
