@@ -305,8 +305,8 @@ def start_cluster(
         worker: dotted path of the worker class.
         settings: what the workers need besides the section ``role``.
     """
-    keys = {"seed": config.seed, "settings": settings, "rpc_timeout": config.rpc_timeout}
-    return Cluster(name, worker, resources, role, **keys)
+    limit = config.rpc_timeout
+    return Cluster(name, worker, resources, role, seed=config.seed, settings=settings, rpc_timeout=limit)
 
 
 WEIGHTS = frozenset({StateKind.MODEL_PARAMS})

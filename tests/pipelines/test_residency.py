@@ -148,10 +148,10 @@ def test_optimizer_states_leave_within_a_step_where_the_file_says_so(
     class Started(Exception):
         """The first cluster is to start."""
 
-    def start(self: DPOPipeline, name: str, worker: str, settings: Any, resources: Any) -> Any:
+    def start(config: Any, name: str, worker: str, resources: Any, role: Any, settings: Any) -> Any:
         raise Started(name, settings.offload_optimizer_in_steps)
 
-    monkeypatch.setattr(DPOPipeline, "cluster", start)
+    monkeypatch.setattr("roll.pipelines.supervised_pipeline.start_cluster", start)
     resources: Any = None
     with pytest.raises(Started) as caught:
         pipeline.start(resources)

@@ -13,7 +13,7 @@ from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.definition import Agentic
 from roll.pipelines.agentic.preflight import check_chat_template
 from roll.pipelines.agentic_rollout.config import AgenticRolloutConfig, AgenticRolloutPlan, check_playing, plan_playing
-from roll.pipelines.evaluate.config import check_taken_up, evaluation_facts, first_model
+from roll.pipelines.evaluate.config import evaluation_facts, first_model
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -74,6 +74,7 @@ class AgenticRollout(Agentic):
     def check_host(self, loaded: LoadedConfig[Any]) -> None:
         check_chat_template(loaded)
         from roll.pipelines.agentic_rollout.pipeline import settings_of
+        from roll.pipelines.evaluate.samples import check_taken_up
 
         assert isinstance(loaded.plan, AgenticRolloutPlan)
         check_taken_up(loaded, partial(settings_of, loaded.config, loaded.plan))

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from roll.checkpoint.contents import STATE_NAME
 from roll.config.checks.base import Checks
@@ -19,9 +19,8 @@ from roll.config.model_files import CONFIG, looks_like_folder, model_folder, rea
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.plan import Folders, Plan
 from roll.config.plan.planning import shared_plan, with_cache_length
-from roll.config.reading.errors import ConfigError, Problem, closest, count
+from roll.config.reading.errors import closest, count
 from roll.config.reading.fields import LOWEST_TEMPERATURE, setting
-from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.config.strategies.remote import EXAMPLE_URL, url_problem
@@ -29,9 +28,6 @@ from roll.pipelines.rlvr.checks import SET_NAME, check_lengths, check_templates,
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import ValidationSet, finished, validation_sets
-
-if TYPE_CHECKING:
-    from roll.config.loader import LoadedConfig
 
 GREEDY = 0.0
 """The temperature at which one answer is all there is."""
@@ -386,23 +382,3 @@ def check_against(config: Any, own: str | None, checks: Checks) -> None:
         checks.missing("pretrain", "is needed with evaluate.against: its tokenizer counts tokens", "my/model")
     if keys.against_api_key_env and not os.environ.get(keys.against_api_key_env):
         checks.add("evaluate.against_api_key_env", keys.against_api_key_env, "no such variable in the environment")
-
-
-def check_taken_up(loaded: LoadedConfig[Any], settings: Callable[[], dict[str, Any]]) -> None:
-    """The samples in the output folder, if any, are those of an evaluation with these settings.
-
-    Raises:
-        ConfigError: they are of another, and would be mixed with it.
-    """
-    from roll.pipelines.evaluate.samples import SAMPLES, differing
-
-    plan = loaded.plan
-    if not loaded.config.evaluate.resume:
-        return
-    found = differing(plan.output_dir, settings())
-    if found:
-        rule = (
-            f"{plan.output_dir / SAMPLES} holds samples of an evaluation with other settings ({'; '.join(found)}); "
-            "begin anew (the file is kept as .previous), or choose another output_dir"
-        )
-        raise ConfigError([Problem("evaluate.resume", True, rule, False, shown(loaded.source))])

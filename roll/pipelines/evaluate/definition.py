@@ -15,7 +15,6 @@ from roll.pipelines.evaluate.config import (
     EvaluatePlan,
     EvaluationConfig,
     check_evaluation,
-    check_taken_up,
     evaluation_facts,
     first_model,
     plan_evaluation,
@@ -82,7 +81,7 @@ class Evaluate(RLVR):
         return ""
 
     def check_host(self, loaded: LoadedConfig[Any]) -> None:
-        from roll.pipelines.evaluate.samples import settings_of
+        from roll.pipelines.evaluate.samples import check_taken_up, settings_of
 
         assert isinstance(loaded.plan, EvaluatePlan)
         check_taken_up(loaded, partial(settings_of, loaded.config, loaded.plan))

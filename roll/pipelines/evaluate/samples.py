@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from roll.config.loader import LoadedConfig
 from roll.config.model_files import model_folder
 from roll.config.policy import PolicyRunConfig
+from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.yaml_files import shown
 from roll.config.roles import DataArguments
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, ModelsPlan
 from roll.pipelines.files import samples_of
@@ -82,6 +85,24 @@ def differing(folder: Path, wanted: Mapping[str, Any]) -> list[str] | None:
     except ValueError:
         return [SETTINGS]
     return [key for key in wanted if written.get(key) != wanted[key]]
+
+
+def check_taken_up(loaded: LoadedConfig[Any], settings: Callable[[], dict[str, Any]]) -> None:
+    """The samples in the output folder, if any, are those of an evaluation with these settings.
+
+    Raises:
+        ConfigError: they are of another, and would be mixed with it.
+    """
+    plan = loaded.plan
+    if not loaded.config.evaluate.resume:
+        return
+    found = differing(plan.output_dir, settings())
+    if found:
+        rule = (
+            f"{plan.output_dir / SAMPLES} holds samples of an evaluation with other settings ({'; '.join(found)}); "
+            "begin anew (the file is kept as .previous), or choose another output_dir"
+        )
+        raise ConfigError([Problem("evaluate.resume", True, rule, False, shown(loaded.source))])
 
 
 class SampleFile:

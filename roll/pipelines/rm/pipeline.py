@@ -130,7 +130,8 @@ def judged_batch(rows: Sequence[JudgedRow], dp_size: int) -> DataProto:
                 scores = row.scores if row.step_ends else [row.scores[response]]
                 entries.append((side, prompt, index, ends, scores, row.margin, row.vision))
         entries += [([0], 2, -1, [], [], None, None)] * (filled - len(entries))
-    sequences, shared, units, places, targets, margins, images = zip(*entries, strict=True)
+    columns: Any = zip(*entries, strict=True)
+    sequences, shared, units, places, targets, margins, images = columns
     tensors = scoring_batch(sequences, shared, places)
     of_steps = any(row.step_ends for row in rows)
     wanted = torch.zeros(tensors["score_mask"].shape)
