@@ -250,12 +250,10 @@ def vocabulary_of(path: str, fetch: bool = False) -> Mapping[int, str] | None:
 def _stored(file: Path) -> dict[int, str]:
     content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = content["model"].get("vocab", {})
-    pairs = (
-        vocabulary.items()
-        if isinstance(vocabulary, dict)
-        else ((entry[0], number) for number, entry in enumerate(vocabulary))  # Unigram: [token, score]
-    )
-    found = {number: token for token, number in pairs}
+    if isinstance(vocabulary, dict):
+        found = {number: token for token, number in vocabulary.items()}
+    else:
+        found = {number: entry[0] for number, entry in enumerate(vocabulary)}  # Unigram: [token, score]
     return found | {added["id"]: added["content"] for added in content.get("added_tokens") or ()}
 
 

@@ -281,6 +281,8 @@ class JudgedMaker(RowMaker[JudgedTokens]):
         else:
             value = require(source, names.responses)
             listed = isinstance(value, list) and not is_conversation(value)
+            if value == []:
+                raise DataError(f"{source.place}: {names.responses} is an empty list")
             values = [(names.responses, one) for one in (value if listed else [value])]
         sides = [response_of(source, name, value) for name, value in values]
         messages = self._messages(source, [before for _, before in sides], pair)

@@ -43,7 +43,6 @@ FORMAT = 2
 """Version of a cache entry; increased when the same settings give other rows or files."""
 SMALLEST = 4 * 2**20
 """Bytes of data files from which rows are kept without being asked to."""
-BLOCK = 2**20
 KEYS_OF_NO_ROW = (
     *("on_bad_row", "use_cache", "cache_dir"),
     *("shuffle", "domain_interleave_probs", "preprocessing_num_workers"),
@@ -294,11 +293,8 @@ def cache_key(paths: Sequence[Path], settings: Mapping[str, Any]) -> str:
 
 
 def content_hash(path: Path) -> str:
-    hasher = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            hasher.update(block)
-    return hasher.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:

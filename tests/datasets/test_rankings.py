@@ -67,10 +67,12 @@ def test_points_labels_and_steps(tokenizer: Any, write_jsonl: Write) -> None:
 @pytest.mark.parametrize(
     ("row", "judgement", "message"),
     [
+        ({"prompt": "a", "responses": []}, "ranking", "empty list"),
         ({"prompt": "a", "responses": ["b"]}, "ranking", "no two responses of different rank"),
         ({"prompt": "a", "responses": ["b", "c"], "scores": [1, 1]}, "ranking", "no two responses of different rank"),
         ({"prompt": "a", "responses": ["b", "b"]}, "ranking", "the same text"),
         ({"prompt": "a", "responses": ["b", "c"], "scores": [1]}, "points", "must be 2 numbers"),
+        ({"prompt": "a", "responses": [], "scores": []}, "points", "responses is an empty list"),
         ({"prompt": "a", "responses": "b", "scores": 3}, "labels", "true or false"),
         ({"chosen": "b", "rejected": "c"}, "ranking", "no prompt"),
         ({"prompt": "a", "responses": "b", "scores": 1}, "steps", "list of steps"),

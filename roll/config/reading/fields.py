@@ -224,7 +224,7 @@ def parse_device_mapping(value: Any) -> list[int]:
     return ids
 
 
-def _parse_expression(text: str) -> list[int]:
+def _parse_expression(text: str) -> list[Any]:
     """The ids of a sum of lists and ranges."""
     try:
         node = ast.parse(text.strip(), mode="eval").body
@@ -235,7 +235,7 @@ def _parse_expression(text: str) -> list[int]:
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         terms.append(node.right)
         node = node.left
-    ids: list[int] = []
+    ids: list[Any] = []
     for term in (node, *reversed(terms)):
         ids += _read_term(term)
         _check_number(len(ids))

@@ -180,7 +180,9 @@ class Backend:
         """Values of ``strategy_name``."""
         return (f"{self.name}_train", f"{self.name}_infer") if self.trains else (self.name,)
 
-    names = strategies
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.strategies
 
 
 def own_weights(role: WorkerConfig) -> WorkerConfig:
