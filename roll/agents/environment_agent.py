@@ -250,13 +250,14 @@ def _filled_content(template: str, **values: Any) -> Any:
     # Values are converted to texts first: a template cannot reach attributes or indices of anything else.
     if not any(map(has_images, values.values())):
         return template.format_map({name: str(value) for name, value in values.items()})
-    formatter, parts = string.Formatter(), list[Any]()
-    for literal, name, spec, conversion in formatter.parse(template):
+    parts: list[Any] = []
+    for literal, name, spec, conversion in string.Formatter().parse(template):
         parts.append(literal)
         if name is not None and has_images(values[name]):
             parts += values[name]
         elif name is not None:
-            parts.append(formatter.format_field(formatter.convert_field(str(values[name]), conversion), spec or ""))
+            field = f"{{:{spec}}}" if conversion is None else f"{{!{conversion}:{spec}}}"
+            parts.append(field.format(str(values[name])))
     content: list[Any] = []
     for are_images, group in itertools.groupby(parts, is_image):
         run = list(group)
