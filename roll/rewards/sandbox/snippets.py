@@ -350,7 +350,7 @@ def preparation(sources: tuple[str, ...]) -> dict[str, Any]:
         "prelude": prelude,
         "expects_ends": any("StopIteration" in source or "StopAsyncIteration" in source for source in sources),
         "in_place": not any(map(judges_by_arguments, trees)),
-        "imports": sorted(set().union(*map(packages, trees))),
+        "imports": sorted({name for tree in trees for name in packages(tree)}),
     }
 
 

@@ -161,7 +161,7 @@ class Side:
         return decode(data, self._decode_other)
 
     def encode_foreign(self, value: Any) -> Encoded:
-        """What is neither plain data nor of a class that both sides have."""
+        """Data for a value that is neither plain nor of a class that both sides have."""
         raise TypeError(f"no data: {value!r}")
 
     def decode_foreign(self, data: dict[str, Any]) -> Any:
