@@ -67,8 +67,8 @@ class Generation:
         """Hand over its samples (None: it was aborted), or what ended the engines."""
         if group is not None:
             group.request_id = self.name
-            facts = {"id": self.name, "samples": len(group.lengths), "tokens": len(group.token_ids)}
-            span_log.note("request", time.perf_counter() - self._began, facts)
+            sizes = {"samples": len(group.lengths), "tokens": len(group.token_ids)}
+            span_log.note("request", time.perf_counter() - self._began, {"id": self.name, **sizes})
             if self.on_finished is not None:
                 self.on_finished(group)
         self.done, self.value, self._error = True, group, error

@@ -156,7 +156,7 @@ class RolloutContext:
         that context."""
         passage, known = _Passage(), count
         best: tuple[FinishedGroup, int, list[int]] | None = None
-        for group in self._finished if earlier_rounds else ():
+        for group in self._finished if earlier_rounds else []:
             asked = list(map(int, self._requests[group.request_id][1]))
             for index, tokens in enumerate(group.split(group.token_ids)):
                 whole = len(asked) + len(tokens)
