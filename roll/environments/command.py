@@ -229,11 +229,11 @@ def check_environment(
     first, second = make_environment(env_type, env_config), make_environment(env_type, env_config)
     if actions is None and not samples_actions(first):
         report.remarks.append("no sample_action(rng): every action is the text 'test'")
-    asyncio.run(_check(env_type, first, second, episodes, actions, report, rows))
+    asyncio.run(_check_seeds(env_type, first, second, episodes, actions, report, rows))
     return report
 
 
-async def _check(
+async def _check_seeds(
     name: str,
     first: Environment,
     second: Environment,
