@@ -65,9 +65,9 @@ def write_hf(trained: TrainedModel, folder: Path, dtype: torch.dtype) -> None:
     else:
         files: dict[str, str] = {}
         for index, names in enumerate(shards):
-            file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-            (folder / f"part{index:05d}").rename(folder / file)
-            files |= dict.fromkeys(names, file)
+            shard = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+            (folder / f"part{index:05d}").rename(folder / shard)
+            files |= dict.fromkeys(names, shard)
         index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2)
         (folder / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
     skeleton = trained.skeleton()

@@ -65,7 +65,7 @@ class PendingCall(Generic[R]):
         self._collect = collect
         self._answers: dict[int, Any] = {}
         self.error: RemoteError | None = None
-        """What went wrong; None: nothing so far."""
+        """The first failure; None: nothing has failed so far."""
         self.began = time.monotonic()
 
     @property

@@ -66,6 +66,23 @@ class FrozenLake(GridGame):
         if not 1 <= self.min_distance <= self.max_steps:
             raise ValueError(f"min_distance of frozen_lake must lie in 1..max_steps, got {self.min_distance}")
 
+    def _draw_map(self, rng: random.Random) -> None:
+        cells = [(row, column) for row in range(self.size) for column in range(self.size)]
+        for _ in range(_MAX_TRIES):
+            start, goal = rng.sample(cells, 2)
+            self.position: Cell = start
+            self.goal: Cell = goal
+            self.holes: set[Cell] = {
+                cell for cell in cells if cell not in (self.position, self.goal) and rng.random() >= self.p
+            }
+            self._distances = self._distances_to_goal()
+            if self.min_distance <= self._distances.get(self.position, -1) <= self.max_steps:
+                return
+        raise ValueError(
+            f"no frozen_lake of size {self.size} with p {self.p} has a way of {self.min_distance} to {self.max_steps} "
+            f"moves in {_MAX_TRIES} draws; raise p, or lower min_distance"
+        )
+
     def reset(self, seed: int) -> tuple[str | list[Any], dict[str, Any]]:
         self._rng = random.Random(f"frozen_lake/{seed}")
         self._draw_map(self._rng if self.map_seed is None else random.Random(f"frozen_lake/map/{self.map_seed}"))
@@ -96,19 +113,6 @@ class FrozenLake(GridGame):
         """The moves that begin a shortest way to the goal, the ice not being slippery."""
         near = self._distances[self.position]
         return [move for move in MOVES if self._distances.get(moved(self.position, move), near) < near]
-
-    def _draw_map(self, rng: random.Random) -> None:
-        cells = [(row, column) for row in range(self.size) for column in range(self.size)]
-        for _ in range(_MAX_TRIES):
-            self.position, self.goal = rng.sample(cells, 2)
-            self.holes = {cell for cell in cells if cell not in (self.position, self.goal) and rng.random() >= self.p}
-            self._distances = self._distances_to_goal()
-            if self.min_distance <= self._distances.get(self.position, -1) <= self.max_steps:
-                return
-        raise ValueError(
-            f"no frozen_lake of size {self.size} with p {self.p} has a way of {self.min_distance} to {self.max_steps} "
-            f"moves in {_MAX_TRIES} draws; raise p, or lower min_distance"
-        )
 
     def _distances_to_goal(self) -> dict[Cell, int]:
         found, waiting = {self.goal: 0}, deque([self.goal])

@@ -71,7 +71,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import IO, Any, BinaryIO
 
 logger = logging.getLogger(__name__)
 
@@ -298,7 +298,7 @@ class _LineFile:
     def __init__(self, path: Path, mode: str, buffering: int = -1) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._file: TextIO = open(path, mode, encoding="utf-8", buffering=buffering)  # noqa: SIM115 (for the whole run)
+        self._file: IO[str] = open(path, mode, encoding="utf-8", buffering=buffering)  # noqa: SIM115 (for the whole run)
         self._failed = False
 
     def write(self, row: Any) -> None:

@@ -185,5 +185,5 @@ def test_conditions_name_keys_that_there_are() -> None:
             assert is_dataclass(section)
             near = {item.name for item in fields(section)}
             for item in fields(section):
-                others = [key for key, _ in rules_of(item).read_if]
+                others = rules_of(item).read_if
                 assert set(others) <= near | top | effective, (section.__name__, item.name)

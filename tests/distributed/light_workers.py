@@ -81,7 +81,8 @@ class BrokenAtRestart(IndependentWorker):
     @register(Dispatch.ONE_TO_ALL)
     def initialize(self) -> None:
         with open(self.settings.note, "a+") as file:
-            file.write(f"{os.getpid()}\n{self.orphan()}\n")
+            child = subprocess.Popen(["sleep", "300"]).pid
+            file.write(f"{os.getpid()}\n{child}\n")
             file.seek(0)
             if len(file.readlines()) == 4:
                 raise MemoryError("somebody else has the device")

@@ -26,7 +26,7 @@ SAME = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.8, "top_p": 0.9, "s
 
 def from_engines(cluster: LocalCluster, params: SamplingParams, num_samples: int) -> FinishedGroup:
     async def ask() -> FinishedGroup:
-        return await EngineClient(cluster, 8).generate(GenerationRequest("direct", PROMPT, params, num_samples))
+        return await EngineClient(cluster, 8).submit(GenerationRequest("direct", PROMPT, params, num_samples))
 
     return asyncio.run(ask())
 

@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from roll.models.lora import DOWN_PART, UP_PART
 from roll.strategies.vllm.verification import ReloadVerifier, meant_part, quieten
 from roll.weight_sync.encoding import Checksum, tensor_checksum
-from roll.weight_sync.transports import Receiver, SharedMemoryLink, SharedMemorySender, SharedPayload
+from roll.weight_sync.transports import Receiver, SharedMemorySender, SharedPayload
 
 _Result = TypeVar("_Result")
 
@@ -177,7 +177,7 @@ class WeightReceiver:
     def roll_begin(self, engine_pid: int) -> None:
         """Called in a rank that is a separate process, to make it end with the engine's process in any case."""
         quieten()
-        self._roll_memory = SharedMemoryLink().connect()
+        self._roll_memory = RankMemory.receiver()
         Thread(target=_end_with, args=(engine_pid,), daemon=True, name="roll-engine-watch").start()
         self._roll_make_stage_buffers()
 

@@ -150,7 +150,6 @@ def parts_of_ranks() -> dict[str, Any]:
 def answers_of_ranks() -> dict[str, Any]:
     """Answers of all ranks, together."""
     from roll.strategies.vllm.worker import RankFailure, RankMemory, check_results, joined_checksums
-    from roll.weight_sync.transports import SharedMemoryLink
 
     messages = []
     for failures in (
@@ -163,7 +162,7 @@ def answers_of_ranks() -> dict[str, Any]:
         except (ValueError, RuntimeError) as error:
             messages.append(f"{type(error).__name__}: {error}")
     check_results([None, {}])
-    memory, receiver, seen = RankMemory(), SharedMemoryLink().connect(), []
+    memory, receiver, seen = RankMemory(), RankMemory.receiver(), []
     for size in (3, 1_000_000, 7):
         tensors = {"a": torch.arange(size), "b": torch.ones(size, dtype=torch.bfloat16)}
         payload = memory.pack(tensors)
