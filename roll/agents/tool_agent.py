@@ -132,7 +132,8 @@ class FunctionAgent:
         self._function: Any = load_function(path, "agent")
         if inspect.isclass(self._function):
             try:
-                self._function = self._function(**self._arguments).run
+                made: Any = self._function(**self._arguments)
+                self._function = made.run
             except (TypeError, ValueError, AttributeError) as error:
                 raise ToolError(f"agent: {path} cannot be made: {error}") from error
             self._arguments = {}

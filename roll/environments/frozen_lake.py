@@ -81,8 +81,7 @@ class FrozenLake(GridGame):
         move = move_named(self._pattern.find(action))
         before = self.position
         if move is not None:
-            cell = moved(self.position, self._slid(move))
-            self.position = cell if self._inside(cell) else self.position
+            self._walk(self._slid(move))
         success, fallen = self.position == self.goal, self.position in self.holes
         reward = float(success) + (self.format_penalty if move is None else 0.0)
         truncated = not (success or fallen) and self._steps >= self.max_steps
@@ -126,6 +125,11 @@ class FrozenLake(GridGame):
             return move
         names = list(MOVES)  # neighbours in this order are at right angles
         return names[(names.index(move) + self._rng.choice((-1, 0, 1))) % len(names)]
+
+    def _walk(self, move: str) -> None:
+        cell = moved(self.position, move)
+        if self._inside(cell):
+            self.position = cell
 
     def _inside(self, cell: Cell) -> bool:
         return 0 <= cell[0] < self.size and 0 <= cell[1] < self.size
