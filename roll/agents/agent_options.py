@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from roll.config.names import PUBLISHED_REWARDS
-from roll.config.reading.errors import closest
+from roll.config.reading.errors import did_you_mean
 from roll.config.reading.fields import setting
 from roll.config.reading.schema import Mismatch, convert
 from roll.config.rewards import CLUSTER, LLM_JUDGE
@@ -235,8 +235,7 @@ def read_options(kind: type[T], options: Mapping[str, Any], key: str = "agent_co
     checked = {}
     for name, value in options.items():
         if name not in hints:
-            near = closest(name, names)
-            hint = f"did you mean {near!r}? " if near else ""
+            hint = did_you_mean(name, names)
             raise AgentOptionError(f"{key}.{name}: there is no such option; {hint}there are {', '.join(names)}")
         try:
             checked[name] = convert(value, hints[name])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.agents.tools import HeldMcpServer, McpServer, Tool, ToolBox, ToolError, ToolResult, tool_of
-from roll.config.reading.errors import closest
+from roll.config.reading.errors import did_you_mean
 from roll.rewards.sandbox.client import Sandbox, SandboxError, Settings
 from roll.rewards.sandbox.judging import memory_file, os_null, read_file
 from roll.rewards.sandbox.protections import MEBIBYTE, PROMISED, PROTECTIONS, Limits, MissingProtection
@@ -252,8 +252,7 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
     parameters = inspect.signature(KINDS[kind]).parameters
     for name in options:
         if name not in parameters:
-            near = closest(name, parameters)
-            hint = f"; did you mean {near!r}?" if near else ""
+            hint = did_you_mean(name, parameters, "; did you mean {!r}?")
             raise ToolError(f"{kind} has no option {name!r}{hint} (it has {', '.join(parameters)})")
     missing = [one.name for one in parameters.values() if one.default is one.empty and one.name not in options]
     if missing:

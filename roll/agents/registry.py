@@ -24,7 +24,7 @@ from roll.agents.tool_agent import FunctionAgent, ToolAgent
 from roll.agents.tools import ToolError
 from roll.agents.verifiers import CommandVerifier, RewardVerifier, Verifier
 from roll.agents.verl_agent import VerlAgent
-from roll.config.reading.errors import closest
+from roll.config.reading.errors import did_you_mean
 from roll.config.rewards import INFERENCE, REWARD_MODEL
 from roll.rewards.base import RewardOptionError
 from roll.rewards.registry import resolve_name
@@ -77,8 +77,7 @@ def make_agent(
         if agent == "verl":
             return _verl(read_options(VerlOptions, options), judge)
         if "." not in agent:
-            near = closest(agent, AGENTS)
-            hint = f"did you mean {near!r}? " if near else ""
+            hint = did_you_mean(agent, AGENTS)
             there = f"there are {', '.join(AGENTS)}, or the dotted path of a coroutine"
             raise AgentOptionError(f"agent: {agent!r} is not known; {hint}{there}")
         return FunctionAgent(agent, options)

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from roll.config.reading.errors import closest
+from roll.config.reading.errors import did_you_mean
 from roll.config.reading.fields import Row, Table
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,10 +71,9 @@ class Registry(Generic[F]):
             return self._entries[name]
         if "." in name or ":" in name:
             return self._import(name)
-        near = closest(name, self._entries)
-        meant = f"nearest known: {near!r}; " if near else ""
+        nearest = did_you_mean(name, self._entries, "nearest known: {!r}; ")
         raise ValueError(
-            f"unknown {self.kind} {name!r}; {meant}known: {', '.join(self._names)}; "
+            f"unknown {self.kind} {name!r}; {nearest}known: {', '.join(self._names)}; "
             "or the dotted path of your own function"
         )
 

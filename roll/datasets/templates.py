@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.data import DataArguments
 from roll.config.names import TEMPLATE_ENDINGS
-from roll.config.reading.errors import closest
+from roll.config.reading.errors import did_you_mean
 from roll.datasets.columns import Message
 from roll.datasets.reading import SourceRow
 from roll.datasets.types import DataError
@@ -113,8 +113,7 @@ def get_template(name: str) -> Render:
         return TEMPLATES[name]
     if name.endswith(TEMPLATE_ENDINGS):
         return partial(render_native, chat_template=template_text(name))
-    near = closest(name, TEMPLATES)
-    hint = f"did you mean {near!r}? " if near else ""
+    hint = did_you_mean(name, TEMPLATES)
     raise DataError(f"template {name!r} is unknown; {hint}known: {', '.join(TEMPLATES)}, or a .jinja file")
 
 

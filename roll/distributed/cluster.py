@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from roll.config.reading.errors import closest
+from roll.config.reading.errors import did_you_mean
 from roll.config.roles import WorkerConfig
 from roll.distributed import diagnosis
 from roll.distributed.actor import WorkerActor, WorkerAddress
@@ -238,8 +238,7 @@ class Cluster:
         self.wait_ready()
         assert self._registrations is not None
         if method not in self._registrations:
-            near = closest(method, self._registrations)
-            hint = f"; did you mean {near!r}?" if near else ""
+            hint = did_you_mean(method, self._registrations, "; did you mean {!r}?")
             raise AttributeError(f"the workers of {self.name!r} register no method {method!r}{hint}")
         return self._registrations[method]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from roll.config.reading.errors import closest
+from roll.config.reading.errors import did_you_mean
 from roll.environments.base import BrokenContract
 
 _GENERATORS = threading.Lock()
@@ -146,8 +146,7 @@ def adapted(environment: Any) -> Any:
 
 def _check_known(library: str, identifier: str, known: Collection[str]) -> None:
     if identifier not in known:
-        near = closest(identifier, known)
-        hint = f"; did you mean {near!r}?" if near else ""
+        hint = did_you_mean(identifier, known, "; did you mean {!r}?")
         raise ValueError(f"the installed {library} has no environment {identifier!r}{hint}")
 
 

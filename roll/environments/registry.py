@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roll.config.reading.errors import closest
+from roll.config.reading.errors import did_you_mean
 from roll.environments.base import Environment
 from roll.environments.off_loop import says_instant
 
@@ -133,8 +133,7 @@ def load_environment_class(env_type: str) -> Callable[..., Environment]:
     module, _, attribute = env_type.replace(":", ".").rpartition(".")
     if not module:
         known = environment_names()
-        near = closest(env_type, known)
-        hint = f"did you mean {near!r}? " if near else ""
+        hint = did_you_mean(env_type, known)
         raise EnvironmentOptionError(
             f"env_type {env_type!r} is not known; {hint}known: {', '.join(known)}; {', '.join(_ADAPTERS)} with an id, "
             "as in gymnasium:CartPole-v1; or the dotted path of your own class"
@@ -163,8 +162,7 @@ def _check_options(env_type: str, target: Callable[..., Environment], config: Ma
         return
     for key in config:
         if key not in parameters:
-            near = closest(key, parameters)
-            hint = f"; did you mean {near!r}?" if near else ""
+            hint = did_you_mean(key, parameters, "; did you mean {!r}?")
             raise EnvironmentOptionError(
                 f"env_config.{key}: {env_type} has no such option{hint} (it has {', '.join(parameters) or 'none'})", key
             )

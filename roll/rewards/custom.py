@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from roll.config.reading.errors import closest
+from roll.config.reading.errors import did_you_mean
 from roll.rewards.base import RewardOptionError, RewardResult, RewardSample, failure
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,7 @@ class CustomReward:
         self._is_batched = BATCH_ARGUMENT in self._names
         unknown = [option for option in options if option not in self._names and not self._takes_all]
         if unknown:
-            near = closest(unknown[0], self._names)
-            hint = f"did you mean {near!r}? " if near else ""
+            hint = did_you_mean(unknown[0], self._names)
             raise RewardOptionError(
                 f"reward {name}: the function takes no argument {unknown[0]!r}; {hint}it takes {sorted(self._names)}"
             )

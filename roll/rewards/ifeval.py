@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from roll.config.reading.errors import closest
+from roll.config.reading.errors import did_you_mean
 from roll.rewards.answers import after_thought
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.ifeval_instructions import CHECKS, FUNCTIONS
@@ -124,8 +124,7 @@ def checked(identity: str, arguments: Mapping[str, Any]) -> Instruction:
         ValueError: no such type, or an argument that it lacks.
     """
     if identity not in CHECKS:
-        near = closest(str(identity), CHECKS)
-        hint = f"; did you mean {near!r}?" if near else ""
+        hint = did_you_mean(str(identity), CHECKS, "; did you mean {!r}?")
         raise ValueError(f"no such instruction: {identity!r}{hint}")
     parameters = list(inspect.signature(CHECKS[identity]).parameters.values())[1:]
     missing = [p.name for p in parameters if p.default is p.empty and arguments.get(p.name) is None]

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from jinja2 import StrictUndefined, Template, TemplateError, meta
 from jinja2.sandbox import SandboxedEnvironment
 
-from roll.config.reading.errors import closest
+from roll.config.reading.errors import did_you_mean
 from roll.rewards.answers import after_thought
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.http_client import MISSING, AnswerCache, JsonClient, Reply, ServiceOptions
@@ -219,8 +219,7 @@ def load_template(prompt: str) -> Template:
     except TemplateError as error:
         raise RewardOptionError(f"prompt: not a Jinja template: {error}") from error
     for name in sorted(used - {*VARIABLES}):
-        near = closest(name, VARIABLES)
-        hint = f"did you mean {near!r}? " if near else ""
+        hint = did_you_mean(name, VARIABLES)
         raise RewardOptionError(f"prompt: no variable {name!r}; {hint}there are {', '.join(VARIABLES)}")
     return template
 

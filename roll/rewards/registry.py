@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from roll.config.names import PLANNED_REWARDS, PUBLISHED_REWARDS, REWARDS, BuiltInReward
-from roll.config.reading.errors import closest
+from roll.config.reading.errors import did_you_mean
 from roll.config.reading.schema import Mismatch, convert
 from roll.rewards.base import RewardFunction, RewardNameError, RewardOptionError, RewardRule
 from roll.rewards.custom import CustomReward, Limits
@@ -55,8 +55,7 @@ def resolve_name(worker_cls: str) -> str:
             return PUBLISHED_REWARDS[class_name]
         if class_name in PLANNED_REWARDS or worker_cls in PLANNED_REWARDS.values():
             raise RewardNameError(f"worker_cls {worker_cls!r}: not available yet; available: {known}")
-        near = closest(class_name, (*REWARDS, *PUBLISHED_REWARDS))
-        hint = f"did you mean {near!r}? " if near else ""
+        hint = did_you_mean(class_name, (*REWARDS, *PUBLISHED_REWARDS))
         raise RewardNameError(
             f"worker_cls {worker_cls!r}: no such reward; {hint}known: {known}, or the dotted path of your own function"
         )
@@ -124,8 +123,7 @@ def build_rule(name: str, rule: type, options: Mapping[str, Any]) -> RewardFunct
     checked = {}
     for option, value in options.items():
         if option not in fields:
-            near = closest(option, fields)
-            hint = f"did you mean {near!r}? " if near else ""
+            hint = did_you_mean(option, fields)
             raise RewardOptionError(
                 f"reward {name}: unknown option {option!r}; {hint}known: {', '.join(fields) or 'none'}"
             )

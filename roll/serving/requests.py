@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from starlette.requests import Request
 
-from roll.config.reading.errors import closest
+from roll.config.reading.errors import did_you_mean
 from roll.strategies.engines.requests import SamplingParams, check_sampling_params
 
 IGNORED = frozenset({"metadata", "parallel_tool_calls", "safety_identifier", "service_tier", "store", "user"})
@@ -260,8 +260,7 @@ class Fields:
                 if value not in NEUTRAL[name]:
                     raise BadRequest(f"{name}: is not available here", name)
             else:
-                near = closest(name, known)
-                hint = f"; did you mean {near!r}?" if near else ""
+                hint = did_you_mean(name, known, "; did you mean {!r}?")
                 raise BadRequest(f"{name}: unknown field{hint}", name)
         self.model = self.get("model", str, model or "")
         if model is not None and self.model != model:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from roll.config.names import UNPUBLISHED_TRACKERS
-from roll.config.reading.errors import closest
+from roll.config.reading.errors import did_you_mean
 from roll.tracking.prometheus import PrometheusTracker
 from roll.tracking.records import CompositeTracker, JsonlTracker, SampleTable, StdoutTracker, Tracker
 
@@ -316,8 +316,7 @@ def tracker_options(track_with: str | Sequence[str], tracker_kwargs: Mapping[str
     names = [track_with] if isinstance(track_with, str) else list(dict.fromkeys(track_with))
     for name in names:
         if name not in OPTIONS:
-            near = closest(name, OPTIONS)
-            hint = f"; did you mean {near}?" if near else ""
+            hint = did_you_mean(name, OPTIONS, "; did you mean {}?")
             raise ValueError(f"track_with: {name!r} is no tracker; there are {', '.join(sorted(OPTIONS))}{hint}")
     return {name: _options_of(name, names, tracker_kwargs) for name in names}
 

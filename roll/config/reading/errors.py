@@ -125,3 +125,9 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     if not matches and len(word) >= SHORTEST_PREFIX:
         matches = [item for item in lowered if item.startswith(word.lower()) or word.lower().startswith(item)]
     return lowered[matches[0]] if matches else None
+
+
+def did_you_mean(word: str, known: Iterable[str], form: str = "did you mean {!r}? ") -> str:
+    """``form`` with the nearest of ``known`` to a misspelt word; empty when nothing is near."""
+    near = closest(word, known)
+    return form.format(near) if near else ""
