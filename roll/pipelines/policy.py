@@ -9,9 +9,10 @@ from typing import Any
 from roll.config.algorithm import estimator
 from roll.config.corrections import correction_options
 from roll.config.lora import adapter_rank, uses_lora
-from roll.config.plan.plan import Plan, TrainingPlan
+from roll.config.plan.plan import Plan, RunAhead, TrainingPlan
 from roll.config.plan.planning import training_plan
 from roll.config.policy import PolicyRunConfig
+from roll.config.reading.errors import count
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import backend_of, with_engine_size
 
@@ -64,6 +65,16 @@ class PolicyPlan(Plan):
     def engines_take_turns(self) -> bool:
         """True where other roles compute on the engines' devices, so that generation stops in the meantime."""
         return bool(self.roles["actor_infer"].colocated_with)
+
+    def run_ahead_sentence(self, what: str, unit: str) -> str:
+        """Say how far ``what`` may run ahead, in groups called ``unit``, how old samples may be, and which policy the
+        loss takes for theirs."""
+        ahead = RunAhead.of(self.async_generation_ratio, self.prompts_per_step, self.num_additional_prompts)
+        steps = "1 step" if self.async_generation_ratio == 1 else f"{self.async_generation_ratio:g} steps"
+        age = f"samples at most {count(ahead.max_lag, 'version')} of the weights old"
+        turns = "; stopped while others have its devices" if self.engines_take_turns else ""
+        old = "; ratios against the engine's log-probs" if self.engine_log_probs_as_old else ""
+        return f"{what} up to {steps}: {count(ahead.capacity, unit)} in flight or waiting at a time; {age}{turns}{old}"
 
 
 def policy_plan(config: PolicyRunConfig) -> dict[str, Any]:

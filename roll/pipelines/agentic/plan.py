@@ -14,7 +14,6 @@ from typing import Any
 from roll.agents.agent_options import Context, asks_the_run
 from roll.config.model_files import model_number
 from roll.config.pipelines import PipelineDefinition, Written
-from roll.config.plan.plan import RunAhead
 from roll.config.plan.planning import shared_plan, with_cache_length
 from roll.config.reading.errors import count
 from roll.config.rewards import judge_length
@@ -135,7 +134,7 @@ def agentic_facts(plan: AgenticPlan) -> list[tuple[str, str]]:
     passes = {reference: plan.needs_reference, "old log-probs": plan.needs_old_log_probs, "values": plan.needs_critic}
     needed = ", ".join(name for name, needed in passes.items() if needed) or "none"
     facts.append(("passes", f"{needed} (in addition to generation and training)"))
-    return [*facts, ("ahead", run_ahead_sentence(plan))] if plan.is_async else facts
+    return [*facts, ("ahead", plan.run_ahead_sentence("episodes", "group"))] if plan.is_async else facts
 
 
 def _played(plan: AgenticPlan, manager: ManagerPlan, of: str) -> str:
@@ -171,17 +170,6 @@ def batch_facts(plan: AgenticPlan) -> list[tuple[str, str]]:
         ("batch" if name == "actor_train" else name, f"{rows}; {training.sentence()} (by episodes)")
         for name, training in plan.training.items()
     ]
-
-
-def run_ahead_sentence(plan: AgenticPlan) -> str:
-    """Say how far episodes may run ahead, and how old samples may be."""
-    ahead = RunAhead.of(plan.async_generation_ratio, plan.prompts_per_step, plan.num_additional_prompts)
-    steps = "1 step" if plan.async_generation_ratio == 1 else f"{plan.async_generation_ratio:g} steps"
-    old = "; ratios against the engine's log-probs" if plan.engine_log_probs_as_old else ""
-    groups = f"{count(ahead.capacity, 'group')} in flight or waiting at a time"
-    return (
-        f"episodes up to {steps}: {groups}; samples at most {count(ahead.max_lag, 'version')} of the weights old{old}"
-    )
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,6 @@ from roll.pipelines.rlvr.plan import (
     plan_rlvr,
     reward_pretrain,
     reward_roles,
-    run_ahead_sentence,
 )
 from roll.pipelines.rlvr.teachers import TEACHER, check_teachers_of, check_vocabularies_of
 
@@ -205,7 +204,7 @@ class RLVR(PipelineDefinition):
         }
         needed = ", ".join(name for name, needed in passes.items() if needed) or "none"
         facts = [("lengths", lengths), ("passes", f"{needed} (in addition to generation and training)")]
-        return [*facts, ("ahead", run_ahead_sentence(plan))] if plan.is_async else facts
+        return [*facts, ("ahead", plan.run_ahead_sentence("generation", "prompt"))] if plan.is_async else facts
 
     def validation_words(self, plan: RLVRPlan) -> str:
         return " (concurrent with training)" if plan.validates_concurrently else ""

@@ -9,9 +9,7 @@ from functools import partial
 
 from roll.config.model_files import model_number
 from roll.config.pipelines import PipelineDefinition, Written, find_own_modules
-from roll.config.plan.plan import RunAhead
 from roll.config.plan.planning import shared_plan, validation_data, with_cache_length
-from roll.config.reading.errors import count
 from roll.config.rewards import (
     JUDGE_ROLE,
     OWN_PREFIX,
@@ -139,17 +137,6 @@ def planned_set(name: str, filled: ValidationSetConfig, config: RLVRConfig, sequ
         samples_per_prompt=arguments.num_return_sequences or 1,
         greedy=bool(filled.greedy),
     )
-
-
-def run_ahead_sentence(plan: RLVRPlan) -> str:
-    """Say how far generation may run ahead, how old samples may be, and which policy the loss takes for theirs."""
-    ahead = RunAhead.of(plan.async_generation_ratio, plan.prompts_per_step, plan.num_additional_prompts)
-    steps = "1 step" if plan.async_generation_ratio == 1 else f"{plan.async_generation_ratio:g} steps"
-    age = count(ahead.max_lag, "version")
-    old = "; ratios against the engine's log-probs" if plan.engine_log_probs_as_old else ""
-    prompts = f"{count(ahead.capacity, 'prompt')} in flight or waiting at a time"
-    turns = "; stopped while others have its devices" if plan.engines_take_turns else ""
-    return f"generation up to {steps}: {prompts}; samples at most {age} of the weights old{turns}{old}"
 
 
 def reward_pretrain(config: RLVRConfig, name: str) -> str | None:
