@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -49,7 +50,7 @@ class Sprite:
 
 
 @dataclass(kw_only=True)
-class GridGame:
+class GridGame(ABC):
     """Options and rendering that games on a grid share; a game adds ``grid_lookup``, the symbols of cells by code."""
 
     name: ClassVar[str]
@@ -85,9 +86,9 @@ class GridGame:
             codes = f"0 to {max(self.sprites)}"
             raise ValueError(f"grid_lookup of {self.name} needs the codes {codes}, got {sorted(self._symbols)}")
 
+    @abstractmethod
     def codes(self) -> list[list[int]]:
         """The codes of all cells, row by row."""
-        raise NotImplementedError
 
     def render(self) -> str:
         """The grid as one line per row."""
