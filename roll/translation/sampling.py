@@ -31,17 +31,8 @@ def put_correction(draft: Draft) -> None:
     """Weights and masks against the mismatch of engine and trainer."""
     rules = [*verl_rules(draft), *skyrl_rules(draft)]
     if rules:
-        because = (
-            *WEIGHTS,
-            "rejection",
-            "rejection_bound",
-            "bypass_loss",
-            "tis_type",
-            "use_tis",
-            "tis_cap",
-            "mask_metric",
-        )
-        draft.put("train_infer_correction", rules, *because)
+        because = ("rejection", "rejection_bound", "bypass_loss", "tis_type", "use_tis", "tis_cap", "mask_metric")
+        draft.put("train_infer_correction", rules, *WEIGHTS, *because)
 
 
 LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
@@ -66,7 +57,11 @@ def verl_rules(draft: Draft) -> list[dict[str, Any]]:
     if bypass and draft.value_of("bypass_loss") != "reinforce":
         draft.without_effect("ppo_clip in bypass_mode has its ratio and no weights", *WEIGHTS)
         return rejections
-    low, high = bounds(draft.value_of("is_bound"))
+    bound = draft.value_of("is_bound")
+    if bound is None:
+        draft.refuse("is_bound", "is needed with rollout_is", 2.0)
+        return rejections
+    low, high = bounds(bound)
     band = {"action": "truncate", "high": high} if low is None else {"action": "both", "low": low, "high": high}
     if bypass and draft.get("is_normalized"):
         rule = "divides by the mean of each micro-batch in bypass_mode there; here by the batch's, without bypass_mode"
@@ -120,18 +115,18 @@ def rejection_rules(draft: Draft, weight_level: Any, bypass: bool) -> list[dict[
 
 def rejection_rule(draft: Draft, name: str, bound: str) -> dict[str, Any] | None:
     """One criterion: level, metric and bounds."""
-    low, _, high = bound.rpartition("_")
+    low, high = bounds(bound)
     if name in OLDER_LEVELS:
-        least = draft.get("rejection_low", default=float(low) if low else 1 / float(high))
-        return {"level": OLDER_LEVELS[name], "metric": "ratio", "low": float(least), "high": float(high)}
+        least = draft.get("rejection_low", default=1 / high if low is None else low)
+        return {"level": OLDER_LEVELS[name], "metric": "ratio", "low": float(least), "high": high}
     level, _, metric = name.rpartition("_")
     if level not in LEVELS or metric not in ("k1", "k2", "k3") or name == "seq_max_k1":
         known = ", ".join(f"{level}_k1, {level}_k2, {level}_k3" for level in ("token", "seq_sum", "seq_mean"))
         draft.refuse("rejection", f"names a criterion without an equal here; known: {known}, seq_max_k2, seq_max_k3")
         return None
     if metric != "k1":
-        return {"level": LEVELS[level], "metric": metric, "high": float(high)}
-    band = {"low": math.log(float(low)) if low else -math.log(float(high)), "high": math.log(float(high))}
+        return {"level": LEVELS[level], "metric": metric, "high": high}
+    band = {"low": -math.log(high) if low is None else math.log(low), "high": math.log(high)}
     return {"level": LEVELS[level], "metric": metric, **band}
 
 

@@ -68,12 +68,23 @@ def test_an_unknown_key_is_refused_with_the_nearest(translated: Translate) -> No
         (f"{VERL} data.val_batch_size=all data.seed=any", "2 mistakes"),
         (f"{VERL} algorithm.gdpo_reward_weights=[much]", "gdpo_reward_weights = ['much']"),
         (f"{VERL} algorithm.rollout_correction.rollout_is_threshold=low", "must be a number, or two as 0.5_5.0"),
+        (
+            f"{VERL} algorithm.rollout_correction.rollout_is=token "
+            "algorithm.rollout_correction.rollout_is_threshold=null",
+            "rollout_is_threshold = null: is needed with rollout_is",
+        ),
         (f"{VERL} algorithm.rollout_correction.rollout_rs_threshold='2,low'", "must be a number, or two as 0.5_5.0"),
         (f"{VERL} algorithm.adv_estimator=[grpo]", "known: gae, grpo"),
     ],
 )
 def test_values_without_a_translation(translated: Translate, text: str, message: str) -> None:
     assert message in refusal(translated, text)
+
+
+def test_bounds_of_weights_may_be_null_without_weights(translated: Translate) -> None:
+    threshold = "algorithm.rollout_correction.rollout_is_threshold"
+    assert translated(f"{threshold}=null").keys == {}
+    assert translated(f"algorithm.rollout_correction.rollout_is=null {threshold}='null'").keys == {}
 
 
 def test_the_recipe_counts_where_theirs_is_silent(translated: Translate) -> None:
