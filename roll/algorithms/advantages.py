@@ -46,7 +46,7 @@ class AdvantageOptions(PPOConfig):
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Inputs of an estimator. Rows are responses, in work of several turns whole trajectories
+    """Inputs of an estimator. Rows are responses, of multi-turn rollouts whole trajectories
     (:class:`~roll.algorithms.turns.TrajectoryLayout`)."""
 
     rewards: Tensor

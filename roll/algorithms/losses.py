@@ -34,6 +34,10 @@ from roll.config.corrections import CorrectionOptions, CorrectionRule, correctio
 from roll.config.reading.schema import rules_of
 from roll.protocol.metrics import Mean, Metrics
 
+__all__ = ["actor_loss", "actor_loss_options", "register_policy_loss"]
+
+Options = TypeVar("Options")
+
 
 @dataclass(frozen=True)
 class Correction:
@@ -222,11 +226,6 @@ def mismatch_metrics(inputs: LossInputs, metrics: MetricBuilder, with_segments: 
         bounded = inputs.keep(trainer - rollout).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         segment = torch.where(mask, level_log_ratio(bounded, mask, "segment", inputs.turn_ids).exp(), 0.0)
         metrics.mean("actor/train_infer_ratio_segment_mean", segment.sum(), tokens)
-
-
-Options = TypeVar("Options")
-
-__all__ = ["actor_loss", "actor_loss_options", "register_policy_loss"]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ NORM_TYPES = ("batch", "group", "running", None)
 NormType = Literal["batch", "group", "running"] | None
 
 EPS = 1e-6
+"""Added to a spread before something is divided by it; a spread up to this counts as 0."""
 
 
 class RunningMoments:

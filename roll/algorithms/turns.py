@@ -1,6 +1,6 @@
 """Multi-turn rollouts: the turns of a row, and trajectories whose tokens are spread over several rows.
 
-A trajectory has several rows where it is a tree of branches, has one row a call, or where its conversation was
+A trajectory has several rows where it is a tree of branches, where each call is a row, and where its conversation was
 restarted.  A later token is then not always further right.  :class:`TrajectoryLayout` packs all sampled tokens of a
 trajectory into one row in the order of sampling, so that recursions over time and statistics over trajectories are
 those of single responses, and unpacks the results.

@@ -95,7 +95,7 @@ class EncodedImage:
     data: np.ndarray
     """uint8 (bytes,); an array, because arrays travel out of band."""
     digest: str
-    """Hash of ``data``: images are equal if it is."""
+    """Hash of ``data``, by which images are compared."""
 
     @classmethod
     def of(cls, data: bytes) -> EncodedImage:
@@ -195,7 +195,7 @@ class EncodedVideo:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all fields: videos are equal if it is."""
+        """Hash of all fields, by which videos are compared."""
         rest = (self.indices, self.num_frames, self.fps, self.height, self.width, self.timed)
         text = f"{[frame.digest for frame in self.frames]} {rest}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -24,10 +24,8 @@ from roll.translation.verl import VERL
 
 DIALECTS = {dialect.name: dialect for dialect in (SKYRL_TRAIN, SKYRL, VERL, TRL_GRPO, TRL_SFT, OPENRLHF)}
 NAMES = "SkyRL, verl, TRL or OpenRLHF"
-KEPT_IN_ENVIRONMENT = (
-    *("CUDA_", "NCCL_", "WANDB_", "SWANLAB_", "HF_", "RAY_", "VLLM_", "TOKENIZERS_", "PYTORCH_", "TORCH_"),
-)
-"""Prefixes of variables that mean the same to our runs."""
+KEPT_PREFIXES = ("CUDA_", "NCCL_", "WANDB_", "SWANLAB_", "HF_", "RAY_", "VLLM_", "TOKENIZERS_", "PYTORCH_", "TORCH_")
+"""Variables that stay in the environment: they mean the same to our runs."""
 OF_A_TOOL = ("VERL_", "SKYRL_")
 NEWER_EXAMPLES = "examples/train/"
 """Folder in which the package ``skyrl`` keeps its scripts; the older one has them in ``examples/``."""
@@ -123,7 +121,7 @@ def translate(
         dialect,
         whole,
         in_order(draft.keys),
-        {name: value for name, value in source.environment.items() if name.startswith(KEPT_IN_ENVIRONMENT)},
+        {name: value for name, value in source.environment.items() if name.startswith(KEPT_PREFIXES)},
         (*changes, *notes),
         tuple(source.left_out),
         tuple(name for name in (*source.unset, *BLANKS.values()) if name in written),
@@ -219,14 +217,13 @@ def _refuse_doubles(explicit: Mapping[str, Any], dialect: Dialect, draft: Draft)
     """Refuse two spellings of one key with different values."""
     first: dict[Rule, str] = {}
     for key in explicit:
-        match = dialect.rules.get(key)
-        if match is None or not match.ours:
+        rule = dialect.rules.get(key)
+        if rule is None or not rule.ours:
             continue
-        other = first.setdefault(match, key)
+        other = first.setdefault(rule, key)
         if other != key and explicit[other] != explicit[key]:
-            draft.problems.add(
-                key, explicit[key], f"is another spelling of {other}, which is {explicit[other]}: keep one"
-            )
+            text = f"is another spelling of {other}, which is {explicit[other]}: keep one"
+            draft.problems.add(key, explicit[key], text)
 
 
 def _defaults(dialect: Dialect, explicit: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,7 +242,7 @@ def _complete(explicit: dict[str, Any], dialect: Dialect) -> list[Note]:
     """Take out or fill in values that are left open: unset variables, empty text and null. Changes ``explicit``.
 
     - Numbers of devices and nodes that a variable of their cluster would give are taken out.
-    - Switches that a variable would give are false where their program takes an empty text, which bash leaves, so.
+    - Switches that a variable would give are false where their program reads the empty text that bash leaves so.
     - A model or data left empty, for the reader to fill in, become a variable.
     - Keys that are null where only a value means something are taken out.
 
@@ -266,13 +263,11 @@ def _complete(explicit: dict[str, Any], dialect: Dialect) -> list[Note]:
         elif rule is not None and value == "" and rule.fact in BLANKS:
             explicit[key] = f"${{oc.env:{BLANKS[rule.fact]}}}"
             text = f"is left empty there: {BLANKS[rule.fact]} says it, where the run starts"
-        elif (
-            rule is not None and value is None and (not rule.default or rule.fact == "epochs") and not rule.takes(None)
-        ):
+        elif rule is None or value is not None or (rule.default and rule.fact != "epochs") or rule.takes(None):
+            continue
+        else:
             del explicit[key]
             text = "null: as if it were not written"
-        else:
-            continue
         notes.append(Note(key, value, (), text))
     return notes
 

@@ -47,9 +47,9 @@ OTHER_FAMILY = ("deepseek_v2", "glm4_moe_lite")
 """Families with experts of which no backend is tested: their attention is another one."""
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 STANDS_IN = "fsdp2"
-"""Backend in the place of one that is not tested with a family (Megatron Core has no model of most of them here)."""
+"""Backend instead of one that is not tested with a family (Megatron Core has no model of most of them here)."""
 OTHER_ENGINE = "vllm"
-"""Engine in the place of SGLang, likewise."""
+"""Engine instead of SGLang, likewise."""
 LANGUAGE_PART = re.compile(r"[.*]*visual[.*]*|[.*]*vision(?:_model|_tower)?[.*]*")
 """Modules that adapters leave out there: the vision tower."""
 

@@ -331,7 +331,7 @@ def driver(
         go_on: whether an ``exit`` with an error is passed over.
     """
     base = 'ROLL_BASE=$PWD\nmkdir -p "$ROLL_BASE/.bin" "$ROLL_BASE/.tools" "$ROLL_BASE/root"\n'
-    lines = ["umask 022", "exec @DESCRIPTOR@>&4 4>&- 3<&-".replace("@DESCRIPTOR@", str(DESCRIPTOR)), base]
+    lines = ["umask 022", f"exec {DESCRIPTOR}>&4 4>&- 3<&-", base]
     lines += [f"[ \"$(echo runs)\" = runs ] && printf '{READY}\\0' >&{DESCRIPTOR}"]
     lines += [_put(f".bin/modules/{path}", text) for path, text in _MODULES.items()]
     lines += [_put(".bin/every-shell", _every_shell(absolute, go_on)), f"stand_in={shlex.quote(_stand_in())}"]

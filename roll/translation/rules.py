@@ -1,4 +1,4 @@
-"""Rules of translation, the dialects that they make up, and a translation in the making."""
+"""Rules of translation, the dialects that they make up, and a translation in progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 #!/bin/bash
+# Stands in for a program of a recorded launch script; recording.py fills in the names between @.
 name=${0##*/}
 write_down() {
     local tries=0

@@ -300,10 +300,9 @@ def put_rewards(draft: Draft) -> None:
         return
     for place, name in enumerate(names):
         if name not in REWARDS:
-            rule = (
-                f"function {name} takes whole batches as TRL calls them: write one of ours (docs/rewards.md) and name "
-            )
-            draft.refuse("reward_funcs", f"{rule}it in rewards.<name>.worker_cls; known: {', '.join(REWARDS)}")
+            rule = f"function {name} takes whole batches as TRL calls them: write one of ours (docs/rewards.md) and "
+            rule += f"name it in rewards.<name>.worker_cls; known: {', '.join(REWARDS)}"
+            draft.refuse("reward_funcs", rule)
             continue
         prefix = "rewards.trl" if len(names) == 1 and weights is None else f"rewards.trl.components.{name}"
         for key, value in REWARDS[name].items():
