@@ -43,6 +43,19 @@ if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
 
 KEY = "async_generation_ratio"
+OWN_FUNCTION_KEYS = (
+    "adv_estimator",
+    "entropy_loss_agg_mode",
+    "kl_loss_agg_mode",
+    "kl_loss_type",
+    "kl_penalty",
+    "loss_agg_mode",
+    "sample_weighting",
+    "train_infer_correction",
+    "value_loss_agg_mode",
+    "value_loss_type",
+)
+"""Keys at the top that take the dotted path of a function; ``pg_variant`` and filters bring options along."""
 
 
 def check_needed_roles(config: PolicyRunConfig, checks: Checks) -> None:
@@ -387,20 +400,6 @@ def _check_cuda_ipc(config: PolicyRunConfig, checks: Checks) -> None:
 
 
 # Before anything starts
-
-OWN_FUNCTION_KEYS = (
-    "adv_estimator",
-    "entropy_loss_agg_mode",
-    "kl_loss_agg_mode",
-    "kl_loss_type",
-    "kl_penalty",
-    "loss_agg_mode",
-    "sample_weighting",
-    "train_infer_correction",
-    "value_loss_agg_mode",
-    "value_loss_type",
-)
-"""Keys at the top that take the dotted path of a function; ``pg_variant`` and filters bring options along."""
 
 
 def policy_functions(config: PolicyRunConfig) -> Iterator[tuple[str, Any, Callable[[], object]]]:

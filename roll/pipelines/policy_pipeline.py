@@ -318,6 +318,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         self.save(step, state)
 
     def learners(self) -> list[Cluster]:
+        """The clusters whose models train, and are in checkpoints."""
         return [cluster for cluster in (self.clusters.actor_train, self.clusters.critic) if cluster is not None]
 
     def save(self, step: int, state: dict[str, Any]) -> None:

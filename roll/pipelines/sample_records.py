@@ -119,9 +119,8 @@ class SampleRecorder:
         rows = self._chosen(batch.batch["group_ids"].numpy())
         columns = {name: batch.batch[name][rows].numpy() for name in _COLUMNS if name in batch.batch}
         if Output.ROUTES in batch.batch:
-            columns[Output.ROUTES] = batch.batch[Output.ROUTES][:, :, -1][
-                rows
-            ].numpy()  # of all layers it would be a large copy
+            last_layer = batch.batch[Output.ROUTES][:, :, -1]  # of all layers it would be a large copy
+            columns[Output.ROUTES] = last_layer[rows].numpy()
         if trainer_log_probs is not None:
             columns["trainer_log_probs"] = trainer_log_probs[rows].numpy()
         fields = _Rows(columns, self._settings.max_tokens)

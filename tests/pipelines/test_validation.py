@@ -43,6 +43,13 @@ def test_accuracy_counts_only_full_scores_and_weighs_samples_alike():
     assert metrics["val/sampled/accuracy_low"] < 0.5 < metrics["val/sampled/accuracy_high"]
 
 
+def test_a_validation_in_training_reports_no_mean_rewards_and_powers_of_two_alone():
+    groups = [make_group(0, [1], [[1], [2], [3]], [1.0, 0.5, None], tag="a")]
+    metrics = pass_metrics([Answers.of(group) for group in groups], "sampled", is_primary=True, in_training=True)
+    assert not any("reward" in name or "chosen@" in name for name in metrics)
+    assert {name.rpartition("/")[2] for name in metrics if "best@" in name} == {"best@1", "best@2"}
+
+
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_best_at_k_is_the_mean_over_all_choices(k):
     scores = np.array([0.25, 1.0, -0.5, 0.75], dtype=np.float32)

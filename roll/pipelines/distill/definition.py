@@ -97,8 +97,10 @@ class Distill(SupervisedDefinition):
     def check_keys(self, config: DistillConfig, checks: Checks) -> None:
         cache = config.teacher_cache
         if config.teacher is None and not (cache and os.path.isfile(Path(cache).expanduser() / INDEX)):
-            rule = "is needed: a section with the strategy and devices of the teacher, or a teacher_cache that it has "
-            rule += "filled"
+            rule = (
+                "is needed: a section with the strategy and devices of the teacher, or a teacher_cache that it has "
+                "filled"
+            )
             checks.missing("teacher", rule, "{strategy_args: {strategy_name: fsdp2_infer}, device_mapping: [0]}")
         if config.teacher is not None:
             temperature, whole = config.kd_temperature * config.teacher_temperature, config.logits_topk == 0

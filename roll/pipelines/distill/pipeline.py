@@ -1,5 +1,5 @@
 """The run of the distillation pipeline: rows in, the teacher's log-probs of their tokens, optimizer steps of the
-student, evaluations between."""
+student, evaluations between; and the cache of those log-probs on disk."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ from roll.workers.model import ModelWorker
 from roll.workers.supervised import DistillSettings, DistillWorker
 
 TEACHER = "teacher"
+FORMAT = 1
+"""Version of the cache's files."""
+SHARD_TOKENS = 65536
+"""Tokens after which a shard of the cache is written."""
+RowTargets = dict[str, torch.Tensor]
+"""Of one row: ``log_probs`` (n, k), ``ids`` int32 (n, k), ``tail`` float32 (n,)."""
 
 
 @dataclass
@@ -192,13 +198,6 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
         if self.cache is not None:
             self.cache.flush()
         super().export()
-
-
-FORMAT = 1
-SHARD_TOKENS = 65536
-"""Tokens after which a shard is written."""
-RowTargets = dict[str, torch.Tensor]
-"""Of one row: ``log_probs`` (n, k), ``ids`` int32 (n, k), ``tail`` float32 (n,)."""
 
 
 def row_key(input_ids: np.ndarray, counted: np.ndarray, images: Sequence[str] = ()) -> bytes:

@@ -6,7 +6,6 @@ A model that is served elsewhere (``evaluate.against``) is an OpenAI-compatible 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -42,7 +41,7 @@ from roll.strategies.remote import RemoteService, ServiceRefused
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
+REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
@@ -154,9 +153,6 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
             columns = [one.data_args for one in self.plan.validation_sets]
             scorer = ModelScorer(self.scorers.reward_model, model_inputs(self.config.rewards), columns)
         return RewardClient(self.scorers.rewards, scorer)
-
-
-REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 def address_of(config: EvaluateConfig, url: str) -> RemoteStrategyConfig:

@@ -25,8 +25,14 @@ from roll.rewards.answers import (
 )
 from roll.rollout.groups import SampleGroup
 
+READERS = (last_boxed, last_marked, tagged_answer, stated_answer, isolated_number)
 LONGEST = 200
 """Characters: what is longer is no answer that two samples would share."""
+Z_95 = 1.959963984540054
+"""Standard normal quantile of a two-sided interval of 95%."""
+RESAMPLES = 2000
+CHUNK = 1 << 22
+"""Drawn indices in memory at a time."""
 
 
 def voted_answer(response: str, prompt: str = "") -> str | None:
@@ -43,16 +49,6 @@ def voted_answer(response: str, prompt: str = "") -> str | None:
         return None
     number = parse_number(found)
     return str(number) if number is not None else "".join(found.split()).strip(".$").lower()
-
-
-READERS = (last_boxed, last_marked, tagged_answer, stated_answer, isolated_number)
-
-
-Z_95 = 1.959963984540054
-"""Standard normal quantile of a two-sided interval of 95%."""
-RESAMPLES = 2000
-CHUNK = 1 << 22
-"""Drawn indices in memory at a time."""
 
 
 @dataclass(frozen=True)

@@ -192,8 +192,10 @@ class RLVR(PipelineDefinition):
         )
         for one in plan.validation_sets if plan.eval_steps else ():
             response = one.sequence_length - one.prompt_length
-            lengths += f"; validation {one.name}{' ' if one.name else ''}{one.prompt_length} + {response} = "
-            lengths += f"{one.sequence_length} (at most {one.max_new_tokens} new)"
+            lengths += (
+                f"; validation {one.name}{' ' if one.name else ''}{one.prompt_length} + {response} = "
+                f"{one.sequence_length} (at most {one.max_new_tokens} new)"
+            )
         reference = "reference log-probs" + ("" if "reference" in plan.roles else " (actor_train without its adapters)")
         passes = {
             reference: plan.needs_reference,

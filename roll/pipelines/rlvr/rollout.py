@@ -75,8 +75,8 @@ class ValidationPlan:
     """Prompts of every validation of a run.
 
     Args:
-        rows: the questions of each set, by its name.
-        batch_size: questions of a round.
+        rows: the prompts of each set, by its name.
+        batch_size: prompts of a round.
     """
 
     def __init__(self, sets: Sequence[ValidationSet], rows: Mapping[str, Sequence[PromptRow]], batch_size: int) -> None:

@@ -95,8 +95,10 @@ class RewardModel(SupervisedDefinition):
             for key, value, rule in reward_loss_problems(config, config.margin_key):
                 checks.add(key, value, rule)
             if config.loss_type == "process" and config.score_input == "chat":
-                rule = "steps are scored behind their own tokens, which a template for whole conversations does not "
-                checks.add("score_input", "chat", f"{rule}show", "tokens")
+                rule = (
+                    "steps are scored behind their own tokens, which a template for whole conversations does not show"
+                )
+                checks.add("score_input", "chat", rule, "tokens")
             if config.margin_key is not None and config.loss_type not in RANKS:
                 checks.note("margin_key", f"not used: loss_type {config.loss_type} compares no responses")
 
