@@ -117,7 +117,9 @@ class Cluster:
         if rank in self._left_out:
             return
         self._left_out.add(rank)
-        _kill(self.workers[rank], self._addresses[rank])
+        diagnosis.kill_process(self._addresses[rank])
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(self.workers[rank])
 
     def restart(self, rank: int) -> PendingCall:
         """Start a new process for a rank that was left out; nothing waits for it. It is not in a process group with the
@@ -129,8 +131,10 @@ class Cluster:
         assert rank in self._left_out, f"rank {rank} of {self.name} has not been left out"
         if rank in self._replacements:  # it could not be initialised, and may hold the memory of the device
             actor, address = self._replacements.pop(rank)
+            with contextlib.suppress(ray.exceptions.RayError):  # it may not have come up
+                diagnosis.kill_process(ray.get(address, timeout=0))
             with contextlib.suppress(ray.exceptions.RayError):
-                _kill(actor, ray.get(address, timeout=0))
+                ray.kill(actor)
         actor = self._create_actor(self._placements[rank])
         self._start_worker(rank, actor, actor.open_rendezvous.remote())
         self._replacements[rank] = (actor, actor.address.remote())
@@ -291,13 +295,6 @@ class Cluster:
             options["runtime_env"] = {"env_vars": dict(self.role.system_envs)}
         actor_class = ray.remote(WorkerActor).options(**options)
         return actor_class.remote(worker_name, environment, placement.local_devices)
-
-
-def _kill(actor: Any, address: WorkerAddress) -> None:
-    """Kill a worker with all that it started."""
-    diagnosis.kill_process(address)
-    with contextlib.suppress(ray.exceptions.RayError):
-        ray.kill(actor)
 
 
 def _portable(worker_cls: str | type[Worker]) -> str | bytes:

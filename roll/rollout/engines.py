@@ -448,7 +448,7 @@ class EngineClient:
                         raise
                     self._restart(rank)
         except RemoteError as error:
-            if not self._engines and len(self._returns) == 1:
+            if not self._engines and all(task.done() or task is asyncio.current_task() for task in self._returns):
                 self._fail(error)
             return
         self._rejoin(rank)

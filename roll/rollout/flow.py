@@ -100,7 +100,7 @@ BegunT = TypeVar("BegunT", bound=Begun)
 
 
 class GroupFlow(ABC, Generic[BegunT, GroupT]):
-    """The coroutines of groups; what begins them is a subclass's.
+    """Groups in flight: a coroutine each, which a subclass begins.
 
     Args:
         name: of what the coroutines run, for messages.

@@ -56,12 +56,6 @@ class GroupCodec(Protocol[GroupT]):
         """The inverse of :meth:`group_state`."""
 
 
-def _split_routes(state: Mapping[str, Any]) -> list[np.ndarray]:
-    if "routes" not in state:
-        return []
-    return np.split(state["routes"], np.cumsum(state["routes_lengths"])[:-1])
-
-
 def progress_state(request: GenerationRequest) -> State:
     """Partial samples of an unfinished request; sampling parameters are the configuration's."""
     return {
@@ -198,6 +192,12 @@ class PromptCodec:
 
 def _prompt_state(prompt: PromptRow) -> State:
     return {"domain": prompt.domain, "prompt_id": prompt.prompt_id}
+
+
+def _split_routes(state: Mapping[str, Any]) -> list[np.ndarray]:
+    if "routes" not in state:
+        return []
+    return np.split(state["routes"], np.cumsum(state["routes_lengths"])[:-1])
 
 
 @dataclass(frozen=True)

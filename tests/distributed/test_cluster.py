@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+import ray
 import torch
 
 from roll.config.roles import WorkerConfig
@@ -86,6 +87,20 @@ def test_a_process_that_could_not_be_initialised_makes_room_for_the_next(make_cl
     assert all(map(is_alive, second))
     cluster.restart(0).result(timeout=60)
     assert not any(map(is_alive, second))
+    cluster.rejoin(0)
+    assert cluster.call_all(IndependentWorker.state).result() == [(0, True)]
+
+
+def test_a_process_that_has_not_come_up_is_ended_before_the_next_starts(make_cluster):
+    """Its address is not known yet."""
+    cluster = make_cluster("IndependentWorker", devices=[0])
+    cluster.call_all(IndependentWorker.initialize).result()
+    cluster.leave_out(0)
+    cluster.restart(0)
+    slow, _ = cluster._replacements[0]
+    cluster.restart(0).result(timeout=60)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(slow.address.remote(), timeout=60)
     cluster.rejoin(0)
     assert cluster.call_all(IndependentWorker.state).result() == [(0, True)]
 

@@ -429,6 +429,29 @@ async def test_a_dead_engine_is_started_again_and_takes_part_when_it_is_ready():
     assert len(engines.restarts) == 2, "twice is all that it may"
 
 
+class LostForGood(FakeEngines):
+    """None of them starts again."""
+
+    def restart(self, rank):
+        restart = super().restart(rank)
+        restart.error = WorkerDied("actor_infer", "initialize", 0.0, [RankReport(rank)], [])
+        return restart
+
+
+@on_clock
+async def test_engines_that_fail_to_start_at_the_same_moment_leave_nobody_waiting():
+    desk = Desk(LostForGood(world_size=2), max_restarts=1, fixed_weights=True)
+    waiting = desk.submit(1, 1)
+    await settle()
+    desk.engines.dead = {0, 1}
+    await desk.advance(2)
+    await settle(40)
+    assert desk.client.failure is not None
+    for generation in waiting:
+        with pytest.raises(WorkerDied):
+            await generation
+
+
 class ScoringEngines(FakeEngines):
     """Score prompts at once."""
 
