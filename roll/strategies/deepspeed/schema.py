@@ -108,10 +108,11 @@ def as_module() -> str:
 
 
 def _entry(path: str, names: list[str]) -> str:
-    lines = textwrap.wrap(" ".join(names), 112)
-    if len(path) + len(" ".join(names)) > 100:
-        return f'    "{path}": """\n' + textwrap.indent("\n".join(lines), " " * 8) + '\n    """,\n'
-    return f'    "{path}": "{" ".join(names)}",\n'
+    joined = " ".join(names)
+    if len(path) + len(joined) > 100:
+        joined = "\n".join(textwrap.wrap(joined, 112))
+        return f'    "{path}": """\n{textwrap.indent(joined, " " * 8)}\n    """,\n'
+    return f'    "{path}": "{joined}",\n'
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ class GenerationStrategy(ABC):
 
         args = self.role.model_args
         path, config = args.model_name_or_path, load_config(args)
+        assert path
         self._max_model_len = longest_sequence(max_model_len, config, path)
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
-        assert path
         try:
             generation_config = GenerationConfig.from_pretrained(path)
         except OSError:  # a folder without one

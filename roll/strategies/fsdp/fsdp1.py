@@ -35,6 +35,9 @@ from roll.strategies.training.optimizer import decay_groups
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+WRAPPER = "_fsdp_wrapped_module."
+"""Part that the wrapper of a module adds to the names of its parameters."""
+
 
 class FsdpStrategy(ShardedStrategy):
     """Shards made by ``FullyShardedDataParallel``."""
@@ -210,10 +213,6 @@ class FsdpStrategy(ShardedStrategy):
         if tensor not in self._pieces:
             return super()._gather_span(tensor, begin, end)
         return self._gather_parts([(tensor, self._pieces[tensor])], self.compute_dtype, (begin, end))[0]
-
-
-WRAPPER = "_fsdp_wrapped_module."
-"""Part that the wrapper of a module adds to the names of its parameters."""
 
 
 def clean_name(name: str) -> str:

@@ -14,6 +14,9 @@ from roll.protocol.vision import VisionInputs
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
 from roll.strategies.hf_infer.decoder import Decoder, Images, PromptStates
 
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""Kinds of layers, as configurations name them."""
+
 
 class GenericDecoder(Decoder):
     """Calls ``model(...)`` with a transformers ``Cache`` that reads and writes the engine's rows.
@@ -198,10 +201,6 @@ class GenericDecoder(Decoder):
             )
         states = tuple((state.shape[1:], state.dtype) for state in _states(probe.layers))
         return CacheShape(len(written), heads.pop(), max(max(pair) for pair in self._widths), states)
-
-
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-"""Kinds of layers, as configurations name them."""
 
 
 def _written(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -181,9 +181,6 @@ class AdaptedRowLinear(RowParallelLinear):
         return output, bias
 
 
-_FIRST, _SECOND = EXPERT_TENSORS
-
-
 class ExpertAdapter(nn.Module):
     """A and B of one tensor of the experts on this rank: its part of each."""
 
@@ -284,7 +281,7 @@ class AdaptedExperts(SequentialMLP):
 
     def _updates(self) -> list[tuple[_AdaptedLinear, tuple[Tensor, Tensor]]]:
         """The two layers of each expert, and A and B as each needs them."""
-        first, second = self.adapters[_FIRST], self.adapters[_SECOND]
+        first, second = (self.adapters[name] for name in EXPERT_TENSORS)
         assert isinstance(first, ExpertAdapter) and isinstance(second, ExpertAdapter)
         ranks, rank = self.tp_group.size(), self.tp_group.rank()
         # Rows of gate, then rows of up: of each, this rank has a part.

@@ -171,8 +171,13 @@ class FullWeights:
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Collective. See :meth:`roll.strategies.base.ModelStrategy.named_full_weights`."""
         for bucket in in_buckets(self._selected(selection), bucket_bytes, lambda weight: weight.num_bytes):
-            read = [(weight.name, weight.read()) for weight in bucket]
-            yield [(name, tensor) for name, tensor in read if tensor is not None]
+            whole: list[tuple[str, Tensor]] = []
+            while bucket:
+                weight = bucket.pop(0)  # and with it what was gathered to read it
+                tensor = weight.read()
+                if tensor is not None:
+                    whole.append((weight.name, tensor))
+            yield whole
 
     def _selected(self, selection: WeightSelection) -> Iterator[_Weight]:
         for parts, scaling in self._weights():

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from roll.config.roles import WorkerConfig
 from roll.protocol.metrics import Metrics, to_floats
 from roll.strategies.base import ModelHead, Output, WeightSelection
 from roll.strategies.megatron import MegatronStrategy
+from roll.strategies.megatron.correspondence import Correspondence
 from roll.strategies.megatron.optimizer import MOMENTS
 from roll.strategies.megatron.weights import FullWeights, OwnParameter
 from tests.strategies import lora_cases
@@ -115,6 +118,28 @@ def buckets(role: WorkerConfig, rows: TensorBatch, bucket_bytes: int) -> list[di
         strategy = MegatronStrategy(role)
         strategy.initialize()
         return [dict(bucket) for bucket in strategy.named_full_weights(bucket_bytes)]
+
+
+def gathered_at_once(role: WorkerConfig, rows: TensorBatch, bucket_bytes: int) -> tuple[int, int]:
+    """Most bytes of gathered tensors that were held when the next ones were gathered; most bytes of one gather."""
+    gathered: list[ReferenceType[torch.Tensor]] = []
+    held, sizes = [0], [0]
+    collect = FullWeights._collect
+
+    def watched(self: FullWeights, stage: int, entry: Correspondence) -> list[torch.Tensor]:
+        held.append(sum(tensor.nbytes for one in gathered if (tensor := one()) is not None))
+        tensors = collect(self, stage, entry)
+        gathered.extend(ref(tensor) for tensor in tensors)
+        sizes.append(sum(tensor.nbytes for tensor in tensors))
+        return tensors
+
+    with fresh_groups(), patch.object(FullWeights, "_collect", watched):
+        strategy = MegatronStrategy(role)
+        strategy.initialize()
+        found = strategy.named_full_weights(bucket_bytes)
+        while next(found, None) is not None:
+            pass
+    return max(held), max(sizes)
 
 
 def export(role: WorkerConfig, rows: TensorBatch, path: Path, value: bool = False) -> None:

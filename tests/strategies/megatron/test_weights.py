@@ -40,6 +40,11 @@ def test_buckets_hold_the_whole_model_once(
     assert all(len(other) == len(first) and not any(other) for other in others)
 
 
+def test_a_bucket_is_let_go_before_the_next_is_gathered(run_case: RunCase) -> None:
+    ((held, most),) = run_case(cases.gathered_at_once, 1, {}, args=(30000,), strategy="megatron_infer")
+    assert 0 < held <= 30000 + most
+
+
 @pytest.mark.default_rows("qwen2-1-sizes0", "qwen3-4-sizes1", "llama-1-sizes0")
 @pytest.mark.parametrize(("world", "sizes"), [(1, {}), (4, {"tp": 2, "pp": 2})])
 @pytest.mark.parametrize("model", ["qwen2", "qwen3", "llama"])
