@@ -28,7 +28,7 @@ from roll.weight_sync.transports import Link, Receiver
 
 
 class UpdatableEngine(Protocol):
-    """The part that weight sync needs of a :class:`roll.strategies.engines.requests.GenerationStrategy`."""
+    """The part that weight sync needs of a :class:`roll.strategies.engines.base.GenerationStrategy`."""
 
     def start_weight_update(self, version: int) -> None: ...
 
