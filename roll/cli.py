@@ -1,5 +1,5 @@
-"""The command line: ``roll run | check | plan | serve | prepare-data | inspect-data | translate | env | play |
-explain | schema | init | completion``.
+"""The command line: ``roll run | check | plan | serve | inspect-data | explain | schema | init | completion``, and
+the commands of other modules (:data:`TOOLS`).
 
 Heavy packages are imported by the command that needs them, so that ``roll check`` answers at once.
 """

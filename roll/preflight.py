@@ -98,6 +98,8 @@ def check_types(loaded: LoadedConfig[Any]) -> None:
 
 def _starts_engine(role: RolePlan) -> bool:
     """DeepSpeed's engine trains, and computes under ZeRO-3."""
+    if role.strategy_name is None:  # it has no model, so nothing reads its ``strategy_args``
+        return False
     options = typed_strategy_config(role.section.strategy_args)
     if not isinstance(options, DeepSpeedStrategyConfig):
         return False

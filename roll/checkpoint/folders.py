@@ -21,11 +21,14 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 MANIFEST_NAME = "manifest.json"
 _FORMAT = 1
 _CHUNK_BYTES = 8 << 20
 # hashlib releases the interpreter lock, so threads hash several files at once; more than a few only fight for the disk.
 _HASH_THREADS = min(8, os.cpu_count() or 1)
+_LOCK_SUFFIX, _PARTIAL_SUFFIX, _REPLACED_SUFFIX = ".lock", ".partial", ".replaced"
 
 
 class CheckpointDamagedError(ValueError):
@@ -145,13 +148,6 @@ def _hash_file(path: Path) -> str:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-logger = logging.getLogger(__name__)
-
-_LOCK_SUFFIX = ".lock"
-_PARTIAL_SUFFIX = ".partial"
-_REPLACED_SUFFIX = ".replaced"
 
 
 @contextmanager

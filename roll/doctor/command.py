@@ -49,12 +49,8 @@ def examine(output: Path, ranks: int, quick: bool, say: Callable[[str], None]) -
         try:
             findings.extend(replace(finding, section=section) for finding in found())
         except Exception as error:  # the rest of the report is still worth having
-            value, rule, remedy = (
-                f"{type(error).__name__}: {error}",
-                "can be looked at",
-                "an error of roll doctor: report it",
-            )
-            findings.append(Finding("look", value, rule, Severity.ERROR, remedy, section=section))
+            value, remedy = f"{type(error).__name__}: {error}", "an error of roll doctor: report it"
+            findings.append(Finding("look", value, "can be looked at", Severity.ERROR, remedy, section=section))
 
     look("versions", host.versions)
     look("backends", lambda: host.backends({} if quick else trials.try_imports()))

@@ -40,6 +40,8 @@ from roll.models.stored import StoredLayout
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
 
 class TensorFiles:
     """The tensors of a model folder or of a model on the Hugging Face hub."""
@@ -147,9 +149,6 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
         raise OSError(f"{folder}: no model.safetensors; save the model with save_pretrained in safetensors format")
     with safe_open(file, framework="pt") as opened:
         return dict.fromkeys(opened.keys(), file)
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ expert has A and B of its own, held as A: (E r, in), expert by expert, and B: (o
 the inner index.
 
 peft puts the adapters into a Hugging Face model in place, so its users see the same model; only the names of adapted
-modules change.  :class:`Adapters` reverses this: the weights of the model without adapters that
-computes the same (``W + scaling * B A``), under the names that the base has.
+modules change.  :class:`Adapters` reverses this: the weights of the model without adapters that computes the same
+(``W + scaling * B A``), under the names that the base has.
 """
 
 from __future__ import annotations

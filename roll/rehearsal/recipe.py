@@ -31,6 +31,12 @@ from roll.strategies.base import ModelHead, Output, StateKind
 
 CONTEXT_BYTES = int(0.75 * GIB)
 """Of a process on a device: the driver's context, kernels and the buffers of NCCL. Assumed."""
+_STATES = {
+    StateKind.MODEL_PARAMS: "parameters",
+    StateKind.OTHER_PARAMS: "gradient buffers",
+    StateKind.OPTIMIZER_STATES: "optimizer states",
+}
+"""Labels of what trainers hold between passes."""
 
 
 @dataclass
@@ -455,14 +461,6 @@ class _Step:
         report.times[phase.name] = PhaseTime(compute, memory, network_time(flows, report.hardware))
         report.traffic[phase.name] = flows
         report.flops[phase.name] = flops
-
-
-_STATES = {
-    StateKind.MODEL_PARAMS: "parameters",
-    StateKind.OTHER_PARAMS: "gradient buffers",
-    StateKind.OPTIMIZER_STATES: "optimizer states",
-}
-"""Labels of what trainers hold between passes."""
 
 
 __all__ = ["CONTEXT_BYTES", "DeviceUse", "Kind", "PhaseUse", "Rehearsal", "rehearse_recipe"]

@@ -1,6 +1,6 @@
 """Runs a role's own strategy on fake tensors and a fake process group, and counts what it does.
 
-What runs is the code of a run: :class:`roll.strategies.fsdp.Fsdp2Strategy` builds and shards the model, plans
+What runs is the code of a run: :class:`roll.strategies.fsdp.fsdp2.Fsdp2Strategy` builds and shards the model, plans
 micro-batches, computes, differentiates, clips, steps and exports.  Left out are the weights, which are in no file here,
 and the self-test of experts, which compares numbers.
 

@@ -3,7 +3,7 @@
 A rule stays silent unless its evidence is there.  The findings come in the order of :data:`RULES`, which is that of
 causes: what goes into the model, what the reward makes of what comes out, whether engine and trainer agree, what the
 update does, what becomes of the policy, and the machine.  So a consequence comes after its cause.  The
-thresholds are those that separate the seeded pathologies of ``benchmarks/pathologies.py`` from healthy runs.
+thresholds are those that separate the seeded pathologies of ``benchmarks/pathologies`` from healthy runs.
 """
 
 from __future__ import annotations

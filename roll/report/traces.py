@@ -134,8 +134,7 @@ def perfetto(run: Run) -> dict[str, Any]:
 
 
 def write_traces(output_dir: Path, folder: Path) -> None:
-    """One line of OTLP JSON in ``folder``, as the collector's ``otlpjsonfile`` receiver reads it; errors are
-    logged."""
+    """One line of OTLP JSON in ``folder``, as the collector's ``otlpjsonfile`` receiver reads it; errors are logged."""
     try:
         run = read_run(output_dir)
         folder.mkdir(parents=True, exist_ok=True)

@@ -64,5 +64,16 @@ def test_fp16_where_deepspeed_does_not_compute_in_it(
     check_types(loaded)
 
 
+@pytest.mark.parametrize("strategy", ["deepspeed_train", "deepspeed_infer", "none_of_these"])
+def test_fp16_of_a_reward_without_a_model_needs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    name = next(iter(load(tmp_path, changed({})).config.rewards))
+    arguments = {"strategy_name": strategy, "strategy_config": {"zero_stage": 3}}
+    changes = {f"rewards.{name}.model_args.dtype": "fp16", f"rewards.{name}.strategy_args": arguments}
+    monkeypatch.setattr(preflight, "computes_in_fp16", lambda: False)
+    check_types(load(tmp_path, changed(changes)))
+
+
 def test_looking_for_a_package() -> None:
     assert is_installed("json") and not is_installed("no_such_package.part")
