@@ -1,4 +1,5 @@
-"""Options of agents (``agent_config``), checked without starting anything."""
+"""Options of agents and of tools around environments (``agent_config``, ``wrapper_args``), checked without starting
+anything."""
 
 from __future__ import annotations
 
