@@ -301,7 +301,7 @@ def call_opening(template: ChatTemplate, tool_format: str, messages: Sequence[Me
         written = written.removesuffix(end)
     if [call.name for call in parse_response(written, tool_format).calls] != [name]:
         raise TemplateError(f"the chat template writes tool calls in another form than {tool_format}")
-    # A brace or a quote is one token with what comes behind it, so it is the policy's.
+    # A brace or a quote is one token with what follows it, so it is the policy's.
     return closing + common_prefix(shown).rstrip(' {"<')
 
 
