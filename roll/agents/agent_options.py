@@ -1,4 +1,5 @@
-"""Options of agents (``agent_config``), checked without starting anything."""
+"""Options of agents and of tools around environments (``agent_config``, ``wrapper_args``), checked without starting
+anything."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class VerifierOptions:
     """Column of the row with the right answer."""
     scores: Literal["answer", "episode", "solution"] | None = None
     """The response that a reward sees: the last one (``answer``); all that was said from the first one on, by
-    the policy and to it, without thoughts (``episode``); the text of all tokens behind the first prompt without special
+    the policy and to it, without thoughts (``episode``); the text of all tokens after the first prompt without special
     ones, which is verl's ``solution_str`` (``solution``). null: of an environment the episode, of verl's agent the
     solution, else the answer."""
     command: list[str] = field(default_factory=list)
@@ -113,7 +114,7 @@ class VerlOptions:
     """``agent_config`` of ``agent: verl``; names and defaults are those of verl's ``rollout.multi_turn``."""
 
     response_length: int = 0
-    """Tokens behind the first prompt, of all turns and tool results together; needed."""
+    """Tokens after the first prompt, of all turns and tool results together; needed."""
     tool_config_path: str | None = None
     """verl's file of tools: ``class_name``, ``config`` and ``tool_schema`` each."""
     interaction_config_path: str | None = None

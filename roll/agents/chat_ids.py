@@ -42,7 +42,7 @@ class Bridge:
 
     token_ids: list[int]
     end_token: int | None
-    """The first of ``token_ids`` where the template ends a turn with a token; not repeated behind a response that was
+    """The first of ``token_ids`` where the template ends a turn with a token; not repeated after a response that was
     sampled up to its end."""
     moved: str | None = None
     """The first text that differs, where the template renders earlier turns differently than before."""
@@ -158,7 +158,7 @@ class ChatTemplate:
             raise TemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
 
     def bridge(self, history: Sequence[Message], new: Sequence[Message]) -> Bridge:
-        """The ids between the last response of ``history`` and the generation prompt behind ``new``.
+        """The ids between the last response of ``history`` and the generation prompt after ``new``.
 
         Args:
             history: all messages so far; the last one is the response.
@@ -189,7 +189,7 @@ class ChatTemplate:
     def extended(self, prompt_ids: Sequence[int], response: Sequence[int], bridge: Bridge) -> list[int]:
         """``prompt_ids``, the sampled ``response`` and the bridge as the ids of the next prompt.
 
-        A response that ends with any end token is followed by what comes behind the template's: a model may be trained
+        A response that ends with any end token is followed by what comes after the template's: a model may be trained
         to end a turn differently than its template writes history. One that was cut short gets the template's.
         """
         ended = bool(response) and response[-1] in self.end_tokens and bridge.end_token is not None

@@ -22,6 +22,15 @@ from typing import Any
 
 from roll.agents.chat_ids import ChatTemplate, Message, TemplateError, common_prefix
 
+DrawToken = Callable[[list[int]], Awaitable[int]]
+"""The policy's next token after these ids."""
+MOST_DRAWS = 8
+"""Draws at a token where openings differ; after them the first tool that is offered is called."""
+_ARGUMENTS: tuple[dict[str, str], ...] = ({"Zq7A": "1"}, {"Bq7Z": "2"}, {})
+"""Arguments of calls that share their opening in every format, and nothing after it."""
+_HERMES_OPENING = '<tool_call>\n{{"name": "{}", "arguments":'
+_THINK, _THOUGHT = "<think>", "\n</think>\n\n"
+
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -268,16 +277,6 @@ def _value(text: str) -> Any:
     return text
 
 
-DrawToken = Callable[[list[int]], Awaitable[int]]
-"""The policy's next token behind these ids."""
-MOST_DRAWS = 8
-"""At a token where openings differ; after that the first tool that is offered is called."""
-_ARGUMENTS: tuple[dict[str, str], ...] = ({"Zq7A": "1"}, {"Bq7Z": "2"}, {})
-"""The formats share the opening; the rest differs between them."""
-_HERMES = '<tool_call>\n{{"name": "{}", "arguments":'
-_THINK, _THOUGHT = "<think>", "\n</think>\n\n"
-
-
 def call_opening(template: ChatTemplate, tool_format: str, messages: Sequence[Message], name: str) -> str:
     """The opening of a response to ``messages`` that calls ``name``, up to its arguments.
 
@@ -296,13 +295,13 @@ def call_opening(template: ChatTemplate, tool_format: str, messages: Sequence[Me
     if not shown or name not in shown[0]:
         if tool_format != "hermes":
             raise TemplateError(f"the chat template writes no tool calls, so none of the form {tool_format} can begin")
-        return (_THOUGHT if begun.rstrip().endswith(_THINK) else "") + _HERMES.format(name)
+        return (_THOUGHT if begun.rstrip().endswith(_THINK) else "") + _HERMES_OPENING.format(name)
     written = shown[0].rstrip()
     for end in template.end_texts:
         written = written.removesuffix(end)
     if [call.name for call in parse_response(written, tool_format).calls] != [name]:
         raise TemplateError(f"the chat template writes tool calls in another form than {tool_format}")
-    # A brace or a quote is one token with what comes behind it, so it is the policy's.
+    # A brace or a quote is one token with what follows it, so it is the policy's.
     return closing + common_prefix(shown).rstrip(' {"<')
 
 

@@ -5,7 +5,7 @@ Everything else is roll's: a conversation grows as the chat template renders it,
 
 The loop (``verl/experimental/agent_loop/tool_agent_loop.py``): after each response the episode ends where the
 response budget is used up or the turns are; else its tool calls are made, the first ``max_parallel_calls`` of them;
-without a call an interaction, if there is one, gives the next user message; without either the episode ends.  The
+without a call an interaction, if there is one, gives the next user message; without either the episode ends. The
 reward is a function of all tokens after the prompt; scores of tools and interactions reach only that function, in
 ``extra_info``.
 """

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,9 +20,11 @@ import pytest
 from roll.agents.agent_options import AgentOptionError
 from roll.agents.built_in_tools import SearchIndex, ToolSet
 from roll.agents.chat_ids import ChatTemplate
+from roll.agents.endpoint import AgentEndpoint
 from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Task
 from roll.agents.programs import ProgramError, program_environment
 from roll.agents.registry import check_agent, make_agent
+from roll.agents.session import Session
 from roll.agents.tool_calls import ToolCall
 from roll.agents.tools import ToolError
 from roll.agents.verifiers import RewardVerifier
@@ -423,13 +426,21 @@ def test_programs_may_end_after_every_episode(template: ChatTemplate, monkeypatc
 
 
 @pytest.mark.asyncio
-async def test_a_dismissed_program_takes_no_episode(template: ChatTemplate) -> None:
+async def test_a_dismissed_program_takes_no_episode(template: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even by a request that it had made before."""
+    asked = threading.Event()
+
+    def take(endpoint: AgentEndpoint, worker: str) -> Session | None:
+        asked.set()
+        return was(endpoint, worker)
+
+    was = AgentEndpoint._take
+    monkeypatch.setattr(AgentEndpoint, "_take", take)
     async with opened(Recorded(template, lambda _: "x")) as (endpoint, session), httpx.AsyncClient() as client:
         key = endpoint.admit_worker()
         headers = {"Authorization": f"Bearer {key}"}
         waiting = asyncio.create_task(client.post(f"{endpoint.url}/episodes?wait=2", headers=headers))
-        await asyncio.sleep(0.5)
+        assert await asyncio.to_thread(asked.wait, 30)
         endpoint.dismiss_worker(key)
         endpoint.offer(session)
         assert (await waiting).status_code == 204

@@ -16,7 +16,7 @@ import pytest
 from roll.agents.agent_options import VerlOptions
 from roll.agents.chat_ids import ChatTemplate, TemplateError
 from roll.agents.conversation import Conversations
-from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
+from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions, _filled_content
 from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Sampled, Task, run_episode
 from roll.agents.images import ChatImages
 from roll.agents.registry import make_verifier
@@ -100,6 +100,21 @@ def test_every_prompt_has_the_images_that_its_context_shows(template: ChatTempla
         assert [image.digest for image in branch.images] == [one.digest for one in engine.prompts[-1][1].images]  # type: ignore[union-attr]
     steps = episode.conversations.steps()
     assert [len(one.images) for one in steps] == [len(vision.images) for _, vision in engine.prompts if vision]
+
+
+def test_templates_are_filled_with_pictures_as_with_texts() -> None:
+    image = {"type": "image", "image": "digest"}
+    template = "{{{turn_idx!r:>4}}} {observation}{observation} {{}}{suffix}"
+    text = _filled_content(template, turn_idx=1, observation="seen", suffix="")
+    assert text == "{ '1'} seenseen {}"
+    parts = _filled_content(template, turn_idx=1, observation=["a", image, {"type": "text", "text": "b"}], suffix="")
+    assert parts == [
+        {"type": "text", "text": "{ '1'} a"},
+        image,
+        {"type": "text", "text": "ba"},
+        image,
+        {"type": "text", "text": "b {}"},
+    ]
 
 
 def test_a_picture_is_the_state(template: ChatTemplate) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import combinations, product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +17,11 @@ import yaml
 from roll.config.reading.errors import ConfigError
 from roll.evaluate import load_evaluation, main
 from roll.pipelines.evaluate.config import EvaluatePlan, models_of
+from roll.pipelines.evaluate.pipeline import EvaluatePipeline
 from roll.pipelines.evaluate.results import compare, missed, sign_flip_p_value
 from roll.pipelines.evaluate.samples import SampleFile, answers_of, differing, sample_records
 from roll.pipelines.rlvr.accuracy import Answers, bootstrap, chosen_at_k, overall, pass_metrics
+from roll.rollout.flow import Progress
 from tests.config.good import GOOD, changed
 from tests.rollout.helpers import make_group
 
@@ -128,6 +134,51 @@ def test_samples_are_taken_up_by_whole_prompts(tmp_path: Path) -> None:
         answers_of(before, 1.0, "taste")
     assert SampleFile(tmp_path, settings, resume=False).answered("m", "sampled") == set()
     assert (tmp_path / "samples.jsonl.previous").read_text() == text
+
+
+class Numbers:
+    """A flow whose groups are their numbers; even ones are accepted, and 9 fails."""
+
+    def __init__(self) -> None:
+        self.next_order, self.most = 0, 0
+        self._begun: list[int] = []
+        self.aborted: list[int] | None = None
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._begun)
+
+    def start(self, count: int) -> None:
+        self._begun += range(self.next_order, self.next_order + count)
+        self.most = max(self.most, self.num_in_flight)
+
+    async def progress(self, deadline: float) -> Progress[Any]:
+        group = SimpleNamespace(order=self._begun.pop())
+        if group.order == 9:
+            raise RuntimeError("failed")
+        return Progress(accepted=[group]) if group.order % 2 == 0 else Progress(rejected=[group])
+
+    async def abort(self) -> None:
+        self.aborted = list(self._begun)
+
+
+def test_groups_of_given_numbers_are_written_as_they_are_done(tmp_path: Path) -> None:
+    loaded = load_evaluation(str(write(tmp_path, GOOD)), None, [], {}, check_files=False)
+    pipeline = EvaluatePipeline(loaded)
+    model, way = next(models_of(loaded.config)), pipeline.plan.passes[0]
+    pipeline.samples = SampleFile(tmp_path / "samples", {}, resume=False)
+
+    def completed(numbers: Sequence[int]) -> Numbers:
+        flow: Any = Numbers()
+        completing = pipeline.complete(flow, model, way, numbers, 2, lambda group: [{"order": group.order}])
+        with pytest.raises(RuntimeError, match="failed") if 9 in numbers else nullcontext():
+            asyncio.run(completing)
+        return flow
+
+    assert (flow := completed([1, 4, 5, 8])).most == 2 and flow.aborted == []
+    assert pipeline.samples.answered(model.name, way.name) == {1, 4, 5, 8}
+    assert completed([2, 9, 3]).aborted == [2]
+    pipeline.samples.close()
 
 
 def test_an_rlvr_file_is_an_evaluation(tmp_path: Path) -> None:

@@ -487,7 +487,7 @@ def test_evaluate_03_one_deadline_for_the_whole_set(tmp_path: Path, monkeypatch:
             deadlines.append(seconds)
             open_at_once.append(self.num_in_flight)
             self.num_in_flight -= 1
-            return SimpleNamespace(accepted=[])
+            return SimpleNamespace(accepted=[], rejected=[])
 
         async def abort(self) -> None:
             pass

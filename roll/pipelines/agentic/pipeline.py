@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SLICE_SECONDS = 0.02
-"""Of an engine's turn: short, since agents wait for their next observation."""
+"""Duration of an engine's turn: short, since agents wait for their next observation."""
 FILTER_KEY = "train_env_manager.group_filter_config"
 
 

@@ -29,6 +29,12 @@ from roll.pipelines.policy_checks import build_own_filter, policy_functions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CHATML = (
+    "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+_THINKING = {"qwen3": True, "qwen3_nothink": False}
+
 
 class OwnGroupFilter(Protocol):
     """``group_filter_cls``: an object of a user's class, built without arguments."""
@@ -128,13 +134,6 @@ def _environment_problem(key: str, env_type: str, env_config: dict[str, Any], er
     if text.startswith(f"{begun}: "):
         return Problem(f"{key}.env_config", None, text.removeprefix(f"{begun}: "), has_value=False)
     return Problem(f"{key}.env_type", env_type, text.removeprefix(begun).strip())
-
-
-CHATML = (
-    "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
-)
-_THINKING = {"qwen3": True, "qwen3_nothink": False}
 
 
 def chat_template(

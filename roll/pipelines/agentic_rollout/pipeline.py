@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll.agents.episode import EpisodeGroup
@@ -67,22 +68,7 @@ class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan])
         name = "validation/" if self.plan.is_validation else f"{self.config.seed}/"
         settings = EpisodeSettings(played.group_size, name, played.redundancy, played.num_groups)
         flow = EpisodeFlow(client, lambda count: [self.tasks.task(flow.next_order)], self.players, settings, 0)
-        waiting = iter(numbers)
-
-        def fill() -> None:
-            while flow.num_in_flight < played.num_groups and (number := next(waiting, None)) is not None:
-                flow.next_order = number
-                flow.start(1)
-
-        fill()
-        try:
-            while flow.num_in_flight:
-                done = await flow.progress(self.config.rpc_timeout)
-                for group in (*done.accepted, *done.rejected):
-                    self.samples.write(model.name, way.name, group.order, list(self.records(model, way, group)))
-                fill()
-        finally:
-            await flow.abort()
+        await self.complete(flow, model, way, numbers, played.num_groups, partial(self.records, model, way))
 
     def records(self, model: EvaluatedModel, way: Pass, group: EpisodeGroup) -> Iterator[Record]:
         """A row an episode, with every turn."""

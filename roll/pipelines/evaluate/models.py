@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -20,10 +20,12 @@ from roll.distributed import Cluster, DriverLoop
 from roll.pipelines.engine_rollout import between_turns, engine_client
 from roll.pipelines.evaluate.config import EvaluatedModel, EvaluationConfig, ModelsPlan, Pass
 from roll.pipelines.evaluate.results import Results
-from roll.pipelines.evaluate.samples import SampleFile
+from roll.pipelines.evaluate.samples import Record, SampleFile
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.run_context import GENERATION, WEIGHTS, Residency, RunContext, moves_states, start_cluster
 from roll.rollout.engines import EngineClient
+from roll.rollout.flow import GroupFlow
+from roll.rollout.groups import GroupT
 from roll.weight_sync.encoding import MIB, SyncOptions
 from roll.weight_sync.sender import WeightSync
 from roll.workers import GENERATION_WORKER, STORED_WEIGHTS_WORKER
@@ -80,7 +82,36 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
 
     @abstractmethod
     async def answer(self, model: EvaluatedModel, way: Pass, numbers: Sequence[int], client: EngineClient) -> None:
-        """Have these prompts of a pass answered; each is written when it is done."""
+        """Have these prompts of a pass answered; each is written when it is done (:meth:`complete`)."""
+
+    async def complete(
+        self,
+        flow: GroupFlow[Any, GroupT],
+        model: EvaluatedModel,
+        way: Pass,
+        numbers: Sequence[int],
+        most: int,
+        records: Callable[[GroupT], Iterable[Record]],
+    ) -> None:
+        """Have the groups of ``numbers`` done by ``flow``, and write the records of each as soon as it is.
+
+        Args:
+            flow: draws the prompt or task of the number ``next_order``.
+            most: groups in flight at a time.
+        """
+        waiting = iter(numbers)
+        try:
+            while True:
+                while flow.num_in_flight < most and (number := next(waiting, None)) is not None:
+                    flow.next_order = number
+                    flow.start(1)
+                if not flow.num_in_flight:
+                    return
+                done = await flow.progress(self.config.rpc_timeout)
+                for group in (*done.accepted, *done.rejected):
+                    self.samples.write(model.name, way.name, group.order, list(records(group)))
+        finally:
+            await flow.abort()
 
     def start_scorers(self) -> None:
         """Start what scores the answers, once."""

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,23 +86,11 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
             first_draw=0,
             loop=served,
         )
-        waiting = iter(numbers)
-
-        def fill() -> None:
-            while flow.num_in_flight < self.config.val_batch_size and (number := next(waiting, None)) is not None:
-                flow.next_order = number
-                flow.start(1)
-
-        fill()
+        shared = {"model": model.name, "pass": way.name, "temperature": params.temperature}
+        records = partial(sample_records, shared=shared)
         try:
-            while flow.num_in_flight:
-                done = await flow.progress(self.config.rpc_timeout)
-                for group in done.accepted:
-                    shared = {"model": model.name, "pass": way.name, "temperature": params.temperature}
-                    self.samples.write(model.name, way.name, group.order, list(sample_records(group, shared)))
-                fill()
+            await self.complete(flow, model, way, numbers, self.config.val_batch_size, records)
         finally:
-            await flow.abort()
             if served is not None:
                 served.close()
 
