@@ -288,7 +288,7 @@ class ImageReader:
             where = f"{source.place}: frame {number + 1} of video {video + 1} of column {self.video_column!r}"
         if isinstance(value, Mapping):  # what the library `datasets` writes
             value = value.get("bytes") or value.get("path") or value.get("url")
-        if value == "":
+        if isinstance(value, str) and not value:
             raise DataError(f"{where}: expected bytes or a path, found an empty text")
         if not isinstance(value, str) or value.startswith("data:"):
             try:

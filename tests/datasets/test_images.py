@@ -187,6 +187,7 @@ def test_where_images_stand(words: Any, write_jsonl: Write, tmp_path: Path, visi
         ({"prompt": "<video>x", "videos": [{"video": ["ok.png", "ok.png"], "fps": 0}]}, "fps 0; expected frames"),
         ({"prompt": "<video>x"}, "1 times <video> in the conversation, and 0 videos"),
         ({"prompt": "<image>x", "images": [3]}, "expected bytes or a path, found int"),
+        ({"prompt": "<image>x", "images": [""]}, "expected bytes or a path, found an empty text"),
         ({"prompt": "<image>x", "images": ["strip.png"]}, "more than 200 times"),
     ],
 )
@@ -203,6 +204,14 @@ def test_an_unreadable_image_is_a_counted_bad_row(
     kept = build(words, files, vision, on_bad_row="skip")
     assert len(kept) == 1
     assert kept.counts.bad == 1
+
+
+def test_pixels_of_a_program_are_images() -> None:
+    pixels = np.zeros((48, 48, 3), np.uint8)
+    image = ImageReader(None).encoded(SourceRow(Path("env"), 1, {}), pixels, 0)
+    assert image.decode().tobytes() == pixels.tobytes()
+    with pytest.raises(DataError, match="expected bytes or a path, found ndarray"):
+        ImageReader(None).encoded(SourceRow(Path("env"), 1, {}), pixels[0], 0)
 
 
 def test_a_model_of_text_refuses_images(words: Any, write_jsonl: Write, tmp_path: Path) -> None:
