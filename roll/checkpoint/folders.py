@@ -24,6 +24,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
+SUPERSEDED = "superseded-"
+"""Before the names of checkpoints of a branch that the run has left."""
 _FORMAT = 1
 _CHUNK_BYTES = 8 << 20
 # hashlib releases the interpreter lock, so threads hash several files at once; more than a few only fight for the disk.
@@ -119,6 +121,14 @@ def verify_folder(folder: Path, contents: bool = True) -> Manifest:
                 if digest != entry.blake2b:
                     raise CheckpointDamagedError(f"{folder}: the contents of {name} have changed since it was written")
     return manifest
+
+
+def supersede(path: Path) -> Path:
+    """Rename a checkpoint so that no run finds it; one that has the new name is replaced. Return its new path."""
+    superseded = path.with_name(f"{SUPERSEDED}{path.name}")
+    if superseded.exists():
+        shutil.rmtree(superseded)
+    return path.rename(superseded)
 
 
 def flush_folder(folder: Path) -> None:

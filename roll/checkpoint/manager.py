@@ -21,10 +21,12 @@ from typing import Any
 
 from roll.checkpoint.folders import (
     MANIFEST_NAME,
+    SUPERSEDED,
     CheckpointDamagedError,
     atomic_folder,
     flush_folder,
     remove_folder,
+    supersede,
     sweep,
     verify_folder,
     write_manifest,
@@ -34,7 +36,6 @@ from roll.checkpoint.store import ObjectStore, is_url
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-_SUPERSEDED = "superseded-"
 BEST_LINK, _BEST_RECORD = "best", "best.json"
 
 
@@ -274,14 +275,11 @@ class CheckpointManager:
         ones of the branch it left.
         """
         for checkpoint in [one for folder in self._folders() for one in _checkpoints(folder) if one.step > step]:
-            superseded = checkpoint.path.with_name(f"{_SUPERSEDED}{checkpoint.path.name}")
-            if superseded.exists():
-                shutil.rmtree(superseded)
-            checkpoint.path.rename(superseded)
+            superseded = supersede(checkpoint.path)
             logger.warning("resuming from step %d: %s is now %s", step, checkpoint.path, superseded.name)
         if self.store is not None:
             for name in _later(self.store, Checkpoint(self.root, step)):
-                self.store.rename(name, f"{_SUPERSEDED}{name}")
+                self.store.rename(name, f"{SUPERSEDED}{name}")
                 logger.warning("resuming from step %d: %s/%s is set aside", step, self.store, name)
         if self.best is not None:
             self.best.forget_after(step)

@@ -23,6 +23,7 @@ from roll.checkpoint.folders import (
     atomic_folder,
     flush_folder,
     read_manifest,
+    supersede,
     verify_folder,
 )
 
@@ -111,7 +112,9 @@ class ObjectStore:
         fs.put_file(str(source), target)
 
     def fetch(self, name: str, parent: Path) -> Path:
-        """Copy a checkpoint into ``parent``, whole or not at all; a whole one that is there already is used.
+        """Copy a checkpoint into ``parent``, whole or not at all; the same one that is there already is used.
+
+        Another one of its name, from another run say, is renamed to ``superseded-checkpoint-<n>``.
 
         Raises:
             OSError: the store does not answer, or has no such checkpoint.
@@ -119,9 +122,11 @@ class ObjectStore:
         """
         final = parent / name
         if final.is_dir():
+            stored = read_manifest(self.fetch_some(name, ()))
             try:
-                verify_folder(final)
-                return final
+                if verify_folder(final).files == stored.files:
+                    return final
+                logger.warning("%s is not %s/%s: it is now %s", final, self.url, name, supersede(final).name)
             except CheckpointDamagedError as error:
                 logger.warning("%s; its copy is used", error)
         logger.info("fetching %s/%s", self.url, name)

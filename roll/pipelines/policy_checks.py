@@ -293,9 +293,9 @@ def note_distribution(config: PolicyRunConfig, checks: Checks) -> None:
     top_p, top_k, min_p = arguments.top_p < 1, arguments.top_k > 0, arguments.min_p > 0
     for name, cuts, off in (("top_p", top_p, "1.0"), ("top_k", top_k, "-1"), ("min_p", min_p, "0")):
         if cuts:
-            checks.note(f"{key}.{name}", f"{getattr(arguments, name):g} cuts the distribution: {why}; {off} is off")
+            checks.note(f"{key}.{name}", f"{getattr(arguments, name)} cuts the distribution: {why}; {off} is off")
     if arguments.repetition_penalty != 1:
-        checks.note(f"{key}.repetition_penalty", f"{arguments.repetition_penalty:g} changes it: {why}; 1.0 is off")
+        checks.note(f"{key}.repetition_penalty", f"{arguments.repetition_penalty} changes it: {why}; 1.0 is off")
     if (arguments.temperature == 0 or not arguments.do_sample) and config.group_size > 1:
         checks.note(f"{key}.temperature", "greedy decoding: all samples of a prompt are the same, so nothing is learnt")
 

@@ -140,8 +140,10 @@ class RunLifetime:
         if isinstance(error, Interrupted):
             self._interruption.save(self._checkpoints.publish)
         self._interruption.end()
-        # A rank that hangs would not take part in an orderly end.
-        self._shut_down(graceful=False)
+        try:
+            self._shut_down(graceful=False)  # a rank that hangs would not take part in an orderly end
+        except Exception:
+            logger.exception("while the run was ended:")
         if self._checkpoints.pending is not None:
             self._checkpoints.pending.discard()
         self._outputs.describe(outcome=f"{type(error).__name__}: {error}")
@@ -189,10 +191,12 @@ class RunLifetime:
         self._shutdown_hooks.append(hook)
 
     def _shut_down(self, graceful: bool) -> None:
-        for hook in self._shutdown_hooks:
-            hook()
-        for cluster in self._clusters:
-            cluster.shutdown(graceful=graceful)
+        """Call the hooks, then end the clusters: all of them, whichever raises."""
+        with ExitStack() as stack:
+            for cluster in reversed(self._clusters):
+                stack.callback(cluster.shutdown, graceful=graceful)
+            for hook in reversed(self._shutdown_hooks):
+                stack.callback(hook)
 
     def watch(self, clusters: Sequence[Cluster]) -> None:
         """Clusters to shut down at the end, and to ask for their peak memory."""

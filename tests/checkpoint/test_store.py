@@ -87,6 +87,18 @@ def test_a_damaged_checkpoint_is_fetched_again(url: str, tmp_path: Path) -> None
         assert weights.read_text() == "actor_train 2"
 
 
+def test_a_url_means_what_is_there_whatever_the_run_has_of_that_number(url: str, tmp_path: Path) -> None:
+    write(CheckpointManager(tmp_path / "there", upload_dir=url, async_upload=False), 2)
+    manager = CheckpointManager(tmp_path / "here")
+    with manager.writing(2) as folder:
+        (folder / "weights").write_text("of another run")
+    for _ in range(2):  # the second time it is the same one
+        found = manager.resolve(f"{url}/checkpoint-2")
+        assert found == Checkpoint(tmp_path / "here/checkpoint-2", 2)
+        assert (found.role("actor_train") / "deep/weights").read_text() == "actor_train 2"
+        assert (tmp_path / "here/superseded-checkpoint-2/weights").read_text() == "of another run"
+
+
 def test_a_store_that_does_not_answer_leaves_the_local_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     manager = CheckpointManager(tmp_path / "here", upload_dir=f"file://{tmp_path}/file/run", keep_local_file=False)

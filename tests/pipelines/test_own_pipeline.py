@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import yaml
 from roll import cli
 from roll.config.checks.base import Checks, check_data_files
 from roll.config.checks.roles import check_roles
-from roll.config.loader import LoadedConfig
+from roll.config.loader import LoadedConfig, load_config
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     TRAINS,
@@ -32,6 +33,7 @@ from roll.config.plan.planning import shared_plan, training_plan
 from roll.config.reading.fields import setting
 from roll.config.roles import ReferenceWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig
+from roll.pipelines.run_lifetime import RunLifetime
 from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, role, training_args
 
 HERE = "tests.pipelines.test_own_pipeline"
@@ -192,6 +194,22 @@ def test_run(world: TinyWorld, tmp_path: Path, shared_ray: str, monkeypatch: pyt
     assert steps[1]["onlooker/nll"] != pytest.approx(steps[1]["sft_train/loss"], rel=1e-5)
     assert all(row["time/imitate"] > 0 for row in steps)
     assert (tmp_path / "curves.png").exists()
+
+
+def test_the_end_of_a_run_reaches_all_hooks_and_clusters_whichever_raises(world: TinyWorld, tmp_path: Path) -> None:
+    lifetime = RunLifetime(load_config(None, written_file(world, tmp_path)), lambda metrics: None)
+    ended: list[Any] = []
+
+    def full_disk() -> None:
+        raise OSError("no space left")
+
+    lifetime.at_end(full_disk)
+    lifetime.at_end(lambda: ended.append("hook"))
+    cluster: Any = SimpleNamespace(shutdown=lambda graceful: ended.append(graceful))
+    lifetime.watch([cluster])
+    with pytest.raises(OSError, match="no space"):
+        lifetime._shut_down(graceful=True)
+    assert ended == ["hook", True]
 
 
 @contextmanager
