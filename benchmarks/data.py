@@ -138,7 +138,6 @@ def through_datasets(folder: Path, file: Path, processes: int | None = None) -> 
     data_args, paths = DataArguments(file_name=str(file)), data_files(str(file))
     renderer = Renderer(load_tokenizer(folder), TemplateChoice.of_settings(data_args, None, None))
     maker = PromptMaker(data_args, renderer, LENGTH, {"math": ["math"]})
-    maker.files = {path: number for number, path in enumerate(paths)}
     settings = cache_settings(maker)
     assert settings is not None, "the tokenizer is a fast one"
     key = cache_key(paths, settings)

@@ -6,7 +6,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -80,7 +80,6 @@ class RowMaker(ABC, Generic[TokensT]):
     example: str
     """A file name, for error messages."""
     columns: Columns
-    files: Mapping[Path, int]
 
     def __init__(
         self, data_args: DataArguments, renderer: Renderer, limit: int, images: ImageReader | None = None
@@ -182,7 +181,7 @@ class RowMaker(ABC, Generic[TokensT]):
 
         return StoredRow(
             id=self.columns.read_id(draft.source),
-            file=self.files[draft.source.path],
+            file=draft.source.file,
             number=draft.source.number,
             tag=draft.tag,
             domain=domain,

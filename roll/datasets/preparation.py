@@ -164,7 +164,6 @@ def build_store(maker: RowMaker[Any], paths: Sequence[Path], folder: Path | None
     """Read, prepare and write all rows."""
     from roll.datasets.store import RowStoreWriter, unique_ids
 
-    maker.files = {path: number for number, path in enumerate(paths)}
     policy = maker.data_args.on_bad_row
     unreadable, unusable = BadRows(policy), BadRows(policy)
     selection = Selection(build_filter(maker.data_args.dataset_filter), unusable)

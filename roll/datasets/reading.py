@@ -29,6 +29,8 @@ class SourceRow:
     number: int
     """Line number in files made of lines (counted from 1), else the row's position counted from 1."""
     row: Row
+    file: int = 0
+    """Position of the file among those that are read."""
 
     @property
     def place(self) -> str:
@@ -66,7 +68,7 @@ def stream_rows(paths: Iterable[Path], bad_rows: BadRows | None = None) -> Gener
         DataError: a file that is unreadable, of an unknown kind, or without rows.
     """
     bad_rows = bad_rows or BadRows()
-    for path in paths:
+    for file, path in enumerate(paths):
         found = False
         try:
             for number, row in reader_of(path)(path):
@@ -74,7 +76,7 @@ def stream_rows(paths: Iterable[Path], bad_rows: BadRows | None = None) -> Gener
                 if isinstance(row, DataError):
                     bad_rows.report(row)
                 else:
-                    yield SourceRow(path, number, row)
+                    yield SourceRow(path, number, row, file)
         except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
             raise DataError(f"{path}: cannot be read: {error}") from error
         if not found:
@@ -105,11 +107,19 @@ def expand(name: str, dataset_dir: str | None = None) -> list[Path]:
 
 
 def unique_names(paths: Sequence[Path], names: Sequence[str]) -> Sequence[str]:
-    """The files' short ``names``; where two of them are equal, paths from the folder that all files share."""
+    """The files' short ``names``; where two of them are equal, paths from the folder that all files share.
+
+    A file that is listed again has ``#2`` after its name, the next time ``#3``.
+    """
     if len(set(names)) == len(paths):
         return names
-    root = os.path.commonpath([path.absolute().parent for path in paths])
-    return [os.path.relpath(path, root) for path in paths]
+    if len(set(paths)) == len(set(names)):
+        shown = list(names)
+    else:
+        root = os.path.commonpath([path.absolute().parent for path in paths])
+        shown = [os.path.relpath(path, root) for path in paths]
+    times = [shown[: index + 1].count(name) for index, name in enumerate(shown)]
+    return [f"{name}#{count}" if count > 1 else name for name, count in zip(shown, times, strict=True)]
 
 
 def reader_of(path: Path) -> Callable[[Path], Numbered]:

@@ -56,7 +56,6 @@ class StreamedEpochs(Generic[T]):
         self._maker, self._build, self._seed, self._name = maker, build, seed, name
         self._paths = data_files(data_args.file_name, data_args.dataset_dir)
         self._names = unique_names(self._paths, [path.name for path in self._paths])
-        maker.files = {path: number for number, path in enumerate(self._paths)}
         self._size = data_args.streaming_window
         self._epoch, self._window, self._taken = 0, -1, 0
         """Place of the next row; window -1: none is open."""

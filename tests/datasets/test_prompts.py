@@ -206,6 +206,13 @@ def test_files_of_equal_names_give_different_ids(tokenizer: Any, write_jsonl: Wr
     assert ids == ["a/train.jsonl/0", "a/train.jsonl:2", "b/train.jsonl/0", "b/train.jsonl:2"]
 
 
+def test_a_file_that_is_listed_twice_gives_different_ids(tokenizer: Any, write_jsonl: Write) -> None:
+    file = write_jsonl([row("0"), {"tag": "easy", "messages": row("")["messages"]}], "train.jsonl")
+    ids = [p.prompt_id for p in build(tokenizer, [file, file, file])]
+    names = [("train", "train.jsonl"), ("train#2", "train.jsonl#2"), ("train#3", "train.jsonl#3")]
+    assert ids == [one for stem, name in names for one in (f"{stem}/0", f"{name}:2")]
+
+
 def test_data_sets_load_without_the_heavy_packages() -> None:
     program = (
         "import sys, roll.datasets, roll.datasets.prepare;"
