@@ -7,9 +7,8 @@ teachers and critic compute the columns that something needs; scores become adva
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.checkpoint import Checkpoint
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT", bound=PolicyRunConfig)
 PlanT = TypeVar("PlanT", bound=PolicyPlan)
 ValidationT = TypeVar("ValidationT")
+R = TypeVar("R")
 
 
 class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
@@ -180,13 +180,16 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         if self.plan.needs_reference:
             reference = self.clusters.reference or self.clusters.actor_train
             without_adapters = reference is self.clusters.actor_train
-            with self.context.phase("ref_log_probs_values"):
+
+            def work() -> None:
                 self.residency.bring({reference.name: WEIGHTS})
-                work = partial(add_reference_log_probs, batch, reference, self.temperature, without_adapters)
+                add_reference_log_probs(batch, reference, self.temperature, without_adapters)
+
+            with self.context.phase("ref_log_probs_values"):
                 if without_adapters:
                     work()
                 else:
-                    self.context.replacing(reference, self.models[reference.name].initialize, work)
+                    self.replacing(reference, work)
         if self.plan.needs_old_log_probs:
             with self.context.phase("old_log_probs"):
                 self.residency.bring({"actor_train": WEIGHTS})
@@ -212,14 +215,20 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             self.residency.bring({cluster.name: WEIGHTS})
 
         if taught_by_advantage(self.config):
-            self.context.record(add_teacher_divergence(batch, teachers, self.config, self.temperature, bring))
+            metrics = add_teacher_divergence(batch, teachers, self.config, self.temperature, bring, self.replacing)
+            self.context.record(metrics)
             return
         paths = [
             self.plan.roles[cluster.name].model_path for cluster in (self.clusters.actor_train, *teachers.values())
         ]
         limit = min(model_number(path, "vocab_size") or 2**31 - 1 for path in paths)
         count = opd_divergence(self.config).logits_topk
-        add_teacher_targets(batch, teachers, self.config, self.temperature, TopTokens(count, limit), bring)
+        top = TopTokens(count, limit)
+        add_teacher_targets(batch, teachers, self.config, self.temperature, top, bring, self.replacing)
+
+    def replacing(self, cluster: Cluster, work: Callable[[], R]) -> R:
+        """See :meth:`roll.pipelines.run_context.RunContext.replacing`."""
+        return self.context.replacing(cluster, self.models[cluster.name].initialize, work)
 
     def record_samples(self, batch: DataProto, step: int) -> None:
         """Keep samples for reports; before the models learn, so that a step that fails has them too."""

@@ -217,11 +217,13 @@ class RunContext(RunLifetime):
             initialize: starts to build the role's model.
 
         Raises:
-            WorkerDied: it died again at the same work.
+            WorkerDied: it died again at the same work, or a worker of another role did.
         """
         try:
             return work()
         except WorkerDied as death:
+            if death.cluster != cluster.name:
+                raise
             logger.warning("the workers of %s are replaced, and their work done again:\n%s", cluster.name, death)
         cluster.start_again()
         initialize().result()

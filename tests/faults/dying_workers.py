@@ -202,16 +202,24 @@ class InfiniteLoss(SftWorker):
 
 
 class DyingReference(ModelWorker):
-    """The last rank is killed in a call."""
+    """The last rank is killed in a call; teachers have this class as well."""
 
     calls = 0
 
     @register(Dispatch.DP_MP_COMPUTE, columns=POLICY_COLUMNS)
     def compute_log_probs(self, batch: DataProto, **arguments: Any) -> DataProto:
+        self._count()
+        return super().compute_log_probs(batch, **arguments)
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
+    def compute_top_tokens(self, batch: DataProto, **arguments: Any) -> DataProto:
+        self._count()
+        return super().compute_top_tokens(batch, **arguments)
+
+    def _count(self) -> None:
         self.calls += 1
         if self.context.rank == self.context.world_size - 1:
             die_if_due(self.calls)
-        return super().compute_log_probs(batch, **arguments)
 
 
 def digit_share(response: str) -> float:

@@ -12,7 +12,7 @@ import pytest
 from roll.rollout.rewarding import QUARANTINE_FILE
 from tests.faults.dying_workers import DEATHS_ENV, KILLERS_ENV
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import FinishedRun, role, untimed
+from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, role, untimed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -56,6 +56,35 @@ def test_their_deaths_change_no_number(run: Run, undisturbed: FinishedRun, tmp_p
     assert finished.values(DEATHS[1]) == [0, 0]
     assert [row.get(DEATHS[2], 0) for row in finished.steps] == [0, 1]
     rows = [{name: value for name, value in untimed(row).items() if name not in DEATHS} for row in finished.steps]
+    assert rows == [untimed(row) for row in undisturbed.steps]
+
+
+@pytest.mark.parametrize("form", ["advantage", "topk", "distill"])
+def test_the_death_of_a_teacher_changes_no_number(run: Run, world: TinyWorld, tmp_path: Path, form: str) -> None:
+    """One of two teachers, which share a device with it, or the only one, which is a step ahead."""
+    model = {"model_args": {"model_name_or_path": str(world.teacher)}}
+    dying = {"infer_batch_size": 4, "worker_cls": f"{DYING}.DyingReference"}
+    settings: dict[str, Any] = {"teacher": role("fsdp2_infer", [1], **dying), "max_steps": 3}
+    dead, pipeline = "teacher", "distill"
+    if form != "distill":
+        teachers = {"one": role("fsdp2_infer", [1]) | model, "two": role("fsdp2_infer", [0, 1], **dying) | model}
+        if form == "topk":
+            del teachers["one"]  # a row has one teacher
+        settings = {"pipeline": "opd", "is_pure_opd": True, "opd_form": form, "opd_topk": 4, "max_steps": 2}
+        settings["teacher"] = teachers
+        dead, pipeline = "teacher.two", "rlvr"
+    runs = []
+    for deaths in ("", "2"):
+        output = tmp_path / f"deaths {deaths}"
+        output.mkdir()
+        (output / "deaths").write_text(deaths)
+        environment = {"system_envs": {DEATHS_ENV: str(output / "deaths")}}
+        runs.append(run(settings | environment, pipeline, output=output))
+        assert (output / "deaths").read_text() == ""
+    undisturbed, disturbed = runs
+    name = f"system/{dead}_deaths"
+    assert sum(row.get(name, 0) for row in disturbed.steps) == 1
+    rows = [{key: value for key, value in untimed(row).items() if key != name} for row in disturbed.steps]
     assert rows == [untimed(row) for row in undisturbed.steps]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -49,9 +50,13 @@ class Teacher:
         return self.answer
 
 
+def undisturbed(teacher: Any, work: Callable[[], Any]) -> Any:
+    return work()
+
+
 def scored(config: RLVRConfig, teachers: dict[str, Any]) -> tuple[DataProto, dict[str, float]]:
     batch = scored_batch(False)
-    metrics = add_teacher_divergence(batch, teachers, config, 0.7, lambda teacher: None)
+    metrics = add_teacher_divergence(batch, teachers, config, 0.7, lambda teacher: None, undisturbed)
     return batch, to_floats(metrics | AdvantageComputer(config, (None, None), 3)(batch))
 
 
@@ -92,7 +97,7 @@ def test_rows_go_to_teachers_by_tag_and_several_add_up() -> None:
     teachers: Any = {"all": Teacher(-1.0), "some": Teacher(-2.0)}
     config = OPDConfig(teacher=sections)
     entered: list[Any] = []
-    add_teacher_divergence(batch, teachers, config, 1.0, entered.append)
+    add_teacher_divergence(batch, teachers, config, 1.0, entered.append, undisturbed)
     assert entered == list(teachers.values())
     mask, own = batch.batch["response_mask"], batch.batch["old_log_probs"]
     wanted = (own + 1.0) * mask
@@ -154,7 +159,7 @@ def test_teachers_read_their_own_prompts_in_front_of_the_same_responses() -> Non
     columns |= {TEACHER_PROMPTS: torch.tensor([[1, 2, 3], [4, -1, -1]]), PROMPT_LENGTHS: torch.tensor([2, 1])}
     batch = DataProto.from_dict(columns, non_tensors={"tag": np.array(["a", "a"], dtype=object)})
     reader: Any = {"teacher": Reader(0.0)}
-    add_teacher_divergence(batch, reader, OPDConfig(teacher=TEACHERS), 1.0, lambda teacher: None)
+    add_teacher_divergence(batch, reader, OPDConfig(teacher=TEACHERS), 1.0, lambda teacher: None, undisturbed)
     wanted = torch.zeros(2, 6)
     for row, prompt, own in ((0, [1, 2, 3], 2), (1, [4], 1)):
         for place in counted[row].nonzero()[:, 0].tolist():

@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from roll.pipelines.sft.pipeline import demonstration_batch
 from roll.pipelines.supervised_pipeline import SupervisedPipeline
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics, to_floats
-from roll.strategies.base import TEACHER_COLUMNS, teacher_columns
+from roll.strategies.base import TEACHER_COLUMNS, TensorBatch, teacher_columns
 from roll.workers import DISTILL_WORKER
 from roll.workers.model import ModelWorker
 from roll.workers.supervised import DistillSettings, DistillWorker
@@ -161,7 +162,7 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
 
     def with_teacher_columns(self, request: TeacherRequest) -> DataProto:
         """The batch with the teacher's columns."""
-        batch, computed = request.batch, None if request.call is None else request.call.result().batch
+        batch, computed = request.batch, self.computed(request)
         if self.cache is None:
             assert computed is not None
             columns = {name: computed[name] for name in TEACHER_COLUMNS}
@@ -175,6 +176,22 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
         for name, column in zip(teacher_columns(TEACHER), columns.values(), strict=True):
             batch.batch[name] = column
         return batch
+
+    def computed(self, request: TeacherRequest) -> TensorBatch | None:
+        """The teacher's columns of the rows that it was asked about; None where it was not.
+
+        Its workers are replaced once, and asked again, if one dies.
+        """
+        teacher, calls = self.frozen, deque([request.call])
+        if teacher is None or request.call is None:
+            return None
+
+        def work() -> TensorBatch:
+            call = calls.popleft() if calls else self.teacher_call(request.batch, request.uncached)
+            assert call is not None
+            return call.result().batch
+
+        return self.context.replacing(teacher, partial(teacher.call_all, ModelWorker.initialize, 0), work)
 
     def measure(self) -> dict[str, float]:
         """Both terms of the loss on all held-out rows, each weighted by its tokens."""

@@ -129,9 +129,9 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, JudgedRow]):
         without_adapters = of_reference and self.frozen is None
         cluster = self.frozen if of_reference and self.frozen is not None else self.learner
         assert not without_adapters or has_base(self.config), "checked when the file is loaded"
-        self.residency.bring({cluster.name: WEIGHTS})
 
         def work() -> DataProto:
+            self.residency.bring({cluster.name: WEIGHTS})
             call = cluster.call(
                 ModelWorker.compute_log_probs, batch, without_adapters=without_adapters, outputs=outputs
             )

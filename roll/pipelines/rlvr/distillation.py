@@ -14,6 +14,7 @@ has no sampling noise and leaves out what a token does to later states.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from roll.datasets.reading import SourceRow
 from roll.datasets.sft import read_demonstration
 from roll.datasets.templates import Conversation, Renderer, TemplateChoice
 from roll.datasets.types import DataError, PromptRow
-from roll.distributed import Cluster
+from roll.distributed import Cluster, WorkerDied
 from roll.models.layouts import TopTokens
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.phases import start_computing, without_routes
@@ -56,6 +57,8 @@ def rows_with_tags(batch: DataProto, tags: Sequence[str] | None) -> np.ndarray:
     return np.isin(of_rows.astype(str), list(tags)) if tags else np.ones(len(batch), dtype=bool)
 
 
+Values = Mapping[str, torch.Tensor]
+Replacing = Callable[[Cluster, Callable[[], Values]], Values]
 Answer = tuple[str, torch.Tensor, DataProto, dict[str, torch.Tensor]]
 """A teacher's name, the rows that it was asked about (bool (B,)), those rows, and its columns for them."""
 
@@ -65,6 +68,7 @@ def ask_teachers(
     teachers: Mapping[str, Cluster],
     config: PolicyRunConfig,
     bring: Callable[[Cluster], None],
+    replacing: Replacing,
     method: Callable[..., DataProto],
     **options: Any,
 ) -> Iterator[Answer]:
@@ -73,6 +77,7 @@ def ask_teachers(
 
     Args:
         bring: brings a teacher onto its devices, which several may share.
+        replacing: runs the work of a teacher, once more where its workers have to be replaced.
         method: of the teachers' workers, called with the rows and ``options``.
     """
     pending: list[Callable[[], Answer]] = []
@@ -85,18 +90,34 @@ def ask_teachers(
         if devices & busy:
             yield from (answer() for answer in pending)
             pending, busy = [], set()
-        bring(cluster)
         part = batch if rows.all() else batch[rows]
         seen = with_teacher_prompts(part)
-        columns = start_computing(without_routes(seen), cluster, method, **options)
-        pending.append(partial(_answer, name, rows, part, seen, columns))
+        begin = partial(_begin, without_routes(seen), cluster, bring, method, **options)
+        pending.append(partial(_answer, name, rows, part, seen, partial(replacing, cluster, _repeatable(begin))))
         busy |= devices
     yield from (answer() for answer in pending)
 
 
-def _answer(
-    name: str, rows: np.ndarray, part: DataProto, seen: DataProto, columns: Callable[[], Mapping[str, torch.Tensor]]
-) -> Answer:
+def _begin(
+    seen: DataProto,
+    cluster: Cluster,
+    bring: Callable[[Cluster], None],
+    method: Callable[..., DataProto],
+    **options: Any,
+) -> Callable[[], Values]:
+    bring(cluster)
+    return start_computing(seen, cluster, method, **options)
+
+
+def _repeatable(begin: Callable[[], Callable[[], Values]]) -> Callable[[], Values]:
+    """Work that begins now and is waited for when it is called; called again, it begins again."""
+    begun: list[Callable[[], Values]] = []
+    with suppress(WorkerDied):  # found again by the one who waits
+        begun.append(begin())
+    return lambda: (begun.pop() if begun else begin())()
+
+
+def _answer(name: str, rows: np.ndarray, part: DataProto, seen: DataProto, columns: Callable[[], Values]) -> Answer:
     aligned = {column: aligned_with(part, seen, values) for column, values in columns().items()}
     return name, torch.from_numpy(rows), part, aligned
 
@@ -113,6 +134,7 @@ def add_teacher_divergence(
     config: PolicyRunConfig,
     temperature: float,
     bring: Callable[[Cluster], None],
+    replacing: Replacing,
 ) -> Metrics:
     """``teacher_kl`` float32 (B, L): the weighted sum over teachers of each sampled token's divergence, 0 outside the
     response mask; from ``old_log_probs``.
@@ -123,7 +145,9 @@ def add_teacher_divergence(
     tensors, weights = batch.batch, coefficients(config)
     total, metrics = torch.zeros_like(tensors["old_log_probs"]), Metrics()
     compute = ModelWorker.compute_log_probs
-    for name, rows, part, columns in ask_teachers(batch, teachers, config, bring, compute, temperature=temperature):
+    for name, rows, part, columns in ask_teachers(
+        batch, teachers, config, bring, replacing, compute, temperature=temperature
+    ):
         of_teacher = columns["log_probs"]
         mask, own = part.batch["response_mask"], part.batch["old_log_probs"]
         total[rows] += weights[name] * (clamped_kl(own, of_teacher, config) * mask)
@@ -142,6 +166,7 @@ def add_teacher_targets(
     temperature: float,
     top: TopTokens,
     bring: Callable[[Cluster], None],
+    replacing: Replacing,
 ) -> None:
     """The columns of the teacher of each row (:func:`~roll.strategies.base.teacher_columns`), its number
     ``TEACHER_INDEX`` int64 (B,), -1 for none, and its weight ``TEACHER_WEIGHTS`` float32 (B,)."""
@@ -150,7 +175,7 @@ def add_teacher_targets(
     tensors[TEACHER_WEIGHTS] = torch.zeros(len(batch))
     numbers = {name: number for number, name in enumerate(teachers)}
     options = {"count": top.count, "limit": top.limit, "temperature": temperature}
-    answers = ask_teachers(batch, teachers, config, bring, ModelWorker.compute_top_tokens, **options)
+    answers = ask_teachers(batch, teachers, config, bring, replacing, ModelWorker.compute_top_tokens, **options)
     for name, rows, _, columns in answers:
         for column, source in zip(teacher_columns(TEACHER), TEACHER_COLUMNS, strict=True):
             values = columns[source]
