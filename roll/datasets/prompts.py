@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,10 @@ class PromptDataset(PreparedRows[PromptRow]):
             domain: PromptDataset(self._store, self._images, self._positions[domains == domain])
             for domain in self.counts.kept
         }
+
+    def tags(self) -> dict[str, int]:
+        """Rows of each tag."""
+        return dict(Counter(self._store.column("tag")[self._positions].tolist()))
 
     def _row(self, position: int) -> PromptRow:
         store = self._store

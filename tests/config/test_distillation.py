@@ -155,6 +155,9 @@ def test_agents_have_teachers_too(tmp_path: Path) -> None:
     loaded = load(tmp_path, data)
     assert loaded.plan.roles["teacher"].model_path == "my/teacher" and needs_old_log_probs(loaded.config)
     assert "teacher" in rules(tmp_path, {**data, "teacher": None})
+    two = {"lakes": {**TEACHER, "tag_included": [*LAKE["custom_envs"]]}, "b": {**TEACHER, "tag_included": ["laek"]}}
+    found = rules(tmp_path, {**data, "teacher": two})
+    assert "names no tag that is trained on: there are lake" in found["teacher.b.tag_included"]
     served = {"strategy_name": "remote", "strategy_config": {"base_url": "http://127.0.0.1:1/v1"}}
     data |= {"teacher": {**TEACHER, "device_mapping": None, "strategy_args": served}}
     sampled = {**data["train_env_manager"], "generating_args": {"temperature": 0.5}}

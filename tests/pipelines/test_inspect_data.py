@@ -24,6 +24,7 @@ from tests.pipelines.tiny_runs import (
     load_changed,
     rlvr_settings,
     rm_settings,
+    role,
     sft_settings,
 )
 
@@ -112,6 +113,19 @@ def test_rows_that_cannot_be_scored_or_are_answered_already(
     assert "1 row of 64 without ground_truth" in caplog.text
     file.write_text("".join(json.dumps({**row, "ground_truth": None}) + "\n" for row in rows))
     with pytest.raises(DataError, match=r"rewards\.digits: exact_match needs a ground_truth, and none of its 64 rows"):
+        shown(load_changed(rlvr_settings(world, tmp_path), changes), "train")
+
+
+def test_rows_and_teachers_that_do_not_meet(world: TinyWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    section = role("fsdp2_infer", [0]) | {"model_args": {"model_name_or_path": str(world.teacher)}}
+    changes = {"pipeline": "opd", "is_pure_opd": True, "teacher": section | {"tag_included": ["even"]}}
+    shown(load_changed(rlvr_settings(world, tmp_path), changes), "train")
+    odd = sum(json.loads(line)["tag"] == "odd" for line in world.train.read_text().splitlines())
+    assert f"no teacher sees {odd} rows ('odd'): nothing is learnt from them" in caplog.text
+    changes["teacher"]["tag_included"] = ["evne"]
+    with pytest.raises(
+        DataError, match=r"teacher\.tag_included: no row of .* one of these tags, but 'odd', 'even'"
+    ):
         shown(load_changed(rlvr_settings(world, tmp_path), changes), "train")
 
 

@@ -35,7 +35,7 @@ from roll.pipelines.policy_checks import (
     check_weight_sync,
     note_distribution,
 )
-from roll.pipelines.rlvr.teachers import check_opd
+from roll.pipelines.rlvr.teachers import check_opd, check_teacher_tags
 
 
 def check_agentic(config: AgenticConfig, checks: Checks) -> None:
@@ -50,6 +50,7 @@ def check_agentic(config: AgenticConfig, checks: Checks) -> None:
     sampling = training_sampling(config, checks.written)
     check_opd(config, checks, sampling, f"{sampled_by}.generating_args", "agentic")
     check_managers(config, checks)
+    check_teacher_tags(config, checks, config.train_env_manager.tags)
     check_entries(config, checks)
     check_lengths(config, options, checks.pipeline.default_model(config, "actor_train")[1], checks)
     check_batches(config, checks)

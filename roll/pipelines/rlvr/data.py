@@ -20,9 +20,10 @@ from roll.datasets import DataError, DomainSampler, LoadCounts, PromptDataset
 from roll.datasets.vision_model import VisionModel
 from roll.pipelines.batches import load_batch, stored_images
 from roll.pipelines.files import load_tokenizer
-from roll.pipelines.policy import recorded_rollouts, rollout_file
+from roll.pipelines.policy import is_taught, recorded_rollouts, rollout_file
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
+from roll.pipelines.rlvr.teachers import unrouted
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 
@@ -51,12 +52,33 @@ def load_data(config: RLVRConfig, plan: RLVRPlan) -> RunData:
     """
     model_path = plan.roles["actor_train"].model_path
     tokenizer = load_tokenizer(model_path, config.actor_train.model_args.trust_remote_code)
-    training = read_prompts(config, plan, config.actor_train.data_args, plan.prompt_length, tokenizer)
+    training = read_training_prompts(config, plan, tokenizer)
     sets = plan.validation_sets
     validation = {one.name: read_prompts(config, plan, one.data_args, one.prompt_length, tokenizer) for one in sets}
     data_args = config.actor_train.data_args
     sampler = DomainSampler(training.by_domain(), data_args.domain_interleave_probs, config.seed, data_args)
     return RunData(tokenizer, sampler, validation)
+
+
+def read_training_prompts(config: RLVRConfig, plan: RLVRPlan, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+    """:func:`read_prompts` of the set that is trained on; rows that no teacher sees are logged.
+
+    Raises:
+        DataError: also where a teacher sees no row at all.
+    """
+    data_args = config.actor_train.data_args
+    dataset = read_prompts(config, plan, data_args, plan.prompt_length, tokenizer)
+    if is_taught(config):
+        tags = dataset.tags()
+        idle, untaught = unrouted(config, list(tags))
+        for role in idle:
+            shown = ", ".join(map(repr, list(tags)[:10]))
+            raise DataError(f"{role}.tag_included: no row of {data_args.file_name} has one of these tags, but {shown}")
+        if untaught and config.is_pure_opd:
+            number, shown = sum(tags[tag] for tag in untaught), ", ".join(map(repr, untaught[:10]))
+            text = "%s: no teacher sees %s (%s): nothing is learnt from them"
+            logger.warning(text, data_args.file_name, count(number, "row"), shown)
+    return dataset
 
 
 def read_prompts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -251,7 +251,7 @@ class RLVR(PipelineDefinition):
             yield "async_generation_ratio", loaded.config.async_generation_ratio, rule
 
     def readable_sets(self, loaded: LoadedConfig[RLVRConfig]) -> dict[str, ReadableSet]:
-        from roll.pipelines.rlvr.data import read_prompts, remarks
+        from roll.pipelines.rlvr.data import read_prompts, read_training_prompts, remarks
 
         config: RLVRConfig = loaded.config
         plan: Any = loaded.plan
@@ -262,10 +262,13 @@ class RLVR(PipelineDefinition):
         def read(data_args: DataArguments, limit: int, tokenizer: Any) -> PromptDataset:
             return read_prompts(config, plan, data_args, limit, tokenizer)
 
-        return {
+        found = {
             name: ReadableSet(name, data, limit, partial(read, data, limit), partial(remarks, config))
             for name, (data, limit) in sets.items()
         }
+        if isinstance(plan, RLVRPlan):
+            found["train"] = replace(found["train"], read=partial(read_training_prompts, config, plan))
+        return found
 
     def served_section(self, loaded: LoadedConfig[RLVRConfig], role: str) -> WorkerConfig:
         """With its model's own weights and a KV cache for the run's longest sequence, unless its

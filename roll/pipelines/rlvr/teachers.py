@@ -6,6 +6,7 @@ it would have done. Arithmetic is in :mod:`roll.pipelines.rlvr.distillation`.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from roll.config.checks.base import Checks
 from roll.config.losses import DivergenceConfig
 from roll.config.model_files import check_vocabularies
 from roll.config.policy import PolicyRunConfig
+from roll.config.reading.errors import closest
 from roll.config.roles import GeneratingArguments, WorkerConfig
 from roll.pipelines.policy import is_taught, taught_by_advantage
 from roll.pipelines.teachers import check_teachers, check_temperature
@@ -134,6 +136,27 @@ def check_opd(
     if config.opd_form != "advantage":
         _check_routes(config, checks)
     _note_estimator(config, checks, arguments, sampling_key)
+
+
+def unrouted(config: PolicyRunConfig, tags: Collection[str]) -> tuple[list[str], list[str]]:
+    """Roles of teachers that see no row of these tags, and tags whose rows no teacher sees."""
+    wanted = {teacher_role(name): section.tag_included for name, section in config.teacher.items()}
+    idle = [role for role, own in wanted.items() if own and not set(own) & set(tags)]
+    return idle, [tag for tag in tags if all(own and tag not in own for own in wanted.values())]
+
+
+def check_teacher_tags(config: PolicyRunConfig, checks: Checks, tags: Sequence[str]) -> None:
+    """``tag_included`` of teachers against the tags that the training samples will have."""
+    if not is_taught(config) or not tags:
+        return
+    idle, untaught = unrouted(config, tags)
+    for role in idle:
+        own = config.teacher[role.partition(".")[2] or TEACHER].tag_included or []
+        near = next((found for tag in own if (found := closest(tag, tags))), tags[0])
+        rule = f"names no tag that is trained on: there are {', '.join(tags)}"
+        checks.add(f"{role}.tag_included", own, rule, f"[{near}]")
+    if untaught and not idle and config.is_pure_opd:
+        checks.note(TEACHER, f"no teacher sees samples of {', '.join(untaught)}: nothing is learnt from them")
 
 
 def _check_rows(config: PolicyRunConfig, checks: Checks, runs_as: str) -> None:
