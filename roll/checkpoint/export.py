@@ -18,18 +18,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
 from roll.checkpoint.folders import atomic_folder
 from roll.checkpoint.trained_model import TrainedModel, config_error, find_trained
+from roll.config.losses import SCORE_INPUT
 from roll.config.reading.errors import ConfigError
 from roll.models.build import DTYPES, auto_class, checked_config
 from roll.models.loading import TensorFiles
 from roll.models.lora import adapter_file_name, adapter_names, base_name, is_adapter, merged_weight
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +74,30 @@ def write_hf(trained: TrainedModel, folder: Path, dtype: torch.dtype) -> None:
         (folder / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
     skeleton = trained.skeleton()
     skeleton.config.dtype, skeleton.config.architectures = dtype, [type(skeleton).__name__]
-    skeleton.config.save_pretrained(folder)
     source = TensorFiles(trained.model).folder
+    if trained.head == "score":
+        describe_scores(skeleton.config, trained, source)
+    skeleton.config.save_pretrained(folder)
     for file in [file for pattern in _KEPT_FILES for file in source.glob(pattern)]:
         if file.name not in _OWN_FILES:
             shutil.copyfile(file, folder / file.name)
+
+
+def describe_scores(config: PretrainedConfig, trained: TrainedModel, source: Path) -> None:
+    """Add what a reward model's users need: the padding token, without which transformers scores one row at a time, and
+    ``score_input`` of its run, where the checkpoint is still in the run's folder."""
+    from transformers import AutoTokenizer
+
+    if config.get_text_config().pad_token_id is None and (source / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        config.get_text_config().pad_token_id = pad
+    checkpoints = trained.folder.resolve().parent.parent
+    resolved = checkpoints.parent / "config.yaml"
+    if resolved.is_file():
+        settings = yaml.safe_load(resolved.read_text(encoding="utf-8"))
+        if SCORE_INPUT in settings:
+            setattr(config, SCORE_INPUT, settings[SCORE_INPUT])
 
 
 def write_peft(trained: TrainedModel, folder: Path) -> None:

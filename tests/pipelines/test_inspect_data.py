@@ -123,9 +123,7 @@ def test_rows_and_teachers_that_do_not_meet(world: TinyWorld, tmp_path: Path, ca
     odd = sum(json.loads(line)["tag"] == "odd" for line in world.train.read_text().splitlines())
     assert f"no teacher sees {odd} rows ('odd'): nothing is learnt from them" in caplog.text
     changes["teacher"]["tag_included"] = ["evne"]
-    with pytest.raises(
-        DataError, match=r"teacher\.tag_included: no row of .* one of these tags, but 'odd', 'even'"
-    ):
+    with pytest.raises(DataError, match=r"teacher\.tag_included: no row of .* one of these tags, but 'odd', 'even'"):
         shown(load_changed(rlvr_settings(world, tmp_path), changes), "train")
 
 

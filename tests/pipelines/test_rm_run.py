@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from roll import cli
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
 from tests.pipelines.tiny_runs import (
@@ -169,6 +170,12 @@ def test_it_goes_on_where_it_was_and_its_model_scores_in_a_run(run: Run, world: 
     config = json.loads((first.output / "model" / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"] and config["score_input"] == "chat"
     assert config["score_mean"] == pytest.approx(validations[1]["val/score_mean"], rel=1e-5)
+    exported = tmp_path / "exported"
+    assert cli.main(["export", str(checkpoint), "--output", str(exported), "--no-check"]) == 0
+    described = json.loads((exported / "config.json").read_text())
+    assert {name: described[name] for name in ("score_input", "pad_token_id")} == {
+        name: config[name] for name in ("score_input", "pad_token_id")
+    }
     scores_in_a_run(run, world, first.output / "model", config, tmp_path)
 
 
