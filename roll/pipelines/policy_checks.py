@@ -290,10 +290,11 @@ def note_distribution(config: PolicyRunConfig, checks: Checks) -> None:
     """Sampling settings that the trainer's log-probs cannot follow."""
     arguments, key = config.actor_infer.generating_args, "actor_infer.generating_args"
     why = "training log-probs are not comparable with the sampled ones"
-    top_p, top_k, min_p = arguments.top_p < 1, arguments.top_k > 0, arguments.min_p > 0
-    for name, cuts, off in (("top_p", top_p, "1.0"), ("top_k", top_k, "-1"), ("min_p", min_p, "0")):
+    top_p, top_k, min_p = arguments.top_p, arguments.top_k, arguments.min_p
+    settings = (("top_p", top_p, top_p < 1, "1.0"), ("top_k", top_k, top_k > 0, "-1"), ("min_p", min_p, min_p > 0, "0"))
+    for name, value, cuts, off in settings:
         if cuts:
-            checks.note(f"{key}.{name}", f"{getattr(arguments, name)} cuts the distribution: {why}; {off} is off")
+            checks.note(f"{key}.{name}", f"{value} cuts the distribution: {why}; {off} is off")
     if arguments.repetition_penalty != 1:
         checks.note(f"{key}.repetition_penalty", f"{arguments.repetition_penalty} changes it: {why}; 1.0 is off")
     if (arguments.temperature == 0 or not arguments.do_sample) and config.group_size > 1:

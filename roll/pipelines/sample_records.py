@@ -288,7 +288,7 @@ _OBJECTS = ("prompt_id", "domain", "tag", "finish_reason", "outcome", "role")
 
 
 class _Block:
-    """A block in the making."""
+    """A block in progress."""
 
     def __init__(self, step: int, kind: str, max_tokens: int, piece: Callable[[int], str]) -> None:
         self._head = {"step": step, "kind": kind, "time": time.time()}

@@ -114,8 +114,11 @@ def rejection_rules(draft: Draft, weight_level: Any, bypass: bool) -> list[dict[
 
 
 def rejection_rule(draft: Draft, name: str, bound: str) -> dict[str, Any] | None:
-    """One criterion: level, metric and bounds."""
+    """One criterion: level, metric and bounds; None where it is refused."""
     low, high = bounds(bound)
+    if (name in OLDER_LEVELS or name.endswith("_k1")) and (high <= 0 or (low is not None and low <= 0)):
+        draft.refuse("rejection_bound", f"must be greater than 0: {name} has bounds of ratios", "0.5_2.0")
+        return None
     if name in OLDER_LEVELS:
         least = draft.get("rejection_low", default=1 / high if low is None else low)
         return {"level": OLDER_LEVELS[name], "metric": "ratio", "low": float(least), "high": high}

@@ -74,6 +74,15 @@ def test_an_unknown_key_is_refused_with_the_nearest(translated: Translate) -> No
             "rollout_is_threshold = null: is needed with rollout_is",
         ),
         (f"{VERL} algorithm.rollout_correction.rollout_rs_threshold='2,low'", "must be a number, or two as 0.5_5.0"),
+        *(
+            (
+                f"{VERL} actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 algorithm.adv_estimator=grpo "
+                f"algorithm.rollout_correction.rollout_rs={name} "
+                f"algorithm.rollout_correction.rollout_rs_threshold={bound}",
+                f"must be greater than 0: {name} has bounds of ratios",
+            )
+            for name, bound in (("token_k1", "-1"), ("token_k1", "0_2"), ("sequence", "0"))
+        ),
         (f"{VERL} algorithm.adv_estimator=[grpo]", "known: gae, grpo"),
     ],
 )

@@ -278,7 +278,7 @@ class TeacherCache:
         """The cached columns of a row.
 
         Raises:
-            KeyError: nothing.
+            KeyError: the cache does not have it.
         """
         if key in self._unwritten:
             return self._unwritten[key]
