@@ -127,6 +127,11 @@ def test_samples_are_taken_up_by_whole_prompts(tmp_path: Path) -> None:
     assert again.answered("m", "sampled") == {0, 2}
     assert again.records("m", "sampled") == before
     assert file.path.read_text() == text
+    again.close()
+    first, *others = text.splitlines(keepends=True)
+    file.path.write_text(first[:20] + "\n" + "".join(others))
+    assert SampleFile(tmp_path, settings, resume=True).answered("m", "sampled") == {0}, "a damaged line: asked again"
+    file.path.write_text(text)
     assert differing(tmp_path, {"seed": 2}) == ["seed"]
     (one, _) = answers_of(before, correct_from=0.5, select_by="score")
     assert one.correct.tolist() == [True, True] and one.lengths.tolist() == [1, 2]

@@ -222,12 +222,14 @@ class ServedModel:
         """Text and finish reason of every sample."""
         answer = self._service.post([body])[0]
         try:
-            choices = [(one["message"]["content"] or "", str(one["finish_reason"])) for one in answer["choices"]]
+            # Half a surrogate pair, which JSON can hold, has no UTF-8.
+            texts = [str(one["message"]["content"] or "").encode(errors="replace") for one in answer["choices"]]
+            reasons = [str(one["finish_reason"]) for one in answer["choices"]]
         except (KeyError, TypeError) as error:
             raise ServiceRefused(f"the answer is no chat completion: {type(error).__name__}: {error}") from error
-        if len(choices) != body["n"]:
-            raise ServiceRefused(f"the service gave {len(choices)} samples where n is {body['n']}")
-        return choices
+        if len(texts) != body["n"]:
+            raise ServiceRefused(f"the service gave {len(texts)} samples where n is {body['n']}")
+        return [(text.decode(), reason) for text, reason in zip(texts, reasons, strict=True)]
 
     def _finished(self, order: int, choices: Sequence[tuple[str, str]]) -> FinishedGroup:
         texts = [text for text, _ in choices]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, Evalu
 from roll.pipelines.files import samples_of
 from roll.pipelines.rlvr.accuracy import Answers, voted_answer
 from roll.rollout.groups import SampleGroup
+
+logger = logging.getLogger(__name__)
 
 SAMPLES, SETTINGS, RESULTS = "samples.jsonl", "evaluation.json", "results.json"
 Record = dict[str, Any]
@@ -163,11 +166,15 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def read_samples(path: Path) -> Iterator[Record]:
-    """The lines of a file of samples; a torn last one is left out."""
+    """The lines of a file of samples; a torn last one is left out, and so are damaged ones, which are logged."""
     with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.endswith("\n"):
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                return
+            try:
                 yield json.loads(line)
+            except ValueError as error:
+                logger.warning("%s, line %d is damaged and left out: %s", path, number, error)
 
 
 def sample_records(group: SampleGroup, shared: Mapping[str, Any]) -> Iterator[Record]:
