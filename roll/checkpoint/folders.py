@@ -175,9 +175,15 @@ def _new_lock(final: Path) -> tuple[int, Path]:
     """A descriptor that holds the lock, and its file."""
     while True:
         descriptor, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=_LOCK_SUFFIX, dir=final.parent)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.path.exists(name):
-            return descriptor, Path(name)
+        lock = Path(name)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except BaseException:
+            lock.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise
+        if lock.exists():
+            return descriptor, lock
         os.close(descriptor)  # another process swept the file away before it was locked
 
 

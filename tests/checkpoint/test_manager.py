@@ -67,6 +67,16 @@ def test_a_lock_that_is_swept_before_it_is_held_is_taken_anew(tmp_path: Path, mo
     assert names(tmp_path) == ["final"]
 
 
+def test_a_disk_without_locks_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="no locks available"), atomic_folder(tmp_path / "final"):
+        raise AssertionError("nothing may be written without a lock")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_block_that_raises_leaves_everything_as_it_was(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     write(manager, 1, b"old")
