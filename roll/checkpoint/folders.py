@@ -185,9 +185,15 @@ def _new_lock(final: Path) -> tuple[int, Path]:
     """A descriptor that holds the lock, and its file."""
     while True:
         descriptor, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=_LOCK_SUFFIX, dir=final.parent)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.path.exists(name):
-            return descriptor, Path(name)
+        lock = Path(name)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except BaseException:
+            lock.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise
+        if lock.exists():
+            return descriptor, lock
         os.close(descriptor)  # another process swept the file away before it was locked
 
 
@@ -212,8 +218,7 @@ def sweep(parent: Path) -> None:
             shutil.rmtree(partial, ignore_errors=True)
             logger.warning("removed %s: left by a run that was killed", partial)
     for lock in sorted(parent.glob(f".*{_LOCK_SUFFIX}")):
-        if not _is_locked(lock):
-            lock.unlink(missing_ok=True)
+        _is_locked(lock, remove=True)
 
 
 def _replace(partial: Path, final: Path) -> None:
@@ -226,13 +231,16 @@ def _replace(partial: Path, final: Path) -> None:
         shutil.rmtree(replaced)
 
 
-def _is_locked(lock: Path) -> bool:
+def _is_locked(lock: Path, remove: bool = False) -> bool:
+    """True where a writer holds it; with ``remove`` the file of any other goes, before a new writer can hold it."""
     try:
         descriptor = os.open(lock, os.O_RDWR)
     except FileNotFoundError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if remove:
+            lock.unlink(missing_ok=True)
     except BlockingIOError:
         return True
     finally:

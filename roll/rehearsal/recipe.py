@@ -26,7 +26,6 @@ from roll.rehearsal.formulas import EngineUse, ModelShape, engine_use, generatio
 from roll.rehearsal.roles import rehearse_role
 from roll.rehearsal.roofline import PhaseTime, Traffic, kernel_times, network_time, traffic
 from roll.rehearsal.simulate import RoleRun, Task
-from roll.rehearsal.tracker import Kind
 from roll.strategies.base import ModelHead, Output, StateKind
 
 CONTEXT_BYTES = int(0.75 * GIB)
@@ -461,6 +460,3 @@ class _Step:
         report.times[phase.name] = PhaseTime(compute, memory, network_time(flows, report.hardware))
         report.traffic[phase.name] = flows
         report.flops[phase.name] = flops
-
-
-__all__ = ["CONTEXT_BYTES", "DeviceUse", "Kind", "PhaseUse", "Rehearsal", "rehearse_recipe"]

@@ -121,7 +121,7 @@ class EngineClient:
     ) -> None:
         self._cluster = cluster
         self._fixed_weights = fixed_weights
-        self._returns: set[asyncio.Task[None]] = set()
+        self._returns: dict[int, asyncio.Task[None]] = {}
         self._turn_timeout = turn_timeout
         self._router = router or PromptAffinityRouter()
         self._max_running_requests = max_running_requests
@@ -403,7 +403,7 @@ class EngineClient:
             RemoteError: the last engine is lost.
         """
         turns = [engine.turn for engine in self._engines if engine.turn is not None]
-        waits = turns or list(self._returns)
+        waits = turns or list(self._returns.values())
         if waits:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         self._check()
@@ -422,9 +422,7 @@ class EngineClient:
         self._cluster.leave_out(engine.rank)
         self._restart(engine.rank)
         if comes_back:
-            task = asyncio.get_running_loop().create_task(self._return(engine.rank))
-            self._returns.add(task)
-            task.add_done_callback(self._returns.discard)
+            self._returns[engine.rank] = asyncio.get_running_loop().create_task(self._return(engine.rank))
         self.num_deaths += 1
         self.num_reissued += len(engine.outstanding)
         logger.warning(
@@ -448,9 +446,11 @@ class EngineClient:
                         raise
                     self._restart(rank)
         except RemoteError as error:
-            if not self._engines and all(task.done() or task is asyncio.current_task() for task in self._returns):
+            del self._returns[rank]
+            if not self._engines and not self._returns:
                 self._fail(error)
             return
+        del self._returns[rank]
         self._rejoin(rank)
         self._wake()
 

@@ -67,6 +67,30 @@ def test_a_lock_that_is_swept_before_it_is_held_is_taken_anew(tmp_path: Path, mo
     assert names(tmp_path) == ["final"]
 
 
+def test_a_lock_is_swept_away_while_no_writer_can_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".final.x.lock").touch()
+    unlink = Path.unlink
+
+    def unlink_held(path: Path, missing_ok: bool = False) -> None:
+        with path.open() as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink_held)
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_locks_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="no locks available"), atomic_folder(tmp_path / "final"):
+        raise AssertionError("nothing may be written without a lock")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_block_that_raises_leaves_everything_as_it_was(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     write(manager, 1, b"old")

@@ -452,6 +452,30 @@ async def test_engines_that_fail_to_start_at_the_same_moment_leave_nobody_waitin
             await generation
 
 
+@pytest.mark.parametrize("passes", range(16))
+def test_the_last_engine_is_lost_while_another_fails_to_start(passes):
+    """Nobody waits for ever, in whichever pass of the event loop it happens."""
+
+    @on_clock
+    async def play() -> None:
+        desk = Desk(LostForGood(world_size=2), max_restarts=1, fixed_weights=True)
+        desk.client._restarts_left[1] = 0
+        waiting = desk.submit(1, 1)
+        await settle()
+        desk.engines.dead = {0, 1}
+        first, second = desk.engines.calls
+        first.release()
+        await settle(passes)
+        second.release()
+        await settle(40)
+        assert desk.client.failure is not None
+        for generation in waiting:
+            with pytest.raises(WorkerDied):
+                await generation
+
+    play()
+
+
 class ScoringEngines(FakeEngines):
     """Score prompts at once."""
 
