@@ -39,7 +39,7 @@ CHUNK = 1024
 """Rows that are rendered and tokenised together; what is in memory at a time."""
 ROWS_FORMAT = 2
 """Version of prepared rows and their counts; cache entries of other versions are not used."""
-FORMAT = 2
+FORMAT = 3
 """Version of a cache entry; increased when the same settings give other rows or files."""
 SMALLEST = 4 * 2**20
 """Bytes of data files from which rows are kept without being asked to."""
@@ -285,8 +285,10 @@ def render_source(name: str) -> str:
 
 def cache_key(paths: Sequence[Path], settings: Mapping[str, Any]) -> str:
     """Changes with the content of a file, the order of the files and every setting."""
+    # Ids of rows have both in them.
     names = unique_names(paths, [path.name for path in paths])
-    files = [[name, content_hash(path)] for name, path in zip(names, paths, strict=True)]
+    stems = unique_names(paths, [path.stem for path in paths])
+    files = [[name, stem, content_hash(path)] for name, stem, path in zip(names, stems, paths, strict=True)]
     text = json.dumps([FORMAT, files, settings], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -190,6 +190,7 @@ def read_demonstration(columns: Columns, source: SourceRow, query_key: str | Non
     if not isinstance(response, str) or not response:
         raise DataError(f"{source.place}: the response must be a non-empty text, found {response!r}")
     if query_key is not None and source.row.get(query_key):
-        last = messages[-1]
-        messages[-1] = {**last, "content": f"{last['content']}\n\n{source.row[query_key]}"}
+        content, further = messages[-1]["content"], f"\n\n{source.row[query_key]}"
+        parts = [*content, {"type": "text", "text": further}] if isinstance(content, list) else f"{content}{further}"
+        messages[-1] = {**messages[-1], "content": parts}
     return messages, response

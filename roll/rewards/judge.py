@@ -264,7 +264,7 @@ def question_of(sample: RewardSample) -> str:
         if isinstance(message, dict) and message.get("role") == "user":
             content = message.get("content", "")
             if isinstance(content, list):
-                texts = (part.get("text") for part in content if isinstance(part, dict))
+                texts = (part.get("text") if isinstance(part, dict) else part for part in content)
                 return "\n".join(text for text in texts if isinstance(text, str))
             return str(content)
     return str(sample.row.get("question") or sample.prompt)

@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from roll.config.roles import DataArguments
-from roll.datasets import DataError, DomainSampler, PromptDataset, SftDataset
+from roll.datasets import DataError, DomainSampler, PromptDataset, SftDataset, preparation
 from roll.datasets.making import BYTES_PER_PROCESS, num_processes
 from roll.datasets.preparation import SMALLEST, is_wanted
 from roll.datasets.store import MARK, from_json, to_json
@@ -85,6 +85,30 @@ def test_another_content_or_setting_is_another_entry(build: Any, write_jsonl: Wr
     write_jsonl([{**row, "prompt": "2 hens"} for row in rows(3)])
     assert "2 hens" in texts()[0]
     assert len(entries(tmp_path)) == 7
+
+
+def test_entries_of_another_format_are_not_used(
+    build: Any, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = write_jsonl(rows(3))
+    build(files)
+    monkeypatch.setattr(preparation, "FORMAT", preparation.FORMAT - 1)
+    build(files)
+    assert len(entries(tmp_path)) == 2
+
+
+def test_ids_with_folders_in_them_are_those_of_the_present_folders(
+    build: Any, write_jsonl: Write, tmp_path: Path
+) -> None:
+    for folders in (("a", "b"), ("c", "d")):
+        files = []
+        for folder, name in zip(folders, ("rows.jsonl", "rows.json"), strict=True):
+            (tmp_path / folder).mkdir()
+            files.append(write_jsonl(rows(1), f"{folder}/{name}"))
+        assert [prompt.prompt_id for prompt in build(files)] == [
+            f"{folders[0]}/rows.jsonl/0",
+            f"{folders[1]}/rows.json/0",
+        ]
 
 
 def test_a_failed_preparation_leaves_nothing_and_skipped_rows_do_not_pass_for_good_ones(

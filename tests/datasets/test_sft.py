@@ -8,6 +8,9 @@ import pytest
 
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, SftDataset
+from roll.datasets.columns import Columns
+from roll.datasets.reading import SourceRow
+from roll.datasets.sft import read_demonstration
 
 Write = Callable[..., str]
 USER = {"role": "user", "content": "How many eggs?"}
@@ -73,6 +76,14 @@ def test_further_input_goes_to_the_question_of_a_conversation(tokenizer: Any, wr
     ((prompt, response),) = parts(tokenizer, build(tokenizer, write_jsonl([row]), query_key="input"))
     assert "How many eggs?\n\nIn a box?<|im_end|>" in prompt
     assert response == "12<|im_end|>"
+
+
+def test_further_input_is_a_part_of_a_question_in_parts() -> None:
+    question = [{"type": "image"}, {"type": "text", "text": "How many eggs?"}]
+    row = {"messages": [{"role": "user", "content": question}], "solution": "12", "input": "In a box?"}
+    source = SourceRow(Path("rows.jsonl"), 1, row)
+    messages, _ = read_demonstration(Columns.of(DataArguments(), source), source, "input")
+    assert messages[0]["content"] == [*question, {"type": "text", "text": "\n\nIn a box?"}]
 
 
 def test_the_row_numbers_of_a_csv_by_pandas_are_not_learned(tokenizer: Any, tmp_path: Path) -> None:

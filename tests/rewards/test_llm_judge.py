@@ -50,11 +50,11 @@ def test_what_the_judge_is_asked() -> None:
 
 def test_a_question_with_an_image_is_shown_by_its_text() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    content = [image, {"type": "text", "text": "How many cats?"}]
+    content = ["Look.", image, {"type": "text", "text": "How many cats?"}]
     sample = RewardSample("<image>", "Two.", "2", row={"messages": [{"role": "user", "content": content}]})
     _, service = judged(in_turn(completion("Yes")), [sample])
     text = service.bodies[0]["messages"][0]["content"]
-    assert "How many cats?" in text and "base64" not in text
+    assert "Look.\nHow many cats?" in text and "base64" not in text
 
 
 READ: list[tuple[str, dict[str, Any], str, float | None]] = [

@@ -75,7 +75,7 @@ def read_cases(ground_truth: Any, row: Mapping[str, Any]) -> Cases:
         cases = _read(source, {**row, **source} if isinstance(source, Mapping) else dict(row))
     except CaseError:
         raise
-    except (KeyError, TypeError, ValueError, SyntaxError) as error:
+    except (KeyError, TypeError, ValueError, SyntaxError, AttributeError) as error:
         raise CaseError(f"test cases of an unknown shape: {type(error).__name__}: {error}") from error
     if not cases.count:
         raise CaseError("the row has no test cases")

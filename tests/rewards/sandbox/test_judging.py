@@ -267,6 +267,8 @@ def test_failures_are_told_apart(verdict: Verdict) -> None:
         ("[]", {}, "no test cases"),
         ('[{"question": 1}]', {}, "a case needs stdin or input"),
         ('{"inputs": [1], "outputs": []}', {}, "unknown shape"),
+        ("[null]", {}, "unknown shape"),
+        ("[1, 2]", {}, "unknown shape"),
         ('{"fn_name": "f", "inputs": ["{"], "outputs": ["1"]}', {}, "unknown shape"),
     ],
 )
