@@ -30,7 +30,11 @@ from roll.strategies.vllm.verification import ReloadVerifier, meant_part, quiete
 from roll.weight_sync.encoding import Checksum, tensor_checksum
 from roll.weight_sync.transports import Receiver, SharedMemorySender, SharedPayload
 
+POLICY = LoRARequest("policy", 1, lora_path="sent by the trainer")
+"""Every request asks for it. There is one adapter, and its values change in place."""
+Tensors = Mapping[str, torch.Tensor] | SharedPayload
 _Result = TypeVar("_Result")
+_WATCH_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,6 @@ class RankMemory(SharedMemorySender):
     """Memory in which ranks get tensors, one bucket at a time."""
 
     slots = 1
-
-
-POLICY = LoRARequest("policy", 1, lora_path="sent by the trainer")
-"""Every request asks for it. There is one adapter, and its values change in place."""
 
 
 class PolicyAdapter:
@@ -158,11 +158,6 @@ class PolicyAdapter:
 
 def _module_of(weight: str) -> str:
     return weight.removesuffix(".weight")
-
-
-_WATCH_SECONDS = 2.0
-
-Tensors = Mapping[str, torch.Tensor] | SharedPayload
 
 
 class WeightReceiver:

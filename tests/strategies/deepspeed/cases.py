@@ -68,8 +68,20 @@ def masters_of(strategy: DeepSpeedStrategy) -> dict[str, torch.Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param
 
     named = strategy.model.language_model.named_parameters()
-    sharded = [(name, parameter) for name, parameter in named if parameter.requires_grad and strategy.plan.stage > 0]
-    return {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in sharded}
+    trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+    if strategy.plan.stage > 0:
+        return {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in trained.items()}
+    masters = plain_masters(strategy)
+    return {name: masters[id(parameter)].detach().clone() for name, parameter in trained.items()}
+
+
+def plain_masters(strategy: DeepSpeedStrategy) -> dict[int, torch.Tensor]:
+    """ZeRO-0's float32 weights by the id of the parameter: in float32 the parameters themselves."""
+    optimizer = strategy.engine.optimizer
+    if optimizer is strategy.engine.basic_optimizer:
+        return {id(parameter): parameter for parameter in strategy.model.parameters()}
+    pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+    return {id(p): master for group, copies in pairs for p, master in zip(group, copies, strict=True)}
 
 
 def train_and_save(role: WorkerConfig, batch: TensorBatch, path: Path, steps: int) -> dict[str, Any]:
@@ -94,11 +106,7 @@ def whole_state(strategy: DeepSpeedStrategy) -> dict[str, torch.Tensor]:
     steps = {float(state["step"]) for state in adam.state.values()}
     counts = {"steps": torch.tensor(sorted(steps)), "step": torch.tensor(float(strategy.progress.step))}
     if strategy.plan.stage == 0:
-        masters = {id(parameter): parameter for parameter in named.values()}
-        if optimizer is not adam:
-            pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-            masters = {id(p): master for group, copies in pairs for p, master in zip(group, copies, strict=True)}
-        whole = {}
+        masters, whole = plain_masters(strategy), {}
         for name, parameter in named.items():
             master = masters[id(parameter)]
             whole[name] = master.detach().clone()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("deepspeed")
 
@@ -164,11 +166,30 @@ def bf16_reference(run_ranks: RunRanks, tied_model: Path) -> dict[str, torch.Ten
 
 def test_bf16_master_weights_are_those_of_the_file(bf16: dict[str, dict[str, Any]], tied_model: Path) -> None:
     """Not those that were rounded to bf16: with a learning rate of 0 they come back bit for bit."""
-    for stage in ("1", "2", "3"):
+    for stage in ("0", "1", "2", "3"):
         masters = bf16[stage]["masters"]
         for name, parameter in plain_model(tied_model).named_parameters():
             assert masters[name].dtype is torch.float32
             assert torch.equal(masters[name], parameter.detach()), (stage, name)
+
+
+def test_bf16_master_weights_are_those_of_a_model_that_is_loaded_whole(
+    run_ranks: RunRanks, tied_model: Path, tmp_path: Path
+) -> None:
+    """Files that are not safetensors cannot be read in parts."""
+    folder = shutil.copytree(tied_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(load_file(tied_model / "model.safetensors"), folder / "pytorch_model.bin")
+    roles = {
+        str(stage): make_role(
+            folder, "deepspeed_train", dtype="bf16", training={"learning_rate": 0.0}, config=zero(stage)
+        )
+        for stage in range(4)
+    }
+    wanted = {name: parameter.detach() for name, parameter in plain_model(tied_model).named_parameters()}
+    for stage, result in run_ranks(2, cases.train_each, roles, split_rows(make_batch(), SPLIT))[0].items():
+        masters = result["masters"]
+        assert masters.keys() == wanted.keys()
+        assert {name for name in wanted if not torch.equal(masters[name], wanted[name])} == set(), stage
 
 
 @pytest.fixture(scope="module")
