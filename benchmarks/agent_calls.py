@@ -1,5 +1,5 @@
-"""Cost of the doors of agents: a tool call over MCP next to the bare SDK's, and a model call over HTTP next to the
-coroutine behind it.  The engine answers at once.
+"""Cost of a call of an agent: a tool call over MCP next to the bare SDK's, and a model call over HTTP next to the
+coroutine behind it. The engine answers at once.
 
 python -m benchmarks.agent_calls
 """

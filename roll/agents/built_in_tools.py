@@ -152,13 +152,18 @@ def _read_index(path: str, title_key: str, text_key: str) -> tuple[list[str], Se
     texts = []
     try:
         with open(path, encoding="utf-8") as file:
-            rows = [(number, json.loads(line)) for number, line in enumerate(file, 1) if line.strip()]
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                row = json.loads(line)
+                if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
+                    rule = f"the row has no text {text_key!r}; text_key names the column"
+                    raise ToolError(f"search: {path}:{number}: {rule}")
+                texts.append(f"{row[title_key]}\n{row[text_key]}" if row.get(title_key) else row[text_key])
+    except ToolError:
+        raise
     except (OSError, ValueError) as error:
         raise ToolError(f"search: {path}: {error}") from error
-    for number, row in rows:
-        if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
-            raise ToolError(f"search: {path}:{number}: the row has no text {text_key!r}; text_key names the column")
-        texts.append(f"{row[title_key]}\n{row[text_key]}" if row.get(title_key) else row[text_key])
     return texts, SearchIndex(texts)
 
 

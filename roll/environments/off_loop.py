@@ -64,7 +64,7 @@ async def call_off_loop(function: Callable[..., Any], /, *args: Any, **options: 
         return await function(*args, **options)
     owner = getattr(function, "__self__", None)
     if owner is not None and says_instant(type(owner), function.__name__):
-        return function(*args, **options)
+        return await resolved(function(*args, **options))
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()

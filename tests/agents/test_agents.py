@@ -178,7 +178,7 @@ def test_search_ranks_by_bm25(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"title": f"T{n}", "text": text}) + "\n" for n, text in enumerate(texts)))
     (tool,) = ToolSet([{"search": {"path": str(path), "top_k": 1}}])._tools
     assert "5 texts" in tool.description
-    path.write_text('{"title": "no text"}\n')
+    path.write_text('{"title": "no text"}\nno JSON\n')  # rows are read one by one: the first wrong one is named
     with pytest.raises(ToolError, match=r"^search: /[^:]*texts.jsonl:1: the row has no text 'text'"):
         ToolSet([{"search": {"path": str(path.parent / "." / "texts.jsonl"), "text_key": "text", "title_key": "x"}}])
 

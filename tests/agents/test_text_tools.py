@@ -74,6 +74,23 @@ def test_methods_that_may_wait_are_called_off_the_loop_within_tools() -> None:
     assert Waits.threads and get_ident() not in Waits.threads
 
 
+class Decorated(GuessNumber):
+    """An instant environment whose ``step`` returns an awaitable, as a decorated coroutine function does."""
+
+    instant = True
+
+    def step(self, action: str) -> Any:
+        async def answer() -> Any:
+            return super(Decorated, self).step(action)
+
+        return answer()
+
+
+def test_what_an_instant_method_returns_is_awaited() -> None:
+    (_, step) = played(TextTools([], ToolWrapperArguments()).around(Decorated), "1")
+    assert len(step) == 5
+
+
 def reverse(text: str) -> str:
     """Turn a text round.
 
