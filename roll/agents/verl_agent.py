@@ -309,7 +309,7 @@ def _with_images(messages: Sequence[Message], row: Mapping[str, Any], column: st
 
 def _index(row: Mapping[str, Any]) -> int:
     """The number of a row for messages; the column ``index`` may hold anything."""
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         return int(row["index"]) if "index" in row else 0
     return 0
 

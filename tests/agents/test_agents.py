@@ -29,6 +29,7 @@ from roll.agents.tool_calls import ToolCall
 from roll.agents.tools import ToolError
 from roll.agents.verifiers import RewardVerifier
 from roll.pipelines.agentic.metrics import episode_metrics
+from roll.pipelines.agentic.players import close_agents
 from roll.rollout.episodes import episode_from, episode_state
 from tests.agents.playing import Recorded, assert_trained_as_sampled, byte_soup, opened, played
 from tests.agents.templates import WRITTEN_HERE, Family, published
@@ -469,3 +470,23 @@ def test_byte_soup_with_tools(family: Family) -> None:
         counts = episode.conversations.counts
         assert counts.breaks == counts.foreign_responses == 0 and len(episode.conversations.branches()) == 1
         assert_trained_as_sampled(engine, episode.conversations)
+
+
+class Closing:
+    """An agent that has something to end."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.is_closed = error, False
+
+    async def close(self) -> None:
+        self.is_closed = True
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.asyncio
+async def test_all_agents_are_closed_whichever_raises() -> None:
+    agents = [Closing(OSError("gone")), object(), Closing(OSError("gone")), Closing()]
+    with pytest.raises(OSError, match="gone"):
+        await close_agents(agents)
+    assert all(agent.is_closed for agent in agents if isinstance(agent, Closing))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -178,10 +179,11 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         return {"engine/prefix_hit": Mean(float(reused), sent)} if sent else {}
 
     def close(self) -> None:
-        self.driver.run(close_agents(self._data.shared))
-        super().close()
-        for processes in self._data.processes:
-            processes.close()
+        with ExitStack() as stack:  # all of it, also where an agent of the user's raises
+            for processes in self._data.processes:
+                stack.callback(processes.close)
+            stack.callback(super().close)
+            self.driver.run(close_agents(self._data.shared))
 
     def validation(self) -> Coroutine[Any, Any, EpisodeValidation]:
         """Play the same tasks with the same seeds each time: two validations differ by the policy alone."""

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -110,10 +111,16 @@ def policy_images(
 
 
 async def close_agents(agents: Iterable[Any]) -> None:
-    """End what agents have started: servers of tools, sandboxes, their endpoint."""
-    for agent in agents:
-        if (close := getattr(agent, "close", None)) is not None:
-            await resolved(close())
+    """End what agents have started: servers of tools, sandboxes, their endpoint. One that raises keeps none of the others
+    from it."""
+
+    async def end(close: Callable[[], Any]) -> None:
+        await resolved(close())
+
+    async with AsyncExitStack() as stack:
+        for agent in agents:
+            if (close := getattr(agent, "close", None)) is not None:
+                stack.push_async_callback(end, close)
 
 
 def environment_agent(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -90,10 +91,11 @@ class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan])
             }
 
     def close(self) -> None:
-        self.driver.run(close_agents(self._shared.values()))
-        super().close()
-        for processes in self._processes:
-            processes.close()
+        with ExitStack() as stack:  # all of it, also where an agent of the user's raises
+            for processes in self._processes:
+                stack.callback(processes.close)
+            stack.callback(super().close)
+            self.driver.run(close_agents(self._shared.values()))
 
 
 def settings_of(config: AgenticRolloutConfig, plan: AgenticRolloutPlan) -> dict[str, Any]:
