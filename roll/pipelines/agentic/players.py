@@ -111,8 +111,8 @@ def policy_images(
 
 
 async def close_agents(agents: Iterable[Any]) -> None:
-    """End what agents have started: servers of tools, sandboxes, their endpoint. One that raises keeps none of the others
-    from it."""
+    """End what agents have started: servers of tools, sandboxes, their endpoint. If one raises, the others are closed
+    all the same."""
 
     async def end(close: Callable[[], Any]) -> None:
         await resolved(close())
