@@ -25,7 +25,8 @@ from roll.models.attention import use_layout_attention
 from roll.models.layouts import packed_layout, row_layout, shared_prompt_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.vision import PROMPT_KEYS, with_images
-from roll.protocol.vision import IMAGES, EncodedImage, ImageProcessing, token_types, vision_inputs
+from roll.protocol.images import EncodedImage, ImageProcessing
+from roll.protocol.vision import IMAGES, token_types, vision_inputs
 
 IMAGE, VIDEO, START, END = 1, 2, 3, 4
 VOCABULARY = 8192

@@ -15,7 +15,8 @@ from roll.agents.chat_ids import Bridge, ChatTemplate, Message, TemplateError, T
 from roll.agents.images import digests, refuse_images, refuse_unseen
 
 if TYPE_CHECKING:
-    from roll.protocol.vision import EncodedImage, VisionInputs
+    from roll.protocol.images import EncodedImage
+    from roll.protocol.vision import VisionInputs
 
 
 @dataclass
@@ -313,7 +314,7 @@ class Conversations:
 
 @contextlib.contextmanager
 def _as_template_error() -> Iterator[None]:
-    from roll.protocol.vision import ImageError
+    from roll.protocol.images import ImageError
 
     try:
         yield

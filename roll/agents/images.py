@@ -13,7 +13,8 @@ from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
     from roll.datasets.vision_model import VisionModel
-    from roll.protocol.vision import EncodedImage, VisionInputs
+    from roll.protocol.images import EncodedImage
+    from roll.protocol.vision import VisionInputs
 
 Message = dict[str, Any]
 IMAGE_NAMED = "(image)"
@@ -59,7 +60,7 @@ class ChatImages:
         Raises:
             ImageError: another number of placeholders than images: a text spells one.
         """
-        from roll.protocol.vision import ImageError
+        from roll.protocol.images import ImageError
 
         placeholder = self._model.image_token_id
         found = sum(token == placeholder for token in token_ids)
@@ -81,7 +82,7 @@ class ChatImages:
         return vision_inputs(images, self._model.processing, whole=False) if images else None
 
     def _part(self, part: Any, held: dict[str, EncodedImage]) -> Message:
-        from roll.protocol.vision import encoded_image
+        from roll.protocol.images import encoded_image
 
         if isinstance(part, str):
             return {"type": "text", "text": part}
@@ -140,7 +141,7 @@ def refuse_unseen(messages: Iterable[Mapping[str, Any]]) -> None:
         content = message.get("content")
         for part in content if isinstance(content, list | tuple) else ():
             if isinstance(part, Mapping) and not is_image(part) and not isinstance(part.get("text"), str):
-                from roll.protocol.vision import ImageError
+                from roll.protocol.images import ImageError
 
                 raise ImageError(
                     f"a message has a part of type {part.get('type')!r}; agents show texts and images (a video: its "

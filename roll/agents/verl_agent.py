@@ -34,7 +34,7 @@ from roll.datasets.images import IMAGE_MARK, ImageReader
 from roll.datasets.reading import SourceRow
 
 if TYPE_CHECKING:
-    from roll.protocol.vision import EncodedImage
+    from roll.protocol.images import EncodedImage
 
 SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
 """verl's loops, as the column ``agent_name`` of a row and ``default_agent_loop`` name them."""

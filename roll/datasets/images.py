@@ -18,7 +18,8 @@ from roll.datasets.types import DataError
 from roll.datasets.vision_model import VisionModel
 
 if TYPE_CHECKING:
-    from roll.protocol.vision import EncodedImage, EncodedVideo, Seen, VisionInputs  # which import torch
+    from roll.protocol.images import EncodedImage, EncodedVideo, Seen
+    from roll.protocol.vision import VisionInputs  # they import torch
 
 IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 """Where an image or a video stands in a text."""
@@ -89,7 +90,7 @@ class ImageReader:
         Raises:
             DataError: an image that cannot be read, as many marks as there are no images, or the same of videos.
         """
-        from roll.protocol.vision import EncodedImage, EncodedVideo
+        from roll.protocol.images import EncodedImage, EncodedVideo
 
         row, images = source.row, self._images(source.row)
         columns = {
@@ -145,7 +146,8 @@ class ImageReader:
         """
         if not images:
             return None
-        from roll.protocol.vision import ImageError, VideoError, vision_inputs
+        from roll.protocol.images import ImageError, VideoError
+        from roll.protocol.vision import vision_inputs
 
         assert self.model is not None
         try:
@@ -281,7 +283,7 @@ class ImageReader:
         Raises:
             DataError: none of these, or one that cannot be read.
         """
-        from roll.protocol.vision import EncodedImage, ImageError, encoded_image
+        from roll.protocol.images import EncodedImage, ImageError, encoded_image
 
         where = f"{source.place}: image {number + 1} of column {self.column!r}"
         if video is not None:
@@ -377,7 +379,7 @@ def check_room(source: SourceRow, model: VisionModel, seen: Sequence[Seen]) -> N
     Raises:
         DataError: more images or videos than the engine that generates keeps room for.
     """
-    from roll.protocol.vision import EncodedVideo
+    from roll.protocol.images import EncodedVideo
 
     num_videos = sum(isinstance(one, EncodedVideo) for one in seen)
     counts = (("image", len(seen) - num_videos, model.most_images), ("video", num_videos, model.most_videos))
@@ -398,7 +400,7 @@ def read_video(reader: ImageReader, source: SourceRow, value: Any, number: int) 
     Raises:
         DataError: a file, frames that cannot be read, or a rate that is no number.
     """
-    from roll.protocol.vision import VideoError
+    from roll.protocol.images import VideoError
 
     assert reader.model is not None
     where = f"{source.place}: video {number + 1} of column {reader.video_column!r}"

@@ -13,8 +13,8 @@ from roll.datasets.types import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from roll.protocol.images import EncodedVideo, ImageProcessing  # it imports torch
     from roll.protocol.video import EngineTime, VideoProcessing
-    from roll.protocol.vision import EncodedVideo, ImageProcessing  # which import torch
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def load_processing(model_path: str) -> ImageProcessing:
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    from roll.protocol.vision import ImageProcessing
+    from roll.protocol.images import ImageProcessing
 
     try:
         settings, _ = Qwen2VLImageProcessorPil.get_image_processor_dict(model_path)

@@ -159,7 +159,7 @@ def _is_picture(value: Any) -> bool:
 
 
 def _with_images(name: str, method: str, message: Message) -> Message:
-    """The message with its images as :class:`~roll.protocol.vision.EncodedImage`.
+    """The message with its images as :class:`~roll.protocol.images.EncodedImage`.
 
     Raises:
         BrokenContract: an image that is none, or a part that would not be shown, such as a video.
@@ -170,7 +170,7 @@ def _with_images(name: str, method: str, message: Message) -> Message:
     parts = []
     for part in content:
         if _is_image_part(part):
-            from roll.protocol.vision import ImageError, encoded_image
+            from roll.protocol.images import ImageError, encoded_image
 
             try:
                 part = {"type": "image", "image": encoded_image(part.get("image"))}

@@ -29,16 +29,8 @@ import torch
 from torch import Tensor
 
 from roll.models.layouts import ImageTokens, TokenLayout
-from roll.protocol.vision import (
-    IMAGES,
-    EncodedVideo,
-    ImageProcessing,
-    Seen,
-    VisionInputs,
-    patches_of,
-    token_types,
-    vision_token_ids,
-)
+from roll.protocol.images import EncodedVideo, ImageProcessing, Seen
+from roll.protocol.vision import IMAGES, VisionInputs, patches_of, token_types, vision_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

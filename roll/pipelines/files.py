@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll.distributed import Cluster
-    from roll.protocol.vision import EncodedImage
+    from roll.protocol.images import EncodedImage
 
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from roll.protocol.vision import EncodedImage, EncodedVideo, ImageError, ImageProcessing, VideoError
+from roll.protocol.images import EncodedImage, EncodedVideo, ImageError, ImageProcessing, VideoError
 
 LEAST_FRAMES = 2
 """A single frame is an image."""

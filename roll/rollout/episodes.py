@@ -18,7 +18,8 @@ from roll.agents.chat_ids import ChatTemplate, Thinking
 from roll.agents.conversation import Call, ConversationCounts, Conversations
 from roll.agents.episode import Agent, Episode, EpisodeGroup, Limits, Model, Sampled, Seconds, Task, run_episode
 from roll.environments.off_loop import in_own_process
-from roll.protocol.vision import EncodedImage, VisionInputs
+from roll.protocol.images import EncodedImage
+from roll.protocol.vision import VisionInputs
 from roll.rollout.engines import EngineClient, Generation
 from roll.rollout.flow import GroupFlow
 from roll.rollout.replay import State, progress_state, with_progress

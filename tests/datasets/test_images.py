@@ -23,7 +23,8 @@ from roll.datasets.images import ImageReader
 from roll.datasets.preferences import JudgedColumns, JudgedDataset
 from roll.datasets.reading import SourceRow
 from roll.datasets.vision_model import VisionModel, load_processing
-from roll.protocol.vision import EncodedImage, ImageError, ImageProcessing, VisionInputs, num_processed, vision_inputs
+from roll.protocol.images import EncodedImage, ImageError, ImageProcessing
+from roll.protocol.vision import VisionInputs, num_processed, vision_inputs
 from tests import vision_models
 
 Write = Callable[..., str]

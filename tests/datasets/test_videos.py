@@ -25,8 +25,9 @@ from roll.datasets import DataError, PromptDataset, SftDataset
 from roll.datasets.images import ImageReader
 from roll.datasets.vision_model import VisionModel, load_video_processing
 from roll.pipelines.rlvr.data import seen_by_engine
+from roll.protocol.images import EncodedImage
 from roll.protocol.video import EngineTime, VideoProcessing
-from roll.protocol.vision import EncodedImage, VisionInputs, num_processed, vision_inputs
+from roll.protocol.vision import VisionInputs, num_processed, vision_inputs
 from tests import vision_models
 
 Write = Callable[..., str]

@@ -18,7 +18,8 @@ import torch
 from PIL import Image
 
 from roll.cli import main
-from roll.protocol.vision import EncodedImage, VisionInputs, token_types, vision_inputs, vision_token_ids
+from roll.protocol.images import EncodedImage
+from roll.protocol.vision import VisionInputs, token_types, vision_inputs, vision_token_ids
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.strategy import create_decoder

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from roll.protocol.vision import IMAGES, EncodedVideo, VisionInputs, patches_of, token_types, vision_token_ids
+from roll.protocol.images import EncodedVideo
+from roll.protocol.vision import IMAGES, VisionInputs, patches_of, token_types, vision_token_ids
 from tests import vision_models
 from tests.strategies.samples import TensorBatch, policy_loss
 from tests.vision_models import VisionPrompt

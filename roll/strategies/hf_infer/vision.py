@@ -10,15 +10,8 @@ from typing import Any
 
 import torch
 
-from roll.protocol.vision import (
-    EncodedVideo,
-    Seen,
-    VisionInputs,
-    patches_of,
-    placeholder_problem,
-    token_types,
-    vision_token_ids,
-)
+from roll.protocol.images import EncodedVideo, Seen
+from roll.protocol.vision import VisionInputs, patches_of, placeholder_problem, token_types, vision_token_ids
 from roll.strategies.hf_infer.cache import DecodeSlots
 from roll.strategies.hf_infer.decoder import Images
 from roll.strategies.hf_infer.generic import GenericDecoder

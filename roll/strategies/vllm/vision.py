@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from vllm import TokensPrompt
 
+from roll.protocol.images import EncodedVideo
 from roll.protocol.video import EngineTime
-from roll.protocol.vision import EncodedVideo, VisionInputs, placeholder_problem, vision_token_ids
+from roll.protocol.vision import VisionInputs, placeholder_problem, vision_token_ids
 
 
 def check_torchvision() -> None:
