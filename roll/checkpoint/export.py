@@ -26,6 +26,7 @@ from roll.checkpoint.folders import atomic_folder
 from roll.checkpoint.trained_model import TrainedModel, config_error, find_trained
 from roll.config.losses import SCORE_INPUT
 from roll.config.reading.errors import ConfigError
+from roll.config.run import RESOLVED_CONFIG
 from roll.models.build import DTYPES, auto_class, checked_config
 from roll.models.loading import TensorFiles
 from roll.models.lora import adapter_file_name, adapter_names, base_name, is_adapter, merged_weight
@@ -93,7 +94,7 @@ def describe_scores(config: PretrainedConfig, trained: TrainedModel, source: Pat
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         config.get_text_config().pad_token_id = pad
     checkpoints = trained.folder.resolve().parent.parent
-    resolved = checkpoints.parent / "config.yaml"
+    resolved = checkpoints.parent / RESOLVED_CONFIG
     if resolved.is_file():
         settings = yaml.safe_load(resolved.read_text(encoding="utf-8"))
         if SCORE_INPUT in settings:

@@ -8,6 +8,9 @@ from typing import Any, Literal
 from roll.config.names import TRACKERS
 from roll.config.reading.fields import rules, setting
 
+RESOLVED_CONFIG = "config.yaml"
+"""File in ``output_dir`` with every setting of the run."""
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:

@@ -18,6 +18,7 @@ import yaml
 
 from roll.config.loader import LoadedConfig
 from roll.config.reading.masking import masked, masked_text
+from roll.config.run import RESOLVED_CONFIG
 from roll.distributed import Cluster, Interrupted, ResourceManager, ray_runtime
 from roll.distributed.actor import Profiling
 from roll.distributed.guard import Guard
@@ -54,7 +55,6 @@ from roll.tracking.run_record import (
 
 logger = logging.getLogger(__name__)
 
-RESOLVED_CONFIG = "config.yaml"
 PLOT = "curves.png"
 
 

@@ -18,6 +18,7 @@ from roll.config.loader import LoadedConfig
 from roll.config.pipelines import Panel
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import masked_text
+from roll.config.run import RESOLVED_CONFIG
 from roll.tracking.records import METRICS_NAME, read_metrics
 from roll.tracking.run_record import (
     RECORD_FOLDER,
@@ -35,7 +36,6 @@ from roll.tracking.run_record import (
 logger = logging.getLogger(__name__)
 
 ABOUT_NAME = "run.json"
-CONFIG_NAME = "config.yaml"
 REPORT_NAME = "report.html"
 WORKERS_FOLDER = "workers"
 
@@ -95,7 +95,7 @@ class Run:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The resolved configuration, secrets masked; {} where it was not kept, or cannot be read."""
-        path = self.folder / CONFIG_NAME
+        path = self.folder / RESOLVED_CONFIG
         try:
             found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
         except (OSError, ValueError, yaml.YAMLError) as error:
