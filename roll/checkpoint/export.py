@@ -24,7 +24,7 @@ from torch import Tensor
 
 from roll.checkpoint.folders import atomic_folder
 from roll.checkpoint.trained_model import TrainedModel, config_error, find_trained
-from roll.config.losses import SCORE_INPUT
+from roll.config.losses import SCORE_INPUT, SCORE_INPUT_DEFAULT
 from roll.config.reading.errors import ConfigError
 from roll.config.run import RESOLVED_CONFIG
 from roll.models.build import DTYPES, auto_class, checked_config
@@ -97,8 +97,8 @@ def describe_scores(config: PretrainedConfig, trained: TrainedModel, source: Pat
     resolved = checkpoints.parent / RESOLVED_CONFIG
     if resolved.is_file():
         settings = yaml.safe_load(resolved.read_text(encoding="utf-8"))
-        if SCORE_INPUT in settings:
-            setattr(config, SCORE_INPUT, settings[SCORE_INPUT])
+        # The file leaves defaults out.
+        setattr(config, SCORE_INPUT, settings.get(SCORE_INPUT, SCORE_INPUT_DEFAULT))
 
 
 def write_peft(trained: TrainedModel, folder: Path) -> None:

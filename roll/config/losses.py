@@ -169,6 +169,8 @@ JUDGEMENTS: dict[str, Literal["ranking", "points", "steps"]] = {
 RANKS = ("bradley_terry",)
 SCORE_INPUT = "score_input"
 """Entry of an exported model's ``config.json``: the tokens that it was trained to score."""
+ScoreInput = Literal["chat", "tokens"]
+SCORE_INPUT_DEFAULT: ScoreInput = "chat"
 SCORE_MEAN, SCORE_STD = "score_mean", "score_std"
 """Entries of the same: mean and standard deviation of its scores."""
 

@@ -13,6 +13,7 @@ from itertools import accumulate, chain, takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.data import DataArguments
+from roll.config.losses import ScoreInput
 from roll.datasets.columns import Columns, Message, as_number, check_messages, is_conversation, require
 from roll.datasets.images import ImageReader
 from roll.datasets.making import Draft, RowMaker
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 PROMPT_COLUMNS = ("messages", "prompt", "instruction", "question")
 """Where a prompt is looked for when the data section names no column."""
 Judgement = Literal["pairs", "ranking", "points", "labels", "steps"]
-ScoreInput = Literal["chat", "tokens"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from roll.config.checks.base import Checks
-from roll.config.losses import JUDGEMENTS, RANKS, RewardLossConfig, reward_loss_problems
+from roll.config.losses import (
+    JUDGEMENTS,
+    RANKS,
+    SCORE_INPUT_DEFAULT,
+    RewardLossConfig,
+    ScoreInput,
+    reward_loss_problems,
+)
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.pipelines import TRAINS, Headline, Panel, Role
 from roll.config.reading.fields import setting
@@ -28,7 +34,7 @@ class RMConfig(RewardLossConfig, RunConfig):
     """Most tokens of a prompt with one response; rows with a longer side are left out and counted."""
     global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
     """Chat template under ``score_input: tokens``; null: ``data_args.template`` of the role."""
-    score_input: Literal["chat", "tokens"] = "chat"
+    score_input: ScoreInput = SCORE_INPUT_DEFAULT
     """Tokens that are scored: ``chat``, the conversation by the tokenizer's chat template; ``tokens``, the rendered
     prompt, the response and the end-of-turn token, as the policy has them. The reward ``reward_model`` must say the
     same (its option ``input``)."""
