@@ -10,6 +10,7 @@ import ctypes
 import functools
 import glob
 import importlib.util
+import logging
 import os
 import resource
 import sys
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 class Platform(ABC):
@@ -216,6 +219,21 @@ def current_platform() -> Platform:
     if name not in PLATFORMS:
         raise ValueError(f"{PLATFORM_ENV}={name!r}: must be one of {', '.join(PLATFORMS)}; unset it to detect")
     return PLATFORMS[name]()
+
+
+def use_cpu_below(devices: int) -> None:
+    """Choose the CPU for this process, and those that it starts, where the machine has accelerators but fewer than
+    ``devices`` (an example for two logical devices on a machine with one GPU). ``ROLL_PLATFORM`` has precedence."""
+    found = current_platform()
+    if PLATFORM_ENV in os.environ or found.device_type == "cpu" or found.device_count() >= devices:
+        return
+    count = found.device_count()
+    logger.warning(
+        "the CPU is used: this example has %d devices, and this machine's platform %s has %d. To use it, set %s=%s and "
+        "lower num_gpus_per_node and every device_mapping", devices, found.name, count, PLATFORM_ENV, found.name,
+    )  # fmt: skip
+    os.environ[PLATFORM_ENV] = CpuPlatform.name
+    current_platform.cache_clear()
 
 
 def _detect() -> Platform:

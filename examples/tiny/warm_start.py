@@ -17,10 +17,12 @@ import prepare  # noqa: E402  found next to this file, whatever script was start
 
 from roll.cli import run  # noqa: E402
 from roll.config.loader import load_config  # noqa: E402
+from roll.platforms import use_cpu_below  # noqa: E402
 
 
 def make_warm_start(seed: int) -> Path:
     """The folder of the warm-started model of ``seed``; nothing is done where it is there already."""
+    use_cpu_below(2)
     artifacts = prepare.prepare(prepare.DEFAULT_OUTPUT, [seed])
     untrained = artifacts.model_folder(seed)
     model = untrained.parent / "warm_start" / "model"

@@ -22,6 +22,7 @@ import tiny_model  # noqa: E402
 
 from roll.cli import run  # noqa: E402
 from roll.config.loader import load_config  # noqa: E402
+from roll.platforms import use_cpu_below  # noqa: E402
 
 ARTIFACTS = FOLDER / "artifacts"
 FINGERPRINT = "fingerprint.json"
@@ -32,6 +33,7 @@ PHASES = {"lake": ["sft"], "guess": ["sft"], "calculator": ["sft", "sft2"], "too
 
 def make_warm_start(task: str, seed: int = 0) -> Path:
     """The folder of the warm-started model; nothing is done where it is there already."""
+    use_cpu_below(2)
     folder = ARTIFACTS / task / f"seed{seed}"
     finished = folder / "warm_start" / FINGERPRINT
     recipe = recipe_hash(task)

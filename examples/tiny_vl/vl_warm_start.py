@@ -18,6 +18,7 @@ import make_shapes  # noqa: E402
 
 from roll.cli import run  # noqa: E402
 from roll.config.loader import load_config  # noqa: E402
+from roll.platforms import use_cpu_below  # noqa: E402
 
 
 def make_warm_start(seed: int, clips: bool = False) -> Path:
@@ -26,6 +27,7 @@ def make_warm_start(seed: int, clips: bool = False) -> Path:
     Args:
         clips: of the video example.
     """
+    use_cpu_below(2)
     output = make_shapes.make(make_shapes.DEFAULT_OUTPUT, [seed])
     untrained = make_shapes.model_folder(output, seed)
     recipes = [untrained / make_shapes.RECIPE_FILE]

@@ -140,6 +140,7 @@ def _device_resource(nodes: list[dict[str, Any]], per_node: int, num_nodes: int)
                 f"num_gpus_per_node={per_node} on {num_nodes} node(s) is more than there is: the nodes have {counts} "
                 f"{resource}; set num_gpus_per_node to at most {counts[min(num_nodes, len(counts)) - 1]}"
                 + (f" and device ids to fewer than {num_nodes} nodes" if num_nodes > len(counts) else "")
+                + ("" if resource == SLOT_RESOURCE else "; or leave them alone and run on CPUs: ROLL_PLATFORM=cpu")
             )
         return resource
     if len(nodes) < num_nodes:

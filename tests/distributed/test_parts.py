@@ -87,7 +87,7 @@ def test_devices_of_a_cluster():
 @pytest.mark.parametrize(
     ("nodes", "per_node", "num_nodes", "message"),
     [
-        ([_node(GPU=4)], 8, 1, r"num_gpus_per_node=8 .* set num_gpus_per_node to at most 4"),
+        ([_node(GPU=4)], 8, 1, r"num_gpus_per_node=8 .* set num_gpus_per_node to at most 4; .*ROLL_PLATFORM=cpu"),
         ([_node(GPU=8), _node(CPU=4)], 8, 2, "more than there is"),
         ([_node(CPU=4)], 2, 2, r"needs 2 node\(s\), the Ray cluster has 1"),
     ],

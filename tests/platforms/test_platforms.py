@@ -19,6 +19,7 @@ from roll.platforms import (
     NpuPlatform,
     RocmPlatform,
     current_platform,
+    use_cpu_below,
 )
 
 MEBIBYTE = 1 << 20
@@ -60,6 +61,26 @@ def test_detection_without_devices_imports_no_torch(tmp_path):
     )
     environment = {k: v for k, v in os.environ.items() if k != PLATFORM_ENV}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+class OneGpu(CudaPlatform):
+    def device_count(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(("devices", "chosen", "expected"), [(2, None, "cpu"), (1, None, "cuda"), (2, "cuda", "cuda")])
+def test_an_example_of_two_devices_leaves_a_single_gpu_alone(
+    monkeypatch, fresh_detection, caplog, devices, chosen, expected
+):
+    monkeypatch.setattr("roll.platforms._detect", OneGpu)
+    monkeypatch.setitem(PLATFORMS, "cuda", OneGpu)
+    monkeypatch.setenv(PLATFORM_ENV, chosen or "")
+    if chosen is None:
+        monkeypatch.delenv(PLATFORM_ENV)
+    use_cpu_below(devices)
+    assert current_platform().name == expected
+    assert os.environ.get(PLATFORM_ENV) == ("cpu" if expected == "cpu" else chosen), "those that it starts follow"
+    assert ("this machine's platform cuda has 1" in caplog.text) == (expected == "cpu")
 
 
 @pytest.mark.parametrize(
