@@ -48,8 +48,15 @@ def is_due(call: int) -> bool:
     due = file.read_text().split() if file.exists() else []
     if not due or int(due[0]) != call:
         return False
-    file.write_text("\n".join(due[1:]))
+    rewrite(file, "\n".join(due[1:]))
     return True
+
+
+def rewrite(file: Path, text: str) -> None:
+    """At once: the other workers read it meanwhile."""
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    new.write_text(text)
+    new.replace(file)
 
 
 class DyingActor(ActorWorker):
@@ -229,7 +236,7 @@ def digit_share(response: str) -> float:
     killers = json.loads(file.read_text()) if file.exists() else []
     if response in killers:
         killers.remove(response)
-        file.write_text(json.dumps(killers))
+        rewrite(file, json.dumps(killers))
         os.kill(os.getpid(), signal.SIGKILL)
     return sum(character.isdigit() for character in response) / max(len(response), 1)
 
