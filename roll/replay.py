@@ -72,7 +72,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes, of strategy and layout say")
     parser.add_argument("--bound", type=float, help="relative difference allowed (default: by the dtype)")
     parser.add_argument("--output", type=Path, help="folder of the logs (default: replay next to the dump)")
-    arguments = parser.parse_args(list(words))
+    arguments = parser.parse_intermixed_args(list(words))
     output = arguments.output or arguments.dump.parent / "replay"
     own = [f"output_dir={output}", f"logging_dir={output / 'logs'}", "track_with=[jsonl]"]
     own += ["save_steps=0", "eval_steps=0", "max_restarts=0", "on_nonfinite=skip", "dump_batches=0"]

@@ -18,7 +18,7 @@ from typing import Any
 from roll.config.model_files import CONFIG, read_model_config
 from roll.config.reading.errors import ConfigError, Problem
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 GB = 10**9
 
 
@@ -35,6 +35,8 @@ class Gpu:
     """The same in float32, without TF32 (which PyTorch does not use unless asked to)."""
     bandwidth: float
     """Bytes a second between memory and processors."""
+    cache: int
+    """Bytes of the last level of cache between the two."""
     nvlink: float
     """Bytes a second that a device sends to the others of its node by NVLink (on AMD by Infinity Fabric); 0: none."""
 
@@ -42,14 +44,14 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100-40g", int(39.4 * GIB), 312e12, 19.5e12, 1555 * GB, 300 * GB),
-        Gpu("a100-80g", int(79.3 * GIB), 312e12, 19.5e12, 2039 * GB, 300 * GB),
-        Gpu("h100-80g", int(79.2 * GIB), 989e12, 67e12, 3350 * GB, 450 * GB),
-        Gpu("h200-141g", int(139.8 * GIB), 989e12, 67e12, 4800 * GB, 450 * GB),
-        Gpu("b200-180g", int(178.0 * GIB), 2250e12, 75e12, 8000 * GB, 900 * GB),
-        Gpu("mi300x-192g", int(191.5 * GIB), 1307e12, 163e12, 5300 * GB, 448 * GB),
-        Gpu("l40s-48g", int(44.4 * GIB), 362e12, 91.6e12, 864 * GB, 0),
-        Gpu("rtx4090-24g", int(23.5 * GIB), 165e12, 82.6e12, 1008 * GB, 0),
+        Gpu("a100-40g", int(39.4 * GIB), 312e12, 19.5e12, 1555 * GB, 40 * MIB, 300 * GB),
+        Gpu("a100-80g", int(79.3 * GIB), 312e12, 19.5e12, 2039 * GB, 40 * MIB, 300 * GB),
+        Gpu("h100-80g", int(79.2 * GIB), 989e12, 67e12, 3350 * GB, 50 * MIB, 450 * GB),
+        Gpu("h200-141g", int(139.8 * GIB), 989e12, 67e12, 4800 * GB, 50 * MIB, 450 * GB),
+        Gpu("b200-180g", int(178.0 * GIB), 2250e12, 75e12, 8000 * GB, 126 * MIB, 900 * GB),
+        Gpu("mi300x-192g", int(191.5 * GIB), 1307e12, 163e12, 5300 * GB, 256 * MIB, 448 * GB),
+        Gpu("l40s-48g", int(44.4 * GIB), 362e12, 91.6e12, 864 * GB, 96 * MIB, 0),
+        Gpu("rtx4090-24g", int(23.5 * GIB), 165e12, 82.6e12, 1008 * GB, 72 * MIB, 0),
     )
 }
 DEFAULT_GPU = "h100-80g"

@@ -21,7 +21,7 @@ EXIT_DOES_NOT_FIT = 1
 
 def main(words: Sequence[str]) -> int:
     """0: it fits; 1: it does not; mistakes raise ``ConfigError``."""
-    arguments = build_parser().parse_args(words)
+    arguments = build_parser().parse_intermixed_args(words)
     given = dict(_role_and_file(text) for text in arguments.model_config)
     loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, arguments.overrides, check_files=False)
     machine = hardware(arguments.gpu, arguments.network, loaded.plan.num_devices_per_node)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ def rehearse_recipe(
                 raise ConfigError([Problem(f"{role.key}.model_args.model_name_or_path", role.model_path, rule)])
             engines[name] = engine_use(role, shape, hardware.gpu)
             continue
-        task = _task(loaded, name)
+        task = replace(_task(loaded, name), cache=hardware.gpu.cache)
         key = (repr(task), json.dumps(configs[name], sort_keys=True))
         if key not in known:
             say(f"rehearsing {name} ({role.strategy_name}, {role.world_size} ranks)")

@@ -124,6 +124,8 @@ class Task:
     """The model is compared with a teacher's distributions of so many tokens each; 0: of the whole vocabulary."""
     top_tokens: int | None = None
     """As a teacher it gives its distributions, so many tokens of each; 0: the whole vocabulary."""
+    cache: int = 0
+    """Bytes of the last level of the device's cache."""
     on_cpu: bool = False
     """Count as on a CPU: its allocator, its head, its attention."""
 
@@ -273,7 +275,7 @@ def rehearse(task: Task, execute_sharded: bool = True) -> RoleRun:
     Args:
         execute_sharded: as FSDP2 does it; False: the unsharded model alone.
     """
-    tracker = Tracker(CPU_GRANULARITY if task.on_cpu else CUDA_GRANULARITY)
+    tracker = Tracker(CPU_GRANULARITY if task.on_cpu else CUDA_GRANULARITY, task.cache)
     cls: type[Any] = RehearsedFsdp2 if execute_sharded else RehearsedModule
     with fake_world(task.world_size), _as_on_device(tracker, task.on_cpu):
         strategy = cls(task.role, head=task.head, max_grad_norm=1.0)
@@ -473,12 +475,13 @@ class _Varlen(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.tracker, ctx.pairs = tracker, sum(length * length for length in lengths) / 2
         flops = int(4 * ctx.pairs * query.shape[1] * query.shape[2])
-        tracker.add_flops(flops, (query, key, value, output))
+        tracker.add_kernel(flops, (query, key, value), (output, sums))
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, _ = ctx.saved_tensors
+        query, key, value, output, sums = ctx.saved_tensors
         flops = int(10 * ctx.pairs * query.shape[1] * query.shape[2])
-        ctx.tracker.add_flops(flops, (query, key, value, output, gradients[0], query, key, value))
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
+        found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        ctx.tracker.add_kernel(flops, (query, key, value, output, sums, gradients[0]), found)
+        return *found, None, None

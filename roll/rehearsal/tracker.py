@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -30,6 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from roll.rehearsal.memory_traffic import MemoryTraffic, id_of, operands
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
@@ -88,11 +90,13 @@ class Tracker(TorchDispatchMode):
     """
     Args:
         granularity: bytes to which the allocator of the device rounds up: 512 on CUDA, 64 on a CPU.
+        cache: bytes of the last level of the device's cache.
     """
 
-    def __init__(self, granularity: int) -> None:
+    def __init__(self, granularity: int, cache: int = 0) -> None:
         super().__init__()
         self.granularity = granularity
+        self._traffic = MemoryTraffic(cache)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.live: dict[Kind, int] = dict.fromkeys(Kind, 0)
         self.tally = Tally()
@@ -141,11 +145,9 @@ class Tracker(TorchDispatchMode):
                 outer.peak = dict(inner.peak)
             self.tally, self._peak = outer, max(peak, self._peak)
 
-    def add_flops(self, flops: int, tensors: Iterable[Tensor]) -> None:
-        """Count the arithmetic of a kernel for which there is a stand-in."""
-        tensors = list(tensors)
-        moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self.tally.operations[Operation(flops, moved, tensors[0].dtype)] += 1
+    def add_kernel(self, flops: int, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Count a kernel for which there is a stand-in."""
+        self.tally.operations[Operation(flops, self._traffic.move(reads, writes), reads[0].dtype)] += 1
 
     def mark(self, tensors: Iterable[Tensor], kind: Kind) -> None:
         """Count the storages of these tensors as ``kind`` from now on."""
@@ -175,12 +177,11 @@ class Tracker(TorchDispatchMode):
             return func(*args, **kwargs)
         result = _grouped_mm(func, args, kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not func.is_view:
-            moved = _bytes_moved(func, inputs, outputs)
+        if inputs:
+            moved = self._traffic.move(*operands(func, args, kwargs, inputs, outputs))
             flops = flops_of(func._schema.name, args, kwargs)
             if moved or flops:
-                dtype = inputs[-1].dtype if inputs else outputs[0].dtype
-                self.tally.operations[Operation(flops, moved if inputs else 0, dtype)] += 1
+                self.tally.operations[Operation(flops, moved, inputs[-1].dtype)] += 1
         for tensor in outputs:
             if isinstance(tensor, FakeTensor):
                 self._follow(tensor)
@@ -213,12 +214,15 @@ class Tracker(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         kind, size = self._held.pop(key)
+        self._traffic.forget(key)
         self.live[kind] -= size
         self._total -= size
 
     def _set(self, key: int, kind: Kind, size: int) -> None:
         size += -size % self.granularity
         old_kind, old_size = self._held[key]
+        if not size:
+            self._traffic.forget(key)
         self.live[old_kind] -= old_size
         self.live[kind] += size
         self._held[key] = (kind, size)
@@ -233,30 +237,6 @@ def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     first, second, *rest = args
     result: Tensor = func(first.bfloat16(), second.bfloat16(), *rest, **kwargs)
     return result.to(first.dtype)
-
-
-def id_of(storage: torch.UntypedStorage) -> int:
-    """The identity of a storage, the same for all Python objects that stand for it."""
-    return int(storage._cdata)
-
-
-_PICKING = {"aten::embedding", "aten::gather", "aten::index_select", "aten::index"}
-_SCATTERING = {"aten::scatter_add_", "aten::index_add_", "aten::index_put_", "aten::scatter_", "aten::index_copy_"}
-
-
-def _bytes_moved(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
-    """At least so many bytes are read and written: of what is picked from a table only that, of what is repeated
-    without a copy what there is of it."""
-    name = func._schema.name
-    if name in _PICKING:
-        return 2 * sum(map(_num_bytes, outputs))
-    if name in _SCATTERING:
-        return 3 * min(map(_num_bytes, inputs))
-    return sum(map(_num_bytes, (*inputs, *outputs)))
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 _COLLECTIVES = {

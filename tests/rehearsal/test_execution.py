@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from roll.cli import main
 from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
+from roll.rehearsal.memory_traffic import MemoryTraffic
 from roll.rehearsal.simulate import Task, fake_world, rehearse
 from roll.rehearsal.tracker import Kind, Tracker
 from roll.strategies.base import StateKind
@@ -66,6 +68,48 @@ def test_a_tracker_counts_what_is_alive_and_what_was_at_the_peak() -> None:
         assert float(held.sum()) == 1.0 and (torch.tensor([3]) + 1).item() == 4
     del held, double
     assert not any(tracker.live.values())
+
+
+def bytes_moved(work: Callable[[torch.Tensor], object], cache: int = 0) -> int:
+    """Of work on 1024 numbers of four bytes, which are in memory before."""
+    tracker = Tracker(granularity=512, cache=cache)
+    with tracker:
+        given = torch.empty(32, 32)
+        with tracker.counting() as tally:
+            work(given)
+    return sum(operation.num_bytes * count for operation, count in tally.operations.items())
+
+
+@pytest.mark.parametrize(
+    ("work", "tensors"),
+    [
+        (lambda x: x + x.t(), 3),
+        (lambda x: x.add_(1.0), 2),
+        (lambda x: x.copy_(x.t().contiguous()), 4),
+        (lambda x: torch.add(x, x, out=x.new_empty(32, 32)), 3),
+        (lambda x: torch.zeros_like(x), 1),
+        (lambda x: x.zero_(), 1),
+        (lambda x: torch.empty_like(x), 0),
+        (lambda x: torch.ops.aten._unsafe_view(x, [1024]), 0),
+        (lambda x: torch.ops.prim.device(x), 0),
+        (lambda x: x.expand(8, 32, 32).sum(), 1),
+    ],
+)
+def test_an_operation_moves_what_it_reads_and_writes(work: Callable[[torch.Tensor], object], tensors: int) -> None:
+    assert abs(bytes_moved(work) - tensors * 4096) <= 4  # a sum is a number
+
+
+def test_a_cache_keeps_what_was_used_last() -> None:
+    assert bytes_moved(lambda x: (x + 1.0, x + 1.0), cache=1 << 20) == 4096, "what is freed in time is never written"
+    assert bytes_moved(lambda x: x + (x + 1.0), cache=1 << 20) == 4096, "what is in the cache is not read again"
+    assert bytes_moved(lambda x: x + (x + 1.0), cache=4096) == 3 * 4096, "the sum takes the place of the input"
+    assert bytes_moved(lambda x: (x + 1.0) + 1.0, cache=2048) == 3 * 4096, "half of each goes past it"
+    traffic = MemoryTraffic(cache=100)
+    assert traffic.move([], [(1, 60)]) == 0
+    assert traffic.move([(2, 60)], []) == 60 + 20, "a part of what was written goes to memory"
+    assert traffic.move([(1, 60)], []) == 20
+    traffic.forget(1)
+    assert traffic.move([(3, 100)], []) == 100
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")

@@ -214,6 +214,48 @@ def test_a_recipe_that_cannot_fit_exits_with_1_and_the_sum(capsys: pytest.Captur
     assert "does not fit on devices 0: in the phase update of actor_train" in capsys.readouterr().out.replace("\n", " ")
 
 
+H100 = {
+    # Measured: seconds of an optimizer step, torch.cuda.max_memory_allocated in GiB (docs/benchmarks.md).
+    "actor_train.use_sequence_packing=true": (2.218, 46.59),
+    "actor_train.use_prefix_sharing=true": (2.112, 40.20),
+}
+
+
+@pytest.mark.parametrize("layout", H100)
+def test_a_step_that_was_measured_on_an_h100(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    role = {"model_args": {"dtype": "bf16", "disable_gradient_checkpointing": True}, "device_mapping": [0]}
+    training = {"learning_rate": 1e-5, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
+    settings = {
+        "pipeline": "rlvr",
+        "exp_name": "step",
+        "pretrain": "Qwen/Qwen2.5-1.5B",
+        "num_gpus_per_node": 1,
+        "max_steps": 1,
+        "rollout_batch_size": 4,
+        "num_return_sequences_in_group": 8,
+        "prompt_length": 1024,
+        "response_length": 1024,
+        "adv_estimator": "grpo",
+        "actor_train": role
+        | {
+            "training_args": training,
+            "data_args": {"file_name": ["train.jsonl"]},
+            "strategy_args": {"strategy_name": "fsdp2_train"},
+        },
+        "actor_infer": role | {"strategy_args": {"strategy_name": "hf_infer"}},
+        "rewards": {"gsm8k": {"worker_cls": "gsm8k_rule", "tag_included": ["gsm8k"], "world_size": 1}},
+    }
+    recipe.write_text(json.dumps(settings))
+    assert main(["rehearse", str(recipe), "--gpu", "h100-80g", "--json", "--no-suggestions", layout]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (update,) = (phase for phase in found["devices"][0]["phases"] if phase["name"] == "update of actor_train")
+    allocated = sum(part["bytes"] for part in update["parts"] if part["kind"] != "context")
+    seconds, gibibytes = H100[layout]
+    assert allocated / 2**30 == pytest.approx(gibibytes, rel=0.01)
+    assert 0.4 * seconds < found["phases"]["update of actor_train"]["seconds"] < seconds
+
+
 HERE = (
     "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config_1gpu",
     "qwen2.5-0.5B-agentic/agentic_val_sokoban",
