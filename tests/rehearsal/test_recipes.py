@@ -165,7 +165,7 @@ def test_teachers_that_are_no_plain_models(tiny: Any, overrides: list[str], phas
 
 
 def small_machine(gib: float) -> Hardware:
-    return Hardware(Gpu("small", int(gib * 2**30), 1e12, 1e12, 1e11, 1e10), "nvlink+ib400", 1e10, 1e9, 2)
+    return Hardware(Gpu("small", int(gib * 2**30), 1e12, 1e12, 1e11, 2**20, 1e10), "nvlink+ib400", 1e10, 1e9, 2)
 
 
 @pytest.fixture(scope="module")
