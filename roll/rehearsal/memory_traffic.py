@@ -82,7 +82,7 @@ class MemoryTraffic:
 def operands(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | tuple[int, int]], list[Tensor | tuple[int, int]]]:
-    """What a kernel reads and what it writes.
+    """The tensors that a kernel reads, and those that it writes.
 
     Args:
         inputs: the tensors among its arguments.
