@@ -28,6 +28,10 @@ _OVERWRITING = {f"aten::{name}" for name in ("copy_", "fill_", "zero_", "normal_
 """They do not read what they write to."""
 
 
+Operand = Tensor | tuple[int, int]
+"""A tensor, or so many bytes of a storage."""
+
+
 class MemoryTraffic:
     """The cache of a device and what goes past it.
 
@@ -41,8 +45,8 @@ class MemoryTraffic:
         self._there: OrderedDict[int, tuple[int, int]] = OrderedDict()
         """Bytes of a storage in the cache, and how many of them memory does not have; what was used last at the end."""
 
-    def move(self, reads: Iterable[Tensor | tuple[int, int]], writes: Iterable[Tensor | tuple[int, int]]) -> int:
-        """Bytes to and from memory of a kernel that reads and writes tensors, or so many bytes of a storage."""
+    def move(self, reads: Iterable[Operand], writes: Iterable[Operand]) -> int:
+        """Bytes to and from memory of one kernel."""
         moved = 0
         for key, size in map(_extent, reads):
             there, unsaved = self._there.get(key, (0, 0))
@@ -81,7 +85,7 @@ class MemoryTraffic:
 
 def operands(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-) -> tuple[list[Tensor | tuple[int, int]], list[Tensor | tuple[int, int]]]:
+) -> tuple[list[Operand], list[Operand]]:
     """The tensors that a kernel reads, and those that it writes.
 
     Args:
@@ -98,9 +102,9 @@ def operands(
         target, source = inputs[0], min(inputs, key=num_bytes)
         part = _key(target), num_bytes(source)
         return [source, part], [part]
-    written, fresh = _written(func, args, kwargs), {id(tensor) for tensor in inputs}
+    written = _written(func, args, kwargs)
     keys = {_key(tensor) for tensor in inputs}
-    made = [one for one in outputs if id(one) not in fresh and _key(one) not in keys]
+    made = [one for one in outputs if _key(one) not in keys]
     if not written and not made:
         return [], []  # a view under another name, or a question about a tensor
     read = [] if name in _FILLING else list(inputs)
@@ -130,7 +134,7 @@ def num_bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _extent(one: Tensor | tuple[int, int]) -> tuple[int, int]:
+def _extent(one: Operand) -> tuple[int, int]:
     return one if isinstance(one, tuple) else (_key(one), num_bytes(one))
 
 
