@@ -225,13 +225,13 @@ def use_cpu_below(devices: int) -> None:
     """Choose the CPU for this process, and those that it starts, where the machine has accelerators but fewer than
     ``devices`` (an example for two logical devices on a machine with one GPU). ``ROLL_PLATFORM`` has precedence."""
     found = current_platform()
-    if PLATFORM_ENV in os.environ or found.device_type == "cpu" or found.device_count() >= devices:
+    if PLATFORM_ENV in os.environ or isinstance(found, CpuPlatform) or found.device_count() >= devices:
         return
-    count = found.device_count()
     logger.warning(
         "the CPU is used: this example has %d devices, and this machine's platform %s has %d. To use it, set %s=%s and "
-        "lower num_gpus_per_node and every device_mapping", devices, found.name, count, PLATFORM_ENV, found.name,
-    )  # fmt: skip
+        "lower num_gpus_per_node and every device_mapping",
+        *(devices, found.name, found.device_count(), PLATFORM_ENV, found.name),
+    )
     os.environ[PLATFORM_ENV] = CpuPlatform.name
     current_platform.cache_clear()
 

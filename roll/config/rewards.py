@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from roll.config.losses import SCORE_INPUT_DEFAULT
 from roll.config.names import FILTER_ARGUMENTS, PUBLISHED_REWARDS
 from roll.config.reading.fields import setting
 from roll.config.roles import GeneratingArguments, GenerationWorkerConfig, WorkerConfig
@@ -96,7 +97,7 @@ REWARD_MODEL = "reward_model"
 """The reward's short name, and the role's."""
 CLASSIFIER = "auto_sequence_classification"
 """``model_args.model_type`` of a reward model: a body with one score on top."""
-CHAT, TOKENS = "chat", "tokens"
+TOKENS = "tokens"
 
 
 def model_inputs(rewards: Mapping[str, RewardConfig]) -> dict[str, str]:
@@ -105,7 +106,7 @@ def model_inputs(rewards: Mapping[str, RewardConfig]) -> dict[str, str]:
     for name, section in rewards.items():
         for worker_cls, options in rewards_of(name, section):
             if worker_cls == REWARD_MODEL:
-                inputs.setdefault(name, str(options.get("input", CHAT)))
+                inputs.setdefault(name, str(options.get("input", SCORE_INPUT_DEFAULT)))
     return inputs
 
 

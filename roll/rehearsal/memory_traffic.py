@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 _PICKING = {"aten::embedding", "aten::gather", "aten::index_select", "aten::index"}
 """Of the table as much is read as there is in the output."""
@@ -26,7 +27,6 @@ _BARE = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "n
 """They write nothing."""
 _OVERWRITING = {f"aten::{name}" for name in ("copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_")}
 """They do not read what they write to."""
-
 
 Operand = Tensor | tuple[int, int]
 """A tensor, or so many bytes of a storage."""
@@ -119,14 +119,8 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[place] if place < len(args) else kwargs.get(argument.name)
-        found += [(one, argument.is_out) for one in _leaves(value)]
+        found += [(one, argument.is_out) for one in tree_leaves(value) if isinstance(one, Tensor)]
     return found
-
-
-def _leaves(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [one for one in value if isinstance(one, Tensor)] if isinstance(value, list | tuple) else []
 
 
 def num_bytes(tensor: Tensor) -> int:

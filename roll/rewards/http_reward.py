@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from roll.config.losses import SCORE_MEAN, SCORE_STD
+from roll.config.losses import SCORE_INPUT_DEFAULT, SCORE_MEAN, SCORE_STD, ScoreInput
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.http_client import JsonClient, Reply, ServiceOptions
 
@@ -118,7 +118,7 @@ class RewardModelScore(RewardRule):
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("raw",)
-    input: Literal["chat", "tokens"] = "chat"
+    input: ScoreInput = SCORE_INPUT_DEFAULT
     """``chat``: the row's messages and the response through the reward model's own tokenizer and chat template;
     ``tokens``: the tokens of prompt and response as the policy has them, for a model with the same vocabulary."""
     scale: float = 1.0
