@@ -32,6 +32,7 @@ from roll.config.model_files import CONFIG, looks_like_folder, model_folder, rea
 from roll.config.pipelines import find_own_modules
 from roll.config.plan.plan import RolePlan
 from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
@@ -344,14 +345,19 @@ def _resumption_problems(folder: Path, section: WorkerConfig) -> Iterator[tuple[
 
 
 def check_own_functions(loaded: LoadedConfig[Any]) -> None:
-    """Import every function that the configuration names by its path, and see that it takes its options.
+    """Import every function and class that the configuration names by its path, and see that it takes its options.
 
     Raises:
         ConfigError: a function that is not there, or options that it does not have.
     """
+    from roll.algorithms.registry import Registry
     from roll.datasets.columns import build_filter
 
     checks: list[tuple[str, Any, Callable[[], object]]] = list(loaded.pipeline.own_functions(loaded))
+    for name, role in loaded.plan.roles.items():
+        if role.worker_cls and DOTTED_PATH.fullmatch(role.worker_cls):
+            key = f"{loaded.pipeline.section_key(name)}.worker_cls"
+            checks.append((key, role.worker_cls, partial(Registry(key).resolve, role.worker_cls)))
     for name, section in loaded.pipeline.filtered_sections(loaded.config).items():
         chosen = section.data_args.dataset_filter
         if isinstance(chosen, str):

@@ -81,9 +81,10 @@ class Registry(Generic[F]):
         module_name, _, attribute = path.replace(":", ".").rpartition(".")
         try:
             function = getattr(importlib.import_module(module_name), attribute)
-        except (ModuleNotFoundError, AttributeError) as error:
+        except Exception as error:  # A module of the user's own may raise anything.
+            reason = f"{type(error).__name__}: {error}" if not isinstance(error, ModuleNotFoundError) else str(error)
             raise ValueError(
-                f"{self.kind} {path!r} cannot be imported: {error}; give package.module.function"
+                f"{self.kind} {path!r} cannot be imported: {reason}; give package.module.function"
             ) from error
         if not callable(function):
             raise ValueError(f"{self.kind} {path!r} is a {type(function).__name__}, not a function")

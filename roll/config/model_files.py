@@ -58,6 +58,12 @@ def model_folder(path: str | None) -> Path | None:
     return folder if os.path.isdir(folder) else None
 
 
+def lacks_flash_attention(implementation: str | None) -> bool:
+    """``fa2`` is written and the package is not there: sdpa takes its place, and packed rows use torch's own kernel for
+    sequences of different lengths."""
+    return implementation in ("fa2", "flash_attention_2") and find_spec("flash_attn") is None
+
+
 def model_config(path: str | None) -> Mapping[str, Any] | None:
     """The model's ``config.json``; None: it is not on this machine, or is no JSON object."""
     try:

@@ -17,11 +17,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from roll.config.lora import frozen_by, names_of
+from roll.config.model_files import lacks_flash_attention, model_folder
 from roll.config.roles import ModelArguments
+from roll.config.weight_files import file_of_each_tensor, stored_shapes
 from roll.models.vision import reads_images
 
 if TYPE_CHECKING:
@@ -77,7 +80,8 @@ def build_model(
         seed: of a new score head.
 
     Raises:
-        ValueError: no path, a model that cannot be computed here, or ``freeze_module_prefix`` that matches nothing.
+        ValueError: no path, a model that cannot be computed here, a folder that lacks a tensor of the model, or
+            ``freeze_module_prefix`` that matches nothing.
         OSError: no such folder, or a folder without a model.
     """
     config = checked_config(args, head)
@@ -89,13 +93,29 @@ def build_model(
         trust_remote_code=args.trust_remote_code,
         output_loading_info=True,
     )
+    missing = set(info["missing_keys"])
     if head != "causal_lm":
         for name, parameter in model.score.named_parameters():
             # A sequence-classification model has a weight and no bias.
-            if f"{VALUE_HEAD}{name}" in info["missing_keys"]:
+            if f"{VALUE_HEAD}{name}" in missing:
+                missing.remove(f"{VALUE_HEAD}{name}")
                 parameter.data.copy_(new_head(head, parameter, seed))
+    if missing:
+        raise ValueError(_lacks(str(args.model_name_or_path), sorted(missing), sorted(info["unexpected_keys"])))
     freeze_modules(model, args.freeze_module_prefix)
     return model
+
+
+def _lacks(path: str, missing: list[str], unexpected: list[str]) -> str:
+    """transformers would fill what is missing with random numbers, and train them."""
+    text = f"model_args.model_name_or_path: {path} lacks {_some(missing)} of the model that its config.json describes"
+    if unexpected:
+        text += f"; it holds {_some(unexpected)}, which the model does not have"
+    return f"{text}. Download the folder again, or save the bare model (no wrapper, adapters merged) by save_pretrained"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def empty_model(config: PretrainedConfig, head: HeadName, **options: Any) -> PreTrainedModel:
@@ -178,6 +198,9 @@ def load_config(args: ModelArguments) -> PretrainedConfig:
             f"model_args.model_config_kwargs: the {config.model_type} model has no {', '.join(sorted(unused))}; "
             f"it has {', '.join(sorted(key for key in config.to_dict() if not key.startswith('_')))}"
         )
+    if config.get_text_config().tie_word_embeddings and unties_output(args.model_name_or_path):
+        for part in (config, config.get_text_config()):
+            part.tie_word_embeddings = False
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         for key in _DROPOUT_KEYS:
             if hasattr(part, key) and key not in args.model_config_kwargs:
@@ -185,11 +208,38 @@ def load_config(args: ModelArguments) -> PretrainedConfig:
     return config
 
 
+def unties_output(name_or_path: str) -> bool:
+    """The files hold an output matrix that differs from the embeddings.
+
+    transformers then computes with both, whatever ``tie_word_embeddings`` says; others (Megatron, vLLM, the next loader
+    of an export) trust the flag. A hub model that is not on this machine yet is taken at its word.
+    """
+    folder = model_folder(name_or_path)
+    try:
+        shapes = None if folder is None else stored_shapes(folder)
+    except ValueError:
+        return False
+    if folder is None or not shapes or OUTPUT_MATRIX not in shapes:
+        return False
+    files = file_of_each_tensor(folder)
+    embeddings = [name for name, shape in shapes.items() if name != OUTPUT_MATRIX and shape == shapes[OUTPUT_MATRIX]]
+    with safe_open(files[OUTPUT_MATRIX], framework="pt") as file:
+        output = file.get_slice(OUTPUT_MATRIX)
+        for name in embeddings:
+            with safe_open(files[name], framework="pt") as other:
+                inputs, step = other.get_slice(name), 16384
+                starts = range(0, shapes[name][0], step)
+                if all(torch.equal(output[start : start + step], inputs[start : start + step]) for start in starts):
+                    return False
+    return bool(embeddings)
+
+
 def attention_implementation(args: ModelArguments) -> str | None:
     """The name by which transformers knows ``model_args.attn_implementation``; None: ``sdpa`` where the model has it,
-    else ``eager`` (gpt-oss)."""
+    else ``eager`` (gpt-oss). Likewise for flash attention where its package is missing: torch brings a flash kernel of
+    its own."""
     name = args.attn_implementation
-    return None if name in (None, "auto") else _ATTENTION_NAMES.get(name, name)
+    return None if name in (None, "auto") or lacks_flash_attention(name) else _ATTENTION_NAMES.get(name, name)
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel, args: ModelArguments) -> None:

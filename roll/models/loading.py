@@ -11,7 +11,6 @@ others :func:`build_on_meta` gives None, and the model is loaded whole.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from roll.config.roles import ModelArguments
+from roll.config.weight_files import file_of_each_tensor
 from roll.models.build import (
     OUTPUT_MATRIX,
     VALUE_HEAD,
@@ -52,7 +52,12 @@ class TensorFiles:
             OSError: no such folder, or one without safetensors files.
         """
         self.folder = _local_folder(name_or_path)
-        self._files = _file_of_each_tensor(self.folder)
+        try:
+            self._files = file_of_each_tensor(self.folder)
+        except ValueError as error:
+            raise OSError(str(error)) from error
+        if not self._files:
+            raise OSError(f"{self.folder}: no model.safetensors; save the model with save_pretrained in this format")
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -138,17 +143,6 @@ def _local_folder(name_or_path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name_or_path, allow_patterns=["*.safetensors", "*.json"]))
-
-
-def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    file = folder / "model.safetensors"
-    if not file.is_file():
-        raise OSError(f"{folder}: no model.safetensors; save the model with save_pretrained in safetensors format")
-    with safe_open(file, framework="pt") as opened:
-        return dict.fromkeys(opened.keys(), file)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.algorithm import estimator
 from roll.config.checks.base import Checks
+from roll.config.checks.roles import note_needless_reference
 from roll.config.lora import adapter_rank, adapts_experts, uses_lora
 from roll.config.model_files import EXPERTS, model_config, needed
 from roll.config.plan.planning import shares_devices
@@ -65,7 +66,8 @@ def check_needed_roles(config: PolicyRunConfig, checks: Checks) -> None:
         checks.missing("reference", rule, f"reference.device_mapping: {devices}")
     if config.reference is not None and not needs_reference(config):
         checks.note("reference", "not started: no KL is used (use_kl_loss with kl_loss_coef, or add_token_level_kl)")
-    _note_needless_reference(config, checks)
+    if config.reference is not None and needs_reference(config):
+        note_needless_reference(config, config.reference, checks)
     if needs_critic(config) and config.critic is None and not checks.broken("adv_estimator"):
         rule = f"is needed by adv_estimator: {config.adv_estimator}"
         checks.missing("critic", rule, f"critic.device_mapping: {devices}")
@@ -83,17 +85,6 @@ def check_needed_roles(config: PolicyRunConfig, checks: Checks) -> None:
     if own is not None and own != (trained or config.pretrain):
         text = "the engines get actor_train's weights before the first step"
         checks.note("actor_infer.model_args.model_name_or_path", text)
-
-
-def _note_needless_reference(config: PolicyRunConfig, checks: Checks) -> None:
-    """A second copy of what the LoRA actor has already."""
-    trainer, reference = config.actor_train, config.reference
-    if reference is None or not needs_reference(config) or not uses_lora(trainer.model_args):
-        return
-    paths = [checks.pipeline.model(config, *one)[1] for one in (("reference", reference), ("actor_train", trainer))]
-    if paths[0] == paths[1] and not uses_lora(reference.model_args):
-        text = "actor_train without its adapters gives the same log-probs: leave the section out to save its memory"
-        checks.note("reference", text)
 
 
 def check_recorded_rollouts(config: PolicyRunConfig, checks: Checks) -> None:

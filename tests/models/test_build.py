@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from roll.config.roles import ModelArguments
-from roll.models.build import build_model, enable_gradient_checkpointing, has_tied_embeddings
+from roll.config.weight_files import weights_problem
+from roll.models.build import (
+    attention_implementation,
+    build_model,
+    enable_gradient_checkpointing,
+    has_tied_embeddings,
+)
+from roll.models.loading import build_on_meta
 
 
 def write_model(path: Path, **options: Any) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        attention_dropout=0.3,
-        **options,
-    )
+    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(**shape | {"num_attention_heads": 2, "attention_dropout": 0.3} | options)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     return path
 
@@ -95,3 +100,78 @@ def test_mistakes_are_named(folder: Path, options: dict[str, Any], message: str)
 def test_an_empty_path_is_named() -> None:
     with pytest.raises(ValueError, match="model_name_or_path: empty"):
         build_model(arguments(None), "causal_lm")
+
+
+def save(folder: Path, weights: dict[str, torch.Tensor], config: Path) -> Path:
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(config / "config.json", folder)
+    return folder
+
+
+Weights = dict[str, torch.Tensor]
+INCOMPLETE: dict[str, Callable[[Weights], Weights]] = {
+    "model.layers.1.mlp.up_proj.weight": lambda w: {k: v for k, v in w.items() if "1.mlp.up" not in k},
+    "lm_head.weight": lambda w: {k: v for k, v in w.items() if k != "lm_head.weight"},
+    "_orig_mod.": lambda w: {f"_orig_mod.{k}": v for k, v in w.items()},
+    "_fsdp_wrapped_module.": lambda w: {k.replace("layers", "_fsdp_wrapped_module.layers"): v for k, v in w.items()},
+    "base_model.model.": lambda w: {
+        f"base_model.model.{k.replace('proj.weight', 'proj.base_layer.weight')}": v for k, v in w.items()
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def three_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("three"), num_hidden_layers=3, tie_word_embeddings=False)
+
+
+@pytest.mark.parametrize("name", INCOMPLETE)
+def test_a_folder_that_lacks_a_tensor_is_refused_by_the_loader_and_by_the_check(
+    three_layers: Path, tmp_path: Path, name: str
+) -> None:
+    damaged = save(tmp_path / "model", INCOMPLETE[name](load_file(three_layers / "model.safetensors")), three_layers)
+    with pytest.raises(ValueError, match=re.escape(name)):
+        build_model(arguments(damaged), "causal_lm")
+    with pytest.raises(ValueError, match=re.escape(name)):
+        assert build_on_meta(arguments(damaged), "causal_lm") is None
+        build_model(arguments(damaged), "causal_lm")
+    problem = weights_problem(damaged, json.loads((damaged / "config.json").read_text()))
+    assert problem is not None and name.removesuffix("model.") in problem
+    if name != "lm_head.weight":
+        for head in ("value", "score"):
+            with pytest.raises(ValueError, match="lacks"):
+                build_model(arguments(damaged), head)  # type: ignore[arg-type]
+
+
+def test_a_cut_file_and_an_absent_shard_are_found_by_their_headers(three_layers: Path, tmp_path: Path) -> None:
+    config = json.loads((three_layers / "config.json").read_text())
+    assert weights_problem(three_layers, config) is None
+    shutil.copytree(three_layers, tmp_path / "cut")
+    whole = (tmp_path / "cut" / "model.safetensors").read_bytes()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(whole[:-100])
+    assert "cut off" in str(weights_problem(tmp_path / "cut", config))
+    (tmp_path / "sharded").mkdir()
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-00001-of-00002.safetensors" in str(weights_problem(tmp_path / "sharded", config))
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_whether_embeddings_are_tied_is_what_the_files_say(three_layers: Path, tmp_path: Path, differs: bool) -> None:
+    weights = load_file(three_layers / "model.safetensors")
+    if not differs:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    folder = save(tmp_path / "model", weights, three_layers)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    model = build_model(arguments(folder), "causal_lm")
+    assert model.config.tie_word_embeddings is not differs and has_tied_embeddings(model) is not differs
+    assert torch.equal(model.get_output_embeddings().weight, weights["lm_head.weight"].float())
+
+
+def test_flash_attention_without_its_package_is_sdpa(folder: Path) -> None:
+    for written in ("fa2", "flash_attention_2"):
+        args = arguments(folder, attn_implementation=written)
+        assert attention_implementation(args) is None
+        assert build_model(args, "causal_lm").config._attn_implementation == "sdpa"

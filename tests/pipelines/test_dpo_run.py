@@ -135,7 +135,8 @@ def test_the_base_of_an_adapter_is_the_reference(run: Run) -> None:
         "model_args.lora_rank": 4,
         "training_args": training_args(4, 2, 1e-2),
     }
-    done = run({f"actor_train.{key}": value for key, value in adapter.items()}, pipeline="dpo")
+    keys = {f"actor_train.{key}": value for key, value in adapter.items()}
+    done = run({**keys, "reference": None}, pipeline="dpo")
     assert done.steps[0]["actor/loss"] == pytest.approx(0.693147, abs=1e-5)
     assert done.steps[2]["actor/margin"] > 0
     assert not (done.output / "logs" / "workers" / "reference-0.log").exists(), "no second model"

@@ -11,17 +11,20 @@ from typing import Any
 
 from roll.config import model_files
 from roll.config.checks.base import Checks
-from roll.config.lora import check_lora
+from roll.config.lora import check_lora, uses_lora
 from roll.config.model_files import (
     CONFIG,
     HUB_NAME,
     OFFLINE,
     is_offline,
+    lacks_flash_attention,
     looks_like_folder,
+    model_config,
     model_folder,
     model_number,
     read_model_config,
 )
+from roll.config.model_names import family_of
 from roll.config.names import UNPUBLISHED_TRACKERS
 from roll.config.pipelines import COMPUTES_LOG_PROBS, GENERATES, TEACHES, TRAINS
 from roll.config.plan.plan import check_micro_batching
@@ -37,6 +40,7 @@ from roll.config.strategies.registry import (
     is_sized_engine,
     read_strategy_config,
 )
+from roll.config.weight_files import weights_problem
 
 
 def check_model(
@@ -71,9 +75,17 @@ def check_model(
     except ValueError as error:
         checks.add(key, path, f"is not a model folder: {error}")
         return
-    if found is None or checks.broken(key):
+    if checks.broken(key):
+        return
+    if found is None:
+        by_name = None if looks_like_folder(path) else family_of(path)
+        if by_name is not None and (lacking := family_problem(by_name, name, role)) is not None:
+            checks.add(key, path, lacking)
         return
     lacking = family_problem(found, name, role)
+    folder = model_folder(path)
+    if lacking is None and folder is not None:
+        lacking = weights_problem(folder, found)
     if lacking is not None:
         checks.add(key, path, lacking)
         return
@@ -106,6 +118,16 @@ def note_positions(key: str, path: str | None, length: int, checks: Checks) -> N
         checks.note(key, f"sequences of {length} tokens are longer than the model's {positions} positions ({path})")
 
 
+def _positions(path: str | None) -> int | None:
+    """Positions that vLLM and SGLang give the model: those of ``config.json``, stretched by its rotary scaling."""
+    positions = model_number(path, "max_position_embeddings")
+    config = model_config(path) or {}
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    if positions is None or not isinstance(scaling, dict) or not isinstance(scaling.get("factor"), int | float):
+        return positions
+    return max(positions, int(scaling.get("original_max_position_embeddings", positions) * scaling["factor"]))
+
+
 def check_roles(config: RunConfig, checks: Checks) -> dict[str, StrategyConfig]:
     """Devices, strategy and model of every role that holds one; the strategies' typed options."""
     strategies = {}
@@ -120,6 +142,7 @@ def check_roles(config: RunConfig, checks: Checks) -> dict[str, StrategyConfig]:
             strategies[name] = options
             options.check(name, role, world_size(role), pipeline.task_of(name, role) is TRAINS, checks.problems)
             check_rows(config, name, role, checks)
+        note_attention(name, role, checks)
     check_nodes(config, checks)
     note_tracker(config, checks)
     return strategies
@@ -195,6 +218,26 @@ def check_rows(config: RunConfig, name: str, role: WorkerConfig, checks: Checks)
     check_micro_batching(name, role, longest, rows if task is TRAINS else None, checks.problems)
 
 
+def note_attention(name: str, role: WorkerConfig, checks: Checks) -> None:
+    """Flash attention without its package."""
+    written = role.model_args.attn_implementation
+    if lacks_flash_attention(written) and role.strategy_args.strategy_name.startswith(("fsdp", "deepspeed", "hf_")):
+        rule = (
+            f"{written}: flash_attn is not installed, so the model runs sdpa; on a GPU that is torch's own flash kernel, "
+            "and packed rows use its kernel for sequences of different lengths"
+        )
+        checks.note(f"{name}.model_args.attn_implementation", rule)
+
+
+def note_needless_reference(config: Any, reference: WorkerConfig, checks: Checks) -> None:
+    """A second copy of what a policy with adapters has already."""
+    trainer = config.actor_train
+    models = [checks.pipeline.model(config, *role)[1] for role in (("reference", reference), ("actor_train", trainer))]
+    if uses_lora(trainer.model_args) and models[0] == models[1] and not uses_lora(reference.model_args):
+        text = "actor_train without its adapters gives the same log-probs: leave the section out to save its memory"
+        checks.note("reference", text)
+
+
 def note_tracker(config: RunConfig, checks: Checks) -> None:
     """A tracker that is not public, and what takes its place."""
     names = [config.track_with] if isinstance(config.track_with, str) else config.track_with
@@ -203,13 +246,20 @@ def note_tracker(config: RunConfig, checks: Checks) -> None:
             checks.note("track_with", f"{name} is not public: metrics go to {UNPUBLISHED_TRACKERS[name]}")
 
 
-def note_engine_length(options: dict[str, StrategyConfig], prompt: int, sequence: int, checks: Checks) -> None:
-    """An engine shorter than the longest sequence cuts responses; one without room for a prompt cannot work."""
+def check_engine_length(
+    options: dict[str, StrategyConfig], role: WorkerConfig, path: str | None, prompt: int, sequence: int, checks: Checks
+) -> None:
+    """An engine shorter than the longest sequence cuts responses; one without room for a prompt, or longer than the
+    model (vLLM and SGLang refuse to start), cannot work."""
     engine = options.get("actor_infer")
     longest: int | None = getattr(engine, "max_model_len", None)
     if longest is None:
         return
     key = "actor_infer.strategy_args.strategy_config.max_model_len"
+    positions = _positions(path)
+    if positions is not None and longest > positions and is_sized_engine(role):
+        checks.add(key, longest, f"the model has {positions} positions ({path})", min(positions, sequence))
+        return
     if longest <= prompt:
         rule = f"leaves no room for a response after prompts of {prompt} tokens"
         checks.add(key, longest, rule, sequence)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from roll.config.algorithm import estimator
 from roll.config.checks.base import Checks, check_resume, check_schedule, check_template_file
 from roll.config.checks.keys import note_unread
-from roll.config.checks.roles import check_roles, note_engine_length, note_positions
+from roll.config.checks.roles import check_engine_length, check_roles, note_positions
 from roll.config.names import PUBLISHED_PREFIX
 from roll.config.plan.plan import working_values
 from roll.config.plan.planning import shares_devices
@@ -180,7 +180,7 @@ def check_lengths(config: AgenticConfig, options: dict[str, StrategyConfig], mod
         checks.note("train_env_manager.generating_args", "has no effect: actor_infer.generating_args decides")
     longest = config.sequence_length
     response = max((entry.new_tokens for entry in training_entries(config, checks)), default=1)
-    note_engine_length(options, longest - response, longest, checks)
+    check_engine_length(options, config.actor_infer, model, longest - response, longest, checks)
     note_positions("pretrain", model, longest, checks)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roll.config.checks.base import Checks
+from roll.config.checks.roles import note_needless_reference
 from roll.config.lora import uses_lora
 from roll.config.losses import PreferenceLossConfig, needs_reference, preference_problems
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
@@ -47,14 +48,13 @@ class DPOConfig(PreferenceLossConfig, RunConfig):
 
 
 def runs_reference(config: DPOConfig) -> bool:
-    """True if the role ``reference`` is started: it is needed, and there is no LoRA base that could stand for it."""
-    return config.reference is not None and needs_reference(config) and not has_base(config)
+    """The role ``reference`` is started: it is needed, and has a section."""
+    return config.reference is not None and needs_reference(config)
 
 
 def has_base(config: DPOConfig) -> bool:
-    """True for a LoRA policy whose base is the reference, since no other model is named."""
-    named = config.reference is not None and config.reference.model_args.model_name_or_path is not None
-    return uses_lora(config.actor_train.model_args) and not named
+    """The policy has adapters and its base is the reference: there is no section of another model."""
+    return uses_lora(config.actor_train.model_args) and config.reference is None
 
 
 class DPO(SupervisedDefinition):
@@ -93,6 +93,8 @@ class DPO(SupervisedDefinition):
             if needs_reference(config) and config.reference is None and not has_base(config):
                 rule = "is needed: a section with the strategy and devices of the model that the policy is tied to"
                 checks.missing("reference", rule, "{strategy_args: {strategy_name: fsdp2_infer}, device_mapping: [0]}")
+            if config.reference is not None and needs_reference(config):
+                note_needless_reference(config, config.reference, checks)
 
     def plan(self, config: DPOConfig, exp_name: str, written: Written) -> SupervisedPlan:
         return replace(super().plan(config, exp_name, written), needs_reference=needs_reference(config))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from roll.checkpoint.contents import STATE_NAME
 from roll.config.checks.base import Checks
-from roll.config.checks.roles import check_roles, note_engine_length, note_positions
+from roll.config.checks.roles import check_engine_length, check_roles, note_positions
 from roll.config.model_files import CONFIG, looks_like_folder, model_folder, read_model_config
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.plan import Folders, Plan
@@ -314,7 +314,7 @@ def check_evaluation(config: EvaluateConfig, checks: Checks) -> None:
     if not checks.broken("prompt_length", "response_length", "sequence_length"):
         val_prompt, val_sequence = longest_in_validation(config)
         prompt, longest = max(config.prompt_length, val_prompt), max(config.longest_sequence, val_sequence)
-        note_engine_length(options, prompt, longest, checks)
+        check_engine_length(options, config.actor_infer, config.pretrain or None, prompt, longest, checks)
         note_positions("pretrain", config.pretrain or None, longest, checks)
     check_rewards(config, checks)
     check_judges(config, checks)

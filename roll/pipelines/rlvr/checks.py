@@ -16,7 +16,7 @@ from roll.config.checks.base import (
     check_template_file,
 )
 from roll.config.checks.keys import note_unread
-from roll.config.checks.roles import check_roles, note_engine_length, note_positions
+from roll.config.checks.roles import check_engine_length, check_roles, note_positions
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.plan.plan import explain_indivisible, working_values
 from roll.config.reading.errors import closest
@@ -48,8 +48,8 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     if not checks.broken("prompt_length", "response_length", "sequence_length"):
         val_prompt, val_sequence = longest_in_validation(config)
         prompt, longest = max(config.prompt_length, val_prompt), max(config.longest_sequence, val_sequence)
-        note_engine_length(options, prompt, longest, checks)
         _, path = checks.pipeline.model(config, "actor_train", config.actor_train)
+        check_engine_length(options, config.actor_infer, path, prompt, longest, checks)
         note_positions("pretrain", path, longest, checks)
     check_batches(config, checks)
     check_rewards(config, checks)

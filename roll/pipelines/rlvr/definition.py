@@ -228,6 +228,8 @@ class RLVR(PipelineDefinition):
 
     def own_functions(self, loaded: LoadedConfig[RLVRConfig]) -> Iterator[tuple[str, Any, Callable[[], object]]]:
         yield from policy_functions(loaded.config)
+        if loop := loaded.config.user_defined_rollout_loop_cls:
+            yield "user_defined_rollout_loop_cls", loop, partial(_resolve_loop, loop)
         for name, section in loaded.config.rewards.items():
             for key in ("query_filter_config", "response_filter_config"):
                 own = getattr(section, key)
@@ -300,6 +302,12 @@ class OPD(RLVR):
     panels = (Panel("Divergence from the teacher", ("opd/*/kl",), smooth=True), *RLVR.panels)
     reference = ()
     section_tables = ()
+
+
+def _resolve_loop(path: str) -> object:
+    from roll.rollout.loops import rollout_loops
+
+    return rollout_loops.resolve(path)
 
 
 def check_rewards(loaded: LoadedConfig[RLVRConfig]) -> None:

@@ -66,7 +66,9 @@ def engine_arguments(
         **_ranks(options),
         # The model's own sampling defaults would mix with the request's.
         "generation_config": "vllm",
-        "hf_overrides": dict(role.model_args.model_config_kwargs),
+        # Whether embeddings are tied is what the files say, see load_config; vLLM reads the flag.
+        "hf_overrides": role.model_args.model_config_kwargs
+        | {"tie_word_embeddings": model_config.get_text_config().tie_word_embeddings},
     }
     if getattr(model_config, "vision_config", None) is not None:
         arguments["limit_mm_per_prompt"] = dict(options.limit_mm_per_prompt)
