@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 1024
 """Rows that are rendered and tokenised together; what is in memory at a time."""
-ROWS_FORMAT = 2
+ROWS_FORMAT = 3
 """Version of prepared rows and their counts; cache entries of other versions are not used."""
 FORMAT = 3
 """Version of a cache entry; increased when the same settings give other rows or files."""
@@ -87,6 +87,12 @@ class PreparedRows(Sequence[RowT]):
     def lengths(self) -> np.ndarray:
         """Tokens of a row, responses included, int32 (rows,)."""
         return self._store.column("length")[self._positions]
+
+    def digest(self) -> str:
+        """Changes with any row's id, tokens or columns, and with their order."""
+        hasher = hashlib.sha256(repr(self.ids).encode())
+        hasher.update(self._store.column("digest")[self._positions].tobytes())
+        return hasher.hexdigest()[:16]
 
     @property
     def difficulties(self) -> np.ndarray | None:
@@ -291,6 +297,16 @@ def cache_key(paths: Sequence[Path], settings: Mapping[str, Any]) -> str:
     files = [[name, stem, content_hash(path)] for name, stem, path in zip(names, stems, paths, strict=True)]
     text = json.dumps([FORMAT, files, settings], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def edges_hash(path: Path, most: int = 1 << 20) -> str:
+    """Of a file that is too large to be read twice: its size, its beginning and its end."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        digest = hashlib.blake2b(str(size).encode() + file.read(most), digest_size=16)
+        file.seek(max(0, size - most))
+        digest.update(file.read(most))
+    return digest.hexdigest()
 
 
 def content_hash(path: Path) -> str:

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.config.data import CurriculumArguments, DataArguments
+from roll.datasets.preparation import PreparedRows
 from roll.datasets.prompts import PromptDataset
 from roll.datasets.types import DataError, PromptRow
 
@@ -85,6 +86,9 @@ class ShuffledEpochs(Generic[T]):
         if not rows:
             raise DataError(f"no rows to draw from{f' in domain {name!r}' if name else ''}")
         self._rows = rows
+        self._digest = (
+            rows.digest() if isinstance(rows, PreparedRows) else hashlib.sha256(repr(rows).encode()).hexdigest()
+        )
         self._name = name
         self._epochs = order or EpochOrder(len(rows), seed, name, shuffle)
         self._drawn = 0
@@ -114,18 +118,27 @@ class ShuffledEpochs(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"drawn": self._drawn, **self._epochs.description()}
+        return {"drawn": self._drawn, **self._described()}
+
+    def _described(self) -> dict[str, Any]:
+        """What a checkpoint must agree with, the contents of the rows included."""
+        return {**self._epochs.description(), "contents": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
         Raises:
-            DataError: the state belongs to another seed, another number of rows or another order.
+            DataError: the state belongs to other rows, another seed or another order.
         """
-        mine = self._epochs.description()
+        mine = self._described()
         theirs = {key: state.get(key) for key in mine}
         if mine != theirs:
             where = f"domain {self._name!r}: " if self._name else ""
-            raise DataError(f"{where}the checkpoint was drawing from {theirs}, this run from {mine}: not the same data")
+            differing = [key for key in mine if mine[key] != theirs[key]]
+            said = ", ".join(f"{key} {theirs[key]!r}, now {mine[key]!r}" for key in differing)
+            raise DataError(
+                f"{where}the checkpoint was drawing from other data ({said}): restore the rows and settings that it "
+                "was written with, or start anew with resume_from_checkpoint: false"
+            )
         self._drawn = int(state["drawn"])
 
 
@@ -160,7 +173,6 @@ class DomainSampler:
             for domain, rows in ((domain, datasets[domain]) for domain in self._shares if self._shares[domain])
         }
         self._domains = list(self._streams)
-        self._digest = digest(datasets)
         self._datasets = datasets
         self._rows_by_id: dict[str, dict[str, PromptRow]] = {}
 
@@ -213,7 +225,6 @@ class DomainSampler:
     def state_dict(self) -> dict[str, Any]:
         """Position of every domain: plain JSON values."""
         return {
-            "data": self._digest,
             "shares": {domain: str(share) for domain, share in self._shares.items()},
             "domains": {domain: stream.state_dict() for domain, stream in self._streams.items()},
         }
@@ -224,13 +235,12 @@ class DomainSampler:
         Raises:
             DataError: the data or the domains' shares are not those of the state.
         """
-        mine = self.state_dict()
-        for key, meaning in (("shares", "domain_interleave_probs"), ("data", "the prompts (ids or order)")):
-            if state[key] != mine[key]:
-                raise DataError(
-                    f"cannot continue the checkpoint's data order: {meaning} changed from {state[key]} to {mine[key]}; "
-                    "restore the former setting, or start without resume_from_checkpoint"
-                )
+        mine = self.state_dict()["shares"]
+        if state["shares"] != mine:
+            raise DataError(
+                f"cannot continue the checkpoint's data order: domain_interleave_probs changed from {state['shares']} "
+                f"to {mine}; restore the former setting, or start anew with resume_from_checkpoint: false"
+            )
         for domain, stream in self._streams.items():
             stream.load_state_dict(state["domains"][domain])
 
@@ -265,13 +275,3 @@ def shares(datasets: Mapping[str, Sequence[PromptRow]], probs: Mapping[str, floa
     if not total:
         raise DataError("domain_interleave_probs: no domain has a share above 0")
     return {domain: share / total for domain, share in wanted.items()}
-
-
-def digest(datasets: Mapping[str, Sequence[PromptRow]]) -> str:
-    """Changes when prompts are added, removed or reordered."""
-    hasher = hashlib.sha256()
-    for domain in sorted(datasets):
-        rows = datasets[domain]
-        ids = rows.ids if isinstance(rows, PromptDataset) else [row.prompt_id for row in rows]
-        hasher.update(repr((domain, ids)).encode())
-    return hasher.hexdigest()[:16]

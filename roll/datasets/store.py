@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import xxhash
 
 from roll.datasets.reading import unique_names
 from roll.datasets.types import BadRows, DataError, LoadCounts
@@ -78,6 +79,7 @@ INDEX = pa.schema(
         "length": pa.int32(),
         "prompt_length": pa.int32(),
         "difficulty": pa.float64(),
+        "digest": pa.uint64(),
     }
 )
 
@@ -124,9 +126,16 @@ def encode_rows(rows: Sequence[StoredRow]) -> EncodedRows:
         columns = {name: made.get(name) or [getattr(row, name) for row in rows] for name in schema.names}
         return pa.record_batch(columns, schema=schema)
 
+    columns = [to_json(row.row) for row in rows]
+    digests = [
+        # Of a demonstration, whose columns are not kept, the tokens are all that is learned from.
+        xxhash.xxh3_64_intdigest(np.asarray(row.token_ids + row.spans, dtype=np.int32).tobytes())
+        if row.row is None
+        else xxhash.xxh3_64_intdigest(f"{len(row.token_ids)} {row.text} {text}".encode())
+        for row, text in zip(rows, columns, strict=True)
+    ]
     return EncodedRows(
-        batch(ROWS, row=[to_json(row.row) for row in rows]),
-        batch(without_position, length=[len(row.token_ids) for row in rows]),
+        batch(ROWS, row=columns), batch(without_position, length=[len(row.token_ids) for row in rows], digest=digests)
     )
 
 

@@ -137,6 +137,17 @@ def fingerprint(name_or_path: str | None) -> str | None:
         return None
 
 
+def adapter_fingerprint(name_or_path: str | None) -> str | None:
+    """A hash of an adapter's files; the name itself where it is not on this machine, None for no adapter."""
+    if name_or_path is None or not Path(name_or_path).is_dir():
+        return name_or_path
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(Path(name_or_path).glob("adapter_*")):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def _local_folder(name_or_path: str) -> Path:
     if Path(name_or_path).is_dir():
         return Path(name_or_path)

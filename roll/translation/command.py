@@ -119,7 +119,7 @@ def render_notes(translation: Translation, console: Console) -> None:
         )
     console.print(table)
     lines = [
-        f"stays in the environment: {name}={MASK if is_secret(name) else value}"
+        f"stays in the environment: {name}={MASK if is_secret(name, value) else value}"
         for name, value in translation.environment.items()
     ]
     lines += list(translation.remarks)

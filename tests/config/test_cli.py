@@ -104,7 +104,8 @@ def test_resolved_masks_secrets(
 
 def test_what_is_a_secret() -> None:
     assert all(map(is_secret, ["judge_api_key", "HF_TOKEN", "password", "client_secret", "WANDB_API_KEY", "apikey"]))
-    assert not any(map(is_secret, ["prompt_key", "max_new_tokens", "stop_token_ids", "tokenizer", "keys", "monkey"]))
+    others = ["prompt_key", "max_new_tokens", "stop_token_ids", "tokenizer", "keys", "monkey"]
+    assert not any(is_secret(name, "problem") for name in others)
 
 
 @pytest.mark.usefixtures("good")

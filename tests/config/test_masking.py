@@ -15,6 +15,8 @@ SECRET = "s3cr3t-value"
     [
         *("judge_api_key", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "x-api-key", "apiKey", "hf_token", "accessToken"),
         *("GITHUB_PAT", "PGPASSWORD", "DB_PASS", "password", "client_secret", "credentials", "Authorization", "Cookie"),
+        *("MY_TOKEN_X", "GITHUB_TOKEN_2", "API_KEYS", "PASSWORD_DB", "DB_PASSWORD_PROD", "my_api_keys", "TOKEN_HF_CI"),
+        *("SSH_PRIVATE_KEY_B64", "service-account-key", "openai_api_key_2", "SESSION_COOKIES"),
     ],
 )
 def test_names_of_secrets(name: str) -> None:
@@ -24,15 +26,35 @@ def test_names_of_secrets(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["prompt_key", "max_new_tokens", "top_k", "pass_k", "stop_token_ids", "path", "keep_local_file", "tokens"]
+    "name",
+    [
+        *("max_new_tokens", "top_k", "pass_k", "stop_token_ids", "path", "keep_local_file", "tokens", "eos_token"),
+        *("pad_token", "TOKENIZERS_PARALLELISM", "monkey", "token_level_loss", "passes", "author", "compass"),
+    ],
 )
 def test_names_of_other_things(name: str) -> None:
     assert not is_secret(name)
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "hidden"),
+    [
+        *((name, "system", False) for name in ("system_key", "input_key", "prompt_key", "reward_fn_key", "answer_key")),
+        *(("sort_key", 3, False), ("OPENAI_KEY", "7f3a9c2e1d", True), ("judge_key", "a" * 24, True)),
+        *(("hf_token", "x", True), ("eos_token", "<|im_end|>", False), ("API_KEYS", {"a": "b"}, True)),
+    ],
+)
+def test_the_value_decides_where_a_name_leaves_it_open(name: str, value: object, hidden: bool) -> None:
+    assert masked({"data": {name: value}}) == {"data": {name: MASK if hidden else value}}
+
+
+PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEAabcdefghijklmnop\n-----END RSA PRIVATE KEY-----"
+
+
+@pytest.mark.parametrize(
     "text",
     [
+        *(PEM, PEM[:60], "npm_abcdefghijklmnopqrstuvwx", "gsk_abcdefghijklmnopqrstuv", "ya29.abcdefghijklmnop-qrst"),
         f"https://user:{SECRET}@host/path",
         f"postgresql://user:{SECRET}@host/db",
         f"https://host/score?x=1&token={SECRET}&y=2",

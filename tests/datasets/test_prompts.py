@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from roll.config.roles import DataArguments
-from roll.datasets import DataError, PromptDataset
+from roll.datasets import DataError, PromptDataset, SftDataset, ShuffledEpochs
 from roll.datasets.templates import TEMPLATES
 
 Write = Callable[..., str]
@@ -283,3 +283,23 @@ def test_half_a_character_is_a_bad_row(tokenizer: Any, tmp_path: Path, column: s
             build(tokenizer, file)
         kept = build(tokenizer, file, data_args={"on_bad_row": "skip"})
         assert len(kept) == 1 and kept[0].ground_truth == "\U0001f600"
+
+
+def test_a_state_belongs_to_the_contents_of_its_rows(tokenizer: Any, write_jsonl: Write) -> None:
+    rows = [row(str(i), ground_truth=str(i), response=str(i)) for i in range(4)]
+    changed = [*rows[:3], {**rows[3], "ground_truth": "7", "response": "7"}]
+    longer = [row(f"r{i}", ground_truth=str(i), response=str(i)) for i in range(4)]
+
+    def prompts(found: list[dict[str, object]]) -> ShuffledEpochs[Any]:
+        return ShuffledEpochs(build(tokenizer, write_jsonl(found)), 1)
+
+    def demonstrations(found: list[dict[str, object]]) -> ShuffledEpochs[Any]:
+        data_args = DataArguments(file_name=write_jsonl(found), response="response")
+        return ShuffledEpochs(SftDataset.build(data_args, tokenizer, 1000), 1)
+
+    for stream in (prompts, demonstrations):
+        state = json.loads(json.dumps(stream(rows).state_dict()))
+        stream(rows).load_state_dict(state)
+        for others in (changed, longer, rows[::-1]):
+            with pytest.raises(DataError, match="contents"):
+                stream(others).load_state_dict(state)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -91,12 +92,18 @@ def test_restored_equals_uninterrupted(before: int, after: int) -> None:
     assert other.state_dict() == one.state_dict()
 
 
+def with_truth(truth: str) -> dict[str, list[PromptRow]]:
+    rows = datasets(a=4, b=9)
+    return rows | {"a": [replace(rows["a"][0], ground_truth=truth), *rows["a"][1:]]}
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (DomainSampler(datasets(a=4, b=8), {"a": 0.25, "b": 0.75}), "the prompts .* changed"),
+        (DomainSampler(datasets(a=4, b=8), {"a": 0.25, "b": 0.75}), "'b': .* other data .*rows 9, now 8"),
+        (DomainSampler(with_truth("6"), {"a": 0.25, "b": 0.75}), "'a': .* other data .contents "),
         (DomainSampler(datasets(a=4, b=9), {"a": 0.5, "b": 0.5}), "domain_interleave_probs changed"),
-        (DomainSampler(datasets(a=4, b=9), {"a": 0.25, "b": 0.75}, seed=1), "'seed': 42.*'seed': 1"),
+        (DomainSampler(datasets(a=4, b=9), {"a": 0.25, "b": 0.75}, seed=1), "seed 42, now 1"),
     ],
 )
 def test_a_state_of_other_data_is_refused(changed: DomainSampler, message: str) -> None:

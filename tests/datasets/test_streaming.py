@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,9 @@ def test_it_continues_where_it_was(tokenizer: Any, file: str, drawn: int) -> Non
     other = stream(tokenizer, file, streaming_window=6)
     with pytest.raises(DataError, match="the checkpoint was drawing with size 5, this run with 6"):
         other.load_state_dict(state)
+    Path(file).write_text(Path(file).read_text().replace("1", "2"))
+    with pytest.raises(DataError, match="not the same data"):
+        stream(tokenizer, file).load_state_dict(state)
 
 
 def test_a_stream_without_rows_ends(tokenizer: Any, write_jsonl: Write) -> None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from roll.config.reading.errors import ConfigError
-from roll.pipelines.distill.pipeline import RowTargets, TeacherCache, columns_from, row_key, rows_of
+from roll.config.roles import ModelArguments
+from roll.pipelines.distill.pipeline import (
+    RowTargets,
+    TeacherCache,
+    columns_from,
+    row_key,
+    rows_of,
+    weights_identity,
+)
 
 MADE_WITH = {"teacher": "big", "logits_topk": 3}
 
@@ -75,3 +86,28 @@ def test_columns_and_rows_are_each_others_inverse() -> None:
     assert columns["top_ids"].shape == (3, 4, 3) and not columns["tail_log_prob"][~mask].any()
     for (_, found), wanted in zip(rows_of(columns, mask, [b""] * 3), rows, strict=True):
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_teacher_is_known_by_its_weights(tmp_path: Path) -> None:
+    def folder(name: str, seed: int) -> Path:
+        torch.manual_seed(seed)
+        (tmp_path / name).mkdir(exist_ok=True)
+        save_file({"w": torch.randn(8, 8)}, tmp_path / name / "model.safetensors")
+        return tmp_path / name
+
+    def identity(path: Path, **changes: Any) -> str:
+        return json.dumps(weights_identity(str(path), ModelArguments(**changes)))
+
+    first = identity(folder("teacher", 0))
+    assert identity(folder("copy", 0)) == first, "the same weights under another path"
+    assert identity(folder("teacher", 1)) != first, "replaced in place"
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"1")
+    adapted = identity(folder("teacher", 0), adapter_name_or_path=str(tmp_path / "adapter"))
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"2")
+    others = [
+        identity(folder("teacher", 0), adapter_name_or_path=str(tmp_path / "adapter")),
+        identity(folder("teacher", 0), dtype="fp32"),
+        identity(folder("teacher", 0), model_config_kwargs={"rope_theta": 1.0}),
+    ]
+    assert len({first, adapted, *others}) == 5

@@ -77,17 +77,13 @@ def check_model(
         return
     if checks.broken(key):
         return
-    if found is None:
-        by_name = None if looks_like_folder(path) else family_of(path)
-        if by_name is not None and (lacking := family_problem(by_name, name, role)) is not None:
-            checks.add(key, path, lacking)
-        return
-    lacking = family_problem(found, name, role)
-    folder = model_folder(path)
-    if lacking is None and folder is not None:
+    known = found or (None if looks_like_folder(path) else family_of(path))
+    lacking = None if known is None else family_problem(known, name, role)
+    if lacking is None and found is not None and (folder := model_folder(path)) is not None:
         lacking = weights_problem(folder, found)
     if lacking is not None:
         checks.add(key, path, lacking)
+    if lacking is not None or found is None:
         return
     section = checks.pipeline.section_key(name)
     for wrong, value, rule, example in options.shape_problems(section, role, found) if options is not None else ():
@@ -223,8 +219,8 @@ def note_attention(name: str, role: WorkerConfig, checks: Checks) -> None:
     written = role.model_args.attn_implementation
     if lacks_flash_attention(written) and role.strategy_args.strategy_name.startswith(("fsdp", "deepspeed", "hf_")):
         rule = (
-            f"{written}: flash_attn is not installed, so the model runs sdpa; on a GPU that is torch's own flash kernel, "
-            "and packed rows use its kernel for sequences of different lengths"
+            f"{written}: flash_attn is not installed, so the model runs sdpa; on a GPU that is torch's own flash "
+            "kernel, and packed rows use its kernel for sequences of different lengths"
         )
         checks.note(f"{name}.model_args.attn_implementation", rule)
 

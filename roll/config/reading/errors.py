@@ -26,7 +26,7 @@ class Problem:
 
     def __str__(self) -> str:
         where = f"{self.source}: " if self.source else ""
-        is_hidden = is_secret(self.key.rsplit(".", 1)[-1]) and isinstance(self.value, str) and self.value
+        is_hidden = is_secret(self.key.rsplit(".", 1)[-1], self.value) and isinstance(self.value, str) and self.value
         written = f" = {MASK if is_hidden else shorten(self.value)}" if self.has_value else ""
         works = f"; for example {show_example(self.key, self.example)}" if self.example is not None else ""
         # Apart: a quoted value and what follows it would read as a name and its value, {'token': ...}.

@@ -15,24 +15,32 @@ from typing import Any
 import yaml
 
 MASK = "********"
-SECRET_KEY = re.compile(
-    r"(^|_)(api_?|auth_?|access_?|private_?)?"
-    r"(key|token|secret|pat|pass|pwd|auth|authorization|cookie|credentials?|passphrase|signature|sig)$"
-    r"|passw(or)?d$|secret$|apikey$|(access|auth|refresh)token$",
-    re.IGNORECASE,
-)
 WORKING_DIRECTORY = frozenset({"PWD", "OLDPWD"})
 """The shell's variables, whose names look like a password's."""
-COLUMN_KEYS = frozenset({"prompt_key", "query_key", "response_key", "chosen_key", "rejected_key"})
-"""Keys that end in ``key`` and name a data column."""
+_SECRET_WORDS = re.compile(
+    r"(^|_)(passw(or)?ds?|passwd|pwd|passphrases?|secrets?|credentials?|cookies?|authorization|bearer"
+    r"|(api|access|private|secret|auth|signing|encryption|master|ssh|service|account)_?(keys?|tokens?)"
+    r"|pg_?password)(_|$)|password$|secret$|apikey$|(access|auth|refresh)token$",
+    re.IGNORECASE,
+)
+"""Words that say it wherever they are in a name."""
+_SECRET_ENDS = re.compile(r"(^|_)(token|pat|pass|auth|signature|sig)$", re.IGNORECASE)
+"""Words that say it at the end, or anywhere in the name of a variable of the environment."""
+_PERHAPS = re.compile(r"(^|_)keys?$", re.IGNORECASE)
+"""The key of a service, or the name of a column: the value tells."""
+_SUFFIX = re.compile(r"(_\d+|_[A-Z]|_(old|new|dev|prod|test|main|backup))+$")
+_ENVIRONMENT = re.compile(r"[A-Z][A-Z0-9_]*")
+_SPECIAL_TOKEN = re.compile(r"^(eos|bos|pad|unk|sep|cls|mask|image|video|audio|stop|boi|eoi|think\w*)_token$")
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _LEAST_LENGTH = 8
 """Of a value that is hidden in any text: shorter ones are parts of words."""
 _LONG_KEY = 20
 _SHAPES = re.compile(
-    r"\b(?:sk-[\w-]{16,}|hf_\w{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
-    r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|\bya29\.[\w-]{16,}|\b(?:sk-[\w-]{16,}|(?:npm|gsk|pypi|dop_v1|shp(?:at|ss)|sq0\w{3}|rk_live|sk_live|tgp_v1|r8|nvapi)[_-][\w-]{16,}|hf_\w{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
+    r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)",
+    re.DOTALL,
 )
 _URL = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)(?P<user>[^\s/@:'\"]*)(?P<password>:[^\s/@'\"]+)?@")
 _LONG_USER = 20
@@ -53,17 +61,41 @@ _registered: set[str] = set()
 
 
 @lru_cache(maxsize=4096)
-def is_secret(key: str) -> bool:
-    """True for keys such as ``judge_api_key``, ``WANDB_API_KEY``, ``hf_token``, ``GITHUB_PAT``, ``PGPASSWORD``."""
-    if key in COLUMN_KEYS or key in WORKING_DIRECTORY:
+def _secrecy(name: str) -> str:
+    """``yes``, ``perhaps`` (the value tells) or ``no``."""
+    plain = _CAMEL.sub("_", name).replace("-", "_").replace(".", "_")
+    stripped = _SUFFIX.sub("", plain)
+    if name in WORKING_DIRECTORY or _SPECIAL_TOKEN.match(stripped):
+        return "no"
+    words = set(plain.split("_")) if _ENVIRONMENT.fullmatch(plain) else set()
+    if _SECRET_WORDS.search(plain) or _SECRET_ENDS.search(stripped) or words & {"TOKEN", "PAT", "PASS", "AUTH"}:
+        return "yes"
+    return "perhaps" if _PERHAPS.search(stripped) or "KEY" in words else "no"
+
+
+def is_secret(key: str, value: object = None) -> bool:
+    """Whether a name such as ``judge_api_key``, ``WANDB_API_KEY``, ``GITHUB_TOKEN_2``, ``PASSWORD_DB`` says that its
+    value is secret.
+
+    Args:
+        value: decides where the name leaves it open: ``system_key: system`` names a column, ``service_key: 7f3a...``
+            does not. None: such a name counts as a secret's.
+    """
+    secrecy = _secrecy(key)
+    return secrecy == "yes" or (secrecy == "perhaps" and (value is None or _is_random(value)))
+
+
+def _is_random(value: object) -> bool:
+    """A value that is no word or name: long, or with digits among its letters."""
+    if not isinstance(value, str):
         return False
-    return SECRET_KEY.search(_CAMEL.sub("_", key).replace("-", "_")) is not None
+    return len(value) >= _LONG_KEY or (len(value) >= _LEAST_LENGTH and any(map(str.isdigit, value)))
 
 
 def masked(data: Any) -> Any:
     """A copy of a configuration tree with the values of secret keys, and secrets in other texts, replaced."""
     if isinstance(data, Mapping):
-        return {key: MASK if value and is_secret(str(key)) else masked(value) for key, value in data.items()}
+        return {key: MASK if value and is_secret(str(key), value) else masked(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
         return [masked(entry) for entry in data]
     return masked_text(data) if isinstance(data, str) else data
@@ -95,7 +127,7 @@ def dump_yaml(data: Mapping[str, Any]) -> str:
 def _values(data: Any, name: str = "") -> Iterator[str]:
     if isinstance(data, Mapping):
         for key, value in data.items():
-            yield from _values(value, str(key) if is_secret(str(key)) else name)
+            yield from _values(value, str(key) if is_secret(str(key), value) else name)
     elif isinstance(data, list | tuple):
         for entry in data:
             yield from _values(entry, name)
@@ -108,16 +140,15 @@ def _values(data: Any, name: str = "") -> Iterator[str]:
 
 
 def _is_telling(name: str, value: str) -> bool:
-    """True for a value to hide wherever it occurs; the value of a key may be an everyday word."""
+    """A value to hide wherever it occurs; the value of a key may be an everyday word."""
     if len(value) < _LEAST_LENGTH or value == MASK:
         return False
-    is_key = name.lower().endswith("key")
-    return not is_key or len(value) >= _LONG_KEY or any(character.isdigit() for character in value)
+    return not _PERHAPS.search(name) or _is_random(value)
 
 
 def _of_environment() -> Iterator[str]:
     for name, value in os.environ.items():
-        if is_secret(name) and _is_telling(name, value):
+        if is_secret(name, value) and _is_telling(name, value):
             yield value
 
 
@@ -129,7 +160,7 @@ def _masked_url(found: re.Match[str]) -> str:
 
 def _masked_assignment(found: re.Match[str]) -> str:
     name, between = found["name"], found["between"]
-    if not is_secret(name) or MASK in found["value"]:
+    if not is_secret(name, None if found["query"] else found["value"]) or MASK in found["value"]:
         return found[0]
     is_prose = between.startswith(":") and not re.search(r"[_-]|passw", name, re.IGNORECASE)  # "unexpected token: x"
     is_argument = between == "=" and not found["query"] and name.lower() in _EVERYDAY

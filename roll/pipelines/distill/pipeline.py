@@ -21,9 +21,11 @@ from safetensors.torch import save_file
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import check_vocabularies, model_number, vocabulary_hash
 from roll.config.reading.errors import ConfigError, Problem
+from roll.config.roles import ModelArguments
 from roll.datasets import SftDataset
 from roll.datasets.types import SftRow
 from roll.distributed import PendingCall, ResourceManager
+from roll.models.loading import adapter_fingerprint, fingerprint
 from roll.pipelines.distill.definition import INDEX, DistillConfig
 from roll.pipelines.row_order import balanced_order
 from roll.pipelines.run_context import WEIGHTS
@@ -37,7 +39,7 @@ from roll.workers.model import ModelWorker
 from roll.workers.supervised import DistillSettings, DistillWorker
 
 TEACHER = "teacher"
-FORMAT = 1
+FORMAT = 2
 """Version of the cache's files."""
 SHARD_TOKENS = 65536
 """Tokens after which a shard of the cache is written."""
@@ -102,7 +104,11 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
                 "temperature": config.kd_temperature * config.teacher_temperature,
                 "dtype": config.teacher_log_probs_dtype,
             }
-            self.cache = TeacherCache(config.teacher_cache, {"teacher": teacher, **made_with} if teacher else made_with)
+            if TEACHER in self.plan.roles:
+                made_with |= weights_identity(teacher, self.plan.roles[TEACHER].section.model_args)
+            elif weights := fingerprint(teacher):
+                made_with["weights"] = weights
+            self.cache = TeacherCache(config.teacher_cache, made_with)
 
     def next_batch(self, step: int) -> DataProto:
         """The rows of a step with the teacher's columns; a teacher with devices of its own goes on with those of the
@@ -223,6 +229,16 @@ def row_key(input_ids: np.ndarray, counted: np.ndarray, images: Sequence[str] = 
     digest.update(np.packbits(counted).tobytes())
     digest.update(" ".join(images).encode())
     return digest.digest()
+
+
+def weights_identity(path: str | None, args: ModelArguments) -> dict[str, Any]:
+    """What a model computes with, whatever its folder is called; the path itself where there are no safetensors."""
+    return {
+        "weights": fingerprint(path) or path,
+        "adapter": adapter_fingerprint(args.adapter_name_or_path),
+        "model_config_kwargs": args.model_config_kwargs,
+        "dtype_of_teacher": args.dtype,
+    }
 
 
 class TeacherCache:
