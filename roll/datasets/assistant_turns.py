@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.names import TEMPLATE_ENDINGS
 from roll.datasets.columns import Columns, Message
-from roll.datasets.reading import SourceRow
+from roll.datasets.reading import TOOLS, SourceRow
 from roll.datasets.templates import Conversation, TemplateChoice
 from roll.datasets.types import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOOLS = "tools"
-"""Column of the schemas of the tools that a conversation has."""
 GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 GROWING_TEMPLATES = frozenset(("native", "qwen2_5", "qwen3_coder", "qwen3", "qwen3_nothink", "chatml", "empty"))
 """Templates that render a conversation turn by turn; a file is taken for one, too."""
@@ -65,19 +63,18 @@ def read_dialogue(columns: Columns, source: SourceRow) -> tuple[list[Message], l
 
 
 def plain_message(source: SourceRow, message: Message) -> Message:
-    """Without the nulls that a file of columns has in place of missing keys; arguments of tool calls as objects, which
-    is what templates take."""
-    kept = {key: value for key, value in message.items() if value is not None} | {"content": message["content"] or ""}
-    if not kept.get("tool_calls"):
-        kept.pop("tool_calls", None)
+    """With a text as content, and arguments of tool calls as objects, which is what templates take."""
+    kept = message | {"content": message["content"] or ""}
+    if "tool_calls" not in kept:
         return kept
     calls = []
     for call in kept["tool_calls"]:
         function = dict(call["function"] if isinstance(call.get("function"), Mapping) else call)
         if isinstance(function.get("arguments"), str):
             function["arguments"] = parsed(source, "tool_calls.arguments", function["arguments"] or "{}")
-        found = {key: value for key, value in function.items() if value is not None}
-        calls.append({**call, "function": found} if "function" in call else {"type": "function", "function": found})
+        calls.append(
+            {**call, "function": function} if "function" in call else {"type": "function", "function": function}
+        )
     return kept | {"tool_calls": calls}
 
 

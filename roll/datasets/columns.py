@@ -81,7 +81,8 @@ class Columns:
                     f"{source.place}: {self.messages} holds half of a character (a lone surrogate)"
                 ) from error
         check_messages(source, self.messages, value)
-        return [one if "content" in one else {**one, "content": ""} for one in value]
+        # JSON that was written from a table has null where a message or a call has no such key.
+        return [{"content": "", **without_nulls(one)} for one in value]
 
     def read_id(self, source: SourceRow) -> str | None:
         """The row's id; None: it has none."""
@@ -94,6 +95,20 @@ class Columns:
         if value is None and self.source is not None:
             value = source.row.get(self.source)
         return "" if value is None else str(value)
+
+
+def without_nulls(message: Message) -> Message:
+    """The message without keys that are null, its ``content`` excepted, and so its calls; no calls are no key."""
+    kept = {key: value for key, value in message.items() if value is not None or key == "content"}
+    calls = kept.pop("tool_calls", None)
+    return kept | {"tool_calls": [_present(call) for call in calls]} if calls else kept
+
+
+def _present(call: Any) -> Any:
+    """A call without keys that are null; nulls among its arguments are the caller's."""
+    if not isinstance(call, Mapping):
+        return call
+    return {key: _present(one) if key == "function" else one for key, one in call.items() if one is not None}
 
 
 def is_conversation(value: Any) -> bool:

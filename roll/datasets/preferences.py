@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.data import DataArguments
 from roll.config.losses import ScoreInput
-from roll.datasets.columns import Columns, Message, as_number, check_messages, is_conversation, require
+from roll.datasets.columns import Columns, Message, as_number, check_messages, is_conversation, require, without_nulls
 from roll.datasets.images import ImageReader
 from roll.datasets.making import Draft, RowMaker
 from roll.datasets.preparation import PreparedRows, load_rows
@@ -362,7 +362,7 @@ def response_of(source: SourceRow, column: str, value: Any) -> tuple[str, list[M
         if value[-1]["role"] != "assistant":
             role = value[-1]["role"]
             raise DataError(f"{source.place}: {column} ends with a message of {role}, expected the assistant's")
-        before, value = list(value[:-1]) or None, value[-1]["content"]
+        before, value = [without_nulls(one) for one in value[:-1]] or None, value[-1]["content"]
     if not isinstance(value, str) or not value:
         raise DataError(f"{source.place}: {column} must be a non-empty text or conversation, found {value!r}")
     return value, before

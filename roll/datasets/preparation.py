@@ -39,7 +39,7 @@ CHUNK = 1024
 """Rows that are rendered and tokenised together; what is in memory at a time."""
 ROWS_FORMAT = 3
 """Version of prepared rows and their counts; cache entries of other versions are not used."""
-FORMAT = 3
+FORMAT = 4
 """Version of a cache entry; increased when the same settings give other rows or files."""
 SMALLEST = 4 * 2**20
 """Bytes of data files from which rows are kept without being asked to."""

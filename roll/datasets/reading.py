@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import itertools
 import json
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -17,6 +18,10 @@ from roll.datasets.types import BadRows, DataError
 Row = dict[str, Any]
 Numbered = Iterator[tuple[int, Row | DataError]]
 """Row numbers with what stands there: a row, or the reason why it is none."""
+TOOLS = "tools"
+"""Column of the schemas of the tools that a conversation has."""
+MESSAGE_KEYS = frozenset({"role", "from"})
+"""Keys of which every message has one (the second in ShareGPT's form)."""
 ROWS_AT_A_TIME = 4096
 """Of a Parquet file: they are decoded together."""
 
@@ -222,8 +227,37 @@ def read_text(path: Path) -> Numbered:
 
 
 def numbered(batches: Iterable[Any]) -> Numbered:
-    """The rows of Arrow record batches."""
-    yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+    """The rows of Arrow record batches, without the nulls that such files have in place of missing keys of messages,
+    tool calls and schemas of tools."""
+    numbers = itertools.count(1)
+    for batch in batches:
+        padded = [field.name for field in batch.schema if field.name == TOOLS or holds_messages(field.type)]
+        for row in batch.to_pylist():
+            yield next(numbers), row | {name: without_padding(row[name]) for name in padded}
+
+
+def holds_messages(kind: Any) -> bool:
+    """Test whether values of this Arrow type are conversations, lists of them, or single messages."""
+    import pyarrow.types as types
+
+    while types.is_list(kind) or types.is_large_list(kind):
+        kind = kind.value_type
+    return types.is_struct(kind) and not MESSAGE_KEYS.isdisjoint(field.name for field in kind)
+
+
+def without_padding(value: Any, is_message: bool = True) -> Any:
+    """``value`` without the null keys of its objects. A message keeps its ``content``, where null says that there is
+    none besides the calls."""
+    if isinstance(value, list):
+        return [without_padding(one, is_message) for one in value]
+    if not isinstance(value, dict):
+        return value
+    is_message = is_message and not MESSAGE_KEYS.isdisjoint(value)
+    return {
+        key: without_padding(one, False)
+        for key, one in value.items()
+        if one is not None or (is_message and key == "content")
+    }
 
 
 def read_parquet(path: Path) -> Numbered:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from roll.config.data import DataArguments
 from roll.datasets.assistant_turns import AssistantTurns, Masked, read_dialogue, spans_of
 from roll.datasets.columns import Columns, Message, require
+from roll.datasets.converters import with_system
 from roll.datasets.images import ImageReader
 from roll.datasets.making import Draft, RowMaker
 from roll.datasets.preparation import PreparedRows, load_rows
@@ -40,6 +41,7 @@ class SftDataset(PreparedRows[SftRow]):
         global_template: str | None = None,
         tag_to_template: Mapping[str, str] | None = None,
         query_key: str | None = None,
+        system_key: str | None = None,
         vision: VisionModel | None = None,
         train_on: TrainOn = "last",
     ) -> SftDataset:
@@ -51,6 +53,7 @@ class SftDataset(PreparedRows[SftRow]):
 
         Args:
             query_key: a column appended to the prompt after an empty line (instruction data sets keep inputs apart).
+            system_key: a column with the system message of conversations that have none of their own.
             vision: of a model that sees images.
             train_on: ``assistant``: every turn of the assistant carries the loss, as
                 :mod:`~roll.datasets.assistant_turns` finds them.
@@ -60,7 +63,8 @@ class SftDataset(PreparedRows[SftRow]):
         """
         templates = TemplateChoice.of_settings(data_args, global_template, tag_to_template)
         images = ImageReader.of(data_args, vision)
-        maker = sft_maker(data_args, tokenizer, templates, sequence_length, query_key, images, train_on)
+        keys = query_key, system_key
+        maker = sft_maker(data_args, tokenizer, templates, sequence_length, keys, images, train_on)
         return cls(*load_rows(maker))
 
     def _row(self, position: int) -> SftRow:
@@ -81,19 +85,23 @@ def sft_maker(
     tokenizer: PreTrainedTokenizerBase,
     templates: TemplateChoice,
     sequence_length: int,
-    query_key: str | None,
+    keys: tuple[str | None, str | None],
     images: ImageReader,
     train_on: TrainOn,
 ) -> RowMaker[Any]:
     """The maker of demonstrations.
 
+    Args:
+        keys: ``query_key`` and ``system_key``.
+
     Raises:
         DataError: no file, a tokenizer without an end of text, or a template that cannot be used.
     """
     renderer = Renderer(tokenizer, templates)
+    query_key, system_key = keys
     if train_on == "assistant":
-        return DialogueMaker(data_args, renderer, sequence_length, images)
-    return SftMaker(data_args, renderer, sequence_length, query_key, images)
+        return DialogueMaker(data_args, renderer, sequence_length, system_key, images)
+    return SftMaker(data_args, renderer, sequence_length, query_key, system_key, images)
 
 
 class DialogueMaker(RowMaker[Masked]):
@@ -101,16 +109,20 @@ class DialogueMaker(RowMaker[Masked]):
 
     what, limit_key, example = "demonstrations", "sequence_length", "data/sft.jsonl"
 
-    def __init__(self, data_args: DataArguments, renderer: Renderer, limit: int, images: ImageReader) -> None:
+    def __init__(
+        self, data_args: DataArguments, renderer: Renderer, limit: int, system_key: str | None, images: ImageReader
+    ) -> None:
         super().__init__(data_args, renderer, limit, images)
         self._end = end_of_response(renderer.tokenizer)
+        self._system_key = system_key
         self._turns = AssistantTurns(renderer.tokenizer, renderer.templates)
 
     def settings(self) -> dict[str, Any]:
-        return {"train_on": "assistant", "eos_token": self._end}
+        return {"train_on": "assistant", "eos_token": self._end, "system_key": self._system_key}
 
     def read(self, source: SourceRow) -> tuple[list[Message], list[Any] | None]:
-        return read_dialogue(self.columns, source)
+        messages, tools = read_dialogue(self.columns, source)
+        return with_system(messages, column_of(source, self._system_key)), tools
 
     def tokenize(self, drafts: Sequence[Draft]) -> list[Masked | DataError]:
         return [self._turns(replace(draft, tools=draft.content)) for draft in drafts]
@@ -137,17 +149,24 @@ class SftMaker(RowMaker[tuple[list[int], list[int]]]):
     what, limit_key, example = "demonstrations", "sequence_length", "data/sft.jsonl"
 
     def __init__(
-        self, data_args: DataArguments, renderer: Renderer, limit: int, query_key: str | None, images: ImageReader
+        self,
+        data_args: DataArguments,
+        renderer: Renderer,
+        limit: int,
+        query_key: str | None,
+        system_key: str | None,
+        images: ImageReader,
     ) -> None:
         super().__init__(data_args, renderer, limit, images)
         self._end = end_of_response(renderer.tokenizer)
-        self._query_key = query_key
+        self._query_key, self._system_key = query_key, system_key
 
     def settings(self) -> dict[str, Any]:
-        return {"query_key": self._query_key, "eos_token": self._end}
+        return {"query_key": self._query_key, "system_key": self._system_key, "eos_token": self._end}
 
     def read(self, source: SourceRow) -> tuple[list[Message], str]:
-        return read_demonstration(self.columns, source, self._query_key)
+        messages, response = read_demonstration(self.columns, source, self._query_key)
+        return with_system(messages, column_of(source, self._system_key)), response
 
     def tokenize(self, drafts: Sequence[Draft]) -> list[tuple[list[int], list[int]] | DataError]:
         texts = [f"{draft.content}{self._end}" for draft in drafts]
@@ -167,6 +186,11 @@ class SftMaker(RowMaker[tuple[list[int], list[int]]]):
             return None
         row = None if draft.vision is None else self.images.row_of(draft.source)
         return self.stored(draft, DOMAIN, prompt + response, len(prompt), row)
+
+
+def column_of(source: SourceRow, name: str | None) -> Any:
+    """The row's value in a column that may have no name, or may not be there."""
+    return None if name is None else source.row.get(name)
 
 
 def read_demonstration(columns: Columns, source: SourceRow, query_key: str | None = None) -> tuple[list[Message], str]:
@@ -189,8 +213,8 @@ def read_demonstration(columns: Columns, source: SourceRow, query_key: str | Non
         )
     if not isinstance(response, str) or not response:
         raise DataError(f"{source.place}: the response must be a non-empty text, found {response!r}")
-    if query_key is not None and source.row.get(query_key):
-        content, further = messages[-1]["content"], f"\n\n{source.row[query_key]}"
+    if query := column_of(source, query_key):
+        content, further = messages[-1]["content"], f"\n\n{query}"
         parts = [*content, {"type": "text", "text": further}] if isinstance(content, list) else f"{content}{further}"
         messages[-1] = {**messages[-1], "content": parts}
     return messages, response

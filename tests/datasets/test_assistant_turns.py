@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from roll.config.roles import DataArguments
@@ -96,6 +98,21 @@ def test_every_turn_of_the_assistant_is_learned(
         assert (row.input_ids, row.response_mask) == wanted
         assert row.prompt_length == row.response_mask.index(True)
         assert row.spans == spans_of(row.response_mask) and len(row.spans) == 6
+
+
+def test_a_table_of_conversations_is_learned_as_its_json_lines(
+    tokenizer: Any, write_jsonl: Write, tmp_path: Any
+) -> None:
+    other = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    talk = [TALK[1], TALK[2] | {"tool_calls": [other]}, *TALK[3:5]]
+    schema = {"type": "object", "properties": {"city": {"type": "string", "enum": ["Paris"]}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    rows = [{"messages": TALK, "tools": TOOLS}, {"messages": talk, "tools": tools}]
+    table = pyarrow.Table.from_pylist(json.loads(json.dumps(rows).replace('"parameters": {}', '"strict": true')))
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    lines = write_jsonl(json.loads(json.dumps(rows).replace('"parameters": {}', '"strict": true')))
+    found = [build(tokenizer, file, tmp_path) for file in (lines, str(tmp_path / "rows.parquet"))]
+    assert [(row.input_ids, row.spans) for row in found[1]] == [(row.input_ids, row.spans) for row in found[0]]
 
 
 def test_a_single_turn_is_learned_as_the_last_response_is(tokenizer: Any, write_jsonl: Write, tmp_path: Any) -> None:

@@ -49,6 +49,50 @@ def test_batch_tokenising_equals_one_by_one(tokenizer: Any, write_jsonl: Write) 
         assert prompt.token_ids == alone
 
 
+STRICT_TEMPLATE = """{%- for m in messages %}{{ m.role + ' ' }}
+{%- if 'tool_calls' in m %}
+{%- if m.tool_calls | length != 1 %}{{ raise_exception("one call at a time") }}{% endif %}
+{{- m.tool_calls[0].function.arguments | tojson }}{% if m.content is not none %}{{ 'and text' }}{% endif %}
+{%- else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"""
+
+
+def test_a_table_gives_the_prompts_of_its_json_lines(tokenizer: Any, write_jsonl: Write, tmp_path: Path) -> None:
+    """Also where the lines were written from the table; the template is as strict as Llama-3.1's."""
+    rows = [
+        row("r1", ground_truth="72")
+        | {
+            "messages": [
+                {"role": "user", "content": "Weather?"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
+                },
+                {"role": "tool", "content": "7"},
+            ]
+        }
+        for name, arguments in (("weather", {"city": "Paris"}), ("add", {"a": 1, "b": 2}))
+    ]
+    rows[1] |= {"id": "r2", "ground_truth": None}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "strict.jinja").write_text(STRICT_TEMPLATE)
+    padded = json.loads(json.dumps(rows))
+    for one in padded:
+        one["messages"][0] |= {"tool_calls": None, "name": None}
+        one["messages"][1]["tool_calls"][0] |= {"id": None}
+    found = [
+        build(tokenizer, file, data_args={"template": str(tmp_path / "strict.jinja")})
+        for file in (write_jsonl(rows), write_jsonl(padded, "padded.jsonl"), str(tmp_path / "rows.parquet"))
+    ]
+    texts = [[prompt.prompt_text for prompt in prompts] for prompts in found]
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[0][1] == 'user Weather?\nassistant {"a": 1, "b": 2}\ntool 7\n'
+    assert {(prompt.prompt_id, prompt.ground_truth) for prompts in found for prompt in prompts} == {
+        ("r1", "72"),
+        ("r2", None),
+    }
+
+
 def test_prompt_columns_in_all_their_forms(tokenizer: Any, write_jsonl: Write) -> None:
     message = {"role": "user", "content": "How many?"}
     forms: list[tuple[dict[str, object], dict[str, str]]] = [

@@ -41,6 +41,58 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
         assert [source.row for source in read_rows(str(tmp_path / name))] == ROWS, name
 
 
+def call(name: str, **arguments: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def schema(name: str, **properties: dict[str, object]) -> dict[str, object]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+WITH_CALLS = [
+    {
+        "id": "a",
+        "messages": [
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Weather?"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call("weather", city="Paris"), call("now")]},
+            {"role": "tool", "content": [{"type": "text", "text": "sunny"}], "name": "weather"},
+        ],
+        "tools": [schema("weather", city={"type": "string"}, unit={"type": "string", "enum": ["C", "F"]})],
+        "chosen": {"role": "assistant", "content": "Sunny."},
+        "turns": [{"from": "human", "value": "Weather?"}],
+        "ground_truth": {"answer": "sunny", "unit": None},
+    },
+    {
+        "id": None,
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+            {"role": "assistant", "content": None, "tool_calls": [call("add", a=1, b=[2])]},
+        ],
+        "tools": [schema("add", a={"type": "integer"}, b={"type": "array", "items": {"type": "integer"}})],
+        "chosen": {"role": "assistant", "content": "3", "reasoning_content": "1 + 2"},
+        "turns": [{"from": "gpt", "value": "3", "weight": 1}],
+        "ground_truth": {"answer": None, "unit": "F"},
+    },
+]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_keys_that_a_table_fills_with_null_are_absent_again(tmp_path: Path, kind: str) -> None:
+    """In messages, calls and schemas; ids, truths and an assistant's content may be null."""
+    file = tmp_path / f"rows.{kind}"
+    table = pyarrow.Table.from_pylist(WITH_CALLS)
+    assert table.to_pylist() != WITH_CALLS
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, file, row_group_size=1)
+    else:
+        with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    rows = read_rows(str(file))
+    assert [source.row for source in rows] == WITH_CALLS
+    assert [source.number for source in rows] == [1, 2]
+
+
 def test_folders_patterns_lists_and_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "b.jsonl").write_text('{"id": 2}\n')
     (tmp_path / "a.jsonl").write_text('{"id": 1}\n')

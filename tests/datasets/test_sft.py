@@ -71,6 +71,24 @@ def test_further_input_follows_the_instruction(tokenizer: Any, write_jsonl: Writ
     assert "user\nGo.<|im_end|>" in without[0]
 
 
+def test_the_system_message_is_in_a_column(tokenizer: Any, write_jsonl: Write) -> None:
+    """Rows with one of their own keep it; ``system_prompt`` is for those where the column is empty."""
+    own = {"role": "system", "content": "Mine."}
+    answer = {"role": "assistant", "content": "12"}
+    rows = [
+        {"messages": [USER, answer], "rules": "Be brief."},
+        {"messages": [own, USER, answer], "rules": "Be brief."},
+        {"messages": [USER, answer], "rules": None},
+    ]
+    for train_on in ("last", "assistant"):
+        data_args = DataArguments(file_name=write_jsonl(rows), system_prompt="Be kind.")
+        found = SftDataset.build(data_args, tokenizer, 1000, system_key="rules", train_on=train_on)
+        texts = [tokenizer.decode(row.input_ids) for row in found]
+        heads = ["Be brief.", "Mine.", "Be kind."]
+        assert [text.partition("<|im_end|>")[0] for text in texts] == [f"<|im_start|>system\n{head}" for head in heads]
+        assert all(text.count("system\n") == 1 for text in texts)
+
+
 def test_further_input_goes_to_the_question_of_a_conversation(tokenizer: Any, write_jsonl: Write) -> None:
     row = {"messages": [USER, {"role": "assistant", "content": "12"}], "input": "In a box?"}
     ((prompt, response),) = parts(tokenizer, build(tokenizer, write_jsonl([row]), query_key="input"))

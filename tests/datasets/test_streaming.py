@@ -31,7 +31,7 @@ def file(write_jsonl: Write) -> str:
 def stream(tokenizer: Any, file: str, **keys: Any) -> StreamedEpochs[SftRow]:
     data_args = DataArguments(file_name=file, streaming=True, **{"streaming_window": 5, **keys})
     templates = TemplateChoice.of_settings(data_args, None, None)
-    maker = sft_maker(data_args, tokenizer, templates, LIMIT, None, ImageReader.of(data_args, None), "last")
+    maker = sft_maker(data_args, tokenizer, templates, LIMIT, (None, None), ImageReader.of(data_args, None), "last")
     return StreamedEpochs(maker, row_of, 7, "sft")
 
 

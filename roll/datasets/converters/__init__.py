@@ -69,7 +69,7 @@ def prompt_columns(prompt: str, options: PrepareOptions, separator: str = "\n\n"
 
 def with_system(messages: list[Message], system: Any) -> list[Message]:
     """The messages with a system message in front, where ``system`` is a non-empty text and there is none yet."""
-    if not isinstance(system, str) or not system or messages[0]["role"] == "system":
+    if not isinstance(system, str) or not system or messages[0]["role"] in ("system", "developer"):
         return messages
     return [{"role": "system", "content": system}, *messages]
 

@@ -44,6 +44,8 @@ class DistillConfig(DivergenceConfig, RunConfig):
     """Longest prompt plus response in tokens; longer rows are left out and counted."""
     global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
     """Chat template; null: ``data_args.template`` of the student, whose token ids the teacher is given."""
+    system_key: str | None = None
+    """Column of the system message of rows that have none in their ``messages``; null: ``data_args.system_prompt``."""
     question_key: str = "question"
     """Column of the question, where ``student.data_args`` names neither ``messages`` nor ``prompt``."""
     answer_key: str = "answer"

@@ -86,7 +86,7 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
     @classmethod
     def build(cls, config: DistillConfig) -> Callable[..., SftDataset]:
         """Rows are rendered by the student's templates."""
-        return SftDataset.build
+        return partial(SftDataset.build, system_key=config.system_key)
 
     def compare_vocabularies(self) -> None:
         """Tokenizers of the hub are on this machine only now. And open the cache, which knows the teacher's."""

@@ -26,6 +26,8 @@ class SFTConfig(RunConfig):
     """Longest prompt plus response in tokens; longer rows are left out."""
     global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
     """Chat template; null: ``data_args.template`` of the role."""
+    system_key: str | None = None
+    """Column of the system message of rows that have none in their ``messages``; null: ``data_args.system_prompt``."""
     prompt_key: str | None = None
     """Column of the instruction; null: ``messages`` or ``prompt`` of ``data_args``."""
     query_key: str | None = None

@@ -66,7 +66,8 @@ class SFTPipeline(SupervisedPipeline[SFTConfig, SftRow]):
 
     @classmethod
     def build(cls, config: SFTConfig) -> Callable[..., SftDataset]:
-        return partial(SftDataset.build, query_key=config.query_key, train_on=config.train_on)
+        query_key, system_key = config.query_key, config.system_key
+        return partial(SftDataset.build, query_key=query_key, system_key=system_key, train_on=config.train_on)
 
     def rows_to_learn(self) -> tuple[Drawn[SftRow], int]:
         if not self.plan.data_args.streaming:
@@ -111,7 +112,8 @@ def stream_demonstrations(
         raise DataError("sft_train.data_args.streaming: true: rows with images are prepared at the start; set it false")
     templates = TemplateChoice.of_settings(data_args, config.global_template, None)
     limit, images = config.sequence_length, ImageReader.of(data_args, None)
-    maker = sft_maker(data_args, tokenizer, templates, limit, config.query_key, images, config.train_on)
+    keys = config.query_key, config.system_key
+    maker = sft_maker(data_args, tokenizer, templates, limit, keys, images, config.train_on)
     return StreamedEpochs(maker, row_of, config.seed, "sft")
 
 
