@@ -15,7 +15,7 @@ from roll.agents.agent_options import Context
 from roll.agents.chat_ids import Message
 from roll.agents.episode import Episode, EpisodeOver, Model, Response, Task
 from roll.agents.images import content_text, has_images, is_image
-from roll.environments.base import Environment, Turn, read_reset, read_step, reset_arguments
+from roll.environments.base import AGGREGATIONS, Environment, Turn, read_reset, read_step, reset_arguments
 from roll.environments.off_loop import call_off_loop, in_own_process
 from roll.tracking.run_record import span_log
 
@@ -58,9 +58,11 @@ class EnvironmentAgent:
     async def run(self, task: Task, model: Model, episode: Episode) -> None:
         """Play one episode to its end."""
         environment, turn = await self._reset(task, episode)
+        seen: list[Turn] = []
         try:
-            await self._play(environment, turn, model, episode)
+            await self._play(environment, turn, model, episode, seen)
         finally:
+            note_metrics(episode, seen)
             await self._close(environment)
 
     async def _reset(self, task: Task, episode: Episode) -> tuple[Environment, Turn]:
@@ -81,7 +83,9 @@ class EnvironmentAgent:
                     raise self._fault(episode, "reset", error) from error
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _play(self, environment: Environment, turn: Turn, model: Model, episode: Episode) -> None:
+    async def _play(
+        self, environment: Environment, turn: Turn, model: Model, episode: Episode, seen: list[Turn]
+    ) -> None:
         memory = _Memory(self._options, turn)
         within = self._options.context == "response"
         response: Response | None = None
@@ -99,7 +103,7 @@ class EnvironmentAgent:
                 raise self._fault(episode, "step", error) from error
             model.reward(turn.reward, response.call)
             memory.add(before, response.message, response.text)
-            _note(episode, turn)
+            seen.append(turn)
             if turn.done:
                 if within:
                     model.conversations.end(response.call)
@@ -207,12 +211,23 @@ class _Memory:
         )
 
 
-def _note(episode: Episode, turn: Turn) -> None:
-    """Record ``success`` of the last turn that has it, and the sum of every metric."""
-    if "success" in turn.info:
-        episode.success = bool(turn.info["success"])
-    for name, value in dict(turn.info.get("metrics", {})).items():
-        episode.count(name, value)
+def note_metrics(episode: Episode, turns: Sequence[Turn]) -> None:
+    """Record ``success``, and every metric over the turns that have it, as the newest ``metrics_agg_mode`` says: their
+    mean unless it does. Success is that of the last turn which has it, in ``info`` or among its metrics; an environment
+    that asks for its mean gets it as a metric."""
+    values: dict[str, list[float]] = {}
+    modes: dict[str, str] = {}
+    for turn in turns:
+        for name, value in dict(turn.info.get("metrics") or {}).items():
+            values.setdefault(name, []).append(float(value))
+        modes |= turn.info.get("metrics_agg_mode") or {}
+        if "success" in turn.info:
+            episode.success = bool(turn.info["success"])
+    if episode.success is None and "success" in values and modes.get("success", "last") != "mean":
+        episode.success = bool(AGGREGATIONS[modes.get("success", "last")](values["success"]))
+    if episode.success is not None:
+        values.pop("success", None)
+    episode.metrics |= {name: AGGREGATIONS[modes.get(name, "mean")](found) for name, found in values.items()}
 
 
 def _raw_text(content: Any) -> str:

@@ -135,8 +135,8 @@ def with_own_names(data: Mapping[str, Any], pipeline: PipelineDefinition, proble
 
 def without_fragments(composed: Composed) -> dict[str, Any]:
     """The tree without top-level names that only serve ``${...}``: those that are referred to, sections that come from
-    the files of a ``defaults`` list (presets, of which a file uses what it needs), and single values that stand in
-    such a file with them, unless they look like a misspelt key."""
+    the files of a ``defaults`` list (presets, of which a file uses what it needs); and unless they look like a misspelt
+    key, single values that stand in such a file with them, or that refer to another key themselves."""
     known = {key for entry in PIPELINES for key in entry.start_keys}
     known |= {key for one in definitions() for key in known_keys(one.config_class)}
     own = _own_definition(composed.data.get("pipeline"), Problems())
@@ -144,17 +144,11 @@ def without_fragments(composed: Composed) -> dict[str, Any]:
     unknown = {key: value for key, value in composed.data.items() if key not in known}
     presets = {key for key, value in unknown.items() if isinstance(value, Mapping) and composed.source.included(key)}
     files = {file for key in presets for file in composed.source.files_with(key)}
-    dropped = {
-        key
-        for key in unknown
-        if key in composed.referenced
-        or key in presets
-        or (
-            composed.source.included(key)
-            and files.issuperset(composed.source.files_with(key))
-            and not get_close_matches(key, known, cutoff=MISSPELT)
-        )
+    loose = {
+        key for key in unknown if composed.source.included(key) and files.issuperset(composed.source.files_with(key))
     }
+    loose = {key for key in loose | composed.derived if not get_close_matches(key, known, cutoff=MISSPELT)}
+    dropped = presets | (unknown.keys() & (composed.referenced | loose))
     return {key: value for key, value in composed.data.items() if key not in dropped}
 
 

@@ -143,8 +143,8 @@ class RunConfig:
     """MiB of one bucket of weights on the way from trainer to engine."""
     num_gpus_per_node: int = setting(8, ge=1)
     """Devices of one node (logical CPU slots on a host without accelerators)."""
-    num_nodes: int | None = setting(None, ge=1)
-    """Nodes; null: as many as the device ids need."""
+    num_nodes: int | None = setting(None, ge=1, inert="as many nodes are used as the device ids need")
+    """Accepted from ROLL's files."""
     max_grad_norm: float | None = setting(1.0, gt=0)
     """Gradients are clipped to this global norm; null: not clipped."""
     is_offload_states: bool | None = None

@@ -105,19 +105,52 @@ class GymnasiumEnvironment(_Wrapped):
         return _shown(space.sample())
 
     def _action(self, text: str) -> Any:
+        """The action that the text writes; None: it writes none."""
         space = getattr(self.inner, "action_space", None)
-        if space is None or space.contains(text):
+        if space is None:
             return text
-        try:
-            literal = ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return None
-        dtype = getattr(space, "dtype", None) if isinstance(literal, bool | int | float | list | tuple) else None
-        for candidate in (literal, np.asarray(literal, dtype)):
-            with contextlib.suppress(TypeError, ValueError):
-                if space.contains(candidate):
-                    return candidate
+        # Whatever a policy writes is no fault of the environment, nor is a space that fails on it.
+        with contextlib.suppress(Exception):
+            if _kind(space) not in _NUMBERS and space.contains(text):
+                return text
+        with contextlib.suppress(Exception):
+            action = member_of(space, ast.literal_eval(text.strip()))
+            return action if space.contains(action) else None
         return None
+
+
+_NUMBERS = {"b": "biu", "i": "iu", "u": "iu", "f": "fiu"}
+"""Kinds of numbers that a literal may be made of, by the kind of the space's own."""
+
+
+def _kind(space: Any) -> str | None:
+    dtype = getattr(space, "dtype", None)
+    return None if dtype is None else np.dtype(dtype).kind
+
+
+def member_of(space: Any, literal: Any) -> Any:
+    """``literal`` with the types of the space's own samples: arrays where its numbers have a shape, else a number. No
+    number is rounded: 1.0 is no whole number.
+
+    Raises:
+        ValueError, LookupError, TypeError, AttributeError, OverflowError: numbers of another kind, another structure.
+    """
+    parts: Any = getattr(space, "spaces", None)
+    kind, shape = _kind(space), getattr(space, "shape", None)
+    if isinstance(parts, Mapping):
+        return {key: member_of(parts[key], one) for key, one in literal.items()}
+    if type(space).__name__ == "OneOf":
+        number, one = literal
+        return number, member_of(parts[number], one)
+    if isinstance(parts, tuple):
+        return tuple(member_of(part, one) for part, one in zip(parts, literal, strict=True))
+    if kind not in _NUMBERS:
+        return literal
+    numbers = np.asarray(literal)
+    if numbers.dtype.kind not in _NUMBERS[kind] + ("b" if shape else "") or not np.isfinite(numbers).all():
+        raise ValueError(f"{literal!r} is not made of the numbers of {space}")
+    numbers = np.asarray(literal, space.dtype)
+    return numbers if numbers.shape or kind == "f" else numbers.item()
 
 
 def gymnasium_environment(identifier: str, **config: Any) -> GymnasiumEnvironment:

@@ -6,11 +6,22 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 Message = dict[str, Any]
+
+
+AGGREGATIONS: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": lambda values: sum(values) / len(values),
+    "sum": sum,
+    "max": max,
+    "min": min,
+    "first": lambda values: values[0],
+    "last": lambda values: values[-1],
+}
+"""Values of ``info["metrics_agg_mode"]``, as ROLL's environments and those of its GEM have it."""
 
 
 class BrokenContract(RuntimeError):
@@ -29,10 +40,11 @@ class Environment(Protocol):
     content may have parts ``{"type": "image", "image": ...}``.
 
     ``info`` may hold ``success`` (bool), ``state`` (a text that identifies the state, for step-level advantages),
-    ``valid`` (bool: the action was understood), ``metrics`` (name to number), ``tools`` (schemas, at reset) and
-    ``role`` of a text observation (default ``user``). A class attribute ``instant = True`` declares that the methods
-    of this very class never wait and take next to no time, so that they may be called on the event loop. A method
-    ``close()`` is called at the end where there is one; ``sample_action(rng)`` returns a random legal action for
+    ``valid`` (bool: the action was understood), ``metrics`` (name to number), ``metrics_agg_mode`` (name to one of
+    :data:`AGGREGATIONS`, by which a metric becomes a number of the episode; default ``mean``), ``tools`` (schemas, at
+    reset) and ``role`` of a text observation (default ``user``). A class attribute ``instant = True`` declares that the
+    methods of this very class never wait and take next to no time, so that they may be called on the event loop. A
+    method ``close()`` is called at the end where there is one; ``sample_action(rng)`` returns a random legal action for
     ``roll env play --random``.
     """
 
@@ -119,6 +131,7 @@ def read_step(name: str, answer: Any) -> Turn:
     if not math.isfinite(number):
         raise BrokenContract(f"{name}: step returned the reward {number}; rewards are finite")
     messages = _messages(name, "step", observation, _info(name, "step", info))
+    _check_metrics(name, info)
     flags = _flag(name, "terminated", terminated), _flag(name, "truncated", truncated)
     return Turn(messages, number, *flags, dict(info))
 
@@ -127,6 +140,20 @@ def _info(name: str, method: str, info: Any) -> Mapping[str, Any]:
     if not isinstance(info, Mapping):
         raise BrokenContract(f"{name}: info of {method} must be a mapping, got {_shape(info)}")
     return info
+
+
+def _check_metrics(name: str, info: Mapping[str, Any]) -> None:
+    for metric, value in dict(info.get("metrics") or {}).items():
+        try:
+            float(value)
+        except (TypeError, ValueError):
+            raise BrokenContract(
+                f"{name}: step returned the metric {metric!r} = {value!r}, which is no number"
+            ) from None
+    for metric, mode in dict(info.get("metrics_agg_mode") or {}).items():
+        if mode not in AGGREGATIONS:
+            rule = f"must be one of {', '.join(AGGREGATIONS)}"
+            raise BrokenContract(f"{name}: step returned metrics_agg_mode.{metric} = {mode!r}; it {rule}")
 
 
 def _flag(name: str, which: str, value: Any) -> bool:

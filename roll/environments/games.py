@@ -146,8 +146,8 @@ class Calculator:
         return rng.choice([f"calc {self.expression}", f"#### {rng.randint(-99, 9999)}"])
 
     def _info(self, success: bool, valid: bool, state: str | None = None) -> dict[str, Any]:
-        metrics = {"tool_uses": float(self._uses)}
-        return {"success": success, "valid": valid, "state": state or self.expression, "metrics": metrics}
+        info = {"success": success, "valid": valid, "state": state or self.expression}
+        return info | {"metrics": {"tool_uses": float(self._uses)}, "metrics_agg_mode": {"tool_uses": "last"}}
 
 
 _WORDS = (

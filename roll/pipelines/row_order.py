@@ -77,7 +77,8 @@ def num_samples(batch: DataProto) -> int:
 
 
 def even_mini_batches(batch: DataProto, num_mini_batches: int, dp_size: int) -> DataProto:
-    """A batch whose rows divide into mini-batches of equally many episodes, and each of them onto ``dp_size`` ranks.
+    """A batch whose rows divide into mini-batches of equally many episodes, or one fewer, and each of them onto
+    ``dp_size`` ranks.
 
     Consecutive episodes form a mini-batch.  Where one has fewer rows than the largest, rows of a single token fill it
     up, with all masks empty, so that they weigh nothing.  A batch without episodes stays as it is.
@@ -86,8 +87,7 @@ def even_mini_batches(batch: DataProto, num_mini_batches: int, dp_size: int) -> 
         return batch
     episodes = batch.batch["episode_ids"].numpy()
     starts = np.flatnonzero(np.diff(episodes, prepend=-1))
-    assert len(starts) % num_mini_batches == 0, (len(starts), num_mini_batches)
-    begins = np.append(starts[:: len(starts) // num_mini_batches], len(batch))
+    begins = np.append([part[0] for part in np.array_split(starts, num_mini_batches)], len(batch))
     parts = [np.arange(begin, end) for begin, end in pairwise(begins)]
     most = max(len(part) for part in parts)
     most += -most % dp_size

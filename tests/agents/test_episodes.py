@@ -13,9 +13,10 @@ import pytest
 
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
-from roll.agents.episode import Episode, Limits, Model, Sampled, Task, run_episode
+from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Sampled, Task, run_episode
 from roll.environments.frozen_lake import FrozenLake
 from roll.environments.games import GuessNumber
+from roll.pipelines.agentic.metrics import episode_metrics
 from roll.tracking.run_record import read_requests, span_log
 from tests.agents.templates import CHATML
 from tests.agents.tiny import make_tokenizer
@@ -116,6 +117,44 @@ def test_contexts(template: ChatTemplate) -> None:
     system, engine = play(template, GuessNumber, bisect, system="You play.")
     assert template.decode(engine.prompts[0]).startswith("<|im_start|>system\nYou play.<|im_end|>")
     assert system.success
+
+
+class Reporting(GuessNumber):
+    """Tells of itself as ROLL's environments do: all in ``metrics``, of which the last turn has one more."""
+
+    modes: ClassVar[dict[str, Any]] = {"success": "last", "tries": "max", "format_penalty": "sum", "first": "first"}
+    value: ClassVar[Any] = 1.0
+
+    def step(self, action: str) -> Any:
+        observation, reward, terminated, truncated, info = super().step(action)
+        metrics = {name: float(self._steps) for name in ("tries", "format_penalty", "action_is_valid", "first")}
+        metrics |= {"success": info["success"]} | ({"at_end": self.value} if terminated else {})
+        return observation, reward, terminated, truncated, {"metrics": metrics, "metrics_agg_mode": self.modes}
+
+
+def test_metrics_of_an_environment_are_aggregated_as_it_says(
+    template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    episode, _ = play(template, Reporting, bisect)
+    turns = len(episode.calls)
+    assert turns == 4
+    assert (episode.success, episode.metrics) == (
+        True,
+        {"tries": 4.0, "format_penalty": 10.0, "action_is_valid": 2.5, "first": 1.0, "at_end": 1.0},
+    )
+    shown = episode_metrics([EpisodeGroup(0, episode.task, [episode])])
+    assert {name: shown[f"env/env/{name}"].value() for name in ("success", "action_is_valid", "at_end")} == {
+        "success": 1.0,
+        "action_is_valid": 2.5,
+        "at_end": 1.0,
+    }
+    monkeypatch.setattr(Reporting, "modes", {"success": "mean"})
+    averaged, _ = play(template, Reporting, bisect)
+    assert (averaged.success, averaged.metrics["success"]) == (None, 0.25)
+    for name, wrong in (("modes", {"tries": "median"}), ("value", "none")):
+        monkeypatch.setattr(Reporting, name, wrong)
+        broken, _ = play(template, Reporting, bisect)
+        assert broken.outcome == "environment_error" and str(broken.error).count("returned") == 1
 
 
 @pytest.mark.parametrize("context", ["observation", "last"])

@@ -145,6 +145,20 @@ def test_keys_without_effect_are_told() -> None:
     } <= told
 
 
+def test_names_for_interpolations_need_no_interpolation_that_is_left(native: Path) -> None:
+    """An override may replace the only place that refers to a name, and a name made of another may serve nobody."""
+    names = "default_length: 128\ndefault_history_length: ${default_length}\n"
+    file = native / "recipe/rlvr_config.yaml"
+    file.write_text(names + NATIVE.replace("response_length: 128", "response_length: ${default_length}"))
+    assert load_native("response_length=64").config.response_length == 64
+    file.write_text("rollout_batch_sizee: ${max_steps}\n" + NATIVE)
+    with pytest.raises(ConfigError, match="the nearest known one is rollout_batch_size"):
+        load_native()
+    file.write_text("default_history_length: 5\n" + NATIVE)
+    with pytest.raises(ConfigError, match="default_history_length"):
+        load_native()
+
+
 def test_a_mistake_in_a_preset_is_found_there(native: Path) -> None:
     (native / "presets/fsdp2_small.yaml").write_text("fsdp2_small:\n  fsdp_sizes: 2\n")
     with pytest.raises(ConfigError, match=r"fsdp_sizes.*the nearest known one is fsdp_size"):

@@ -94,6 +94,14 @@ def test_a_node_is_no_larger_than_needed_unless_written(tmp_path: Path) -> None:
     assert (plan.num_devices_per_node, plan.num_nodes) == (8, 2)
 
 
+def test_nodes_follow_from_the_device_ids_whatever_is_written(tmp_path: Path) -> None:
+    """As ROLL has it, whose files say ``num_nodes: 1`` next to 16 devices."""
+    for written in (1, 4):
+        loaded = load(tmp_path, changed({"num_nodes": written, "actor_infer.device_mapping": [*range(16)]}))
+        assert (loaded.plan.num_devices_per_node, loaded.plan.num_nodes) == (8, 2)
+        assert "num_nodes" in {notice.key for notice in loaded.warnings}
+
+
 # changes, needs_reference, needs_old_log_probs; the plain one makes one optimizer step per rollout
 ON_POLICY = {"actor_train.training_args.gradient_accumulation_steps": 16}
 PASSES: list[tuple[dict[str, Any], bool, bool]] = [

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from roll.environments.adapters import GymnasiumEnvironment
 from roll.environments.base import BrokenContract, read_reset, read_step, reset_arguments
 from roll.environments.command import check_environment
 from roll.environments.registry import EnvironmentOptionError, make_environment
@@ -71,6 +72,93 @@ class Corridor(GymEnv):
 
     def seen(self) -> Any:
         return {"at": np.int64(self.at), "others": (np.array([1, 2]), np.float32(0.5))}
+
+
+class Box:
+    """Numbers of a shape between 0 and 1, as lenient as gymnasium's: whatever NumPy makes numbers of is contained."""
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape
+
+    def contains(self, value: Any) -> bool:
+        numbers = np.asarray(value, self.dtype)
+        return bool(numbers.shape == self.shape and (numbers >= 0).all() and (numbers <= 1).all())
+
+
+class Many:
+    """Spaces by name, or in order."""
+
+    def __init__(self, spaces: Any) -> None:
+        self.spaces = spaces
+
+    def contains(self, value: Any) -> bool:
+        if isinstance(self.spaces, dict):
+            return value.keys() == self.spaces.keys() and all(self.spaces[key].contains(value[key]) for key in value)
+        return len(value) == len(self.spaces) and all(map(lambda space, one: space.contains(one), self.spaces, value))
+
+
+class Performed(GymEnv):
+    """Takes what its space says, and looks it up as a tabular environment does."""
+
+    def __init__(self, space: Any) -> None:
+        self.action_space = space
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        return "go", {}
+
+    def step(self, action: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        assert not isinstance(action, str | list)
+        if isinstance(self.action_space, Discrete):
+            {0: "left", 1: "right"}[action]
+        elif isinstance(action, np.ndarray):
+            assert action.dtype == self.action_space.dtype
+        return "went", 1.0, False, False, {}
+
+
+SPACES: dict[str, tuple[Any, list[str], list[str]]] = {
+    "discrete": (
+        Discrete(2),
+        ["1", " 0 ", "0x1"],
+        [
+            "1.0",
+            "2.9",
+            "1.",
+            "True",
+            "2",
+            "-1",
+            "1e400",
+            "10**2",
+            "9" * 40,
+            "9" * 5000,
+            "{[]: 1}",
+            "[1]",
+            "x",
+            "",
+            "None",
+        ],
+    ),
+    "numbers": (Box(2), ["[0, 1]", "(0.25, 1.0)"], ["[0.5]", "[0.5, 2]", "[1e400, 0]", "['0.5', '1']", "[1j, 0]", "0"]),
+    "number": (Box(), ["0.5", "1"], ["'0.5'", "nan", "1e400", "[0.5]"]),
+    "by name": (
+        Many({"move": Discrete(2), "force": Box(1)}),
+        ["{'move': 1, 'force': [0.5]}"],
+        ["{'move': 1}", "{'move': 1.0, 'force': [0.5]}", "{'move': 1, 'force': 0.5}", "[1, [0.5]]", "1"],
+    ),
+    "in order": (Many((Discrete(2), Box(1))), ["(1, [0.5])", "[0, [1]]"], ["(1,)", "(1.0, [0.5])", "1", "{}"]),
+}
+
+
+@pytest.mark.usefixtures("gymnasium")
+@pytest.mark.parametrize("name", SPACES)
+def test_no_text_of_a_policy_is_a_fault_of_an_environment(name: str) -> None:
+    space, right, wrong = SPACES[name]
+    environment = GymnasiumEnvironment(Performed(space), format_penalty=-0.5)
+    begun(environment, 1)
+    assert [environment.step(text)[1] for text in right] == [1.0] * len(right)
+    answers = {text: environment.step(text) for text in wrong}
+    assert answers == {text: ("went", -0.5, False, False, {"valid": False}) for text in wrong}
 
 
 class Echo(GymEnv):

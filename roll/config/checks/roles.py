@@ -168,17 +168,11 @@ def check_devices(name: str, role: WorkerConfig, checks: Checks) -> None:
 
 
 def check_nodes(config: RunConfig, checks: Checks) -> None:
-    """Device ids exist, and no worker spans two nodes."""
+    """No worker spans two nodes."""
     per_node = config.num_gpus_per_node
     for name, role in checks.pipeline.models(config).items():
         devices = role.device_mapping or []
         key = f"{checks.pipeline.section_key(name)}.device_mapping"
-        if config.num_nodes is not None and devices and max(devices) >= per_node * config.num_nodes:
-            rule = (
-                f"device {max(devices)} does not exist: num_nodes {config.num_nodes} x num_gpus_per_node {per_node} "
-                f"gives ids 0 to {per_node * config.num_nodes - 1}"
-            )
-            checks.add(key, devices, rule, f"list(range(0, {per_node * config.num_nodes}))")
         size = devices_per_worker(role)
         for start in range(0, len(devices) - size + 1, size):
             group = devices[start : start + size]

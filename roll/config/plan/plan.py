@@ -213,7 +213,7 @@ class TrainingPlan:
 
     @property
     def optimizer_steps_per_step(self) -> int:
-        return self.epochs * (self.samples_per_step // self.mini_batch_size)
+        return self.epochs * -(-self.samples_per_step // self.mini_batch_size)
 
     @property
     def total_optimizer_steps(self) -> int | None:
@@ -231,7 +231,8 @@ class TrainingPlan:
             share = f"{count(rows, 'row')} in {self.rule.sentence()}"
         elif self.rule is not None and self.rule.removes_padding:
             share += ", without padding"
-        return f"{steps} of {self.mini_batch_size}; {count(self.dp_size, 'rank')} x {share}{repeats}"
+        size = f"{'at most ' if self.samples_per_step % self.mini_batch_size else ''}{self.mini_batch_size}"
+        return f"{steps} of {size}; {count(self.dp_size, 'rank')} x {share}{repeats}"
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def node_shape(config: RunConfig, sections: Mapping[str, WorkerConfig], written:
     per_node = config.num_gpus_per_node
     if not written("num_gpus_per_node"):
         per_node = min(per_node, needed)
-    return per_node, config.num_nodes or ceil(needed / per_node)
+    return per_node, ceil(needed / per_node)
 
 
 def folders(config: RunConfig, exp_name: str) -> Folders:

@@ -38,7 +38,9 @@ class Composed:
     data: dict[str, Any]
     source: SourceFile
     referenced: frozenset[str] = frozenset()
-    """Top-level names that some ``${...}`` refers to."""
+    """Top-level names that some ``${...}`` refers to, in any file, be its section replaced by another one or not."""
+    derived: frozenset[str] = frozenset()
+    """Top-level names whose own value refers to another."""
 
 
 def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Composed:
@@ -56,8 +58,10 @@ def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Co
             # A file without _self_ in its defaults is meant to override them, which is what hydra then does.
             warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
             config = compose(config_name=file.stem, overrides=words)
-        names = frozenset(name for _, raw in _interpolations(config, "") for name in re.findall(r"\$\{\s*(\w+)", raw))
-        return Composed(_resolve(config, problems), source, names)
+        written = dict(_interpolations(config, ""))
+        texts = [*written.values(), *(file.read_text(encoding="utf-8") for file in source.files())]
+        names = frozenset(name for text in texts for name in re.findall(r"\$\{\s*(\w+)", text))
+        return Composed(_resolve(config, problems), source, names, frozenset(written))
     except MissingConfigException as error:
         rule = f"there is no {error.missing_cfg_file}.yaml in {file.parent} or in a folder named there"
         problems.add("defaults", error.missing_cfg_file, rule)

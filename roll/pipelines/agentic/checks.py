@@ -7,7 +7,6 @@ from roll.config.checks.base import Checks, check_resume, check_schedule, check_
 from roll.config.checks.keys import note_unread
 from roll.config.checks.roles import check_engine_length, check_roles, note_positions
 from roll.config.names import PUBLISHED_PREFIX
-from roll.config.plan.plan import working_values
 from roll.config.plan.planning import shares_devices
 from roll.config.reading.errors import closest, count
 from roll.config.rewards import LLM_JUDGE, generates_otherwise
@@ -185,28 +184,18 @@ def check_lengths(config: AgenticConfig, options: dict[str, StrategyConfig], mod
 
 
 def check_batches(config: AgenticConfig, checks: Checks) -> None:
-    """Episodes of a step divide into optimizer steps, for each trained role; their rows need not."""
+    """Optimizer steps of each trained role, among which the episodes of a step are divided."""
     if checks.broken("rollout_batch_size", "train_env_manager"):
         return
-    group = config.group_size
     for name, plan in policy_training_plans(config).items():
         sizes = f"{name}.training_args"
         if checks.broken(sizes, f"{name}.device_mapping", f"{name}.num_gpus_per_worker"):
             continue
         mini = plan.mini_batch_size
         if plan.samples_per_step % mini:
-            key = f"{sizes}.gradient_accumulation_steps"
-            rule = (
-                f"{plan.samples_per_step} episodes do not divide into optimizer steps of {mini} "
-                f"({plan.micro_batch_size} per micro-batch x "
-                f"{count(plan.gradient_accumulation_steps, 'micro-batch', 'micro-batches')} x "
-                f"{count(plan.dp_size, 'rank')}); their rows may be of any number"
-            )
-            remedy = working_values(plan, config.rollout_batch_size // group, group, name)
-            prompts, _, last = remedy.rpartition("rollout_batch_size: ")
-            remedy = f"{prompts}rollout_batch_size: {int(last) * group}"
-            checks.add(key, plan.gradient_accumulation_steps, rule, remedy)
-            continue
+            steps = count(plan.optimizer_steps_per_step // plan.epochs, "optimizer step")
+            text = f"{plan.samples_per_step} episodes are no multiple of {mini}: they are divided among {steps}"
+            checks.note(f"{sizes}.gradient_accumulation_steps", f"{text}, each of at most {mini}")
         role = config.actor_train if name == "actor_train" else config.critic
         assert role is not None
         check_schedule(name, role, plan.total_optimizer_steps, checks)

@@ -231,7 +231,7 @@ class AgenticConfig(PolicyRunConfig, OlderRLVRKeys):
     """Probability ratio of the policy loss: of each ``token``, or of each turn (``segment``: the mean log-ratio of its
     tokens)."""
     batch_adjust_mode: Literal["copy", "delete", "auto", "random_sample"] = setting(
-        "copy", inert="a step trains on every sample once, whatever their number"
+        "copy", inert="a step trains on every sample once, in optimizer steps of as equal a size as their number allows"
     )
     """Way to make the number of samples divisible."""
     partial_gpu_mode: bool = True

@@ -90,8 +90,8 @@ def _outcomes(episodes: Sequence[Episode], prefix: str) -> Metrics:
 
 
 def _environment(episodes: Sequence[Episode], prefix: str) -> Metrics:
-    """Metrics of environments as means over turns, numbers of whole episodes as means over the episodes that have them,
-    and success under the name that ROLL's dashboards use."""
+    """Numbers of whole episodes as means over the episodes that have them, what is counted over turns (calls of tools)
+    as means over turns, and success under the name that ROLL's dashboards use."""
     numbers: dict[str, list[float]] = defaultdict(list)
     for episode in episodes:
         for name, value in episode.metrics.items():

@@ -154,7 +154,8 @@ def update_model(
 ) -> Metrics:
     """All optimizer steps of one model on one batch: ``epochs`` passes over its mini-batches.
 
-    Mini-batches are of equally many samples, or episodes, whose rows stay in one.
+    Mini-batches are of equally many samples, or episodes, whose rows stay in one; of episodes that do not divide, some
+    have one fewer than others.
 
     Args:
         update: of the cluster's workers, called with each pass's rows and ``options``.
@@ -162,7 +163,7 @@ def update_model(
             the same.
     """
     training = plan.training[cluster.name]
-    num_mini_batches = num_samples(batch) // training.mini_batch_size
+    num_mini_batches = -(-num_samples(batch) // training.mini_batch_size)
     by_prompt = cluster.role.use_prefix_sharing
     passes = [batch]
     if shuffle_seed is not None:
