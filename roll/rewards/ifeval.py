@@ -12,11 +12,14 @@ from typing import Any, ClassVar, Literal
 from roll.config.reading.errors import did_you_mean
 from roll.rewards.answers import after_thought
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.ifeval_instructions import CHECKS, FUNCTIONS
+from roll.rewards.ifeval_instructions import CHECKS
+from roll.rewards.rlvr_ifeval import FUNCTIONS
 
 MAX_LENGTH = 200_000
 """Characters that are looked at; nothing that is asked for takes more."""
 Instruction = tuple[str, dict[str, Any]]
+RULES = {**CHECKS, **FUNCTIONS}
+"""IFEval's by the instruction's id, RLVR-IFeval's by the function's name."""
 
 
 @dataclass
@@ -24,7 +27,8 @@ class IFEval(RewardRule):
     """1 where all instructions of the prompt are followed, else 0; with ``partial`` the share that is.
 
     The instructions come from the columns ``instruction_id_list`` and ``kwargs`` as IFEval publishes them, or from the
-    ground truth: a mapping (or its JSON) with those two, or with ``func_name`` as in RLVR-IFeval.
+    ground truth: a mapping (or its JSON) with those two, or with ``func_name`` and its arguments as in RLVR-IFeval,
+    whose functions have rules of their own.
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("strict", "loose", "instructions_strict", "instructions_loose")
@@ -72,7 +76,7 @@ class IFEval(RewardRule):
 
 def follows(text: str, identity: str, arguments: Mapping[str, Any]) -> bool:
     """An empty text follows nothing."""
-    return bool(text.strip()) and CHECKS[identity](text, **arguments)
+    return bool(text.strip()) and RULES[identity](text, **arguments)
 
 
 def loosened(text: str) -> Iterator[str]:
@@ -93,7 +97,7 @@ def read_instructions(sample: RewardSample) -> list[Instruction]:
     """
     source = sample.row if sample.row.get("instruction_id_list") is not None else as_mapping(sample.ground_truth)
     if "func_name" in source:
-        found = [as_instruction(source)]
+        found = [(source["func_name"], source)]
     else:
         identities, arguments = source.get("instruction_id_list"), source.get("kwargs")
         identities = json.loads(identities) if isinstance(identities, str) else identities
@@ -123,27 +127,11 @@ def checked(identity: str, arguments: Mapping[str, Any]) -> Instruction:
     Raises:
         ValueError: no such type, or an argument that it lacks.
     """
-    if identity not in CHECKS:
-        hint = did_you_mean(str(identity), CHECKS, "; did you mean {!r}?")
+    if identity not in RULES:
+        hint = did_you_mean(str(identity), RULES, "; did you mean {!r}?")
         raise ValueError(f"no such instruction: {identity!r}{hint}")
-    parameters = list(inspect.signature(CHECKS[identity]).parameters.values())[1:]
+    parameters = list(inspect.signature(RULES[identity]).parameters.values())[1:]
     missing = [p.name for p in parameters if p.default is p.empty and arguments.get(p.name) is None]
     if missing:
         raise ValueError(f"{identity}: kwargs lack {missing[0]!r}")
     return identity, {p.name: arguments[p.name] for p in parameters if arguments.get(p.name) is not None}
-
-
-def as_instruction(truth: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Type and ``kwargs`` of an instruction given as ``{"func_name": ..., arguments}``.
-
-    Raises:
-        ValueError: no such function.
-    """
-    name = truth["func_name"]
-    if name not in FUNCTIONS:
-        raise ValueError(f"func_name {name!r} is none of RLVR-IFeval's")
-    identity, names, implied = FUNCTIONS[name]
-    arguments = {ours: truth[theirs] for theirs, ours in names.items() if truth.get(theirs) is not None}
-    if name == "validate_choice" and isinstance(arguments.get("options"), str):
-        arguments["options"] = [option.strip() for option in arguments["options"].strip("[]()").split(",")]
-    return identity, {**arguments, **implied}

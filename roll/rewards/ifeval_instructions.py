@@ -4,41 +4,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 Check = Callable[..., bool]
 CHECKS: dict[str, Check] = {}
 """By the id of the instruction's type."""
-FUNCTIONS: dict[str, tuple[str, Mapping[str, str], Mapping[str, str]]] = {}
-"""RLVR-IFeval's functions (Lambert et al., "Tulu 3", arXiv 2411.15124): the instruction's id, the names of the check's
-arguments by theirs, and arguments that the function implies."""
-
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "less than": lambda found, wanted: found < wanted,
     "at least": lambda found, wanted: found >= wanted,
     "at most": lambda found, wanted: found <= wanted,
     "exactly": lambda found, wanted: found == wanted,
-    # Of RLVR-IFeval: within a tenth, at least one.
-    "around": lambda found, wanted: abs(found - wanted) <= max(1, round(wanted * 0.1)),
 }
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _FENCE_START, _FENCE_END = re.compile(r"^```(?:json|Json|JSON)?"), re.compile(r"```$")
 
 
-def instruction(
-    identity: str, function: str, implied: Mapping[str, str] | None = None, **arguments: str
-) -> Callable[[Check], Check]:
-    """Register a check under the id of its instruction and under the function of RLVR-IFeval that asks for the same.
-
-    Args:
-        implied: arguments of the check that the function does not have.
-        arguments: names of the function's arguments to those of the check's.
-    """
+def instruction(identity: str) -> Callable[[Check], Check]:
+    """Register a check under the id of its instruction."""
 
     def decorate(check: Check) -> Check:
         CHECKS[identity] = check
-        FUNCTIONS[function] = identity, arguments, implied or {}
         return check
 
     return decorate
@@ -54,7 +40,7 @@ def holds(found: int, relation: str, wanted: int) -> bool:
     return RELATIONS[relation](found, int(wanted))
 
 
-@instruction("keywords:existence", "verify_keywords", keyword_list="keywords")
+@instruction("keywords:existence")
 def existence(text: str, *, keywords: Sequence[str]) -> bool:
     return all(_occurs(keyword, text) for keyword in keywords)
 
@@ -63,28 +49,22 @@ def _occurs(keyword: str, text: str) -> bool:
     return keyword.lower() in text.lower()
 
 
-@instruction("keywords:frequency", "verify_keyword_frequency", {"relation": "exactly"}, word="keyword", N="frequency")
+@instruction("keywords:frequency")
 def frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
     return holds(text.lower().count(keyword.lower()), relation, frequency)
 
 
-@instruction("keywords:forbidden_words", "validate_forbidden_words", forbidden_words="forbidden_words")
+@instruction("keywords:forbidden_words")
 def forbidden_words(text: str, *, forbidden_words: Sequence[str]) -> bool:
     return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in forbidden_words)
 
 
-@instruction(
-    "keywords:letter_frequency",
-    "verify_letter_frequency",
-    {"let_relation": "exactly"},
-    letter="letter",
-    N="let_frequency",
-)
+@instruction("keywords:letter_frequency")
 def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
     return holds(text.lower().count(letter.lower()), let_relation, let_frequency)
 
 
-@instruction("language:response_language", "validate_response_language", language="language")
+@instruction("language:response_language")
 def response_language(text: str, *, language: str) -> bool:
     return _is_in(text, language)
 
@@ -94,32 +74,24 @@ def _is_in(text: str, code: str) -> bool:
     return language(text) in (code, None)
 
 
-@instruction(
-    "length_constraints:number_sentences", "verify_sentence_constraint", N="num_sentences", quantifier="relation"
-)
+@instruction("length_constraints:number_sentences")
 def number_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
     return holds(count_sentences(text), relation, num_sentences)
 
 
-@instruction("length_constraints:number_paragraphs", "verify_paragraph_count", N="num_paragraphs")
+@instruction("length_constraints:number_paragraphs")
 def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
     """Paragraphs are divided by ``***``."""
     paragraphs = parts(text, r"\s?\*\*\*\s?")
     return paragraphs is not None and len(paragraphs) == int(num_paragraphs)
 
 
-@instruction("length_constraints:number_words", "validate_word_constraint", N="num_words", quantifier="relation")
+@instruction("length_constraints:number_words")
 def number_words(text: str, *, num_words: int, relation: str) -> bool:
     return holds(count_words(text), relation, num_words)
 
 
-@instruction(
-    "length_constraints:nth_paragraph_first_word",
-    "validate_paragraphs",
-    N="num_paragraphs",
-    i="nth_paragraph",
-    first_word="first_word",
-)
+@instruction("length_constraints:nth_paragraph_first_word")
 def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     """Paragraphs are divided by two line ends; empty ones do not count."""
     paragraphs = [piece.strip() for piece in text.split("\n\n")]
@@ -131,12 +103,12 @@ def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: i
     return re.split(r"[.,?!'\"]", first, maxsplit=1)[0].lower() == first_word.lower()
 
 
-@instruction("detectable_content:number_placeholders", "validate_placeholders", N="num_placeholders")
+@instruction("detectable_content:number_placeholders")
 def number_placeholders(text: str, *, num_placeholders: int) -> bool:
     return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= int(num_placeholders)
 
 
-@instruction("detectable_content:postscript", "verify_postscript", postscript_marker="postscript_marker")
+@instruction("detectable_content:postscript")
 def postscript(text: str, *, postscript_marker: str) -> bool:
     """A marker written with spaces, or without its last stop, counts."""
     marker = postscript_marker.strip()
@@ -148,19 +120,19 @@ def postscript(text: str, *, postscript_marker: str) -> bool:
     return re.search(pattern, text.lower()) is not None
 
 
-@instruction("detectable_format:number_bullet_lists", "verify_bullet_points", N="num_bullets")
+@instruction("detectable_format:number_bullet_lists")
 def number_bullet_lists(text: str, *, num_bullets: int) -> bool:
     stars = re.findall(r"^[^\S\n]*\*[^*\n].*$", text, re.MULTILINE)
     dashes = re.findall(r"^[^\S\n]*-.*$", text, re.MULTILINE)
     return len(stars) + len(dashes) == int(num_bullets)
 
 
-@instruction("detectable_format:constrained_response", "validate_choice", options="options")
+@instruction("detectable_format:constrained_response")
 def constrained_response(text: str, *, options: Sequence[str] = ANSWERS) -> bool:
     return any(option in text for option in options)
 
 
-@instruction("detectable_format:number_highlighted_sections", "validate_highlighted_sections", N="num_highlights")
+@instruction("detectable_format:number_highlighted_sections")
 def number_highlighted_sections(text: str, *, num_highlights: int) -> bool:
     single = re.findall(r"\*[^\n*]*\*", text)
     double = re.findall(r"\*\*[^\n*]*\*\*", text)
@@ -168,15 +140,13 @@ def number_highlighted_sections(text: str, *, num_highlights: int) -> bool:
     return len(found) >= int(num_highlights)
 
 
-@instruction(
-    "detectable_format:multiple_sections", "validate_sections", N="num_sections", section_splitter="section_spliter"
-)
+@instruction("detectable_format:multiple_sections")
 def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
     headings = re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", text)
     return len(headings) >= int(num_sections)
 
 
-@instruction("detectable_format:json_format", "validate_json_format")
+@instruction("detectable_format:json_format")
 def json_format(text: str) -> bool:
     """The whole text is JSON, perhaps in a fence."""
     inner = _FENCE_END.sub("", _FENCE_START.sub("", text.strip())).strip()
@@ -187,56 +157,51 @@ def json_format(text: str) -> bool:
     return True
 
 
-@instruction("detectable_format:title", "validate_title")
+@instruction("detectable_format:title")
 def title(text: str) -> bool:
     """Something between ``<<`` and ``>>`` on one line."""
     spans = ((line, line.find("<<"), line.rfind(">>")) for line in text.split("\n"))
     return any(0 <= begin < end and line[begin:end].strip("<> \t\r") for line, begin, end in spans)
 
 
-@instruction("combination:two_responses", "validate_two_responses")
+@instruction("combination:two_responses")
 def two_responses(text: str) -> bool:
     answers = parts(text, r"\*\*\*\*\*\*")
     return answers is not None and len(answers) == 2 and answers[0] != answers[1]
 
 
-@instruction("combination:repeat_prompt", "validate_repeat_prompt", original_prompt="prompt_to_repeat")
+@instruction("combination:repeat_prompt")
 def repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
-@instruction("startend:end_checker", "validate_end", end_phrase="end_phrase")
+@instruction("startend:end_checker")
 def end_checker(text: str, *, end_phrase: str) -> bool:
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
-@instruction("startend:quotation", "validate_quotation")
+@instruction("startend:quotation")
 def quotation(text: str) -> bool:
     inner = text.strip()
     return len(inner) > 1 and inner[0] == inner[-1] == '"'
 
 
-@instruction(
-    "change_case:capital_word_frequency",
-    "validate_frequency_capital_words",
-    N="capital_frequency",
-    quantifier="capital_relation",
-)
+@instruction("change_case:capital_word_frequency")
 def capital_word_frequency(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
     return holds(count_capital_words(text), capital_relation, capital_frequency)
 
 
-@instruction("change_case:english_capital", "validate_uppercase")
+@instruction("change_case:english_capital")
 def english_capital(text: str) -> bool:
     return text.isupper() and _is_in(text, "en")
 
 
-@instruction("change_case:english_lowercase", "validate_lowercase")
+@instruction("change_case:english_lowercase")
 def english_lowercase(text: str) -> bool:
     return text.islower() and _is_in(text, "en")
 
 
-@instruction("punctuation:no_comma", "validate_no_commas")
+@instruction("punctuation:no_comma")
 def no_comma(text: str) -> bool:
     return "," not in text
 

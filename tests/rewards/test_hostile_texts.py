@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from roll.rewards import RewardSample, build_reward
 from roll.rewards.base import RewardFunction
-from roll.rewards.ifeval_instructions import CHECKS
+from roll.rewards.ifeval import RULES
 
 LENGTH = 60_000
 PIECES = [
@@ -65,7 +65,7 @@ TEXT_RULES: list[tuple[str, dict[str, object]]] = [
 ]
 TRUTHS = {"gsm8k_rule": "1", "detection": "[[0, 0, 1, 1]]"}
 ROW = {
-    "instruction_id_list": [name for name in CHECKS if name != "language:response_language"],
+    "instruction_id_list": [name for name in RULES if not name.endswith("response_language")],
     "kwargs": [
         {
             "keywords": ["a"],
@@ -91,9 +91,17 @@ ROW = {
             "end_phrase": "a",
             "capital_frequency": 1,
             "capital_relation": "at least",
+            "N": 1,
+            "i": 1,
+            "quantifier": "around",
+            "word": "a",
+            "keyword_list": ["a"],
+            "options": ["a"],
+            "section_splitter": "Section",
+            "original_prompt": "a",
         }
     ]
-    * (len(CHECKS) - 1),
+    * (len(RULES) - 2),
 }
 """Every instruction whose time is ours: the package that tells languages reads ten thousand characters."""
 
