@@ -9,6 +9,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from roll.datasets.converters.math import last_boxed
+from roll.rewards.units import unit_of
 
 __all__ = ["THOUGHT_END", "THOUGHT_START", "after_thought", "last_boxed", "last_marked", "tagged_answer"]
 
@@ -51,7 +52,8 @@ NUMERAL = rf"{_SIGN}{_MONEY}{_SIGN}{_DIGITS}(?:\s?/\s?[0-9][0-9,]*(?![.,]?[0-9])
 """Regular expression of one numeral; :func:`parse_number` reads what it matches."""
 
 _GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
-_PARTS = re.compile(rf"({_SIGN}){_MONEY}({_SIGN})({_DIGITS})(?:\s?/\s?([0-9][0-9,]*))?\s?(?:\\?%)?")
+_POWER = r"(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{?([-+]?[0-9]{1,4})\}?"
+_PARTS = re.compile(rf"({_SIGN}){_MONEY}({_SIGN})({_DIGITS})(?:\s?/\s?([0-9][0-9,]*)|{_POWER})?\s?(?:\\?%)?")
 
 _PERIOD = re.compile(r"(?<![0-9.])([0-9]{1,30})\.([0-9]{0,30})\\(?:overline|bar|dot)\s?\{([0-9]{1,30})\}")
 
@@ -59,7 +61,8 @@ _PERIOD = re.compile(r"(?<![0-9.])([0-9]{1,30})\.([0-9]{0,30})\\(?:overline|bar|
 def parse_number(text: str) -> Fraction | None:
     """The exact value of a numeral, or None if ``text`` is not one.
 
-    A comma must group thousands (``1,234``); a percent sign and a currency sign are dropped, so ``25%`` is 25.
+    A comma must group thousands (``1,234``); a percent sign and a currency sign are dropped, so ``25%`` is 25. A power
+    of ten may follow (``3\\times10^{8}``).
     """
     text = text.strip()
     if len(text) > MAX_LENGTH:
@@ -67,7 +70,7 @@ def parse_number(text: str) -> Fraction | None:
     match = _PARTS.fullmatch(text.rstrip(",").rstrip())
     if match is None:
         return None
-    outer, inner, numerator, denominator = match.groups()
+    outer, inner, numerator, denominator, power = match.groups()
     if outer and inner:
         return None
     value = _decimal(numerator)
@@ -76,6 +79,8 @@ def parse_number(text: str) -> Fraction | None:
         value = value / divisor if divisor else None
     if value is None:
         return None
+    if power is not None:
+        value *= Fraction(10) ** int(power)
     return -value if (outer or inner) in ("-", "−", "–") else value
 
 
@@ -152,6 +157,7 @@ def in_words(text: str) -> int | None:
     """Value of a cardinal number in English words below a billion, such as ``one hundred and five``."""
     if len(text) > _LONGEST:
         return None
+    text = re.sub(r"^\s*-\s*", "minus ", text)
     words = re.sub(r"\b([a-z]+ty) (?=(?:one|two|three|four|five|six|seven|eight|nine)\b)", r"\1-", text.lower()).split()
     negative = words[:1] in (["minus"], ["negative"])
     total = group = 0
@@ -315,7 +321,8 @@ def _from_statement(masked: Masked, segment: str) -> str | None:
     if not runs:
         return _plain_value(segment)
     near = len(segment[: runs[0].start()].split()) <= _NEAR_WORDS
-    return _joined(masked, runs[0] if near else runs[-1])
+    run = runs[0] if near else runs[-1]
+    return _with_unit(_joined(masked, run), segment[run.end() :])
 
 
 def _from_sentence(masked: Masked, sentence: str) -> str | None:
@@ -325,7 +332,7 @@ def _from_sentence(masked: Masked, sentence: str) -> str | None:
         number = _ENDS_IN_NUMBER.search(sentence, runs[-1].end())
         if number is not None:
             return number.group("number").strip()
-        return _joined(masked, runs[-1])
+        return _with_unit(_joined(masked, runs[-1]), sentence[runs[-1].end() :])
     introduced = list(_INTRODUCED.finditer(sentence))
     for match in reversed(introduced):
         value = sentence[match.end() :]
@@ -349,7 +356,7 @@ def _end_of_chain(formula: str) -> str:
 
 
 def _plain_value(segment: str) -> str | None:
-    """A value written without delimiters; words behind a number are its unit."""
+    """A value written without delimiters; of words after a number those that are a unit."""
     segment = _REMARK.sub(" ", segment).strip().strip("\"'`*").rstrip(".,;:! ").strip()
     if segment.startswith("$") and segment.count("$") == 1 and not segment[1:2].isdigit():
         segment = segment[1:]  # a formula that was never closed
@@ -358,8 +365,16 @@ def _plain_value(segment: str) -> str | None:
         return None
     number = _NUMBER_AND_WORDS.fullmatch(segment)
     if number is not None and not _OPERATOR.match(number.group("rest")):
-        return number.group("number").strip() + (r"\%" if number.group("percent") else "")
+        rest, percent = number.group("rest"), r"\%" if number.group("percent") else ""
+        if rest.isascii() or unit_of(rest) is not None:
+            return _with_unit(number.group("number").strip() + percent, rest)
     return segment
+
+
+def _with_unit(value: str, rest: str) -> str:
+    """The value with the unit that ``rest`` is; what is none says nothing."""
+    rest = rest.strip().rstrip(".,;")
+    return rf"{value} \text{{ {rest}}}" if unit_of(rest) is not None else value
 
 
 def _looks_like_mathematics(value: str) -> bool:

@@ -16,10 +16,12 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import lru_cache
 from typing import ClassVar, Literal
 
 from roll.rewards.answers import (
+    NUMERAL,
     after_thought,
     isolated_number,
     last_boxed,
@@ -29,38 +31,10 @@ from roll.rewards.answers import (
     stated_answer,
     tagged_answer,
     value_in_base,
-    without_periods,
 )
 from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
-
-_LAYOUT = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|\$|\\[()\[\]]|\s+|\.$")
-_STYLES = {"\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac"}
-_NAMES = {"\\varnothing": "\\emptyset", "°": "^\\circ", "\\degree": "^\\circ", "−": "-", "∞": "\\infty", "π": "\\pi"}
-_BOLD = re.compile(r"\\(?:boldsymbol|mathbf|bm|bf|pmb)\s*\{([^{}]*)\}")
-_PERCENT = re.compile(r"\s*(?:\\text\{\s*)?per\s?cent(?:\s*\})?\s*$", re.IGNORECASE)
-# "\textbf{(C)}\ 5", as the answers of multiple-choice contests are printed, and "(C) 5": what stands behind the letter
-# counts.
-_CHOICE = re.compile(
-    r"^\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(?[A-Z]\)?\s*\}\s*(?:\\[ ,;:!]|\\q?quad|[:.)])?\s*(?=\S)"
-    r"|^\([A-J]\)\s+(?=[-$0-9]|\\d?frac|\\sqrt)"
-)
-
-
-def canonical(expression: str) -> str:
-    """The expression without emphasis, a choice's letter in front, and other names of the same symbol."""
-    for name, usual in _NAMES.items():
-        expression = expression.replace(name, usual)
-    expression = _CHOICE.sub("", expression.strip(), count=1)
-    expression = _BOLD.sub(r"\1", expression)
-    return without_periods(_PERCENT.sub(r"\\%", expression))
-
-
-def plain(expression: str) -> str:
-    """Spelling without layout: spaces, dollars, ``\\left``, ``\\dfrac`` for ``\\frac``."""
-    for styled, simple in _STYLES.items():
-        expression = expression.replace(styled, simple)
-    return _LAYOUT.sub("", expression.strip())
-
+from roll.rewards.notation import canonical, plain
+from roll.rewards.units import Unit, quantity
 
 MAX_ANSWER = 1000
 """Characters; no answer to a question is longer, and algebra on it would only cost time."""
@@ -107,14 +81,11 @@ class MathRule(RewardRule):
         answer = find_answer(sample.response, sample.prompt, sources)
         if answer is None or len(answer) > MAX_ANSWER:
             return RewardResult(0.0, {"correct": 0.0, "answered": 0.0})
-        answer = canonical(answer)
-        equal = compare_quickly(gold, answer)
-        if equal is None:
-            verdict = self._verifier.equivalent(gold, answer)
-            if verdict.error is not None:
-                return failure(f"math_rule: {verdict.error}")
-            equal = bool(verdict.equal)
-        return RewardResult(self.score if equal else self.format_score, {"correct": float(equal), "answered": 1.0})
+        verdict = equivalent(gold, canonical(answer), self._verifier)
+        if verdict.error is not None:
+            return failure(f"math_rule: {verdict.error}")
+        score = self.score if verdict.equal else self.format_score
+        return RewardResult(score, {"correct": float(bool(verdict.equal)), "answered": 1.0})
 
     def close(self) -> None:
         self._verifier.close()
@@ -140,23 +111,134 @@ def clean_truth(ground_truth: str) -> str:
     return (last_boxed(ground_truth) or last_marked(ground_truth) or ground_truth).strip().strip("$").strip()
 
 
+def equivalent(gold: str, answer: str, verifier: MathVerifier) -> Verdict:
+    """Equality of two expressions in their :func:`~roll.rewards.notation.canonical` form, by the ``verifier`` where it
+    needs algebra."""
+    quick = compare_quickly(gold, answer)
+    if quick is not None:
+        return Verdict(quick)
+    for left, right in readings(gold, answer):
+        quick = compare_quickly(left, right)
+        verdict = Verdict(quick) if quick is not None else verifier.equivalent(left, right)
+        if verdict.equal or verdict.error is not None:
+            return verdict
+    return Verdict(False)
+
+
 def compare_quickly(gold: str, answer: str) -> bool | None:
     """The verdict where it needs no algebra: two numerals, the answer's also in another notation, both in a base of
-    their own, or the same spelling up to layout; else None."""
+    their own, or the same spelling up to layout, of words in any case; else None."""
     left, right = parse_number(plain(gold)), parse_number(plain(answer))
     if left is not None and right is not None:
         # With one percent sign both readings are right: 50% for 0.5, and 50% for "what percentage?" with the truth 50.
         if ("%" in gold) != ("%" in answer):
             part, whole = (left, right) if "%" in gold else (right, left)
             return whole in (part, part / 100)
-        return left == right
+        currencies = [_CURRENCY.findall(text) for text in (gold, answer)]
+        return left == right and (currencies[0] == currencies[1] or [] in currencies)
     if left is not None and "%" not in gold and (value := other_notation(answer)) is not None:
         return value == left
     bases = value_in_base(gold), value_in_base(answer)
     if None not in bases:
         return bases[0] == bases[1]
-    return True if plain(gold) == plain(answer) else None
+    if plain(gold) == plain(answer):
+        return True
+    if len(gold) == len(answer) == 1 and (gold + answer).isalpha():
+        return gold.casefold() == answer.casefold()
+    if any(_SET.fullmatch(one) and _PAIR.fullmatch(other) for one, other in ((gold, answer), (answer, gold))):
+        return False
+    words = [_WORDS.fullmatch(text) for text in (gold, answer)]
+    if words[0] and words[1]:
+        return words[0].group(1).casefold() == words[1].group(1).casefold() or None
+    return None
 
+
+def readings(gold: str, answer: str) -> list[tuple[str, str]]:
+    """Pairs of expressions of which one must be equal: without what both sides say about unit, modulus and percent, or
+    what only one says, where the other leaves it open. Empty: units of another dimension, another modulus."""
+    (left, unit), (right, own) = quantity(gold), quantity(answer)
+    # "2 t" may be a product; against an expression with letters it is one.
+    if unit is not None and own is None and not unit.is_sure and _LETTERS.search(answer):
+        left, unit = gold, None
+    if own is not None and unit is None and not own.is_sure and _LETTERS.search(gold):
+        right, own = answer, None
+    if unit is not None and own is not None:
+        angles = {"degree": r"\cdot\pi/180", "radian": ""}
+        kinds = [dict(one.dimension).keys() for one in (unit, own)]
+        if kinds[0] != kinds[1] and all(len(kind) == 1 and kind <= angles.keys() for kind in kinds):
+            return [(f"({left}){angles[min(kinds[0])]}", f"({right}){angles[min(kinds[1])]}")]
+        if unit.dimension != own.dimension:
+            return []
+        pairs = [(_times(left, unit.size / own.size), right)]
+    elif unit is not None or own is not None:
+        pairs = _with_one_unit(left, right, unit, own)
+    else:
+        pairs = _without_modulus(_in_digits(left, right), _in_digits(right, left))
+    return [pair for one in pairs for pair in _without_percent(*one)]
+
+
+def _with_one_unit(left: str, right: str, unit: Unit | None, own: Unit | None) -> list[tuple[str, str]]:
+    """An angle without a unit may also be one in radians; other units are left open."""
+    known = unit or own
+    assert known is not None, "called with one"
+    pairs = [(left, right)]
+    if known.dimension == (("degree", 1),):
+        pairs.append((rf"({left})\cdot\pi/180", right) if unit else (left, rf"({right})\cdot\pi/180"))
+    return pairs
+
+
+def _times(value: str, factor: Fraction) -> str:
+    number = parse_number(plain(value))
+    if number is not None:
+        return str(number * factor)
+    return value if factor == 1 else rf"({value})\cdot\frac{{{factor.numerator}}}{{{factor.denominator}}}"
+
+
+def _without_modulus(gold: str, answer: str) -> list[tuple[str, str]]:
+    """Residues, where one side names the modulus; nothing where the sides name different ones."""
+    found = _MODULUS.fullmatch(gold), _MODULUS.fullmatch(answer)
+    left, right = (one["value"] if one else text for one, text in zip(found, (gold, answer), strict=True))
+    moduli = {int(one["modulus"]) for one in found if one}
+    numbers = parse_number(plain(left)), parse_number(plain(right))
+    if len(moduli) == 2:
+        return []
+    if moduli and (modulus := moduli.pop()) and numbers[0] is not None and numbers[1] is not None:
+        # A truth that is a plain number must be the answer's residue itself.
+        return [(str(numbers[0] % modulus if found[0] else numbers[0]), str(numbers[1] % modulus))]
+    return [(left, right)]
+
+
+def _in_digits(expression: str, other: str) -> str:
+    """A number in words as digits; next to a number, one that words follow without them (``5 people``)."""
+    value = None if value_in_base(expression) else other_notation(expression)
+    if value is not None:
+        return str(value)
+    counted = _COUNTED.fullmatch(expression)
+    return counted[1] if counted and parse_number(plain(other)) is not None else expression
+
+
+def _without_percent(left: str, right: str) -> list[tuple[str, str]]:
+    """Both readings of a percent sign on one side; none where it is on both."""
+    bare = [_PERCENT_SIGN.sub("", text) for text in (left, right)]
+    if (bare[0] == left) == (bare[1] == right):
+        return [(bare[0], bare[1])]
+    part = Fraction(1, 100)
+    whole = (_times(bare[0], part), right) if bare[0] != left else (left, _times(bare[1], part))
+    return [(bare[0], bare[1]), whole]
+
+
+_COUNTED = re.compile(
+    rf"({NUMERAL})\s*(?:\\text\s*\{{)?\s*(?!(?:or|and|to|mod)\b)[A-Za-z]{{3,}}(?: [A-Za-z]{{2,}})*\s*\}}?"
+)
+_SET, _PAIR = re.compile(r"\\\{[^(){}]*,[^(){}]*\\\}"), re.compile(r"\([^(){}]*,[^(){}]*\)")
+_CURRENCY = re.compile(r"[€£¥]|\\\$")
+_WORDS = re.compile(r"(?:\\(?:text|mathrm|textrm|mbox)\s*\{)?\s*([A-Za-z]{2,}(?: [A-Za-z]+)*)\s*[.!]?\s*\}?[.!]?")
+_LETTERS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+(?![A-Za-z]*\{)")
+_MODULUS = re.compile(
+    r"(?:[A-Za-z]\s*\\equiv\s*)?(?P<value>[^\\]{1,60}?)\s*(?:\\pmod|\(?\s*\\b?mod|\(\s*mod\b)"
+    r"\s*\{?\s*(?P<modulus>[0-9]{1,15})\s*\}?\s*\)?"
+)
+_PERCENT_SIGN = re.compile(r"\s*\\?%\s*$")
 
 logger = logging.getLogger(__name__)
 

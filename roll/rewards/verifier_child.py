@@ -29,12 +29,16 @@ CPU_GRACE = 5
 """CPU seconds beyond a request's limit after which the kernel ends this process, should nobody be left to do so."""
 ANSWER_GRACE = 1
 """The same while an answer is evaluated."""
-_RELATION = r"\s*(?:<=?|>=?|\\leq?(?:slant)?|\\geq?(?:slant)?|\\lt|\\gt|≤|≥)\s*"
+_RELATION = r"\s*(?:\\neq?\b|<=?|>=?|\\leq?(?:slant)?|\\geq?(?:slant)?|\\lt|\\gt|≤|≥)\s*"
 _CONSTANT = r"(?:[-+]?(?:[0-9.,/^_{}()+\- ]|\\[dt]?frac|\\sqrt|\\pi|\\infty|\\cdot|\\left|\\right)+)"
 _SOLVED = re.compile(
     rf"\s*(?:[A-Za-z]{_RELATION}{_CONSTANT}|{_CONSTANT}{_RELATION}[A-Za-z](?:{_RELATION}{_CONSTANT})?)\s*"
 )
 MAX_SOLVED = 100
+_SPACE = r"(?:\\[ ,;:!]|\\q?quad|\s)*"
+_JOINED = rf"(?:\\(?:text|mathrm)\s*\{{)?{_SPACE}\b%s\b{_SPACE}\}}?"
+_OR = re.compile(_JOINED % "or" + r"|\\(?:lor|vee)\b")
+_AND = re.compile(_JOINED % "and" + r"|\\(?:land|wedge)\b|,")
 
 
 class RequestTimeout(BaseException):
@@ -53,6 +57,8 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     # Whatever a package prints must not be taken for a verdict.
     os.dup2(2, 1)
+    from math_verify import grader
+
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     signal.signal(signal.SIGALRM, on_alarm)
     signal.signal(signal.SIGPROF, on_alarm)
@@ -60,6 +66,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # It warns at every call that its own time limit is off, as it is meant to be.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
+    grader.sympy_numeric_eq = equal_numbers
     # Much is loaded at the first comparison: made here, so that no request pays for it out of its own time.
     equivalent("x^2", "x*x", 60.0)
     reply(replies, {"ready": True})
@@ -115,7 +122,7 @@ def equivalent(gold: str, given: str, cpu_seconds: float) -> bool:
     try:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         try:
-            return says_the_same(truth, given)
+            return says_the_same(joined_inequalities(gold) or truth, given)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
     except (AnswerTimeout, MemoryError, RecursionError, TooLarge):
@@ -138,27 +145,85 @@ def says_the_same(truth: list[Any], given: str) -> bool:
     from math_verify import parse, verify
 
     check_spelling(given)
-    answer = parse(boxed(given), parsing_timeout=None)
+    answer = joined_inequalities(given) or parse(boxed(given), parsing_timeout=None)
     limit = max(MAX_BITS, 4 * max(height(form, math.inf) for form in truth))
     for form in answer:
         height(form, limit)
-    answer = with_imaginary_unit(truth, answer)
+    truth, answer = [exact(form) for form in truth], [exact(form) for form in answer]
+    if any(isinstance(form, sympy.MatrixBase) for form in truth) != any(
+        isinstance(form, sympy.MatrixBase) for form in answer
+    ):
+        truth, answer = [[as_tuple(form) for form in forms] for forms in (truth, answer)]
+    truth, answer = with_imaginary_unit(truth, answer), with_imaginary_unit(answer, truth)
     as_set = is_solved_inequality(given)
     return bool(verify(truth, answer, timeout_seconds=None, allow_set_relation_comp=as_set))
 
 
-def with_imaginary_unit(truth: list[Any], answer: list[Any]) -> list[Any]:
-    """The answer with the imaginary unit for the letter i, where the truth is a number and no other letter is in the
-    answer."""
-    numbers = [form for form in truth if isinstance(form, sympy.Basic)]
-    if not numbers or not all(form.is_number for form in numbers):
-        return answer
+def exact(form: Any) -> Any:
+    """The form with the decimal fractions that are written in it, in place of floating-point numbers."""
+    if isinstance(form, sympy.Rel):
+        return form.func(exact(form.lhs), exact(form.rhs), evaluate=False)
+    if not isinstance(form, sympy.Basic | sympy.MatrixBase):
+        return form
+    return form.xreplace({number: sympy.Rational(str(number)) for number in form.atoms(sympy.Float)})
+
+
+def as_tuple(form: Any) -> Any:
+    """A row or a column as a tuple; anything else as it is."""
+    return sympy.Tuple(*form) if isinstance(form, sympy.MatrixBase) and 1 in form.shape else form
+
+
+DIGITS = 100
+"""Digits in which numbers that are no fractions are compared."""
+
+
+def equal_numbers(gold: Any, given: Any, *_: int) -> bool:
+    """Exact where both are fractions; irrational numbers agree in all of :data:`DIGITS` digits, or up to rounding where
+    they cancel. In place of math-verify's comparison, in which all numbers below 1e-15 are equal."""
+    from math_verify import grader
+
+    if all(isinstance(one, sympy.MatrixBase | sympy.MatrixExpr) for one in (gold, given)):
+        gold, given = grader.safe_sympy_doit(gold), grader.safe_sympy_doit(given)
+        if not all(isinstance(one, sympy.MatrixBase) for one in (gold, given)) or gold.shape != given.shape:
+            return False
+        return all(equal_numbers(one, other) for one, other in zip(gold.flat(), given.flat(), strict=True))
+    gold, given = grader.safe_sympy_doit(gold), grader.safe_sympy_doit(given)
+    if not all(isinstance(one, sympy.Expr) for one in (gold, given)):
+        return False
+    if gold == given or not (gold.is_number and given.is_number) or (gold.is_Rational and given.is_Rational):
+        return bool(gold == given)
+    values = [one.evalf(DIGITS) for one in (gold, given)]
+    if not all(value.is_number and value.is_finite for value in values):
+        return False
+    size = max(abs(value) for value in values)
+    # What cancels to zero is left with hardly a digit.
+    return bool(abs(values[0] - values[1]) <= size * sympy.Float(10, DIGITS) ** (10 - DIGITS))
+
+
+def with_imaginary_unit(forms: list[Any], others: list[Any]) -> list[Any]:
+    """The forms with the imaginary unit for the letter i, where neither they nor the others have another letter."""
+    letters = {letter.name for form in (*forms, *others) for letter in getattr(form, "free_symbols", ())}
+    if letters != {"i"}:
+        return forms
     return [
-        form.subs(dict.fromkeys(form.free_symbols, sympy.I))
-        if isinstance(form, sympy.Expr) and {letter.name for letter in form.free_symbols} == {"i"}
-        else form
-        for form in answer
+        form.subs(dict.fromkeys(form.free_symbols, sympy.I)) if isinstance(form, sympy.Expr) else form for form in forms
     ]
+
+
+def joined_inequalities(given: str) -> list[Any]:
+    """The set of ``x < 1 or x > 2``, or of ``x > 1 and x < 2``; empty for anything but solved inequalities of one
+    variable."""
+    from math_verify import grader, parse
+
+    for separator, join in ((_OR, sympy.Union), (_AND, sympy.Intersection)):
+        parts = separator.split(given)
+        if len(parts) < 2 or not all(map(is_solved_inequality, parts)):
+            continue
+        forms = [form for part in parts for form in parse(boxed(part), parsing_timeout=None)[:1]]
+        relations = [exact(form) for form in forms if grader.is_relation(form)]
+        if len(relations) == len(parts) and len({letter for one in relations for letter in one.free_symbols}) == 1:
+            return [join(*(one.as_set() for one in relations))]
+    return []
 
 
 def boxed(expression: str) -> str:

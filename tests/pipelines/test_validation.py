@@ -8,6 +8,7 @@ from roll.pipelines.rlvr.accuracy import (
     best_at_k,
     estimate,
     majority_at_k,
+    merged_votes,
     overall,
     pass_at_k,
     pass_metrics,
@@ -74,7 +75,7 @@ def test_majorities_of_blocks():
         (r"so \boxed{ 1/2 } #### 9", "1/2"),
         ("It is 0.50", "1/2"),
         ("#### 1,234.", "1234"),
-        ("<answer> X + 1 </answer>", "x+1"),
+        ("<answer> X + 1 </answer>", "X + 1"),
         ("<think>it is 3</think> the answer is $72", "72"),
         ("<think>it is 3", None),
         ("no idea", None),
@@ -82,6 +83,18 @@ def test_majorities_of_blocks():
 )
 def test_votes(response, answer):
     assert voted_answer(response) == answer
+
+
+def test_votes_for_the_same_value_are_one():
+    """Whatever their spelling, and only within a verdict: where the reward tells two answers apart, they are two."""
+    votes = [r"\frac{1}{2}", "1/2", None, "x+1", "1 + x", "½", r"\{1,2\}", r"\{2,1\}", "B", "C", "1+x", "2", "1/2"]
+    correct = np.array([True, True, False, False, False, True, False, False, False, False, True, False, False])
+    half, sum_, both = r"\frac{1}{2}", "x+1", r"\{1,2\}"
+    expected = [half, half, None, sum_, sum_, half, both, both, "B", "C", "1+x", "2", "1/2"]
+    assert merged_votes(votes, correct) == expected
+    right = np.array([True, True, True, False, False])
+    scattered = [r"\sqrt{12}", r"2\sqrt{3}", r"2\sqrt3", "3", "3"]
+    assert majority_at_k(scattered, right, 5) == 0 and majority_at_k(merged_votes(scattered, right), right, 5) == 1
 
 
 def test_intervals_are_those_of_wilson_and_narrow_with_more_samples():

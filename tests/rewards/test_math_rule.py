@@ -259,6 +259,45 @@ def test_hard_cases(rule: RewardFunction, answer: str, truth: str, right: bool) 
     assert result.metrics == {"correct": float(right), "answered": 1.0}, result.error
 
 
+NASTY = [
+    tuple(line.split("\t"))
+    for line in Path(__file__).with_name("nasty_cases.tsv").read_text(encoding="utf-8").splitlines()
+]
+"""``=`` (equal) or ``#``, answer, truth: verdicts known by hand."""
+MISJUDGED = {
+    ("y=2, x=1", "(1,2)"),
+    ("3+4i", "3 + 4j"),
+    ("one half", "\\frac12"),
+    ("A=(1,2), B=(3,4)", "(1,2),(3,4)"),
+    ("FF_{16}", "255"),
+    ("\\text{A and B}", "A, B"),
+    ("\\text{The answer is }5", "5"),
+    ("two thirds", "2/3"),
+    ("2h", "2"),
+    ("1e5x", "100000x"),
+    ("\\text{\\$}5", "5"),
+    ("30^\\circ 30'", "30.5^\\circ"),
+    ("(-1)^{2n}", "1"),
+    ("1_000", "1000"),
+    ("2(cos60°+isin60°)", "1+\\sqrt3i"),
+    ("5P2", "20"),
+    ("5\\\\", "5"),
+    ("5?", "5"),
+    ("x=>1", "[1,\\infty)"),
+    ("\\cos\\theta+i\\sin\\theta", "e^{i\\theta}"),
+    ("\\begin{cases}x=1\\\\y=2\\end{cases}", "(1,2)"),
+}
+"""Those of which the rule says the opposite."""
+
+
+def test_nasty_cases(rule: RewardFunction) -> None:
+    samples = [RewardSample("", rf"So \boxed{{{answer}}}.", truth) for _, answer, truth in NASTY]
+    found = [result.metrics.get("correct") for result in rule(samples)]
+    wrong = {case[1:] for case, verdict in zip(NASTY, found, strict=True) if verdict != float(case[0] == "=")}
+    assert len(NASTY) > 900 and len(wrong) < 0.05 * len(NASTY)
+    assert wrong == MISJUDGED
+
+
 def misjudged(rule: RewardFunction, cases: list[tuple[str, str]], right: bool) -> list[tuple[str, str]]:
     results = rule([RewardSample("", response, truth) for response, truth in cases])
     return [case for case, result in zip(cases, results, strict=True) if result.metrics.get("correct") != float(right)]
@@ -272,6 +311,27 @@ def test_answers_stated_outside_a_box(rule: RewardFunction) -> None:
     # What remains: 5! without formula signs, where a sentence may end with an exclamation mark.
     assert misjudged(rule, RIGHT, True) == [("Answer: 5!", "120")]
     assert misjudged(rule, WRONG, False) == []
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "right"),
+    [
+        ("The answer is 5 m.", "500 cm", True),
+        ("The answer is 5 m.", "5 cm", False),
+        ("The answer is $5$ m.", "5 cm", False),
+        ("The answer is 5 m.", "5", True),
+        ("The answer is 12 apples.", "12", True),
+        ("It takes 3 hours.", "3", True),
+        ("Thus it is $\\sqrt{2}$ hours.", "60\\sqrt{2} minutes", True),
+        ("The answer is ½.", "0.5", True),
+        ("Answer: 1½", "1.5", True),
+        ("The final answer is 2π.", "2\\pi", True),
+        ("The answer is 1.6e-19 C.", "9.1e-31", False),
+        ("#### 3e8", "3\\times10^8", True),
+    ],
+)
+def test_units_and_characters_outside_a_box(rule: RewardFunction, response: str, truth: str, right: bool) -> None:
+    assert verdict(rule, response, truth).metrics == {"correct": float(right), "answered": 1.0}
 
 
 def last_numeral(text: str) -> str:

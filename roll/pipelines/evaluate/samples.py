@@ -21,7 +21,7 @@ from roll.config.reading.yaml_files import shown
 from roll.config.roles import DataArguments
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, ModelsPlan
 from roll.pipelines.files import samples_of
-from roll.pipelines.rlvr.accuracy import Answers, voted_answer
+from roll.pipelines.rlvr.accuracy import Answers, merged_votes, voted_answer
 from roll.rollout.groups import SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -224,14 +224,15 @@ def answers_of(groups: Iterable[Sequence[Record]], correct_from: float, select_b
         known.update(name for one in numbers for name in one)
         has_any = has_any or any(select_by in one for one in numbers)
         ranks = np.array([one.get(select_by, np.nan) for one in numbers], dtype=np.float64)
+        correct = np.array([_is_correct(one, correct_from) for one in group])
         found.append(
             Answers(
                 prompt_id=group[0]["prompt_id"],
                 tag=group[0]["tag"],
                 scores=scores,
                 ranks=scores if select_by == "score" else ranks,
-                correct=np.array([_is_correct(one, correct_from) for one in group]),
-                votes=[one["vote"] for one in group],
+                correct=correct,
+                votes=merged_votes([one["vote"] for one in group], correct),
                 lengths=np.array([one["tokens"] for one in group]),
                 truncated=np.array([one["finish_reason"] == "length" for one in group]),
             )

@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from roll.rewards.answers import (
     stated_answer,
     tagged_answer,
 )
+from roll.rewards.math_rule import MathVerifier, compare_quickly, equivalent
+from roll.rewards.notation import canonical
 from roll.rollout.groups import SampleGroup
 
 READERS = (last_boxed, last_marked, tagged_answer, stated_answer, isolated_number)
@@ -38,8 +40,6 @@ CHUNK = 1 << 22
 def voted_answer(response: str, prompt: str = "") -> str | None:
     """The boxed answer, else the one behind ``####``, in ``<answer>`` tags, else the stated one or the last number, as
     ``math_rule`` finds them; equal numbers are spelled alike. None: the response holds none of these.
-
-    Equivalence is of spellings and of numbers: ``1/2`` and ``0.5`` are one vote, ``x+1`` and ``1+x`` are two.
     """
     text = after_thought(response, prompt)
     if text is None:
@@ -48,7 +48,45 @@ def voted_answer(response: str, prompt: str = "") -> str | None:
     if found is None or len(found) > LONGEST:
         return None
     number = parse_number(found)
-    return str(number) if number is not None else "".join(found.split()).strip(".$").lower()
+    return str(number) if number is not None else found.strip().strip(".$").strip()
+
+
+MOST_COMPARISONS = 64
+"""By algebra, of the answers to one prompt; a model may give a different formula each time."""
+
+
+@cache
+def _verifier() -> MathVerifier:
+    """One process for all votes; it is started when it is first needed, and ends with this one."""
+    return MathVerifier(timeout=2.0)
+
+
+def merged_votes(votes: Sequence[str | None], correct: Sequence[bool] | np.ndarray) -> list[str | None]:
+    """The votes, those of equal value in the spelling of the first: ``1/2``, ``0.5`` and ``\\frac12`` are one vote, and
+    so are ``x+1`` and ``1+x``. Equality is that of ``math_rule``.
+
+    Args:
+        correct: (n,), the verdicts; answers of different verdicts are different.
+    """
+    merged: dict[tuple[str, bool], str] = {}
+    distinct: dict[bool, list[str]] = {True: [], False: []}
+    left = MOST_COMPARISONS
+    for vote, verdict in zip(votes, map(bool, correct), strict=True):
+        if vote is None or (vote, verdict) in merged:
+            continue
+        answer, found = canonical(vote), vote
+        for other in distinct[verdict]:
+            quick = compare_quickly(canonical(other), answer)
+            if quick is None and left > 0:
+                left -= 1
+                quick = equivalent(canonical(other), answer, _verifier()).equal
+            if quick:
+                found = other
+                break
+        else:
+            distinct[verdict].append(vote)
+        merged[vote, verdict] = found
+    return [None if vote is None else merged[vote, bool(one)] for vote, one in zip(votes, correct, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -76,7 +114,8 @@ class Answers:
     correct: np.ndarray
     """bool (n,)."""
     votes: Sequence[str | None]
-    """The answer that each sample gives (:func:`voted_answer`); None: it gives none."""
+    """The answer that each sample gives (:func:`voted_answer`), equal ones spelled alike (:func:`merged_votes`); None:
+    it gives none."""
     lengths: np.ndarray
     """int64 (n,): response tokens."""
     truncated: np.ndarray
@@ -87,6 +126,7 @@ class Answers:
         """Samples of a validation during training: a score of 1 is correct, so one whose reward failed is not."""
         scores, texts = group.scores(), group.finished.texts
         votes = [voted_answer(text, group.prompt.prompt_text) for text in texts] if len(texts) > 1 else [None]
+        votes = merged_votes(votes, scores == 1.0)
         truncated = np.array([reason == "length" for reason in group.finished.finish_reasons])
         of_prompt = group.prompt.prompt_id, group.prompt.tag
         return cls(*of_prompt, scores, scores, scores == 1.0, votes, group.finished.lengths, truncated)

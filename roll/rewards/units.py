@@ -1,0 +1,243 @@
+"""Units of numbers: their dimension and their size, for answers and truths that both have one."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+
+PREFIXES = {
+    symbol: (word, power)
+    for symbol, word, power in zip(
+        "nµumcdhkMGT",
+        ["nano", "micro", "micro", "milli", "centi", "deci", "hecto", "kilo", "mega", "giga", "tera"],
+        (-9, -6, -6, -3, -2, -1, 2, 3, 6, 9, 12),
+        strict=True,
+    )
+}
+"""By their symbols: words and powers of ten."""
+TABLE = """
+m meter metre = 1 m
+g gram gramme = 1 g
+s sec second = 1 s
+A amp ampere = 1 A
+K kelvin = 1 K
+mol mole = 1 mol
+L l liter litre = 1/1000 m^3
+N newton = 1000 g m s^-2
+J joule = 1000 g m^2 s^-2
+W watt = 1000 g m^2 s^-3
+Pa pascal = 1000 g m^-1 s^-2
+Hz hertz = 1 s^-1
+C coulomb = 1 A s
+V volt = 1000 g m^2 s^-3 A^-1
+Ω Ohm ohm = 1000 g m^2 s^-3 A^-2
+F farad = 1/1000 g^-1 m^-2 s^4 A^2
+T tesla = 1000 g s^-2 A^-1
+Wh watt-hour = 3600000 g m^2 s^-2
+eV electronvolt = 1602176634/10000000000000000000000000 g m^2 s^-2
+cal calorie = 4184 g m^2 s^-2
+B byte = 8 bit
+bit = 1 bit
+; without prefixes
+min minute = 60 s
+h hr hrs hour = 3600 s
+day = 86400 s
+wk week = 604800 s
+yr year = 1 year
+month = 1/12 year
+decade = 10 year
+century centuries = 100 year
+t ton tonne = 1000000 g
+in inch inches = 254/10000 m
+ft foot feet = 3048/10000 m
+yd yard = 9144/10000 m
+mi mile = 1609344/1000 m
+mph = 1397/3125 m s^-1
+kph kmph = 5/18 m s^-1
+oz ounce = 45359237/1600000 g
+lb lbs pound = 45359237/100000 g
+gal gallon = 473176473/125000000000 m^3
+qt quart = 473176473/500000000000 m^3
+pt pint = 473176473/1000000000000 m^3
+cup = 473176473/2000000000000 m^3
+ha hectare = 10000 m^2
+acre = 316160658/78125 m^2
+dollar dollars USD = 100 cent
+cent cents ¢ = 1 cent
+euro EUR € = 1 euro
+GBP £ = 1 pound
+yen JPY ¥ = 1 yen
+° deg degree \\circ = 1 degree
+rad radian = 1 radian
+°C celsius = 1 celsius
+°F fahrenheit = 1 fahrenheit
+dozen = 12
+hundred = 100
+thousand = 1000
+million = 1000000
+billion = 1000000000
+trillion = 1000000000000
+rpm = 1/60 revolution s^-1
+rev revolution = 1 revolution
+"""
+"""A line has the names of a unit, symbols first, and what it is made of. Symbols (of at most three letters) keep their
+case and have no plural."""
+
+Dimension = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """``size`` times the product of powers of base units."""
+
+    dimension: Dimension
+    size: Fraction
+    count: Fraction = Fraction(1)
+    """Number words among them: a dozen, a million."""
+    is_sure: bool = True
+    """False for a short symbol without ``\\text`` around it, whose letters may be variables."""
+
+
+def _read_table() -> tuple[dict[str, Unit], dict[str, Unit]]:
+    """Units that take prefixes, and others."""
+    tables: tuple[dict[str, Unit], dict[str, Unit]] = {}, {}
+    part = 0
+    for line in TABLE.strip().splitlines():
+        if line.startswith(";"):
+            part = 1
+            continue
+        names, _, made_of = line.partition(" = ")
+        size, *bases = made_of.split()
+        powers = [(base.partition("^")[0], int(base.partition("^")[2] or 1)) for base in bases]
+        unit = Unit(tuple(sorted(powers)), Fraction(size))
+        tables[part].update(dict.fromkeys(names.split(), unit))
+    return tables
+
+
+_WITH_PREFIX, _WITHOUT = _read_table()
+_TEXT = re.compile(r"\\(?:text|mathrm|textrm|mbox|operatorname|textit|rm)\s*\{([^{}]*)\}")
+_SPACES = re.compile(r"\\[ ,;:!]|\\q?quad\b|\s+")
+_TOKEN = re.compile(
+    r"(/)|(\()|(\))|([A-Za-zµΩ°¢€£¥]+(?:-[a-z]+)?|\\circ)(?:\s*\^\s*\{?\s*(-?[0-9]{1,2})\s*\}?|([23])(?![0-9]))?|\s+"
+)
+_POWERS = (
+    (re.compile(r"\b(?:square|sq\.?)\s+([A-Za-z]+)"), r"\1^2"),
+    (re.compile(r"\b(?:cubic|cu\.?)\s+([A-Za-z]+)"), r"\1^3"),
+    (re.compile(r"\b([A-Za-z]+)\s+squared\b"), r"\1^2"),
+    (re.compile(r"\b([A-Za-z]+)\s+cubed\b"), r"\1^3"),
+    (re.compile(r"\bper\b"), "/"),
+    (re.compile(r"\\cdot|\*"), " "),
+    (re.compile(r"\\mu\s*"), "µ"),
+    (re.compile(r"\\Omega\b|\u2126"), "Ω"),
+    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*"), "°"),
+    (re.compile(r"(?:°|\bdegrees?)\s*(C|F)(?:elsius|ahrenheit)?\b"), r"°\1"),
+)
+LONGEST = 60
+"""Characters of a unit."""
+
+
+def _named(name: str) -> Unit | None:
+    """The unit of a symbol or word, with a prefix or without."""
+    for form in (name, name.lower(), name.lower().removesuffix("s"), name.lower().removesuffix("es")):
+        if form != name and len(form) <= 2:
+            break
+        for table in (_WITHOUT, _WITH_PREFIX):
+            if form in table:
+                return table[form]
+        for symbol, (word, power) in PREFIXES.items():
+            for prefix in (symbol, word):
+                rest = form.removeprefix(prefix)
+                is_word = len(rest) > 3 or rest in ("bit",)
+                if rest != form and rest in _WITH_PREFIX and is_word == (len(prefix) > 1):
+                    unit = _WITH_PREFIX[rest]
+                    return Unit(unit.dimension, unit.size * Fraction(10) ** power)
+    return None
+
+
+def unit_of(text: str) -> Unit | None:
+    """The unit that ``text`` (without LaTeX around it) is, such as ``km/h``, ``square meters`` or ``kg m^2``."""
+    if not 0 < len(text.strip()) <= LONGEST:
+        return None
+    for pattern, replacement in _POWERS:
+        text = pattern.sub(replacement, text)
+    text = text.strip().rstrip(".")
+    powers: Counter[str] = Counter()
+    size, count, sign, depth, position = Fraction(1), Fraction(1), 1, 0, 0
+    while position < len(text):
+        token = _TOKEN.match(text, position)
+        if token is None:
+            return None
+        position = token.end()
+        slash, opening, closing, name, exponent, digit = token.groups()
+        depth += bool(opening) - bool(closing)
+        if slash:
+            sign = -1
+        if name:
+            unit = _named(name)
+            if unit is None:
+                return None
+            power = sign * int(exponent or digit or 1)
+            if unit.dimension:
+                size *= unit.size**power
+            else:
+                count *= unit.size**power
+            for base, own in unit.dimension:
+                powers[base] += own * power
+            sign = sign if depth else 1
+    dimension = tuple(sorted((base, power) for base, power in powers.items() if power))
+    return Unit(dimension, size, count)
+
+
+_FRACTION_OF_UNITS = re.compile(
+    r"\\d?frac\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}"
+)
+_BEGIN = re.compile(
+    r"\x00|(?<=[0-9])(?=[¢°])|\s(?=[A-Za-zµΩ\x00])|\s?\^\s*\{?\s*\\circ|\\(?:Omega|mu)|(?<=[0-9])(?=[a-zA-Z]{2})"
+)
+_PART = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([A-Za-z]{1,12})")
+_COMPOUND = re.compile(rf"{_PART.pattern}(?:\s*(?:,|and)?\s*{_PART.pattern}){{1,3}}")
+
+
+def _sum_of_units(text: str) -> tuple[str, Unit | None]:
+    """``1 hour 30 minutes``, in the first of its units."""
+    parts = [(Fraction(number), _named(name)) for number, name in _PART.findall(text)]
+    first = parts[0][1]
+    if first is None or any(unit is None or unit.dimension != first.dimension for _, unit in parts):
+        return text, None
+    return str(sum(number * unit.size for number, unit in parts if unit) / first.size), first
+
+
+def _multiplied(value: str, count: Fraction) -> str:
+    try:
+        return str(Fraction(value.replace(",", "")) * count)
+    except (ValueError, ZeroDivisionError):
+        return f"({value})*{count}"
+
+
+@lru_cache(maxsize=4096)
+def quantity(expression: str) -> tuple[str, Unit | None]:
+    """The value of an expression and the unit after it (or the currency in front); None: it has none that is known."""
+    if len(expression) > 400 or not re.search(r"[0-9)}]|\\pi", expression):
+        return expression, None
+    text = expression.strip()
+    currency = re.match(r"\\?\$\s?(?=[0-9.])|[€£¥]\s?(?=[0-9.])", text)
+    if currency and text.count("$") <= 1:
+        value, further = quantity(text[currency.end() :])
+        unit = _named({"$": "dollar"}.get(currency.group().strip("\\ "), currency.group()[0]))
+        return (value, unit) if further is None else (text, None)
+    marked = _SPACES.sub(" ", _TEXT.sub("\x00\\1\x00", _FRACTION_OF_UNITS.sub(r"\\text{\1/\2}", text)))
+    if (compound := _COMPOUND.fullmatch(marked.replace("\x00", " ").strip())) is not None:
+        return _sum_of_units(compound.group())
+    for found in _BEGIN.finditer(marked):
+        value, rest = marked[: found.start()].strip(), marked[found.start() :]
+        unit = unit_of(rest.replace("\x00", "").strip())
+        if unit is not None and value and re.search(r"[0-9)}i]$", value) and "\x00" not in value:
+            if unit.count != 1:
+                value = _multiplied(value, unit.count)
+            if not unit.dimension:
+                return value, None
+            return value, replace(unit, is_sure=re.search(r"\x00|[°¢]|\\circ|[A-Za-z]{4}", rest) is not None)
+    return expression, None
