@@ -171,33 +171,30 @@ def run(loaded: LoadedConfig[Any], work: Callable[[], int | None] | None = None)
 def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
     render_plan(loaded, Console(emoji=False))
     from roll.datasets.types import DataError
-    from roll.distributed.failures import NodeError, NotFinite, RayLost, RemoteError
+    from roll.distributed.failures import NodeError, NotFinite, OutputRefused, RayLost, RemoteError
     from roll.distributed.restarts import FAILED, REWIND, WRONG, supervised
     from roll.rollout.flow import RolloutExhausted, RolloutStalled
 
     try:
         return int(work() or 0)
-    except (RayLost, NodeError, RemoteError) as error:
+    except NotFinite as error:
+        supervised.tell(end=REWIND if error.rewinds else WRONG, cause=str(error))
+        show_error(error)
+    except ConfigError as error:  # of the environment, or of what this host gives
+        supervised.tell(end=WRONG)
+        return refuse(error)
+    except (DataError, RolloutExhausted, OutputRefused) as error:  # These alone a restart would repeat.
+        supervised.tell(end=WRONG)
+        show_error(error)
+    except (RayLost, NodeError, RemoteError, RolloutStalled) as error:
         supervised.tell(end=FAILED, cause=str(error))
         show_error(error)
         if isinstance(error, RayLost):
             leave(EXIT_FAILED)
-        return EXIT_FAILED
-    except NotFinite as error:
-        supervised.tell(end=REWIND if error.rewinds else WRONG, cause=str(error))
-        show_error(error)
-        return EXIT_FAILED
-    except ConfigError as error:  # of the environment, or of what this host gives
-        supervised.tell(end=WRONG)
-        return refuse(error)
-    except (DataError, RolloutExhausted, RolloutStalled) as error:
-        supervised.tell(end=WRONG)
-        show_error(error)
-        return EXIT_FAILED
-    except Exception:
-        supervised.tell(end=WRONG)
+    except Exception as error:
+        supervised.tell(end=FAILED, cause=f"{type(error).__name__}: {error}")
         show_unexpected()
-        return EXIT_FAILED
+    return EXIT_FAILED
 
 
 def run_supervised(loaded: LoadedConfig[Any]) -> int:

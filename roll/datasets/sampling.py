@@ -121,7 +121,7 @@ class ShuffledEpochs(Generic[T]):
         return {"drawn": self._drawn, **self._described()}
 
     def _described(self) -> dict[str, Any]:
-        """What a checkpoint must agree with, the contents of the rows included."""
+        """Properties that a checkpoint must agree with, the contents of the rows included."""
         return {**self._epochs.description(), "contents": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

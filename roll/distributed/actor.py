@@ -254,6 +254,7 @@ class WorkerActor:
         if local_devices is not None:
             _show_devices(local_devices)
         self._profiler = Profiler(worker_name)
+        os.umask(0o077)  # As the driver's: also on a Ray that was there before.
         log_dir = os.environ.get(LOG_DIR_ENV)
         self._calls_file = Path(log_dir) / f"{worker_name}{CALLS_SUFFIX}" if log_dir else None
         log_file = open_worker_log(worker_name, Path(log_dir) if log_dir else None) or _ray_log_file()

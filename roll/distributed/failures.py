@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +48,24 @@ class NotFinite(RuntimeError):
     def __init__(self, text: str, rewinds: bool) -> None:
         super().__init__(text)
         self.rewinds = rewinds
+
+
+_REFUSALS = tuple(os.strerror(n) for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES))
+
+
+class OutputRefused(RuntimeError):
+    """The run is done, and the disk did not take its model: starting again would end in the same way."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> OutputRefused | None:
+        """None: something else was wrong."""
+        reason = next((text for text in _REFUSALS if text in str(error)), None)
+        if reason is None:
+            return None
+        return cls(
+            f"all steps are done, but the trained model could not be written: {reason}. Make room, then write it from "
+            f"the newest checkpoint with `roll export` (without a checkpoint, run again with save_steps)\n{error}"
+        )
 
 
 class NodeError(RuntimeError):

@@ -310,10 +310,10 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         self.update_engines(self.config.max_steps)
         if self.validates:
             self.validate(self.config.max_steps)
-        if self.config.actor_train.training_args.save_hf_model:
-            self.residency.bring({"actor_train": WEIGHTS})
-            export_model(self.clusters.actor_train, self.tokenizer, self.plan.output_dir / "model")
-        self.context.finish(self.config.max_steps)
+        with self.context.finishing(self.config.max_steps):
+            if self.config.actor_train.training_args.save_hf_model:
+                self.residency.bring({"actor_train": WEIGHTS})
+                export_model(self.clusters.actor_train, self.tokenizer, self.plan.output_dir / "model")
 
     def save_abandoned(self, step: int, state: dict[str, Any]) -> None:
         """A checkpoint after ``step`` steps, written in the next one, which was abandoned before it changed a model.

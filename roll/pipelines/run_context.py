@@ -31,6 +31,7 @@ from roll.distributed import (
     Worker,
     WorkerDied,
 )
+from roll.distributed.failures import OutputRefused
 from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
 from roll.pipelines.batches import FOLDER as BATCHES
@@ -248,8 +249,25 @@ class RunContext(RunLifetime):
                 logger.debug("no measurement of memory: %s", error)
         return peaks
 
-    def finish(self, steps: int) -> None:
-        """Draw the curves, write the report and show the summary."""
+    @contextmanager
+    def finishing(self, steps: int) -> Iterator[None]:
+        """Write the trained model in the block; then draw the curves, write the report and show the summary.
+
+        Raises:
+            OutputRefused: the disk did not take the model. The rest of the run's end comes all the same.
+        """
+        refused: OutputRefused | None = None
+        try:
+            yield
+        except (OSError, RemoteError) as error:
+            refused = OutputRefused.of(error)
+            if refused is None:
+                raise
+        self._finish(steps)
+        if refused is not None:
+            raise refused
+
+    def _finish(self, steps: int) -> None:
         self._record_phases(steps)
         self._outputs.describe(outcome="finished")
         self.samples.flush()

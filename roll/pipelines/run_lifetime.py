@@ -3,10 +3,12 @@ bounded time; an account of where it stands, however it ends; and the files that
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shlex
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +19,9 @@ from typing import Any
 import yaml
 
 from roll.config.loader import LoadedConfig
+from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import masked, masked_text
+from roll.config.reading.yaml_files import shown
 from roll.config.run import RESOLVED_CONFIG
 from roll.distributed import Cluster, Interrupted, ResourceManager, ray_runtime
 from roll.distributed.actor import Profiling
@@ -56,6 +60,31 @@ from roll.tracking.run_record import (
 logger = logging.getLogger(__name__)
 
 PLOT = "curves.png"
+LOCK = ".lock"
+
+
+@contextmanager
+def sole_writer(folder: Path, source: Any) -> Iterator[None]:
+    """Hold the lock of an output folder, which ends with this process however it ends.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            rule = f"another run is writing there ({file.read().strip()}): let it end, or give this one another folder"
+            problem = Problem("output_dir", str(folder), rule, f"{folder}_2", shown(source))
+            raise ConfigError([problem]) from None
+        except OSError as error:  # A file system without locks.
+            logger.warning("%s cannot be locked (%s): two runs there would write over each other", folder, error)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
 
 
 class RunLifetime:
@@ -82,8 +111,13 @@ class RunLifetime:
     def running(self) -> Iterator[ResourceManager]:
         """Logs, trackers and Ray for the length of a run; whatever was started is stopped again, however it ends."""
         log_dir = self.plan.log_dir
-        setup_logging(log_dir)
-        with self._curves_at_end(), ExitStack() as stack:
+        with ExitStack() as stack:
+            # Prompts, responses and configurations are nobody else's: not on a shared host's disk either.
+            stack.callback(os.umask, os.umask(0o077))
+            if os.environ.get("RANK", "0") == "0":
+                stack.enter_context(sole_writer(self.plan.output_dir, self._loaded.source))
+            setup_logging(log_dir)
+            stack.enter_context(self._curves_at_end())
             # Before any other file: on the further nodes of a run this does not return.
             runtime = stack.enter_context(
                 ray_runtime(

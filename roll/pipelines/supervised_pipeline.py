@@ -75,12 +75,16 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
         self.training: Sequence[RowT] = ()
         """The rows to learn from, where they are all prepared at the start."""
         self.held_out: Sequence[RowT] = ()
+        self.evaluated = 0
+        """Steps done at the last evaluation: one that a signal ended is made up for by the resumed run."""
 
     def run(self) -> None:
         """Train for all steps; everything that was started is stopped again, however it ends."""
         with self.context.running() as resources:
             first_step = self.start(resources)
             self.context.save_when_interrupted(self.state_between_steps, self.save)
+            if first_step and self.is_evaluation_due(first_step) and self.evaluated != first_step:
+                self.evaluate(first_step)
             for step in self.context.steps(first_step, self.num_steps):
                 self.train_one_step(step)
                 self.pause(step + 1)
@@ -120,7 +124,9 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
             return 0
         self.residency.bring({self.role: TRAINING})
         self.learner.call_all(SupervisedWorker.load_checkpoint, str(checkpoint.role(self.role))).result()
-        self.rows.load_state_dict(self.context.load_state(checkpoint)[self.state_key])
+        state = self.context.load_state(checkpoint)
+        self.rows.load_state_dict(state[self.state_key])
+        self.evaluated = state["evaluated"]
         return checkpoint.step
 
     def settings(self) -> ModelSettings:
@@ -197,10 +203,13 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
 
     def pause(self, steps_done: int) -> None:
         """Evaluate and save where that is due after ``steps_done`` steps."""
-        if self.held_out and self.plan.eval_steps and steps_done % self.plan.eval_steps == 0:
+        if self.is_evaluation_due(steps_done):
             self.evaluate(steps_done)
         if self.context.is_save_due(steps_done - 1, can_save=self.state_between_steps() is not None):
             self.save(steps_done, self.state_dict())
+
+    def is_evaluation_due(self, steps_done: int) -> bool:
+        return bool(self.held_out) and bool(self.plan.eval_steps) and steps_done % self.plan.eval_steps == 0
 
     def evaluate(self, steps_done: int) -> None:
         """Report the metrics of the held-out rows. A signal may end this too: the steps done are saved."""
@@ -208,6 +217,7 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
         with self.context.phase("val_step"), self.context.interruptible():
             metrics = self.measure()
         self.context.record_validation(metrics, steps_done)
+        self.evaluated = steps_done
 
     @abstractmethod
     def measure(self) -> dict[str, float]:
@@ -226,7 +236,7 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
 
     def state_dict(self) -> dict[str, Any]:
         """State of the driver: plain JSON values."""
-        return {self.state_key: self.rows.state_dict()}
+        return {self.state_key: self.rows.state_dict(), "evaluated": self.evaluated}
 
     def state_between_steps(self) -> dict[str, Any] | None:
         """As :meth:`state_dict`; None while it does not belong to the steps done."""
@@ -237,8 +247,8 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
         last = self.evaluates_at_end and self.held_out and self.plan.eval_steps
         if last and self.num_steps % self.plan.eval_steps:
             self.evaluate(self.num_steps)
-        self.export()
-        self.context.finish(self.num_steps)
+        with self.context.finishing(self.num_steps):
+            self.export()
 
     def export(self) -> None:
         """Write the trained model in Hugging Face format, where that is asked for."""

@@ -177,9 +177,14 @@ def test_a_signal_during_an_evaluation_loses_no_step(
     monkeypatch.setattr(DPOPipeline, "measure", interrupted)
     with pytest.raises(Interrupted):
         run(held_out, "dpo", tmp_path)
+    monkeypatch.undo()
     checkpoint = tmp_path / "checkpoints" / "checkpoint-2"
-    resumed = run({"resume_from_checkpoint": str(checkpoint)}, "dpo")
+    resumed = run(held_out | {"resume_from_checkpoint": str(checkpoint)}, "dpo")
     assert [learned(row) for row in resumed.steps] == [learned(whole.steps[2])]
+    validations = [row["step"] for row in read_metrics(resumed.logs / METRICS_NAME) if "val/acc" in row]
+    assert validations[0] == 2, "the evaluation that the signal ended"
+    shared = [path for path in resumed.logs.rglob("*") if path.stat().st_mode & 0o077]
+    assert not shared, "nothing of a run is anybody else's to read"
 
 
 def plain_kto(world: TinyWorld, row_ids: list[list[str]], rows: dict[str, Any]) -> list[dict[str, float]]:

@@ -74,8 +74,7 @@ def _secrecy(name: str) -> str:
 
 
 def is_secret(key: str, value: object = None) -> bool:
-    """Whether a name such as ``judge_api_key``, ``WANDB_API_KEY``, ``GITHUB_TOKEN_2``, ``PASSWORD_DB`` says that its
-    value is secret.
+    """True for the names of secrets, such as ``judge_api_key``, ``WANDB_API_KEY``, ``GITHUB_TOKEN_2``, ``PASSWORD_DB``.
 
     Args:
         value: decides where the name leaves it open: ``system_key: system`` names a column, ``service_key: 7f3a...``

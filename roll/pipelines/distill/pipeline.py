@@ -215,7 +215,8 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
 
     def state_dict(self) -> dict[str, Any]:
         """Rows that only the teacher has seen are drawn again."""
-        return {"rows": self.ahead[0].state if self.ahead else self.rows.state_dict()}
+        state = super().state_dict()
+        return state | {self.state_key: self.ahead[0].state} if self.ahead else state
 
     def export(self) -> None:
         if self.cache is not None:
@@ -232,7 +233,8 @@ def row_key(input_ids: np.ndarray, counted: np.ndarray, images: Sequence[str] = 
 
 
 def weights_identity(path: str | None, args: ModelArguments) -> dict[str, Any]:
-    """What a model computes with, whatever its folder is called; the path itself where there are no safetensors."""
+    """Properties of a model that its numbers depend on, whatever its folder is called; where there are no safetensors,
+    the path itself."""
     return {
         "weights": fingerprint(path) or path,
         "adapter": adapter_fingerprint(args.adapter_name_or_path),
