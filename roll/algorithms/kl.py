@@ -149,17 +149,36 @@ def full(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor
 KL_ESTIMATORS = kl_estimators.names_and_aliases
 
 
-class FixedKLController:
-    """A constant coefficient; subclasses follow the measured divergence."""
+def measured(values: Tensor, rows: Tensor) -> tuple[float, int]:
+    """Mean of the finite ``values`` (N,) of ``rows`` (bool (N,)), and their number; (NaN, 0) where there are none."""
+    finite = values[rows & values.isfinite()]
+    return float(finite.mean()), len(finite)
+
+
+class Controller:
+    """A coefficient that follows a statistic of each step. A step that has none, because every response is masked or
+    nothing in it is finite, moves nothing: one NaN would stay for the rest of the run, and in its checkpoints."""
 
     def __init__(self, value: float) -> None:
         self.value = value
 
-    def update(self, current_kl: float, num_samples: int) -> None:
+    def update(self, statistic: float, count: int) -> None:
+        """Follow the mean ``statistic`` of ``count`` rows or tokens (:func:`measured`)."""
+        if count > 0 and math.isfinite(statistic):
+            self._move(statistic, count)
+
+    def _move(self, statistic: float, count: int) -> None:
         """Do nothing: the coefficient is constant."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = float(state["value"])
+
+
+class FixedKLController(Controller):
+    """A constant coefficient."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the configured constant, as with a learning rate; log where the checkpoint has another one."""
@@ -167,7 +186,7 @@ class FixedKLController:
             logger.warning("the KL coefficient is %g from here on; before it was %g", self.value, state["value"])
 
 
-class AdaptiveKLController(FixedKLController):
+class AdaptiveKLController(Controller):
     """Proportional controller of Ziegler et al., "Fine-tuning language models from human preferences" (1909.08593).
 
     value <- value * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)
@@ -182,16 +201,12 @@ class AdaptiveKLController(FixedKLController):
         self.target = target
         self.horizon = horizon
 
-    def update(self, current_kl: float, num_samples: int) -> None:
-        """``current_kl``: measured divergence, in the target's unit; ``num_samples``: responses it was measured on."""
-        error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * num_samples / self.horizon
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = float(state["value"])
+    def _move(self, statistic: float, count: int) -> None:
+        error = min(max(statistic / self.target - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * count / self.horizon
 
 
-class EntropyController:
+class EntropyController(Controller):
     """Adaptive weight of the entropy bonus: none above a target entropy, growing step by step below it.
 
     At step k with entropy e the weight is c_k where e <= target, else 0; c_{k+1} is c_k + delta where e < target and
@@ -199,26 +214,23 @@ class EntropyController:
     """
 
     def __init__(self, value: float, target: float, delta: float, bound: float | None) -> None:
-        self.value = value
+        super().__init__(value)
         self.target = target
         self.delta = delta
         self.bound = math.inf if bound is None else bound
 
-    def step(self, entropy: float) -> float:
+    def step(self, entropy: float, num_tokens: int) -> float:
         """The weight for a batch of the mean ``entropy`` (nats a token, before the update); moves on to the next."""
         weight = self.value if entropy <= self.target else 0.0
-        change = self.delta * ((entropy < self.target) - (entropy > self.target))
-        self.value = min(max(self.value + change, 0.0), self.bound)
+        self.update(entropy, num_tokens)
         return weight
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = float(state["value"])
+    def _move(self, statistic: float, count: int) -> None:
+        change = self.delta * ((statistic < self.target) - (statistic > self.target))
+        self.value = min(max(self.value + change, 0.0), self.bound)
 
 
-def make_kl_controller(init_kl_coef: float, target_kl: float | None, kl_horizon: float) -> FixedKLController:
+def make_kl_controller(init_kl_coef: float, target_kl: float | None, kl_horizon: float) -> Controller:
     """Adaptive where ``target_kl`` is given, else fixed."""
     if target_kl is None:
         return FixedKLController(init_kl_coef)

@@ -19,6 +19,9 @@ from roll.algorithms.registry import Registry
 from roll.config.losses import PREFERENCE_LOSSES, PreferenceLossConfig, loss_names, weighted_losses
 from roll.protocol.metrics import Mean, Metrics
 
+_MOST_EXPONENT = 40.0
+"""exp stays finite in float32, and so does the square of a difference of two (ipo)."""
+
 
 @dataclass(frozen=True)
 class PairSums:
@@ -97,11 +100,11 @@ class PairTerms:
         """(P, 2): f'(pi / ref) of the configured divergence (f-DPO, arXiv 2309.16240); r(y) for the reverse KL."""
         match self.options.f_divergence_type:
             case "forward_kl":
-                return 1 - torch.exp(-self.ratios)
+                return 1 - torch.exp((-self.ratios).clamp(max=_MOST_EXPONENT))
             case "js_divergence":
                 return math.log(2) + F.logsigmoid(self.ratios)
             case "alpha_divergence" if abs(power := self.options.f_alpha - 1) > 1e-6:
-                return (torch.exp(self.ratios * power) - 1) / power
+                return (torch.exp((self.ratios * power).clamp(max=_MOST_EXPONENT)) - 1) / power
         return self.ratios
 
     @cached_property
@@ -171,7 +174,7 @@ def discopop(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
     """DiscoPOP's log-ratio modulated loss (arXiv 2406.08414, eq. 5)."""
     lead = options.beta * terms.lead
     share = torch.sigmoid(lead / options.discopop_tau)
-    return -F.logsigmoid(lead) * (1 - share) + torch.exp(-lead) * share
+    return -F.logsigmoid(lead) * (1 - share) + torch.exp((-lead).clamp(max=_MOST_EXPONENT)) * share
 
 
 @register("sigmoid_norm")

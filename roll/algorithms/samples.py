@@ -33,7 +33,8 @@ class RunningMoments:
         """Sum of squared deviations from the mean."""
 
     def update(self, values: Tensor) -> None:
-        """Take in float (N,)."""
+        """Take in float (N,), finite ones: what is not would stay for the rest of the run."""
+        values = values[values.isfinite()]
         count = float(values.numel())
         if count == 0:
             return

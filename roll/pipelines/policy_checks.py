@@ -155,10 +155,6 @@ def note_zero_advantages(config: PolicyRunConfig, checks: Checks) -> None:
     if config.difficulty_mask and config.difficulty_low_threshold == config.difficulty_high_threshold:
         rule = "equals difficulty_low_threshold: no mean score lies between them, so nothing is learnt"
         checks.note("difficulty_high_threshold", rule)
-    arguments = config.actor_infer.generating_args
-    if estimator(config.adv_estimator).needs_greedy and (arguments.temperature == 0 or not arguments.do_sample):
-        text = f"greedy decoding with {config.adv_estimator}: a sample is its own baseline, nothing is learnt"
-        checks.note("actor_infer.generating_args.temperature", text)
 
 
 def check_passes(config: PolicyRunConfig, checks: Checks) -> None:
@@ -288,8 +284,10 @@ def note_distribution(config: PolicyRunConfig, checks: Checks) -> None:
             checks.note(f"{key}.{name}", f"{value} cuts the distribution: {why}; {off} is off")
     if arguments.repetition_penalty != 1:
         checks.note(f"{key}.repetition_penalty", f"{arguments.repetition_penalty} changes it: {why}; 1.0 is off")
-    if (arguments.temperature == 0 or not arguments.do_sample) and config.group_size > 1:
-        checks.note(f"{key}.temperature", "greedy decoding: all samples of a prompt are the same, so nothing is learnt")
+    if arguments.temperature == 0 or not arguments.do_sample:
+        name, value, works = ("temperature", 0, 1.0) if arguments.do_sample else ("do_sample", False, True)
+        rule = "is greedy decoding: all samples of a prompt are the same, and their log-probs are those of no policy"
+        checks.add(f"{key}.{name}", value, rule, works)
 
 
 def check_async(config: PolicyRunConfig, checks: Checks) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from roll.models.partitions import balance_partitions, workload
@@ -94,13 +95,29 @@ def even_mini_batches(batch: DataProto, num_mini_batches: int, dp_size: int) -> 
     fillers = [np.full(most - len(part), part[-1]) for part in parts]
     filled = batch[np.concatenate([rows for pair in zip(parts, fillers, strict=True) for rows in pair])]
     empty = np.concatenate([np.arange(most) >= len(part) for part in parts])
-    for name in [name for name in filled.batch.keys() if name.endswith("_mask")]:  # noqa: SIM118
-        mask = filled.batch[name].clone()
-        mask[empty] = False
-        if name == "attention_mask":
-            mask[empty, 0] = True
-        filled.batch[name] = mask
+    empty_rows(filled, torch.from_numpy(empty))
     return filled
+
+
+def empty_rows(batch: DataProto, rows: torch.Tensor) -> None:
+    """Take from ``rows`` (bool (B,)) all that they hold: of a row nothing is left but its first token, which no loss,
+    no image and no statistic counts.
+
+    Masks are cleared, numbers are zero, and objects other than names are None; ids say which episode the row fills up.
+    """
+    first = torch.zeros(batch.batch["attention_mask"].shape[1], dtype=torch.bool)
+    first[0] = True
+    for name, column in list(batch.batch.items()):
+        emptied = column.clone()
+        if name == "attention_mask":
+            emptied[rows] = first
+        elif column.dtype == torch.bool or column.is_floating_point():
+            emptied[rows] = 0
+        batch.batch[name] = emptied
+    for name, objects in batch.non_tensor_batch.items():
+        if not all(isinstance(one, str | int | float | np.generic) for one in objects[rows.numpy()]):
+            batch.non_tensor_batch[name] = objects.copy()
+            batch.non_tensor_batch[name][rows.numpy()] = None
 
 
 def length_metrics(batch: DataProto, order: RowOrder, role: str, dp_size: int) -> Metrics:

@@ -22,8 +22,9 @@ def mean_filter(threshold_down: float = 0.0, threshold_up: float = 1.0) -> Group
 
 
 def std_filter(std_threshold: float = 0.0) -> GroupFilter:
-    """Keep groups whose scores spread by more than ``std_threshold`` (population standard deviation)."""
-    return lambda scores: bool(np.nanstd(scores) > std_threshold)
+    """Keep groups whose scores differ, by a population standard deviation of more than ``std_threshold``. Equal scores
+    have none, though their float32 mean may differ from them in the last bit."""
+    return lambda scores: bool(np.nanmax(scores) > np.nanmin(scores) and np.nanstd(scores) > std_threshold)
 
 
 def no_filter() -> GroupFilter:

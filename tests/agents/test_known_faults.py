@@ -177,12 +177,19 @@ def test_fault_09_rows_are_duplicated_to_make_them_divide() -> None:
     groups = random_groups(np.random.default_rng(0), groups=2, episodes=4)
     batch = build_episode_batch(groups, "trajectory", 0)
     learned(batch, adv_estimator="grpo")
+    batch.non_tensor_batch["images"] = np.array([{"pixels": row} for row in range(len(batch))], dtype=object)
     assert len(batch) % 3, "a number that does not divide"
     even = even_mini_batches(batch, 2, 3)
     assert len(even) % 6 == 0
     for name in ("response_mask", "loss_mask"):
         assert int(even.batch[name].sum()) == int(batch.batch[name].sum()), name
     sampled = even.batch["response_mask"].any(-1)
+    assert not sampled.all(), "rows that fill up"
+    for name, column in even.batch.items():
+        first = column[~sampled].flatten(1)[:, 1:] if name == "attention_mask" else column[~sampled]
+        assert not (column.dtype == torch.bool or column.is_floating_point()) or not first.any(), name
+    for name, objects in even.non_tensor_batch.items():
+        assert all(one is None or isinstance(one, str | int | float) for one in objects[~sampled.numpy()]), name
     assert sorted(even.non_tensor_batch["sample_id"][sampled.numpy()]) == sorted(batch.non_tensor_batch["sample_id"])
 
 

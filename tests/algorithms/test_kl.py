@@ -10,10 +10,13 @@ from torch.testing import assert_close
 
 from roll.algorithms.kl import (
     AdaptiveKLController,
+    Controller,
+    EntropyController,
     FixedKLController,
     KLOptions,
     kl_estimate,
     make_kl_controller,
+    measured,
 )
 from tests.algorithms.reference import Batch, batches
 
@@ -127,3 +130,16 @@ def test_controllers() -> None:
     restored = AdaptiveKLController(0.2, 0.1, 1000)
     restored.load_state_dict(adaptive.state_dict())
     assert restored.value == adaptive.value
+
+
+@pytest.mark.parametrize(
+    "controller",
+    [FixedKLController(0.2), AdaptiveKLController(0.2, 0.1, 1000), EntropyController(0.2, 1.0, 0.01, None)],
+)
+def test_a_step_without_a_statistic_moves_no_controller(controller: Controller) -> None:
+    before = controller.state_dict()
+    nothing = measured(torch.tensor([0.5, math.nan]), torch.tensor([False, True]))
+    for statistic, count in (nothing, (math.nan, 3), (math.inf, 3), (0.0, 0)):
+        controller.update(statistic, count)
+        assert controller.state_dict() == before
+    assert measured(torch.tensor([0.5, math.nan, 1.5, 9.0]), torch.tensor([True, True, True, False])) == (1.0, 2)

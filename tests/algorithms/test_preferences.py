@@ -272,3 +272,19 @@ def test_single_responses_stand_alone() -> None:
     found = {key for key, _, _ in preference_problems(mixed)}
     assert found == {"loss_type", "use_weighting", "rpo_alpha", "ld_alpha"}
     assert not preference_problems(PreferenceLossConfig(loss_type="kto"))
+
+
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+
+
+@pytest.mark.parametrize("distance", [0.0, 1.0, 200.0, 1e4])
+@pytest.mark.parametrize("loss_type", pair_losses.names)
+def test_far_from_the_reference_losses_and_gradients_are_finite(loss_type: str, distance: float) -> None:
+    signs = torch.tensor([[1.0, -1], [-1, 1], [1, 1], [-1, -1], [0, 1], [-1, 0]])
+    for divergence in DIVERGENCES if PREFERENCE_LOSSES[loss_type].generalises else DIVERGENCES[:1]:
+        policy = (signs * distance - 2 * distance - 10).requires_grad_()
+        sums = PairSums(policy, torch.full_like(policy, -2 * distance - 10), torch.full_like(policy, 20.0))
+        options = PreferenceLossConfig(loss_type=loss_type, f_divergence_type=divergence, label_smoothing=0.01)  # type: ignore[arg-type]
+        loss = preference_loss(sums, options)
+        loss.sum().backward()
+        assert policy.grad is not None and bool(loss.isfinite().all() and policy.grad.isfinite().all()), divergence

@@ -51,18 +51,18 @@ ONE_SAMPLE = {
             {"difficulty_mask": True, "difficulty_low_threshold": 0.5, "difficulty_high_threshold": 0.5},
             "difficulty_high_threshold",
         ),
-        (
-            {"adv_estimator": "remax", "actor_infer.generating_args.temperature": 0, GROUP: 1},
-            "actor_infer.generating_args.temperature",
-        ),
-        ({"actor_infer.generating_args.temperature": 0}, "actor_infer.generating_args.temperature"),
     ],
 )
 def test_settings_that_make_every_advantage_zero_are_said(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
-    if "remax" in changes.values():
-        changes = {**changes, "actor_train.training_args.gradient_accumulation_steps": 4}
     said = [notice for notice in load(tmp_path, changed(changes)).warnings if "nothing is learnt" in notice.text]
     assert [notice.key for notice in said] == [key]
+
+
+@pytest.mark.parametrize(("key", "value"), [("temperature", 0), ("temperature", 0.0), ("do_sample", False)])
+def test_a_policy_that_learns_is_sampled(tmp_path: Path, key: str, value: Any) -> None:
+    changes = {f"actor_infer.generating_args.{key}": value}
+    (problem,) = mistakes(tmp_path, changed(changes))
+    assert problem.key == f"actor_infer.generating_args.{key}" and problem.example not in (None, value)
 
 
 def test_the_filters_of_a_correction_are_sections_of_their_own(tmp_path: Path) -> None:

@@ -43,3 +43,14 @@ def test_a_filter_of_ones_own_by_dotted_path():
         build_filter(f"{__name__}.best_of", {"at_most": 0.5})
     with pytest.raises(ValueError, match="cannot be imported"):
         build_filter("no_such.module.filter", {})
+
+
+@pytest.mark.parametrize("score", [0.1, 0.7, 1 / 3, 1e-7, 1e6])
+def test_equal_scores_do_not_spread(score: float) -> None:
+    keep = build_filter("std_filter", {})
+    for number in range(2, 20):
+        scores = np.full(number, score, dtype=np.float32)
+        assert not keep(scores)
+        assert not keep(np.append(scores, np.float32(np.nan)))
+        scores[0] *= np.float32(1.5)
+        assert keep(scores)

@@ -9,7 +9,7 @@ from transformers import get_scheduler
 
 from roll.config.roles import TrainingArguments
 from roll.protocol.metrics import to_floats
-from roll.strategies.training.optimizer import LearningRateSchedule, TrainingProgress
+from roll.strategies.training.optimizer import LearningRateSchedule, TrainingProgress, decay_groups
 
 
 def rates(kind: str, **options: object) -> list[float]:
@@ -111,3 +111,22 @@ def test_progress_continues_from_its_state(dtype: torch.dtype) -> None:
 def test_without_fp16_there_is_no_loss_scale() -> None:
     progress = TrainingProgress(TrainingArguments(), 4, torch.bfloat16)
     assert progress.scale == 1.0 and "loss_scale" not in progress.finish_step(1.0, dp_size=1)
+
+
+def test_biases_of_stacked_experts_do_not_decay() -> None:
+    from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+
+    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    for config in (
+        GptOssConfig(**shape, num_local_experts=4, num_experts_per_tok=2),
+        Qwen3MoeConfig(**shape, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
+    ):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        decayed, kept = ({names[one] for one in group["params"]} for group in decay_groups(model, 0.1))
+        assert decayed | kept == set(names.values())
+        assert {name for name in names.values() if "bias" in name or "norm" in name} <= kept
+        assert {name for name in names.values() if "experts" in name and "bias" not in name} <= decayed
+        assert any("q_proj.weight" in name for name in decayed) and "model.embed_tokens.weight" in decayed

@@ -260,7 +260,7 @@ class AdvantageComputer:
         metrics = [masked, rewarded, outputs.metrics, _data_metrics(batch, outputs)]
         if self._entropy_controller is not None:
             entropy = float(masked_mean(batch.batch["old_entropy"], batch.batch["loss_mask"]))
-            self.entropy_coef = self._entropy_controller.step(entropy)
+            self.entropy_coef = self._entropy_controller.step(entropy, int(batch.batch["loss_mask"].sum()))
             metrics.append({"actor/old_entropy": Mean(entropy), "actor/entropy_coef": Mean(self.entropy_coef)})
         return merge_metrics(metrics)
 
@@ -346,7 +346,8 @@ class AdvantageComputer:
             kl = kl_estimate(tensors["old_log_probs"], tensors["ref_log_probs"], options)
             mean_kl = float(masked_mean(kl, tensors["response_mask"]))
             # The controller follows the mean over responses, whatever their lengths, as published ones do.
-            self._kl_controller.update(float(row_mean(kl, tensors["response_mask"]).mean()), num_samples=len(batch))
+            mask = tensors["response_mask"]
+            self._kl_controller.update(*measured(row_mean(kl, mask), mask.any(-1)))
             metrics.append({"critic/kl": Mean(mean_kl), "critic/kl_coef": Mean(kl_coef)})
             at_end, tokens = (rewards, None) if rewards.dim() == 1 else (torch.zeros_like(rewards[:, 0]), rewards)
             rewards = token_level_rewards(at_end, tensors["response_mask"], kl, kl_coef)

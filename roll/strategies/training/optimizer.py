@@ -189,7 +189,8 @@ class DynamicLossScale:
 def decay_groups(
     model: torch.nn.Module, weight_decay: float, num_dims: Callable[[torch.Tensor], int] = torch.Tensor.dim
 ) -> list[dict[str, Any]]:
-    """The trainable parameters as optimizer groups: matrices decay, vectors (biases, norm weights) never do.
+    """The trainable parameters as optimizer groups: matrices decay; biases and vectors (norm weights) never do, nor do
+    those of experts, which a layer holds stacked: (E, out) for a bias next to (E, in, out).
 
     Args:
         num_dims: the number of dimensions of a whole parameter, of which the model may hold a flat part.
@@ -197,11 +198,18 @@ def decay_groups(
     Raises:
         ValueError: nothing is trainable.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trainable:
+    matrices, vectors = [], []
+    seen: set[torch.Tensor] = set()
+    for module in model.modules():
+        own = {name: one for name, one in module.named_parameters(recurse=False) if one not in seen}
+        seen.update(own.values())
+        is_stack = any(num_dims(parameter) >= 3 for parameter in own.values())
+        for name, parameter in own.items():
+            is_vector = name.endswith("bias") or num_dims(parameter) < 2 + is_stack
+            if parameter.requires_grad:
+                (vectors if is_vector else matrices).append(parameter)
+    if not matrices and not vectors:
         raise ValueError("model_args.freeze_module_prefix: every parameter of the model is frozen; freeze fewer")
-    matrices = [parameter for parameter in trainable if num_dims(parameter) >= 2]
-    vectors = [parameter for parameter in trainable if num_dims(parameter) < 2]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
