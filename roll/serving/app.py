@@ -8,8 +8,8 @@ import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from roll.rollout.groups import FinishedGroup
 from roll.serving.requests import (
+    MAX_PROMPT_LOG_PROBS,
     MAX_TOP_LOG_PROBS,
     BadRequest,
     ParsedChat,
@@ -31,6 +32,7 @@ from roll.serving.requests import (
 )
 from roll.serving.responses import LiveResponse, ResponseBody, Writer, error_body
 from roll.serving.service import EngineService, Overloaded, Refused, Unavailable
+from roll.serving.turns import ClientTurns, fits
 from roll.strategies.engines.requests import PromptScore
 
 if TYPE_CHECKING:
@@ -50,21 +52,27 @@ class Endpoint:
 
     Args:
         model: the name that the model is served under.
+        max_model_len: most tokens of prompt and response together; what cannot fit is not tokenised.
         api_key: bearer token that requests must carry; empty: none.
     """
 
     def __init__(
-        self, service: EngineService, tokenizer: PreTrainedTokenizerBase, model: str, api_key: str = ""
+        self,
+        service: EngineService,
+        tokenizer: PreTrainedTokenizerBase,
+        model: str,
+        max_model_len: int,
+        api_key: str = "",
     ) -> None:
         self._service = service
         self._tokenizer = tokenizer
         self._model = model
+        self._max_model_len = max_model_len
         self._api_key = api_key
         self._began = int(time.time())
         self._chat_writer = Writer(tokenizer, model, chat=True)
         self._completion_writer = Writer(tokenizer, model, chat=False)
-        # One thread: a long prompt must not keep the loop from others, and tokenizers do not like two at a time.
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
+        self._turns = ClientTurns()
         self._reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
 
     def app(self) -> Starlette:
@@ -95,17 +103,23 @@ class Endpoint:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def chat_completions(self, request: Request) -> Response:
-        parsed = read_chat(await read_json(request), self._model)
-        prompt = await self._in_thread(self._chat_prompt, parsed)
+        in_turn = self._in_turn(request)
+        parsed = read_chat(await read_json(request, in_turn), self._model)
+        prompt = await in_turn(self._chat_prompt, parsed)
         return await self._respond(request, parsed, [prompt], self._chat_writer)
 
     async def completions(self, request: Request) -> Response:
-        parsed = read_completion(await read_json(request), self._model)
-        prompts = await self._in_thread(self._completion_prompts, parsed)
+        in_turn = self._in_turn(request)
+        parsed = read_completion(await read_json(request, in_turn), self._model)
+        prompts = await in_turn(self._completion_prompts, parsed)
+        if parsed.prompt_log_probs is not None:
+            self._check_prompt_scores(prompts, parsed.prompt_log_probs)
+        if parsed.echo and parsed.log_probs:
+            self._check_prompt_scores(prompts, parsed.params.top_log_probs)
         return await self._respond(request, parsed, prompts, self._completion_writer)
 
-    async def _in_thread(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, argument)
+    def _in_turn(self, request: Request) -> Callable[..., Awaitable[Any]]:
+        return partial(self._turns.run, request.client.host if request.client is not None else "")
 
     def _chat_prompt(self, parsed: ParsedChat) -> list[int]:
         if not self._tokenizer.chat_template:
@@ -115,27 +129,33 @@ class Endpoint:
                 rule = "is not for clients to say; only variables of the model's own chat template are"
                 raise BadRequest(f"chat_template_kwargs: {name!r} {rule}"[:300], "chat_template_kwargs")
         try:
-            token_ids: Any = self._tokenizer.apply_chat_template(
+            text: Any = self._tokenizer.apply_chat_template(
                 [dict(message) for message in parsed.messages],
                 add_generation_prompt=parsed.add_generation_prompt,
-                tokenize=True,
-                return_dict=False,
+                tokenize=False,
                 **parsed.template_kwargs,
             )
         except Exception as error:  # templates raise what they like for conversations that they do not support
             raise BadRequest(
                 f"messages: the chat template fails: {type(error).__name__}: {error}", "messages"
             ) from error
-        return list(token_ids)
+        return self._encoded(text, "messages", add_special_tokens=False)
+
+    def _encoded(self, text: str, field: str, add_special_tokens: bool = True) -> list[int]:
+        encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
+        try:
+            token_ids = fits(encode, text, self._max_model_len)
+        except Exception as error:  # whatever the tokenizer raises for a text that it cannot encode
+            raise BadRequest(f"{field}: the tokenizer fails: {type(error).__name__}: {error}"[:300], field) from error
+        if token_ids is None:
+            rule = f"a text of {len(text)} characters is more than max_model_len {self._max_model_len} holds"
+            raise BadRequest(f"{field}: {rule}", field)
+        return token_ids
 
     def _completion_prompts(self, parsed: ParsedCompletion) -> list[list[int]]:
-        try:
-            return [
-                list(self._tokenizer(prompt).input_ids) if isinstance(prompt, str) else list(prompt)
-                for prompt in parsed.prompts
-            ]
-        except Exception as error:  # whatever the tokenizer raises for a text that it cannot encode
-            raise BadRequest(f"prompt: the tokenizer fails: {type(error).__name__}: {error}"[:300], "prompt") from error
+        return [
+            self._encoded(prompt, "prompt") if isinstance(prompt, str) else list(prompt) for prompt in parsed.prompts
+        ]
 
     async def _respond(
         self, request: Request, parsed: ParsedRequest, prompts: Sequence[Sequence[int]], writer: Writer
@@ -157,13 +177,19 @@ class Endpoint:
         if scored is None:
             return JSONResponse(writer.body(body))
         # Many log-probs at many positions: written in a thread, so that other requests need not wait.
-        response: Response = await self._in_thread(lambda body: JSONResponse(writer.body(body)), body)
+        response: Response = await self._in_turn(request)(lambda body: JSONResponse(writer.body(body)), body)
         return response
 
-    async def _prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
+    def _check_prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> None:
         if top < 0 and len(self._tokenizer) > MAX_TOP_LOG_PROBS:
             rule = f"prompt_logprobs: -1 is for vocabularies of up to {MAX_TOP_LOG_PROBS} tokens"
             raise BadRequest(rule, "prompt_logprobs")
+        number = sum(map(len, prompts)) * (1 + (len(self._tokenizer) if top < 0 else top))
+        if number > MAX_PROMPT_LOG_PROBS:
+            rule = f"{number} log-probs of prompts are more than the {MAX_PROMPT_LOG_PROBS} of one response"
+            raise BadRequest(f"{rule}: send fewer prompts, or name a number", "prompt_logprobs")
+
+    async def _prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
         return list(await asyncio.gather(*(self._service.prompt_score(prompt, top) for prompt in prompts)))
 
     async def _stream(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -360,17 +361,22 @@ MAX_BODY = 32 * 2**20
 """Bytes; a million token ids take about seven."""
 MAX_DEPTH = 32
 """Lists and objects inside each other."""
+MAX_CONTAINERS, MAX_VALUES = 1 << 18, 1 << 22
+"""Lists and objects of a body, and values: by the characters that begin and separate them, so texts count too. The
+parser of Python keeps the interpreter to itself, for seconds where there are millions."""
+MAX_PROMPT_LOG_PROBS = 1 << 20
+"""Log-probs of prompts in one response."""
 
 
 class TooLong(BadRequest):
     """A body beyond :data:`MAX_BODY`."""
 
 
-async def read_json(request: Request) -> Any:
-    """The body of a request, read no further than it may be long.
+async def read_json(request: Request, in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread) -> Any:
+    """The body of a request, read no further than it may be long, and parsed in another thread.
 
     Raises:
-        TooLong: it is longer.
+        TooLong: it is longer, or has more parts than can be parsed in a moment.
         BadRequest: no JSON, nested too deep, or with text that is no Unicode.
     """
     content = bytearray()
@@ -378,8 +384,18 @@ async def read_json(request: Request) -> Any:
         content += piece
         if len(content) > MAX_BODY:
             raise TooLong(f"the body is longer than {MAX_BODY} bytes")
+    if content.count(b"[") + content.count(b"{") > MAX_CONTAINERS or content.count(b",") > MAX_VALUES:
+        raise TooLong(f"the body has more than {MAX_CONTAINERS} lists and objects, or {MAX_VALUES} values")
+    return await in_thread(parse_json, bytes(content))
+
+
+def parse_json(content: bytes) -> Any:
+    """
+    Raises:
+        BadRequest: no JSON, nested too deep, or with text that is no Unicode.
+    """
     try:
-        body = json.loads(bytes(content), parse_constant=_no_number)
+        body = json.loads(content, parse_constant=_no_number)
     except RecursionError as error:
         raise BadRequest(f"the body is nested more than {MAX_DEPTH} deep") from error
     except ValueError as error:  # also what is no UTF-8, and integers of thousands of digits

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import uvicorn
 
 from roll.config.roles import GenerationWorkerConfig
+from roll.config.strategies.registry import typed_strategy_config
 from roll.distributed import Cluster
+from roll.models.build import load_config
 from roll.rollout.engines import EngineClient
 from roll.serving.app import Endpoint
 from roll.serving.service import EngineService
+from roll.strategies.engines.requests import longest_sequence
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -133,6 +136,9 @@ class HttpFront:
     def open(self, cluster: Cluster, tokenizer: PreTrainedTokenizerBase) -> None:
         """Serve with these engines, whose models are loaded. Only this front may give them requests."""
         options = self._options
+        arguments = cluster.role.model_args
+        written = getattr(typed_strategy_config(cluster.role.strategy_args), "max_model_len", None)
+        longest = longest_sequence(written, load_config(arguments), arguments.model_name_or_path)
         timeout = cluster.role.engine_timeout if isinstance(cluster.role, GenerationWorkerConfig) else None
 
         def make_app() -> Starlette:
@@ -146,7 +152,7 @@ class HttpFront:
                 fixed_weights=True,
             )
             self._service = EngineService(engines, options.max_open_requests)
-            return Endpoint(self._service, tokenizer, options.model, options.api_key).app()
+            return Endpoint(self._service, tokenizer, options.model, longest, options.api_key).app()
 
         self._server.start(make_app)
 

@@ -30,6 +30,7 @@ def test_names_of_secrets(name: str) -> None:
     [
         *("max_new_tokens", "top_k", "pass_k", "stop_token_ids", "path", "keep_local_file", "tokens", "eos_token"),
         *("pad_token", "TOKENIZERS_PARALLELISM", "monkey", "token_level_loss", "passes", "author", "compass"),
+        *("api_key_env", "--api-key-env", "API_KEY_FILE", "token_ids", "secret_name"),
     ],
 )
 def test_names_of_other_things(name: str) -> None:

@@ -14,6 +14,8 @@ from roll.serving.service import EngineService
 from tests.datasets.conftest import tiny  # noqa: F401  the modules of examples/tiny, as a fixture
 from tests.serving.local_cluster import LocalCluster, engine_role
 
+MAX_MODEL_LEN = 256
+
 
 @pytest.fixture(scope="session")
 def served_model(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
@@ -33,12 +35,12 @@ class Serving:
         from transformers import AutoTokenizer
 
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        self.cluster = LocalCluster(engine_role(model), world_size=2)
+        self.cluster = LocalCluster(engine_role(model, MAX_MODEL_LEN), world_size=2)
         self.server = HttpServer()
 
         def make_app() -> Any:
             self.service = EngineService(EngineClient(self.cluster, 4, 0.01, report_refusals=True), max_open_requests)
-            return Endpoint(self.service, self.tokenizer, "tiny", api_key).app()
+            return Endpoint(self.service, self.tokenizer, "tiny", MAX_MODEL_LEN, api_key).app()
 
         self.server.start(make_app)
         self.client = httpx2.Client(base_url=self.server.url, timeout=30, trust_env=False)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx2
 import pytest
 
 from roll.serving.requests import MAX_BODY, MAX_DEPTH
@@ -172,3 +175,33 @@ def test_templates_belong_to_the_server(make_serving: Any) -> None:
     assert (
         serving.chat(**CHAT, return_token_ids=True, chat_template_kwargs={"enable_thinking": False})["choices"] == plain
     )
+
+
+def test_what_cannot_fit_costs_others_little(make_serving: Any) -> None:
+    """Texts of 30 MB, millions of lists, log-probs of everything: refused in a moment, while others are served."""
+    serving = make_serving()
+    wanted = serving.complete(**HONEST)["choices"]
+    long = json.dumps({"model": "tiny", "prompt": "one two " * 3_500_000})
+    lists = '{"model": "tiny", "prompt": [' + "[]," * 9_000_000 + "[]]}"
+    chat = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "ab" * 14_000_000}]})
+    bodies = [(long, "completions"), (lists, "completions"), (chat, "chat/completions")]
+    everything = {"prompt": [list(range(10, 200))] * 1000, "prompt_logprobs": -1, "max_tokens": 1}
+
+    def attack(body: tuple[str, str]) -> tuple[int, float]:
+        began = time.perf_counter()
+        with httpx2.Client(timeout=60, trust_env=False) as client:
+            return client.post(f"{serving.server.url}/v1/{body[1]}", content=body[0]).status_code, began
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with ThreadPoolExecutor(3) as threads:
+        refused = [threads.submit(attack, body) for body in bodies]
+        latencies = []
+        while not all(one.done() for one in refused):
+            began = time.perf_counter()
+            assert serving.complete(**HONEST)["choices"] == wanted
+            latencies.append(time.perf_counter() - began)
+        assert {one.result()[0] for one in refused} <= {400, 413}
+    assert max(latencies, default=0.0) < 5, "another client waits for none of it"
+    assert serving.post("completions", model="tiny", **everything).status_code == 400
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert grown < 1500, f"{grown:.0f} MiB more at the peak, client and server in one process"

@@ -19,7 +19,6 @@ from roll.config.model_files import (
     is_offline,
     lacks_flash_attention,
     looks_like_folder,
-    model_config,
     model_folder,
     model_number,
     read_model_config,
@@ -112,16 +111,6 @@ def note_positions(key: str, path: str | None, length: int, checks: Checks) -> N
     positions = model_number(path, "max_position_embeddings")
     if positions is not None and length > positions:
         checks.note(key, f"sequences of {length} tokens are longer than the model's {positions} positions ({path})")
-
-
-def _positions(path: str | None) -> int | None:
-    """Positions that vLLM and SGLang give the model: those of ``config.json``, stretched by its rotary scaling."""
-    positions = model_number(path, "max_position_embeddings")
-    config = model_config(path) or {}
-    scaling = config.get("rope_parameters") or config.get("rope_scaling")
-    if positions is None or not isinstance(scaling, dict) or not isinstance(scaling.get("factor"), int | float):
-        return positions
-    return max(positions, int(scaling.get("original_max_position_embeddings", positions) * scaling["factor"]))
 
 
 def check_roles(config: RunConfig, checks: Checks) -> dict[str, StrategyConfig]:
@@ -240,14 +229,15 @@ def check_engine_length(
     options: dict[str, StrategyConfig], role: WorkerConfig, path: str | None, prompt: int, sequence: int, checks: Checks
 ) -> None:
     """An engine shorter than the longest sequence cuts responses; one without room for a prompt, or longer than the
-    model (vLLM and SGLang refuse to start), cannot work."""
+    model, does not start."""
     engine = options.get("actor_infer")
     longest: int | None = getattr(engine, "max_model_len", None)
     if longest is None:
         return
     key = "actor_infer.strategy_args.strategy_config.max_model_len"
-    positions = _positions(path)
-    if positions is not None and longest > positions and is_sized_engine(role):
+    positions = role.model_args.model_config_kwargs.get("max_position_embeddings")
+    positions = positions or model_number(path, "max_position_embeddings")
+    if positions is not None and longest > positions:
         checks.add(key, longest, f"the model has {positions} positions ({path})", min(positions, sequence))
         return
     if longest <= prompt:

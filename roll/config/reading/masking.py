@@ -30,6 +30,8 @@ _PERHAPS = re.compile(r"(^|_)keys?$", re.IGNORECASE)
 """The key of a service, or the name of a column: the value tells."""
 _SUFFIX = re.compile(r"(_\d+|_[A-Z]|_(old|new|dev|prod|test|main|backup))+$")
 _ENVIRONMENT = re.compile(r"[A-Z][A-Z0-9_]*")
+_REFERS = re.compile(r"_(env|name|file|path|dir|id|ids|length|limit|count|type)$", re.IGNORECASE)
+"""Says where a secret is, or something about it."""
 _SPECIAL_TOKEN = re.compile(r"^(eos|bos|pad|unk|sep|cls|mask|image|video|audio|stop|boi|eoi|think\w*)_token$")
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -65,7 +67,7 @@ def _secrecy(name: str) -> str:
     """``yes``, ``perhaps`` (the value tells) or ``no``."""
     plain = _CAMEL.sub("_", name).replace("-", "_").replace(".", "_")
     stripped = _SUFFIX.sub("", plain)
-    if name in WORKING_DIRECTORY or _SPECIAL_TOKEN.match(stripped):
+    if name in WORKING_DIRECTORY or _SPECIAL_TOKEN.match(stripped) or _REFERS.search(plain):
         return "no"
     words = set(plain.split("_")) if _ENVIRONMENT.fullmatch(plain) else set()
     if _SECRET_WORDS.search(plain) or _SECRET_ENDS.search(stripped) or words & {"TOKEN", "PAT", "PASS", "AUTH"}:
