@@ -79,7 +79,7 @@ TOOLS = {
     "top": Tool("roll.report.command", "show a run in the terminal while it goes on", True),
     "trace": Tool("roll.report.command", "write a run's phases and worker calls for Perfetto or OpenTelemetry", True),
     "translate": Tool(
-        "roll.translation.command", "turn a launch of verl, SkyRL, TRL or OpenRLHF into this project's keys"
+        "roll.translation.command", "turn a launch of verl or SkyRL into this project's keys"
     ),
 }
 

@@ -19,17 +19,13 @@ def page(text: str) -> str:
 
 
 def tables() -> Iterator[str]:
-    """Every dialect; of the two packages of SkyRL one table, and of TRL's two programs the common rules once."""
-    older, newer, trl, sft = (DIALECTS[name] for name in ("skyrl_train", "skyrl", "trl", "trl_sft"))
+    """Every dialect; of the two packages of SkyRL one table."""
+    older, newer = DIALECTS["skyrl_train"], DIALECTS["skyrl"]
     yield from dialect_lines(DIALECTS["verl"], "verl: ")
     yield from ("## SkyRL", "", "Both packages, unless a row says otherwise.", "")
     for section, other in zip(older.sections, newer.sections, strict=True):
         yield from (f"### SkyRL: {section.title.lower()}", "", *table(section, other), "")
     yield from defaults(older, "Defaults of SkyRL")
-    yield from dialect_lines(trl, "")
-    yield from (f"### {sft.sections[1].title}", "", "The rules of runs, models and data hold for `sft_train`, too.", "")
-    yield from (*table(sft.sections[1]), "")
-    yield from dialect_lines(DIALECTS["openrlhf"], "")
 
 
 def dialect_lines(dialect: Dialect, prefix: str) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""``roll translate``: keys, commands and scripts of verl, SkyRL, TRL and OpenRLHF as this project's configuration."""
+"""``roll translate``: keys, commands and scripts of verl and SkyRL as this project's configuration."""

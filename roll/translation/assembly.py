@@ -83,9 +83,7 @@ def put_data(draft: Draft) -> None:
     for fact, section in (("train_files", "actor_train"), ("val_files", "validation")):
         if draft.states(fact) and draft.facts[fact] is not None:
             draft.put(f"{section}.data_args.file_name", [file_or_folder(name) for name in draft.facts[fact]], fact)
-    if draft.get("text_key") is not None:
-        draft.put("actor_train.data_args.prompt", str(draft.facts["text_key"]), "text_key")
-    elif draft.states("train_files", "prompt_key"):
+    if draft.states("train_files", "prompt_key"):
         column = draft.get("prompt_key", default="prompt")
         draft.put("actor_train.data_args.messages", column, "train_files", "prompt_key")
     if draft.get("chat_template") is not None:
@@ -128,13 +126,6 @@ def put_tracking(draft: Draft) -> None:
         draft.put("resume_from_checkpoint", resume, "resume")
 
 
-def data_name(draft: Draft, name: str, split: str, default: str) -> str:
-    if name.startswith((".", "/", "~", "$")) or re.search(r"\.\w+$", name):
-        return name
-    config = f"/{draft.facts['hub_config']}" if draft.get("hub_config") is not None else ""
-    return f"hub:{name}{config}:{draft.get(split, default=default)}"
-
-
 def put_models(draft: Draft) -> None:
     put_family(draft, {role: strategy_of(draft, role) for role, _ in draft.sections()})
     put_routes(draft)
@@ -157,7 +148,7 @@ def put_adapters(draft: Draft) -> None:
 def put_reward(draft: Draft) -> None:
     """The reward of a whole run: named by its environment, or derived from the files' names."""
     played = draft.facts.get("episodes") and "reward" in draft.raw
-    if draft.facts.get("rewards_set") or played or put_reward_model(draft) or put_function(draft):
+    if played or put_reward_model(draft) or put_function(draft):
         draft.without_effect("no row is scored by it", "sandbox_url")
         return
     if draft.get("sandbox_url"):

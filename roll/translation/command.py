@@ -1,4 +1,4 @@
-"""``roll translate``: keys, commands and scripts of verl, SkyRL, TRL and OpenRLHF as this project's configuration."""
+"""``roll translate``: keys, commands and scripts of verl and SkyRL as this project's configuration."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def translated(arguments: argparse.Namespace) -> Translation:
     Raises:
         ConfigError: text that cannot be read, or keys and values without a translation.
     """
-    source = with_config(read(arguments.source, arguments.call))
+    source = read(arguments.source, arguments.call)
     dialect = DIALECTS[arguments.dialect] if arguments.dialect else dialect_of(source)
     recipe = load_config(RLVRConfig, arguments.recipe, check_files=False)
     return translate(source, dialect, recipe, arguments.train_rows)
@@ -198,22 +198,6 @@ def read(words: Sequence[str], call: int | None = None) -> Source:
     raise ConfigError([Problem("(file)", words[0], "no such file; a command is given as its words, or on stdin")])
 
 
-def with_config(source: Source) -> Source:
-    """TRL's ``--config FILE``: its keys, which those of the command line override.
-
-    Raises:
-        ConfigError: no such file, or not a YAML section.
-    """
-    name = source.keys.get("config")
-    if not isinstance(name, str) or not name.endswith((".yaml", ".yml")):
-        return source
-    file = Path(name)
-    if not file.is_file():
-        raise ConfigError([Problem("--config", name, "no such file")])
-    below = read_yaml(file.read_text(encoding="utf-8"), file.name)
-    return replace(source, keys={**below.keys, **source.keys})
-
-
 def read_pasted(text: str, call: int | None = None) -> Source:
     """A command copied from a document; text that is more than a command with its variables is run as a script."""
     if not is_program(text):
@@ -227,7 +211,7 @@ def read_pasted(text: str, call: int | None = None) -> Source:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="roll translate",
-        description="Turn a command, launch script or YAML file of verl, SkyRL, TRL or OpenRLHF into keys of this "
+        description="Turn a command, launch script or YAML file of verl or SkyRL into keys of this "
         "project. A script is run in a sandbox with stand-ins for all programs; where there is none, it is not run.",
         epilog="Example: roll translate python3 -m verl.trainer.main_ppo data.train_batch_size=64 ...",
     )

@@ -14,16 +14,14 @@ from roll.config.strategies.registry import strategy_keys
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.translation.assembly import assemble, find_roles
 from roll.translation.families import find_family
-from roll.translation.openrlhf import OPENRLHF
 from roll.translation.placement import strategy_of
 from roll.translation.reading import UNSET, Source
 from roll.translation.rules import ROLES, Dialect, Draft, Rule
 from roll.translation.skyrl import SKYRL, SKYRL_TRAIN
-from roll.translation.trl import TRL_GRPO, TRL_SFT
 from roll.translation.verl import VERL
 
-DIALECTS = {dialect.name: dialect for dialect in (SKYRL_TRAIN, SKYRL, VERL, TRL_GRPO, TRL_SFT, OPENRLHF)}
-NAMES = "SkyRL, verl, TRL or OpenRLHF"
+DIALECTS = {dialect.name: dialect for dialect in (SKYRL_TRAIN, SKYRL, VERL)}
+NAMES = "SkyRL or verl"
 KEPT_PREFIXES = ("CUDA_", "NCCL_", "WANDB_", "SWANLAB_", "HF_", "RAY_", "VLLM_", "TOKENIZERS_", "PYTORCH_", "TORCH_")
 """Variables that stay in the environment: they mean the same to our runs."""
 OF_A_TOOL = ("VERL_", "SKYRL_")

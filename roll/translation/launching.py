@@ -23,13 +23,11 @@ LAUNCHER_SWITCHES = """
 """
 """Options of ``torchrun``, ``accelerate launch`` and ``deepspeed`` that take no value."""
 TRAINING = re.compile(
-    r"(?:verl|recipe|skyrl|skyrl_train|openrlhf|trl)(?:\.[\w-]+)*"
-    r"\.(?:main\w*|train\w*|\w*_trainer|grpo|sft|dpo|rloo|reward|kto|gkd)"
+    r"(?:verl|recipe|skyrl|skyrl_train)(?:\.[\w-]+)*"
+    r"\.(?:main\w*|train\w*|\w*_trainer)"
     r"|examples(?:\.[\w-]+)*\.main\w*"
 )
 """Modules that train; paths of scripts are read as modules."""
-FLAGGED = re.compile(r"^(?:.*\.)?trl\.|^(?:.*\.)?openrlhf\.cli\.|(?:^|\.)scripts\.(?:grpo|sft)$")
-"""Modules of TRL and OpenRLHF, which read ``--name value``."""
 OF_DATA = re.compile(r"data(?:set)?|preprocess|prepare|download|merge|convert", re.IGNORECASE)
 
 
@@ -50,11 +48,6 @@ class Launch:
         return self.program if self.is_module else ".".join(PurePath(self.program).with_suffix("").parts).strip(".")
 
     @property
-    def takes_flags(self) -> bool:
-        """Return true for programs that read ``--name value``."""
-        return FLAGGED.search(self.module) is not None
-
-    @property
     def is_foreign(self) -> bool:
         """Return true for a program that is not known and reads ``--name value``."""
         flags = any(re.match(r"--[a-z]", word) and not word.startswith("--config-") for word in self.arguments)
@@ -65,7 +58,7 @@ class Launch:
         """Return true for the modules of the projects that are known, and for scripts that take ``key=value`` words."""
         if OF_DATA.search(self.module.rpartition(".")[2]):
             return False
-        if TRAINING.search(self.module) or self.takes_flags:
+        if TRAINING.search(self.module):
             return True
         return any(
             re.match(r"[+~]{0,2}(?:trainer|actor_rollout_ref|algorithm|data|generator)\.[\w.]+=", word)

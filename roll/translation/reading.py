@@ -16,7 +16,10 @@ from roll.translation.launching import Launch, Variables, commands, launch_of
 from roll.translation.recording import Command, Recording
 
 COMMAND = "(command)"
-FOREIGN = "is a program of its own: what it trains is in its code, not in its arguments"
+FOREIGN = (
+    "is no training program of verl or SkyRL; docs/migration.md has commands of TRL and OpenRLHF next to the YAML files "
+    "that do the same"
+)
 CONFIG_NAME = "--config-name"
 ASSIGNMENT = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
 SCRIPT_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -75,11 +78,6 @@ def read_text(text: str) -> Source:
             if not words:
                 continue
             launch = launch_of(words)
-            if launch is not None and launch.takes_flags:
-                launches += 1
-                source.launcher, source.from_module, source.options = launch.module, True, dict(launch.options)
-                mistakes += _read_flags(list(launch.arguments), source)
-                continue
             if launch is not None and launch.is_foreign:
                 mistakes.append(Problem(COMMAND, launch.program, FOREIGN))
                 continue
@@ -125,8 +123,8 @@ def read_recording(recording: Recording, name: str, call: int | None = None) -> 
     if call is not None and not 1 <= call <= len(runs):
         raise ConfigError([Problem("--call", call, f"must be from 1 to {len(runs)}: {name} starts so many runs", 1)])
     command, launch = runs[(call or 1) - 1]
-    source = _of_words(launch.arguments, command.environment, launch.takes_flags)
-    source.launcher, source.from_module = launch.module, launch.is_module or launch.takes_flags
+    source = _of_words(launch.arguments, command.environment)
+    source.launcher, source.from_module = launch.module, launch.is_module
     source.options = dict(launch.options)
     left_out = dict.fromkeys(_short(other) for other in recording.commands if other is not command)
     source.left_out = list(left_out)[:MAX_LEFT_OUT]
@@ -136,14 +134,14 @@ def read_recording(recording: Recording, name: str, call: int | None = None) -> 
     return source
 
 
-def _of_words(words: Sequence[str], environment: Mapping[str, str], flags: bool = False) -> Source:
+def _of_words(words: Sequence[str], environment: Mapping[str, str]) -> Source:
     """Keys of split words.
 
     Raises:
         ConfigError: words that are no keys.
     """
     source = Source(environment=dict(environment))
-    if mistakes := (_read_flags if flags else _read_arguments)(list(words), source):
+    if mistakes := _read_arguments(list(words), source):
         raise ConfigError(mistakes)
     used = (str(value) for value in source.keys.values())
     source.unset = tuple(dict.fromkeys(name for text in used for name in UNSET.findall(text)))
@@ -154,9 +152,7 @@ def _no_run(recording: Recording, launches: Sequence[tuple[Command, Launch]]) ->
     """Return why a script has nothing to translate."""
     if launches:
         started = ", ".join(dict.fromkeys(launch.program for _, launch in launches))
-        return (
-            f"starts {started}, and none of it is a training program that is known: what others train is in their code"
-        )
+        return f"starts {started}, which {FOREIGN}"
     last = [line for line in recording.output.splitlines() if not line.startswith("+")][-3:]
     printed = f"; it printed: {' / '.join(last)}" if last else ""
     rule = f"starts no training program (exit status {recording.status}){printed}"
@@ -265,31 +261,6 @@ def _launcher_of(words: list[str], source: Source) -> str:
         source.left_out.append(" ".join(words))
         return "skip"
     return "other"
-
-
-def _read_flags(words: list[str], source: Source) -> list[Problem]:
-    """``--key value``, ``--key=value``, ``--key`` alone (true) and ``--key a b`` (a list), dashes as underscores."""
-    mistakes = []
-    while words:
-        word = words.pop(0)
-        if not re.match(r"--[A-Za-z]", word):
-            mistakes.append(Problem(COMMAND, word, "must be --name value", "--seed 42"))
-            continue
-        name, equals, value = word[2:].partition("=")
-        values = [value] if equals else []
-        while not equals and words and not re.match(r"--[A-Za-z]", words[0]):
-            values.append(words.pop(0))
-        read = [_scalar(text) for text in values]
-        source.keys[name.replace("-", "_")] = True if not read else read[0] if len(read) == 1 else read
-    return mistakes
-
-
-def _scalar(text: str) -> Any:
-    """A word as YAML reads it, with numbers such as ``1e-6``."""
-    try:
-        return float(text) if re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", text) else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
-        return text
 
 
 def _read_arguments(words: list[str], source: Source) -> list[Problem]:

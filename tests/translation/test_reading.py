@@ -115,6 +115,6 @@ def test_whose_keys_they_are(text: str, name: str) -> None:
 def test_keys_of_nobody() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"trainer.strateg = 'fsdp': is no key of SkyRL, verl, TRL or OpenRLHF; the nearest .* trainer.strategy",
+        match=r"trainer.strateg = 'fsdp': is no key of SkyRL or verl; the nearest .* trainer.strategy",
     ):
         dialect_of(read_text("trainer.strateg=fsdp"))
