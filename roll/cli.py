@@ -78,9 +78,7 @@ TOOLS = {
     "diagnose": Tool("roll.report.command", "name what is wrong with a run, with evidence and remedy", True),
     "top": Tool("roll.report.command", "show a run in the terminal while it goes on", True),
     "trace": Tool("roll.report.command", "write a run's phases and worker calls for Perfetto or OpenTelemetry", True),
-    "translate": Tool(
-        "roll.translation.command", "turn a launch of verl or SkyRL into this project's keys"
-    ),
+    "translate": Tool("roll.translation.command", "turn a launch of verl or SkyRL into this project's keys"),
 }
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -149,7 +149,7 @@ def full(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor
 KL_ESTIMATORS = kl_estimators.names_and_aliases
 
 
-def measured(values: Tensor, rows: Tensor) -> tuple[float, int]:
+def finite_mean(values: Tensor, rows: Tensor) -> tuple[float, int]:
     """Mean of the finite ``values`` (N,) of ``rows`` (bool (N,)), and their number; (NaN, 0) where there are none."""
     finite = values[rows & values.isfinite()]
     return float(finite.mean()), len(finite)
@@ -163,7 +163,7 @@ class Controller:
         self.value = value
 
     def update(self, statistic: float, count: int) -> None:
-        """Follow the mean ``statistic`` of ``count`` rows or tokens (:func:`measured`)."""
+        """Follow the mean ``statistic`` of ``count`` rows or tokens (:func:`finite_mean`)."""
         if count > 0 and math.isfinite(statistic):
             self._move(statistic, count)
 

@@ -18,7 +18,7 @@ NAMES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"qwen3-next", {"model_type": "qwen3_next", **_EXPERTS}),
     (r"qwen3\.[5-9]-\d+b-a\d+b", {"model_type": "qwen3_5_moe", **_SEES, **_EXPERTS}),
     (r"qwen3\.[5-9]", {"model_type": "qwen3_5", **_SEES}),
-    (r"qwen3-(?:\w+-)?\d+b-a\d+b|qwen3-?moe", {"model_type": "qwen3_moe", **_EXPERTS}),
+    (r"qwen3-(?:\w+-)?\d+b-(?:a\d+b|moe)|qwen3-?moe", {"model_type": "qwen3_moe", **_EXPERTS}),
     (r"qwen2-57b-a14b|qwen1\.5-moe", {"model_type": "qwen2_moe", **_EXPERTS}),
     (r"mixtral", {"model_type": "mixtral", **_EXPERTS}),
     (r"olmoe", {"model_type": "olmoe", **_EXPERTS}),

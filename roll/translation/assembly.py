@@ -9,7 +9,7 @@ from typing import Any
 from roll.translation.algorithms import put_algorithm
 from roll.translation.distillation import put_teacher
 from roll.translation.episodes import put_episodes
-from roll.translation.families import put_family, put_routes
+from roll.translation.families import LANGUAGE_PART, put_family, put_routes
 from roll.translation.placement import (
     device_count,
     devices,
@@ -120,7 +120,10 @@ def put_tracking(draft: Draft) -> None:
         else:
             draft.remark(["project"], "left out: no tracker with projects is used")
     resume = draft.get("resume")
-    if draft.states("resume_path") and draft.get("resume_path") is not None:
+    named = draft.raw.get("resume") in ("resume_path", "from_path") or not draft.states("resume")
+    if draft.get("resume_path") is not None and not named:
+        draft.without_effect("resume_mode takes the newest checkpoint, or none", "resume_path")
+    if draft.states("resume_path") and draft.get("resume_path") is not None and named:
         draft.put("resume_from_checkpoint", draft.facts["resume_path"], "resume_path")
     elif draft.states("resume") and resume is not None:
         draft.put("resume_from_checkpoint", resume, "resume")
@@ -134,6 +137,9 @@ def put_models(draft: Draft) -> None:
 
 def put_adapters(draft: Draft) -> None:
     """LoRA of the policy and of the critic."""
+    left_out = draft.get("lora_exclude")
+    if left_out and draft.get("lora_rank", default=0) and not LANGUAGE_PART.fullmatch(str(left_out)):
+        draft.refuse("lora_exclude", "has no translation: lora_target names the layers that adapters are put on")
     for suffix, section in (("", "actor_train"), (".critic", "critic")):
         rank_fact, alpha_fact, target_fact = (f"lora_{part}{suffix}" for part in ("rank", "alpha", "target"))
         rank, arguments = draft.get(rank_fact, default=0), f"{section}.model_args"

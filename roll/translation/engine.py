@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -17,10 +17,11 @@ from roll.translation.families import find_family
 from roll.translation.placement import strategy_of
 from roll.translation.reading import UNSET, Source
 from roll.translation.rules import ROLES, Dialect, Draft, Rule
+from roll.translation.sft import SKYRL_SFT, VERL_SFT
 from roll.translation.skyrl import SKYRL, SKYRL_TRAIN
 from roll.translation.verl import VERL
 
-DIALECTS = {dialect.name: dialect for dialect in (SKYRL_TRAIN, SKYRL, VERL)}
+DIALECTS = {dialect.name: dialect for dialect in (SKYRL_TRAIN, SKYRL, VERL, VERL_SFT, SKYRL_SFT)}
 NAMES = "SkyRL or verl"
 KEPT_PREFIXES = ("CUDA_", "NCCL_", "WANDB_", "SWANLAB_", "HF_", "RAY_", "VLLM_", "TOKENIZERS_", "PYTORCH_", "TORCH_")
 """Variables that stay in the environment: they mean the same to our runs."""
@@ -85,7 +86,7 @@ def translate(
         ConfigError: every key that the dialect does not have, with the nearest one it has, and every value that has no
             translation.
     """
-    whole = source.from_module or dialect.model_key in source.keys
+    whole = source.from_module or dialect.model_key in source.keys or not dialect.model_key
     draft = Draft(whole=whole)
     if train_rows is not None:
         draft.facts["rows"] = train_rows
@@ -95,6 +96,7 @@ def translate(
     }
     if not whole:
         draft.facts |= facts_of(recipe)
+    # The arithmetic speaks of the policy; what learns in another pipeline has its name at the end.
     draft.roles = {"actor_train", "actor_infer"} | (set() if whole else roles_of(recipe.config))
     keys = source.keys if dialect.files is None else dialect.files(source.keys, source.config_path)
     variables = {name: value for name, value in source.environment.items() if name in dialect.rules}
@@ -114,6 +116,13 @@ def translate(
     notes = _put_all(draft, dialect, found, {**known, **explicit}, set(explicit))
     if draft.problems.errors:
         raise ConfigError(draft.problems.errors)
+    if dialect.learner != "actor_train":
+        draft.keys = {
+            key.replace("actor_train.", f"{dialect.learner}.", 1): value
+            for key, value in draft.keys.items()
+            if not key.startswith("actor_infer.")
+        }
+        notes = [replace(note, ours=tuple(_learner(word, dialect) for word in note.ours)) for note in notes]
     written = str(draft.keys)
     return Translation(
         dialect,
@@ -125,6 +134,10 @@ def translate(
         tuple(name for name in (*source.unset, *BLANKS.values()) if name in written),
         tuple(source.remarks),
     )
+
+
+def _learner(word: str, dialect: Dialect) -> str:
+    return re.sub(r"^actor_train\.", f"{dialect.learner}.", word)
 
 
 def dialect_of(source: Source) -> Dialect:
@@ -328,6 +341,8 @@ def _put_all(
         direct[key] = []
         for template in () if match.rule.computed else match.rule.ours:
             name = _own_key(template.replace("*", match.rest), draft)
+            if name.startswith(f"{dialect.learner}."):
+                name = f"actor_train{name.removeprefix(dialect.learner)}"
             draft.put(name, match.value)
             direct[key] += [name] if name in draft.keys else []
     assemble(draft, dialect)

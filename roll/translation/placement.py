@@ -322,3 +322,7 @@ def put_optimizers(draft: Draft) -> None:
         if draft.states(f"betas.{role}") and betas is not None:
             for number, beta in enumerate(betas, start=1):
                 draft.put(f"{section}.training_args.adam_beta{number}", float(beta), f"betas.{role}")
+        floor, arguments = draft.get(f"floor.{role}"), f"{section}.training_args"
+        peak = draft.keys.get(f"{arguments}.learning_rate")
+        if floor and peak and draft.keys.get(f"{arguments}.lr_scheduler_type", "constant") != "constant":
+            draft.put(f"{arguments}.min_lr_ratio", round(float(floor) / float(peak), 12), f"floor.{role}")

@@ -17,8 +17,7 @@ from roll.translation.recording import Command, Recording
 
 COMMAND = "(command)"
 FOREIGN = (
-    "is no training program of verl or SkyRL; docs/migration.md has commands of TRL and OpenRLHF next to the YAML files "
-    "that do the same"
+    "is no training program of verl or SkyRL, whose keys say what is trained (docs/migration.md has TRL and OpenRLHF)"
 )
 CONFIG_NAME = "--config-name"
 ASSIGNMENT = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
@@ -81,6 +80,7 @@ def read_text(text: str) -> Source:
             if launch is not None and launch.is_foreign:
                 mistakes.append(Problem(COMMAND, launch.program, FOREIGN))
                 continue
+            source.options |= dict(launch.options) if launch is not None else {}
             kind = _launcher_of(words, source)
             if kind in ("run", "keys"):
                 launches += kind == "run"

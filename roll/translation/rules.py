@@ -177,6 +177,8 @@ class Dialect:
     """Their program reads an empty text as false where it expects a switch."""
     pipeline: str = "rlvr"
     """Pipeline of a whole run."""
+    learner: str = "actor_train"
+    """Section of the model that learns."""
 
     @cached_property
     def rules(self) -> dict[str, Rule]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from roll.translation.episodes import find_episodes
-from roll.translation.placement import find_engines
+from roll.translation.placement import find_engines, ranks_of_a_sequence
 from roll.translation.rules import Dialect, Draft
 from roll.translation.tables import one_of, read_table, whole
 
@@ -63,7 +63,16 @@ def positive(value: Any) -> bool:
     return whole(value) > 0
 
 
+def find_token_budget(draft: Draft) -> None:
+    """Micro-batches by tokens, of all ranks that share a sequence together."""
+    tokens = draft.get("tokens") or -1
+    for role in ("actor", "critic") if tokens > 0 else ():
+        draft.state(f"dynamic.{role}", True)
+        draft.state(f"token_budget.{role}", max(1, tokens // ranks_of_a_sequence(draft, role)))
+
+
 def prepare(draft: Draft) -> None:
+    find_token_budget(draft)
     find_episodes(draft)
     find_engines(draft)
 

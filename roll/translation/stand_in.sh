@@ -44,6 +44,12 @@ case $name in
             while (($#)) && [[ $1 != -- ]]; do shift; done
             (($#)) && shift && start_behind_options "$@"
         fi ;;
+    uv)
+        words=("$@")
+        for ((i = 1; i < $#; i++)); do
+            case "${words[i]} ${words[i + 1]-}" in python*" -c"|python*" -") exec "${words[i]}" "${words[@]:i + 1}" ;; esac
+        done
+        write_down "$@" ;;
     tee) exec "$ROLL_TOOLS/cat" ;;
     sleep) ;;
     nproc) echo @DEVICES@ ;;

@@ -10,7 +10,6 @@ import yaml
 
 from roll.translation.distillation import find_teacher
 from roll.translation.episodes import find_tool_episodes
-from roll.translation.families import LANGUAGE_PART
 from roll.translation.reading import CONFIG_NAME, read_yaml
 from roll.translation.rules import Dialect, Draft
 from roll.translation.sampling import bounds
@@ -146,16 +145,6 @@ def hugging_face_layers(value: object) -> object:
     return [name for layer in value for name in _LAYERS.get(str(layer), (layer,))]
 
 
-def exclude_modules(value: object) -> object:
-    """
-    Raises:
-        ValueError: other modules than the vision tower.
-    """
-    if value is None or LANGUAGE_PART.fullmatch(str(value)):
-        return value
-    raise ValueError("has no translation: lora_target names the layers that adapters are put on")
-
-
 PROGRAMS: tuple[tuple[str, dict[str, bool]], ...] = (
     (r"verl\.trainer\.main_ppo\w*|verl\.experimental\.(?:transfer_queue|separation)\.main_\w+", {}),
     (
@@ -170,7 +159,7 @@ CONVERSIONS = {
     "kl_type": one_of(KL_TYPES, OTHER_KL_TYPES),
     "distill_mode": one_of(DISTILLATION),
     "loss": one_of(LOSSES),
-    **{f.__name__: f for f in (config_name, nullable, level, bands, hugging_face_layers, exclude_modules)},
+    **{f.__name__: f for f in (config_name, nullable, level, bands, hugging_face_layers)},
 }
 
 

@@ -14,9 +14,9 @@ from roll.algorithms.kl import (
     EntropyController,
     FixedKLController,
     KLOptions,
+    finite_mean,
     kl_estimate,
     make_kl_controller,
-    measured,
 )
 from tests.algorithms.reference import Batch, batches
 
@@ -138,8 +138,8 @@ def test_controllers() -> None:
 )
 def test_a_step_without_a_statistic_moves_no_controller(controller: Controller) -> None:
     before = controller.state_dict()
-    nothing = measured(torch.tensor([0.5, math.nan]), torch.tensor([False, True]))
+    nothing = finite_mean(torch.tensor([0.5, math.nan]), torch.tensor([False, True]))
     for statistic, count in (nothing, (math.nan, 3), (math.inf, 3), (0.0, 0)):
         controller.update(statistic, count)
         assert controller.state_dict() == before
-    assert measured(torch.tensor([0.5, math.nan, 1.5, 9.0]), torch.tensor([True, True, True, False])) == (1.0, 2)
+    assert finite_mean(torch.tensor([0.5, math.nan, 1.5, 9.0]), torch.tensor([True, True, True, False])) == (1.0, 2)

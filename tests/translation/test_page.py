@@ -50,9 +50,8 @@ def test_page_is_up_to_date() -> None:
     assert text == module.page(text)
 
 
-GUIDES = re.findall(
-    r"```bash\n(.*?)```\n\n```yaml\n(.*?)```", (ROOT / "docs/migration.md").read_text(encoding="utf-8"), re.DOTALL
-)
+GUIDE = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
+GUIDES = re.findall(r"```bash\n((?:(?!```).)*)```\n\n```yaml\n(.*?)```", GUIDE, re.DOTALL)
 
 
 def test_every_project_has_a_guide() -> None:

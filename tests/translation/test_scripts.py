@@ -135,7 +135,8 @@ def test_of_several_runs_one_is_asked_for(tmp_path: Path, sandbox: Sandbox) -> N
 def test_a_script_that_asks_for_the_device_finds_a_node_with_accelerators(
     question: str, tmp_path: Path, sandbox: Sandbox
 ) -> None:
-    for asked in (f'python3 -c "{question}"', f"python3 - <<'EOF'\n{question}\nEOF\n"):
+    heredoc = f"- <<'EOF'\n{question}\nEOF\n"
+    for asked in (f'python3 -c "{question}"', f"python3 {heredoc}", f"uv run --frozen --extra vllm python3 {heredoc}"):
         text = f'set -e\nfound=$({asked})\nif [ "$found" == "True" ]; then {RUN} {BATCH}=8; else exit 1; fi'
         assert run(tmp_path, text, sandbox).keys[BATCH] == 8
     with pytest.raises(ConfigError, match="No module named 'numpy'"):
@@ -147,7 +148,7 @@ def test_a_script_that_asks_for_the_device_finds_a_node_with_accelerators(
     [
         ("echo nothing", "starts no training program"),
         ('if [ $# -lt 2 ]; then echo "usage: run.sh NODES PATH"; fi', "it printed: usage: run.sh NODES PATH"),
-        ("python3 tools/merge.py --x 1", "starts tools/merge.py, and none of it is a training program"),
+        ("python3 tools/merge.py --x 1", "starts tools/merge.py, which is no training program of verl or SkyRL"),
         (f"{RUN} {BATCH}=$'a\\e[2Jb'", "control characters"),
     ],
     ids=["none", "usage", "other", "terminal"],

@@ -621,7 +621,8 @@ def test_adapters_of_attention_in_a_model_with_experts(translated: Translate) ->
             "exclude_modules='.*visual.*' is the same",
         ),
         (
-            f"{EXPERTS} +actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.01",
+            f"{EXPERTS} +actor_rollout_ref.actor.megatron.override_transformer_config"
+            ".moe_router_load_balancing_type=aux_loss",
             "balance loss",
         ),
         (f"{VERL}{ON_8} data.audio_key=sounds", "sounds are not available"),

@@ -18,7 +18,7 @@ from roll.algorithms.advantages import (
     resolve_norm_types,
 )
 from roll.algorithms.aggregation import masked_mean, row_mean
-from roll.algorithms.kl import EntropyController, KLOptions, kl_estimate, make_kl_controller
+from roll.algorithms.kl import EntropyController, KLOptions, finite_mean, kl_estimate, make_kl_controller
 from roll.algorithms.losses import options_from, rejection_mask, weight_scale
 from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics
 from roll.algorithms.samples import (
@@ -347,7 +347,7 @@ class AdvantageComputer:
             mean_kl = float(masked_mean(kl, tensors["response_mask"]))
             # The controller follows the mean over responses, whatever their lengths, as published ones do.
             mask = tensors["response_mask"]
-            self._kl_controller.update(*measured(row_mean(kl, mask), mask.any(-1)))
+            self._kl_controller.update(*finite_mean(row_mean(kl, mask), mask.any(-1)))
             metrics.append({"critic/kl": Mean(mean_kl), "critic/kl_coef": Mean(kl_coef)})
             at_end, tokens = (rewards, None) if rewards.dim() == 1 else (torch.zeros_like(rewards[:, 0]), rewards)
             rewards = token_level_rewards(at_end, tensors["response_mask"], kl, kl_coef)

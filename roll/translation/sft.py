@@ -1,0 +1,219 @@
+"""Supervised runs of verl (``verl.trainer.sft_trainer``) and SkyRL (``skyrl.train.main_sft``).
+
+Their keys of model, optimizer and backend are those of a policy under shorter names, so the rules are those of its
+table: only data, steps and defaults have tables of their own (``verl_sft.table``, ``skyrl_sft.table``). Both take the
+mean over the answers' tokens of a whole optimizer step, as here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from roll.translation.assembly import put_adapters, put_tracking
+from roll.translation.families import put_family
+from roll.translation.placement import (
+    put_batches,
+    put_devices,
+    put_host_memory,
+    put_master_types,
+    put_optimizers,
+    put_strategies,
+    put_token_budgets,
+    strategy_of,
+)
+from roll.translation.rules import Dialect, Draft, Rule, Section
+from roll.translation.skyrl import SKYRL
+from roll.translation.tables import listed, read_table
+from roll.translation.verl import VERL
+
+SECTION = "sft_train"
+"""Section of the model that learns, in place of ``actor_train``."""
+PART = re.compile(r"\[(.*)\]$")
+"""Part of a split: ``train[:100]``."""
+
+
+def shared(dialect: Dialect, names: Mapping[str, str], own: tuple[Section, ...], title: str) -> Section:
+    """Rules of a policy's table under the names of a supervised run.
+
+    Args:
+        names: beginning of a key there, and what stands for it here; the first that fits counts.
+        own: rules that go first.
+    """
+    taken = {spelling for section in own for rule in section.rules for spelling in rule.spellings}
+    # A group of another backend would take in every key of this one, misspelled ones as well.
+    taken |= {f"{name.rstrip('.')}.*" for name in names.values() if name}
+    rules = []
+    for rule in (rule for section in dialect.sections for rule in section.rules):
+        spellings = tuple(dict.fromkeys(name for name in _renamed(rule, names) if name not in taken))
+        # What belongs to other roles goes.
+        ours = tuple(
+            key.replace("actor_train", SECTION) for key in rule.ours if "." not in key or key.startswith("actor_train.")
+        )
+        if not spellings or (rule.ours and not ours and not rule.computed):
+            continue
+        taken |= set(spellings)
+        rules.append(replace(rule, spellings=spellings, ours=ours, default=""))
+    return Section(title, tuple(rules))
+
+
+def _renamed(rule: Rule, names: Mapping[str, str]) -> Iterator[str]:
+    for spelling in rule.spellings:
+        prefix = next((prefix for prefix in names if spelling.startswith(prefix)), None)
+        if prefix is not None:
+            yield names[prefix] + spelling.removeprefix(prefix)
+
+
+def find_verl_run(draft: Draft) -> None:
+    """Devices of ``torchrun``, the backend, and what ``after_each_epoch`` means."""
+    options = draft.facts["launcher_options"]
+    for fact, name in (("gpus", "nproc_per_node"), ("nodes", "nnodes")):
+        if str(options.get(name, "")).isdecimal():
+            draft.state(fact, int(options[name]))
+        elif fact not in draft.explicit:
+            draft.state(fact, 1)
+    engine = draft.get("engine_group", default="fsdp")
+    draft.state("strategy.actor", (draft.get("engine_strategy") if engine == "fsdp" else None) or engine)
+    for fact, key in (("save_epoch", "save_steps"), ("test_epoch", "eval_steps")):
+        interval = draft.get(fact, default=-1)
+        if interval != "after_each_epoch" and not re.fullmatch(r"-?\d+", str(interval)):
+            draft.refuse(fact, "must be a whole number or after_each_epoch", 100)
+            continue
+        if interval == "after_each_epoch":
+            rows, size = draft.get("rows"), int(draft.get("mini.actor", default=256))
+            interval = 0 if rows is None else max(1, int(rows) // size)
+            draft.remark(
+                [fact], "an epoch is as many steps" if interval else "give --train-rows, and an epoch has steps"
+            )
+        draft.put(key, max(0, int(interval)), fact)
+    draft.put("train_on", "assistant", "messages")
+
+
+def find_skyrl_run(draft: Draft) -> None:
+    """Names of data sets with their splits, and the end of the run."""
+    for files, splits in (("train_files", "train_splits"), ("val_files", "val_splits")):
+        names = draft.get(files)
+        if not names:
+            draft.facts.pop(files, None)
+            draft.written.discard(files)
+            continue
+        parts = draft.get(splits, default=[None])
+        parts = list(parts) * len(names) if len(parts) == 1 else list(parts)
+        draft.state(files, [_data_name(str(name), str(part)) for name, part in zip(names, parts, strict=False)])
+        if any(PART.search(str(part)) for part in parts):
+            draft.remark([splits], "all rows of the split are read: a part of them is a file of its own")
+    limits = [draft.get(fact) for fact in ("steps", "step_limit") if draft.get(fact)]
+    if limits:
+        draft.state("steps", min(int(limit) for limit in limits))
+    if draft.get("ckpt_path"):
+        draft.put("output_dir", str(draft.facts["ckpt_path"]), "ckpt_path")
+    if resume := draft.get("resume_from"):
+        draft.put("resume_from_checkpoint", True if resume == "latest" else str(resume), "resume_from")
+    if draft.get("dynamic.actor") and draft.get("token_budget.actor") is None:
+        draft.state("token_budget.actor", draft.get("longest"))
+    if draft.get("longest") is None:
+        draft.problems.missing("max_length", "is needed: a run here has a longest row", 4096)
+
+
+def _data_name(name: str, split: str) -> str:
+    """A file or folder as it is; a data set of the hub with its split."""
+    if name.startswith((".", "/", "~", "$")) or re.search(r"\.\w+$", name):
+        return name
+    return f"hub:{name}:{PART.sub('', split)}"
+
+
+def splits(value: Any) -> list[str]:
+    """One split, or several; ``[train[:100]]`` is no list in hydra's grammar."""
+    if isinstance(value, str) and value.startswith("["):
+        return [part.strip() for part in value[1:-1].split(",")]
+    return [str(part) for part in listed(value)]
+
+
+def put_run(draft: Draft) -> None:
+    """Data, steps and the end of the schedule."""
+    for fact, section in (("train_files", SECTION), ("val_files", "validation")):
+        if draft.get(fact):
+            draft.put(f"{section}.data_args.file_name", draft.facts[fact], fact)
+            draft.put(f"{section}.data_args.messages", str(draft.get("messages", default="messages")), "messages")
+    if draft.get("steps"):
+        draft.put("max_steps", int(draft.facts["steps"]), "steps")
+        draft.without_effect("the number of steps counts", "passes_over_data")
+    else:
+        draft.put(
+            f"{SECTION}.training_args.num_train_epochs",
+            float(draft.get("passes_over_data", default=1)),
+            "passes_over_data",
+        )
+
+
+def put_model(draft: Draft) -> None:
+    put_family(draft, {"actor": strategy_of(draft, "actor")})
+    put_adapters(draft)
+
+
+STEPS = (
+    put_strategies,
+    put_host_memory,
+    put_master_types,
+    put_devices,
+    put_batches,
+    put_token_budgets,
+    put_optimizers,
+    put_model,
+    put_run,
+    put_tracking,
+)
+
+
+def _dialect(name: str, title: str, source: Dialect, names: Mapping[str, str], program: str, **rest: Any) -> Dialect:
+    own = read_table(name, {"splits": splits})
+    return Dialect(
+        name,
+        title,
+        (*own, shared(source, names, own, f"{title}: rules of a policy's model")),
+        "",
+        programs=((program, {}),),
+        steps=STEPS,
+        pipeline="sft",
+        learner=SECTION,
+        **rest,
+    )
+
+
+VERL_SFT = _dialect(
+    "verl_sft",
+    "SFT of verl",
+    VERL,
+    {
+        "actor_rollout_ref.model.": "model.",
+        "actor_rollout_ref.actor.optim.": "optim.",
+        **{
+            f"actor_rollout_ref.actor.{name}.": "engine."
+            for name in ("fsdp_config", "megatron", "veomni", "torchtitan", "automodel_config")
+        },
+        "trainer.": "trainer.",
+    },
+    r"verl\.trainer\.(?:fsdp_)?sft_trainer(?:_ray)?",
+    prepare=find_verl_run,
+    empty_is_false=True,
+)
+SKYRL_SFT = _dialect(
+    "skyrl_sft",
+    "SFT of SkyRL",
+    SKYRL,
+    {
+        "trainer.placement.policy_": "placement.",
+        "trainer.policy.": "",
+        **{f"trainer.{name}.": f"{name}." for name in ("tracker",)},
+        **{f"trainer.{name}": name for name in ("seed", "logger", "project_name", "run_name", "max_ckpts", "bf16")},
+        **{f"trainer.{name}": name for name in ("hf_save", "export_path", "remove_micro", "use_sample", "gradient_")},
+        **{
+            f"trainer.{name}": name
+            for name in ("flash_attn", "enable_ray", "logprobs_chunk", "fused_lm_head", "use_exp")
+        },
+    },
+    r"skyrl\.train\.main_sft",
+    prepare=find_skyrl_run,
+)
