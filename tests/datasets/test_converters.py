@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import pickle
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -156,9 +157,28 @@ class Trap:
 
 def test_packed_tests_run_no_code(tmp_path: Path) -> None:
     trap = base64.b64encode(zlib.compress(pickle.dumps(Trap(f"touch {tmp_path}/sprung")))).decode()
-    with pytest.raises(DataError, match=r"cannot be unpacked: it asks for posix\.system"):
+    with pytest.raises(DataError, match="cannot be unpacked: a pickle with STACK_GLOBAL"):
         converted(convert_code, {"question": "?", "private_test_cases": trap})
     assert not (tmp_path / "sprung").exists()
+
+
+BOMBS = {
+    "zeros": (zlib.compress(bytes(2**26)), "more than 1 MB of tests"),
+    "a_place_far_away": (zlib.compress(b"\x80\x02X\x01\x00\x00\x00ar\xff\xff\xff\x7f."), "must be a list of tests"),
+    "a_long_array": (zlib.compress(b"\x80\x05\x96" + (2**40).to_bytes(8, "little") + b"."), "cannot be unpacked"),
+    "cut_off": (zlib.compress(b"x" * 99)[:-5], "it is cut off"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_packed_tests_fill_no_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, message = BOMBS[name]
+    monkeypatch.setattr("roll.datasets.converters.code.MAX_TESTS_MB", 1)
+    tracemalloc.start()
+    with pytest.raises(DataError, match=message):
+        converted(convert_code, {"question": "?", "private_test_cases": base64.b64encode(data).decode()})
+    assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    tracemalloc.stop()
 
 
 USER, GOOD, BAD = (

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 import json
-import pickle
+import pickletools
 import zlib
 from typing import Any
 
@@ -24,6 +23,9 @@ PROBLEMS = ("question_content", "question", "text", "description", "problem", "p
 TESTS = ("test_list", "test_setup_code", "test_imports", "challenge_test_list", "test", "input_output")
 TEST_PARTS = ("public_test_cases", "private_test_cases", "public_tests", "private_tests", "generated_tests")
 USED = ("id", "tag", "messages", "prompt", "test_cases", "ground_truth", "difficulty", *TESTS, *TEST_PARTS)
+MAX_TESTS_MB = 512
+"""Of one problem, unpacked: several times the largest of LiveCodeBench's."""
+_AROUND_A_TEXT = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
 LEVELS = ("introductory", "easy", "interview", "medium", "medium_hard", "hard", "competition", "very_hard")
 """Words for difficulty in these sets, from easy to hard."""
 
@@ -105,12 +107,12 @@ def livecodebench_tests(source: SourceRow) -> Any:
 
 
 def decoded(source: SourceRow, column: str) -> list[Row]:
-    """A list of tests as JSON, or packed: base64 of zlib of a pickled JSON text, which is all that is unpickled."""
+    """A list of tests as JSON, or packed: base64 of zlib of a pickled JSON text."""
     value = source.row[column]
     if isinstance(value, str) and value.lstrip()[:1] != "[":
         try:
-            value = _TextUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(value)))).load()
-        except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError) as error:
+            value = pickled_text(decompressed(base64.b64decode(value)))
+        except (binascii.Error, zlib.error, ValueError) as error:
             raise DataError(f"{source.place}: {column} cannot be unpacked: {error}") from error
     try:
         tests = json.loads(value) if isinstance(value, str) else value
@@ -119,8 +121,32 @@ def decoded(source: SourceRow, column: str) -> list[Row]:
         raise DataError(f"{source.place}: {column} must be a list of tests with input and output") from error
 
 
-class _TextUnpickler(pickle.Unpickler):
-    """Builds plain values and nothing else: a downloaded file must not run code."""
+def decompressed(data: bytes) -> bytes:
+    """
+    Raises:
+        ValueError: more than ``MAX_TESTS_MB``, before that is in memory.
+        zlib.error: it is no zlib.
+    """
+    stream = zlib.decompressobj()
+    found = stream.decompress(data, MAX_TESTS_MB * 2**20)
+    if not stream.eof:
+        at_limit = len(found) == MAX_TESTS_MB * 2**20
+        raise ValueError(f"more than {MAX_TESTS_MB} MB of tests" if at_limit else "it is cut off")
+    return found
 
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and holds more than a text")
+
+def pickled_text(data: bytes) -> str:
+    """The text that a pickle holds. Nothing is unpickled: a downloaded file must neither run code nor fill the memory.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    texts: list[str] = []
+    for code, argument, _ in pickletools.genops(data):
+        if code.name.endswith("UNICODE") or code.name == "BINUNICODE8":
+            texts.append(str(argument))
+        elif code.name not in _AROUND_A_TEXT:
+            raise ValueError(f"a pickle with {code.name}, which is more than a text")
+    if len(texts) != 1:
+        raise ValueError(f"a pickle of {len(texts)} texts in place of one")
+    return texts[0]
