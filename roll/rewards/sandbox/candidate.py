@@ -20,7 +20,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from roll.rewards.sandbox import harness
+from roll.rewards.sandbox import harness, prelude
 from roll.rewards.sandbox.values import Channel, ChannelClosed, Encoded, MessageTooLarge, Side
 
 MODULE = "solution"
@@ -39,7 +39,7 @@ def serve(channel: Channel, source: bytes) -> None:
     module = types.ModuleType(MODULE)
     sys.modules[MODULE] = module
     request = channel.receive()
-    server = Server(channel, module, request.get("classes", []), request.get("in_place", True))
+    server = Server(channel, module, request.get("classes", []))
     exec(request.get("prelude", ""), module.__dict__)  # noqa: S102  the tests' classes that only hold data
     server.keep_classes()
     try:
@@ -47,6 +47,7 @@ def serve(channel: Channel, source: bytes) -> None:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         channel.send({"compile_error": str(error)[:MAX_TEXT]})
         return
+    prelude.open_for_program()
     try:
         exec(code, module.__dict__)  # noqa: S102  this process exists to run it
     except BaseException as error:  # whatever it raises, the other side hears of it
@@ -63,10 +64,9 @@ def serve(channel: Channel, source: bytes) -> None:
 class Server(Side):
     """The response's side of calls: holds the objects that the tests know by number."""
 
-    def __init__(self, channel: Channel, module: types.ModuleType, classes: list[str], in_place: bool) -> None:
+    def __init__(self, channel: Channel, module: types.ModuleType, classes: list[str]) -> None:
         super().__init__("r", classes, self._class_named)
         self._channel = channel
-        self._in_place = in_place
         self._classes: dict[str, Any] = dict.fromkeys(classes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._output = {"out": io.StringIO(), "err": io.StringIO()}
@@ -137,7 +137,7 @@ class Server(Side):
         options = {name: self.decode(item) for name, item in request.get("kwargs", {}).items()}
         result = self._operations[request["do"]](*arguments, **options)
         reply: dict[str, Any] = {"value": self.encode(result)}
-        if request["do"] == "call" and (result is None or self._in_place):
+        if request.get("in_place"):
             before = {**dict(enumerate(request["args"])), **request.get("kwargs", {})}
             named = [*enumerate(arguments), *options.items()]
             after = [[key, self.encode(item)] for key, item in named if is_mutable(item)]
@@ -186,6 +186,8 @@ class Server(Side):
             encoded["awaitable"] = True
         if isinstance(value, type) and issubclass(value, BaseException):
             encoded |= self._describe_class(value)
+        elif isinstance(value, type):
+            encoded["class"] = True
         elif isinstance(value, types.ModuleType):
             encoded["module"] = True
         elif isinstance(value, _PLAIN):
@@ -313,6 +315,7 @@ def run_script(request: dict[str, Any]) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(COMPILE_STATUS)
+    prelude.open_for_program()
     try:
         exec(code, main.__dict__)  # noqa: S102  this process exists to run it
     except SystemExit as leaving:
@@ -350,6 +353,7 @@ def serve_calls(request: dict[str, Any]) -> None:
 
 def run_tests(request: dict[str, Any]) -> None:
     """Run tests on the trusted side of the channel; verdicts leave through a file that the response's process lacks."""
+    prelude.remove()
     job = read_all(SOURCE)
     open_streams()
     harness.run(job, Channel(CHANNEL, request["max_message"]), VERDICTS)

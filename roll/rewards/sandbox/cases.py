@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from roll.rewards.sandbox.snippets import CaseError, check_pytest_file, prepared
+from roll.rewards.sandbox.snippets import CaseError, Method, check_pytest_file, prepared
 
 Kind = Literal["io", "calls", "tests", "pytest"]
 _INPUT_KEYS, _OUTPUT_KEYS = ("stdin", "input"), ("expected_stdout", "output", "stdout")
@@ -52,6 +52,8 @@ class Cases:
     """``io``: input and expected output of each case."""
     fn_name: str = ""
     calls: list[Call] = field(default_factory=list)
+    methods: list[Method | None] = field(default_factory=list)
+    """``tests``: for each source the method of unittest's that runs after it."""
 
     @property
     def count(self) -> int:
@@ -84,7 +86,13 @@ def read_cases(ground_truth: Any, row: Mapping[str, Any]) -> Cases:
     if cases.kind != "tests":
         return cases
     tests = prepared(tuple(cases.texts), cases.setup, cases.entry_point)
-    return replace(cases, kind="pytest" if tests.pytest else "tests", texts=list(tests.texts), setup=tests.setup)
+    return replace(
+        cases,
+        kind="pytest" if tests.pytest else "tests",
+        texts=list(tests.texts),
+        methods=list(tests.methods),
+        setup=tests.setup,
+    )
 
 
 def loaded(value: Any) -> Any:

@@ -24,6 +24,8 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SCRATCH = "/tmp"
 _SHARED_MEMORY = "/dev/shm"
 _MAX_SCRATCH_FILES = 4096
+_MAX_DEPTH = 32
+"""Folders inside each other that are counted; what has more holds too much."""
 _NEW_ROOT = "/tmp"
 _HELD = "/.held"
 """Keeps readable paths that the private folders would hide, for a process that mounts those."""
@@ -170,6 +172,36 @@ def remove_tree(path: str, budget: int | None = None) -> None:
                                     os.unlink(each, dir_fd=folder)
                     os.rmdir(name, dir_fd=top)
         os.rmdir(path)
+
+
+def holds_too_much(path: str, size: int) -> bool:
+    """True if a folder takes more than ``size`` bytes of its disk, or has more entries than a mounted one may have.
+
+    Its owner may change it meanwhile.
+    """
+    try:
+        with opened(path) as top:
+            sizes = list(itertools.islice(sizes_below(top), _MAX_SCRATCH_FILES + 1))
+    except (OSError, OutOfBudget):
+        return True
+    return len(sizes) > _MAX_SCRATCH_FILES or sum(sizes) > size
+
+
+def sizes_below(folder: int, depth: int = 0) -> Iterator[int]:
+    """Bytes of each entry.
+
+    Raises:
+        OutOfBudget: it is too deep.
+    """
+    if depth > _MAX_DEPTH:
+        raise OutOfBudget
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                yield os.stat(entry.name, dir_fd=folder, follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    with opened(entry.name, folder) as inner:
+                        yield from sizes_below(inner, depth + 1)
 
 
 def listed(folder: int) -> list[tuple[str, bool]]:

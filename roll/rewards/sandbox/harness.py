@@ -18,16 +18,20 @@ import json
 import os
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
-from roll.rewards.sandbox.proxies import AwaitableProxy, Proxy, Remote, ResponseGone
-from roll.rewards.sandbox.snippets import MODULE_NAMES, RUN_UNITTEST, bound_names, names_in
+from roll.rewards.sandbox.prelude import usual_names
+from roll.rewards.sandbox.proxies import AwaitableProxy, Proxy
+from roll.rewards.sandbox.remote import Remote, ResponseGone
+from roll.rewards.sandbox.snippets import DYNAMIC, MODULE_NAMES, bound_names, names_in
 from roll.rewards.sandbox.values import Channel, equal_values
 
 USUAL_ALIASES = {"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot"}
 """Names under which tests use modules that they leave to the response to import."""
+PYTEST_FILE = "test_solution.py"
 MAX_NOTE = 400
 """Characters of the reason why a case failed."""
 
@@ -44,6 +48,11 @@ class Verdicts:
     def case(self, number: int, error: BaseException | None) -> None:
         note = None if error is None else f"{type(error).__name__}: {text_of(error)}"[:MAX_NOTE]
         self.send(case=number, passed=error is None, note=note)
+
+
+def title(number: int) -> str:
+    """File name of a test, by which its lines are known."""
+    return f"test {number}"
 
 
 def text_of(error: BaseException) -> str:
@@ -69,7 +78,11 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
     tests = sys.modules["tests"] = types.ModuleType("tests")
     namespace = tests.__dict__
     names, ends = preparation["classes"], preparation["expects_ends"]
-    remote = Remote(channel, settings["object_operators"], ends, names, namespace.get)
+    sources = (
+        ["setup", PYTEST_FILE] if "pytest" in settings else ["setup", *map(title, range(len(preparation["copies"])))]
+    )
+    copies = {name: frozenset(lines) for name, lines in zip(sources, preparation["copies"], strict=False)}
+    remote = Remote(channel, settings["object_operators"], ends, names, namespace.get, copies)
     builtins.issubclass = partial(is_subclass, builtins.issubclass)
     remote.set_deadline(settings["case_timeout"])
     missing = missing_import([*preparation["imports"], *(["pytest"] if "pytest" in settings else [])])
@@ -152,9 +165,8 @@ def entry_point(remote: Remote, name: str) -> Any:
 
 def run_snippets(settings: dict[str, Any], remote: Remote, report: Verdicts, namespace: dict[str, Any]) -> None:
     """Execute each test in one namespace after the set-up; a test passes if it raises nothing."""
-    namespace[RUN_UNITTEST] = run_unittest
-    whole = "\n".join([settings.get("setup", ""), *settings["tests"]])
-    offer_response(remote, whole)
+    offer_response(remote, "\n".join([settings.get("setup", ""), *settings["tests"]]))
+    entry_point = settings["entry_point"].partition(".")[0].partition("(")[0]
     if settings.get("setup"):
         remote.set_deadline(settings["case_timeout"])
         try:
@@ -164,13 +176,15 @@ def run_snippets(settings: dict[str, Any], remote: Remote, report: Verdicts, nam
             if is_self_contained(settings["setup"]):
                 remote.impossible = f"the set-up fails by itself: {type(error).__name__}: {text_of(error)}"[:MAX_NOTE]
             return report.case(0, error)
-    for number, test in enumerate(settings["tests"]):
+    for number, (test, method) in enumerate(zip(settings["tests"], settings["methods"], strict=True)):
         remote.set_deadline(settings["case_timeout"])
         failed: BaseException | None = None
         try:
-            code = compile(test, f"test {number}", "exec")
-            bind_names(test, namespace, remote)
+            code = compile(test, title(number), "exec")
+            bind_names(test, namespace, remote, entry_point)
             exec(code, namespace)  # noqa: S102  the data set's own code
+            if method is not None:
+                run_unittest(namespace[method[0]], method[1])
         except (Exception, SystemExit) as error:
             failed = error
         remote.require_answers()
@@ -183,7 +197,8 @@ def is_self_contained(source: str) -> bool:
     tree = ast.parse(source)
     own = bound_names(tree) | set(dir(builtins)) | sys.stdlib_module_names | set(USUAL_ALIASES)
     imports = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    return names_in(tree) <= own and not imports & set(MODULE_NAMES)
+    imports |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    return names_in(tree) <= own and not imports & set(MODULE_NAMES) and not names_in(tree) & DYNAMIC
 
 
 def is_subclass(real: Callable[..., bool], kind: Any, base: Any) -> bool:
@@ -205,11 +220,17 @@ def run_unittest(kind: Any, name: str) -> None:
         raise AssertionError(bad[0][1].strip().splitlines()[-1] if bad else f"{name} was not run")
 
 
-def bind_names(source: str, namespace: dict[str, Any], remote: Remote) -> None:
-    """Bind what the source names but does not define: standard modules, and proxies of the response's objects."""
+def bind_names(source: str, namespace: dict[str, Any], remote: Remote, entry_point: str = "") -> None:
+    """Bind what the source names but does not define: standard modules, and proxies of the response's objects.
+
+    Args:
+        entry_point: what the row says is the response's, whatever else has that name.
+    """
     tree = ast.parse(source)
     offered = remote.ask("names")
     own = set(offered) if isinstance(offered, list) else set()
+    if entry_point in own:
+        namespace[entry_point] = remote.ask("get", entry_point)
     for name in sorted(names_in(tree) - set(namespace)):
         if hasattr(builtins, name):
             continue
@@ -220,6 +241,9 @@ def bind_names(source: str, namespace: dict[str, Any], remote: Remote) -> None:
                 namespace[name] = importlib.import_module(USUAL_ALIASES.get(name, name))
         elif name in own:
             namespace[name] = remote.ask("get", name)
+        elif isinstance(usual := usual_names().get(name), type) or hasattr(typing, name):
+            # Tests were published with the same imports in front. Functions may be what the response lacks.
+            namespace[name] = usual
 
 
 def imported_as_module(name: str, tree: ast.AST) -> bool:
@@ -232,17 +256,28 @@ def imported_as_module(name: str, tree: ast.AST) -> bool:
 
 def offer_response(remote: Remote, tests: str) -> None:
     """Let tests import the response. ``import *`` brings no name that the tests bind themselves or that is Python's."""
-    own = bound_names(ast.parse(tests)) | set(USUAL_ALIASES) | sys.stdlib_module_names | set(dir(builtins))
-    sys.modules.update({name: response_module(name, remote, own) for name in MODULE_NAMES})
+    tree = ast.parse(tests)
+    hidden = bound_names(tree) | {*USUAL_ALIASES, *MODULE_NAMES} | sys.stdlib_module_names | set(dir(builtins))
+    used = names_in(tree)
+    wanted = None if used & DYNAMIC else used - hidden
+    sys.modules.update({name: response_module(name, remote, hidden, wanted) for name in MODULE_NAMES})
 
 
-def response_module(name: str, remote: Remote, hidden: Set[str]) -> types.ModuleType:
-    """A module whose attributes are the response's; those ``hidden`` are not among what ``import *`` brings."""
+def response_module(name: str, remote: Remote, hidden: Set[str], wanted: Set[str] | None) -> types.ModuleType:
+    """A module whose attributes are the response's.
+
+    Args:
+        hidden: names that ``import *`` does not bring.
+        wanted: those that the tests use; None: nobody knows.
+    """
     module = types.ModuleType(name)
 
     def look_up(attribute: str) -> Any:
         if attribute == "__all__":
-            return [offered for offered in remote.ask("names") if offered not in hidden]
+            # What the importing module has already, from wherever it has it, stays.
+            taken = hidden | sys._getframe(1).f_globals.keys()
+            offered = {each for each in remote.ask("names") if each.isidentifier() and not each.startswith("_")}
+            return sorted((offered if wanted is None else offered & wanted) - taken)
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         try:
@@ -261,7 +296,7 @@ def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts, names
     import pytest
 
     offer_response(remote, settings["pytest"])
-    with open("test_solution.py", "w", encoding="utf-8") as file:
+    with open(PYTEST_FILE, "w", encoding="utf-8") as file:
         file.write(settings["pytest"])
 
     class Plugin:
@@ -295,7 +330,7 @@ def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts, names
     plugin = Plugin()
     options = f"-q -p no:cacheprovider -p no:faulthandler --rootdir=. --confcutdir=. -c {os.devnull}"
     with contextlib.redirect_stdout(io.StringIO()):
-        pytest.main([*options.split(), "test_solution.py"], plugins=[plugin])
+        pytest.main([*options.split(), PYTEST_FILE], plugins=[plugin])
     for number, passed in getattr(plugin, "names", {}).items():
         report.case(number, None if passed else AssertionError("the test did not pass"))
     remote.require_answers()

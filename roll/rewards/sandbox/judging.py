@@ -188,7 +188,8 @@ def _job(cases: Cases, judging: Judging) -> dict[str, Any]:
         return {**job, "calls": calls, "fn_name": cases.fn_name, "tolerance": judging.tolerance}
     if cases.kind == "pytest":
         return {**job, "pytest": cases.texts[0]}
-    return {**job, "tests": cases.texts, "setup": cases.setup}
+    under_test = {"methods": cases.methods, "entry_point": cases.entry_point}
+    return {**job, "tests": cases.texts, "setup": cases.setup, **under_test}
 
 
 def _count(lines: bytes, outcome: Outcome) -> None:

@@ -130,6 +130,8 @@ OF_OPEN_FILES: Numbers = {
     "fsetxattr": (190, 7),
     "fremovexattr": (199, 16),
 }
+DISK: Numbers = {"fallocate": (285, 47)}
+"""Takes more of a disk than the limit of a file's size; the C library writes where a file system does not have it."""
 REFUSED: Numbers = {**NETWORK, **OTHER_PROCESSES, **KERNEL, **NAMESPACES, **SHARED_MEMORY, **OF_OPEN_FILES}
 """Refused on every host."""
 
@@ -199,6 +201,7 @@ _LOAD, _AND, _RETURN = 0x20, 0x54, 0x06
 _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_SET = 0x15, 0x35, 0x45
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _REFUSE, _ABSENT, _NOTHING = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS, _ERRNO
+_UNSUPPORTED = _ERRNO | errno.EOPNOTSUPP
 _AT_NUMBER, _AT_ARCHITECTURE = 0, 4
 _OWN_ID = 0x7FFFFFF1
 """Stands for the process's own id until the filter is installed."""
@@ -207,7 +210,7 @@ _CLONE_PARENT = 0x00008000
 _PR_SCHED_CORE = 62
 _F_SETFL, _O_ASYNC = 4, 0x2000
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY = 8, 10, 15, 1024, 1026
-_O_ACCMODE, _O_TRUNC, _AT_EMPTY_PATH = 3, 0x200, 0x1000
+_O_ACCMODE, _O_TRUNC, _O_TMPFILE, _AT_EMPTY_PATH = 3, 0x200, 0x400000, 0x1000
 IOCTLS = {
     "TCGETS": 0x5401,
     "TIOCGPGRP": 0x540F,
@@ -280,6 +283,7 @@ def build_program(new_processes: bool, only_itself: bool, own_files: bool, trunc
         (ABSENT, always(_ABSENT)),
         (REFUSED, always(_REFUSE)),
         (WITHOUT_EFFECT, always(_NOTHING)),
+        (DISK, always(_UNSUPPORTED)),
         ({} if new_processes else NEW_PROCESS, always(_REFUSE)),
         (CLONE, _clone_rule(new_processes)),
         # The signal at the parent's death stays set.
@@ -361,9 +365,12 @@ def _fcntl_rule() -> list[Instruction]:
 
 
 def _open_rule(index: int) -> list[Instruction]:
-    """Access mode 3, and cutting off a file opened for reading, escape Landlock's first versions."""
+    """Access mode 3, and cutting off a file opened for reading, escape Landlock's first versions; a file without a name
+    is in no folder where it could be counted."""
     return [
         _argument(index),
+        (_JUMP_SET, 0, 1, _O_TMPFILE),
+        (_RETURN, 0, 0, _UNSUPPORTED),
         (_AND, 0, 0, _O_ACCMODE),
         (_JUMP_EQUAL, 0, 1, _O_ACCMODE),
         (_RETURN, 0, 0, _REFUSE),

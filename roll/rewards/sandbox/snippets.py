@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ast
 import builtins
-import contextlib
 import functools
+import importlib
 import importlib.util
 import sys
 import textwrap
@@ -16,16 +16,17 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
+from roll.rewards.sandbox.expectations import lines_with_copies
+
 MODULE_NAMES = ("solution", "main", "candidate", "answer", "submission")
 """Names under which tests import the response."""
-RUN_UNITTEST = "roll_run_unittest"
-"""Name of the harness's function that runs a class of unittest's."""
 FORWARDED = ("builtins.input", "sys.stdin", "sys.stdout", "sys.stderr")
 """Replaceable by tests for the response: its input is asked of the tests' process, its output is handed to it."""
 _FIXTURES_WITH_FILES = {"tmp_path", "tmpdir", "tmp_path_factory", "tmpdir_factory"}
 _BLIND_MODULES = ("tempfile", "subprocess", "runpy", "pickle", "inspect", "multiprocessing")
 _PLAIN_MODULES = ("typing", "dataclasses", "__future__", "collections", "enum")
-_DYNAMIC = {"eval", "exec", "globals", "__import__", "importlib"}
+DYNAMIC = {"eval", "exec", "globals", "__import__", "importlib"}
+_STARRED = {"pytest", "numpy", "pandas", "sympy"}
 _RUNNERS = {("unittest", "main"), ("pytest", "main")}
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -35,6 +36,10 @@ class CaseError(ValueError):
     """A row whose cases cannot be read."""
 
 
+Method = tuple[str, str]
+"""A class and one of its methods."""
+
+
 @dataclass(frozen=True, slots=True)
 class Snippets:
     """Test code as the harness runs it."""
@@ -42,6 +47,8 @@ class Snippets:
     texts: tuple[str, ...]
     """A source a case; with ``pytest``, the text of one file."""
     setup: str
+    methods: tuple[Method | None, ...] = ()
+    """A case's method of a class of unittest's, run after its source."""
     pytest: bool = False
 
 
@@ -58,12 +65,12 @@ def prepared(texts: tuple[str, ...], setup: str, entry_point: str) -> Snippets:
     """
     pieces = [Piece(f"test {number}", text, entry_point) for number, text in enumerate(texts)]
     whole = [Piece("the set-up", setup, entry_point), *pieces]
-    bound = set(dir(builtins)).union(*(bound_names(piece.tree) for piece in whole))
+    bound = set(dir(builtins)).union(*(bound_names(piece.tree) | star_names(piece.tree) for piece in whole))
     for piece in whole:
         piece.check_supported(bound)
     if not any(piece.names_the_response() or not piece.names <= bound for piece in whole):
         raise CaseError(f"the tests test nothing: {texts[0][:80]!r}")
-    cases: list[str] = []
+    cases: list[tuple[str, Method | None]] = []
     waiting: list[str] = []
     if any(piece.needs_pytest for piece in pieces):
         return Snippets((as_pytest_file(setup, pieces),), "", pytest=True)
@@ -72,11 +79,12 @@ def prepared(texts: tuple[str, ...], setup: str, entry_point: str) -> Snippets:
         if not calls and not piece.executes_a_test:
             waiting.append(piece.source)
             continue
-        cases += ["\n".join([*waiting, piece.source, *calls[:1]]), *calls[1:]]
+        first, method = calls[0] if calls else ("", None)
+        cases += [("\n".join([*waiting, piece.source, first]), method), *calls[1:]]
         waiting = []
     if not cases:
         raise CaseError(f"the tests test nothing: {texts[0][:80]!r}")
-    return Snippets(tuple(cases), setup)
+    return Snippets(tuple(text for text, _ in cases), setup, tuple(method for _, method in cases))
 
 
 class Piece:
@@ -117,17 +125,17 @@ class Piece:
         )
         return functions or any(is_test_class(node) and not is_unittest_class(node) for node in self._classes)
 
-    def calls(self) -> list[str]:
-        """A source for each test that is defined and not called.
+    def calls(self) -> list[tuple[str, Method | None]]:
+        """A source or a method for each test that is defined and not called.
 
         Raises:
             CaseError: a check of which nobody says what it checks.
         """
-        calls = [self._call(node) for node in self._functions]
+        calls: list[tuple[str, Method | None]] = [(self._call(node), None) for node in self._functions]
         for each in self._classes:
             if is_unittest_class(each):
                 own = [node.name for node in each.body if isinstance(node, _FUNCTIONS) and node.name.startswith("test")]
-                calls += [f"{RUN_UNITTEST}({each.name}, {name!r})" for name in own]
+                calls += [("", (each.name, name)) for name in own]
         return calls
 
     def calls_of_checks(self) -> list[str]:
@@ -144,9 +152,9 @@ class Piece:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import) and any(alias.name in MODULE_NAMES for alias in node.names):
                 return True
-            if isinstance(node, ast.ImportFrom) and node.module in MODULE_NAMES:
+            if isinstance(node, ast.ImportFrom) and node.module in MODULE_NAMES and node.names[0].name != "*":
                 return True
-            if isinstance(node, ast.Name) and node.id in _DYNAMIC:
+            if isinstance(node, ast.Name) and node.id in DYNAMIC:
                 return True
         return any(takes_candidate(node) for node in self._functions)
 
@@ -178,7 +186,8 @@ def bound_names(tree: ast.AST) -> set[str]:
     bound: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            modules = [alias for alias in node.names if alias.name not in MODULE_NAMES]
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in modules}
         elif isinstance(node, ast.ImportFrom) and node.module not in MODULE_NAMES:
             bound |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, _DEFINITIONS):
@@ -190,6 +199,28 @@ def bound_names(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.ExceptHandler) and node.name:
             bound.add(node.name)
     return bound
+
+
+@functools.lru_cache(maxsize=64)
+def public_names(module: str) -> frozenset[str]:
+    """Names that ``from module import *`` brings, of Python's own modules and those that tests use most."""
+    if module.partition(".")[0] not in sys.stdlib_module_names - {"antigravity"} | _STARRED:
+        return frozenset()
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        return frozenset()
+    return frozenset(getattr(found, "__all__", None) or (name for name in vars(found) if not name.startswith("_")))
+
+
+def star_names(tree: ast.AST) -> set[str]:
+    """Names that a source imports with a star, the response's aside."""
+    modules = {
+        node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.names[0].name == "*" and not node.level
+    }
+    return set().union(*(public_names(module) for module in modules - set(MODULE_NAMES)))
 
 
 def as_pytest_file(setup: str, pieces: Iterable[Piece]) -> str:
@@ -337,19 +368,17 @@ def preparation(sources: tuple[str, ...]) -> dict[str, Any]:
 
     Returns:
         ``classes`` that only hold data, and the ``prelude`` that defines them; ``expects_ends``: whether
-        ``StopIteration`` may reach the tests; ``in_place``: whether arguments that a function has changed come back
-        where it also returns something; ``imports`` without which no test can pass.
+        ``StopIteration`` may reach the tests; ``copies``: for each source the lines on which the response gets copies
+        of its arguments; ``imports`` without which no test can pass.
     """
-    trees: list[ast.Module] = []
-    for source in sources:
-        with contextlib.suppress(SyntaxError):
-            trees.append(ast.parse(source))
+    trees = [ast.parse(source) for source in sources]
+    own = set().union(*(bound_names(tree) | star_names(tree) for tree in trees))
     names, prelude = data_classes(trees)
     return {
         "classes": names,
         "prelude": prelude,
         "expects_ends": any("StopIteration" in source or "StopAsyncIteration" in source for source in sources),
-        "in_place": not any(map(judges_by_arguments, trees)),
+        "copies": lines_with_copies(trees, own),
         "imports": sorted({name for tree in trees for name in packages(tree)}),
     }
 
@@ -384,25 +413,3 @@ def holds_data(node: ast.ClassDef) -> bool:
     decorators = [dotted(each.func if isinstance(each, ast.Call) else each)[-1:] for each in node.decorator_list]
     plain = all(dotted(base) == ["object"] for base in node.bases) and not node.keywords
     return only_special and plain and all(name == ["dataclass"] for name in decorators)
-
-
-def judges_by_arguments(tree: ast.Module) -> bool:
-    """True if tests compute their expectation from an argument after the call: ``assert f(x) == sorted(x)``.
-
-    Then a function that returns something and also changes its argument would decide on what is expected.
-    """
-    known = set(dir(builtins)) | bound_names(tree)
-    passed: dict[str, tuple[int, int]] = {}
-    used: list[tuple[str, tuple[int, int]]] = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        place = (node.lineno, node.col_offset)
-        function = dotted(node.func)[:1]
-        arguments = (*node.args, *(keyword.value for keyword in node.keywords))
-        if (function and function[0] not in known) or function in (["candidate"], ["solution"]):
-            for name in (each.id for each in arguments if isinstance(each, ast.Name)):
-                passed[name] = min(place, passed.get(name, place))
-        else:
-            used += [(name, place) for name in names_in(*arguments)]
-    return any(name in passed and place > passed[name] for name, place in used)

@@ -59,8 +59,10 @@ def encode(value: Any, other: Callable[[Any], Encoded]) -> Encoded:
     for tag, (exact, to_text, _) in _AS_TEXT.items():
         if kind is exact:
             return {_TAG: tag, "v": to_text(value)}
-    if kind is range:
-        return {_TAG: "range", "v": [value.start, value.stop, value.step]}
+    if kind in (range, slice):
+        return {_TAG: kind.__name__, "v": [encode(each, other) for each in (value.start, value.stop, value.step)]}
+    if value is Ellipsis:
+        return {_TAG: "ellipsis"}
     return _encode_array(value, other)
 
 
@@ -119,9 +121,11 @@ def decode(data: Encoded, other: Callable[[dict[str, Any]], Any]) -> Any:
         return raw if tag == "bytes" else bytearray(raw)
     if tag in _AS_TEXT:
         return _AS_TEXT[tag][2](data["v"])
-    if tag == "range":
-        start, stop, step = data["v"]
-        return range(start, stop, step)
+    if tag in ("range", "slice"):
+        start, stop, step = (decode(each, other) for each in data["v"])
+        return (range if tag == "range" else slice)(start, stop, step)
+    if tag == "ellipsis":
+        return Ellipsis
     if tag == "array":
         return _decode_array(data)
     return other(data)
@@ -153,6 +157,7 @@ class Side:
         self._by_key: dict[str, Any] = {}
         self._keys: dict[int, str] = {}
         self._reached: list[str] = []
+        self._copies = 0
 
     def encode(self, value: Any) -> Encoded:
         return encode(value, self._encode_other)
@@ -205,6 +210,20 @@ class Side:
                 found[key] = {"class": type(value).__name__, "state": state}
         return found
 
+    def with_copies(self, encoded: Encoded) -> Encoded:
+        """The same data, with copies of the objects that were just encoded in place of the objects themselves."""
+        if not self._reached:
+            return encoded
+        self._copies += 1
+        suffix = f".{self._copies}"
+        copies = {
+            key + suffix: {**item, "state": with_suffix(item["state"], suffix)}
+            for key, item in self.attributes().items()
+        }
+        self.update(copies)
+        self._reached += copies
+        return with_suffix(encoded, suffix)
+
     def update(self, sent: Mapping[str, Any]) -> None:
         """Make the objects of a message, and give them and the known ones their attributes.
 
@@ -223,6 +242,17 @@ class Side:
                 if not str(name).isidentifier() or str(name).startswith("__"):
                     raise ValueError(f"no attribute {name!r}")
                 object.__setattr__(value, name, self.decode(encoded))
+
+
+def with_suffix(data: Encoded, suffix: str) -> Encoded:
+    """The same data, with other keys for all objects."""
+    if isinstance(data, list):
+        return [with_suffix(item, suffix) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if data.get(_TAG) == "instance":
+        return {**data, "key": data["key"] + suffix}
+    return {name: with_suffix(item, suffix) for name, item in data.items()}
 
 
 def state_of(value: Any) -> list[tuple[str, Any]]:

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from roll.rewards.sandbox import candidate, confinement, kernel, protections, seccomp
+from roll.rewards.sandbox import candidate, confinement, kernel, prelude, protections, seccomp
 from roll.rewards.sandbox.protections import TRIAL_LIMITS, TRIAL_SLOT, Limits, Means
 
 MAX_MESSAGE = 65536
@@ -32,6 +32,8 @@ MAX_DESCRIPTORS = 8
 CONFINED = b"confined"
 REMOVED_AT_ONCE = 200
 """Entries of a private folder; what holds more is removed by a process of its own."""
+LOOK_AT_FOLDERS = 0.05
+"""Seconds between looks at what programs have written."""
 REMOVAL_SECONDS = 120.0
 """That such a process may take; what is left then goes with the sandbox."""
 WARM = """
@@ -54,6 +56,8 @@ class Child:
     folder: str | None
     confined: int
     """Descriptor to read ``CONFINED`` from; what the process runs afterwards cannot take it back."""
+    scratch: int
+    """Bytes that its folder may hold."""
     timed_out: bool = False
 
 
@@ -76,6 +80,7 @@ class Zygote:
         self._to_remove: deque[str] = deque()
         self._remover: tuple[int, int, float] | None = None
         """Descriptor, process and deadline."""
+        self._next_look = 0.0
         seccomp.prepare()
 
     def serve(self) -> None:
@@ -90,6 +95,7 @@ class Zygote:
                 elif self._remover is not None and descriptor == self._remover[0]:
                     self._end_remover()
             self._kill_overdue()
+            self._kill_those_that_fill_the_disk()
         for child in self._children.values():
             self._kill(child)
             self._finish(child, report=False)
@@ -100,6 +106,8 @@ class Zygote:
         waiting = [child.deadline for child in self._children.values() if not child.timed_out]
         if self._remover is not None:
             waiting.append(self._remover[2])
+        if any(child.folder is not None for child in self._children.values()):
+            waiting.append(time.monotonic() + LOOK_AT_FOLDERS)
         return max(0.0, min(waiting) - time.monotonic()) * 1000 + 1 if waiting else None
 
     def _kill_overdue(self) -> None:
@@ -111,6 +119,15 @@ class Zygote:
         if self._remover is not None and self._remover[2] <= now:
             signal.pidfd_send_signal(self._remover[0], signal.SIGKILL)
             self._remover = (*self._remover[:2], now + REMOVAL_SECONDS)
+
+    def _kill_those_that_fill_the_disk(self) -> None:
+        """Where no memory disk could be mounted, nothing else limits the sum of what a program writes."""
+        if time.monotonic() < self._next_look:
+            return
+        for child in self._children.values():
+            if child.folder is not None and confinement.holds_too_much(child.folder, child.scratch):
+                self._kill(child)
+        self._next_look = time.monotonic() + LOOK_AT_FOLDERS
 
     def _receive(self) -> bool:
         message, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE, MAX_DESCRIPTORS)
@@ -143,7 +160,7 @@ class Zygote:
             run = partial(program, request)
             pid, confined = self.fork(run, limits, slot, folder, descriptors, request.get("proc", False))
             deadline = time.monotonic() + limits.wall
-            child = Child(request["number"], pid, os.pidfd_open(pid), deadline, slot, folder, confined)
+            child = Child(request["number"], pid, os.pidfd_open(pid), deadline, slot, folder, confined, limits.scratch)
         except OSError:
             self._release(slot, folder)
             raise
@@ -378,6 +395,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=descriptor)
     candidate.forget_surroundings()
+    prelude.install()
     gc.collect()
     gc.freeze()
     folder = None if means.mounts else confinement.make_parent()

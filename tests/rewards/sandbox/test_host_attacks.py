@@ -540,6 +540,39 @@ def test_a_folder_that_resists_its_removal(any_sandbox: Sandbox, verdict: Verdic
         assert os.listdir(any_sandbox._folder) == []
 
 
+FILLS = {
+    "140_files": "for i in range(140):\n    open(str(i), 'wb').write(bytes(2**24 - 1))",
+    "files_out_of_sight": "for i in range(140):\n    os.mkdir('d' * 200, 0o300)\n    os.chdir('d' * 200)\n"
+    "    open('f', 'wb').write(bytes(2**24 - 1))",
+    "many_entries": "for i in range(20_000):\n    open(str(i), 'w').close()",
+    "fallocate": "files = [os.open(str(i), os.O_CREAT | os.O_RDWR) for i in range(40)]\n"
+    "for file in files:\n    for mode in (0, 1):\n"
+    "        if not libc.fallocate(file, mode, ctypes.c_long(0), ctypes.c_long(2**30)): print('took')\n"
+    "libc.posix_fallocate(files[0], ctypes.c_long(0), ctypes.c_long(2**20)) or print('done')\nexit()",
+    "without_a_name": "for i in range(40):\n    with contextlib.suppress(OSError):\n"
+    "        os.write(os.open('.', 0o20200000 | os.O_RDWR), bytes(2**24 - 1))\n        print('took')",
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_the_disk_of_a_host_is_not_filled(any_sandbox: Sandbox, verdict: Verdict, name: str) -> None:
+    def used() -> int:
+        assert any_sandbox._folder is not None
+        found = subprocess.run(["du", "-s", any_sandbox._folder], capture_output=True, text=True, check=False).stdout
+        return int(found.split()[0]) * 1024
+
+    any_sandbox.start()
+    peak = 0
+    with ThreadPoolExecutor(1) as pool:
+        source = f"{ATTACK}\n{FILLS[name]}\nimport time\ntime.sleep(0.5)\nprint('done')\n"
+        outcome = pool.submit(verdict, source, DONE, any_sandbox)
+        while any_sandbox._folder is not None and not outcome.done():
+            peak = max(peak, used())
+            time.sleep(0.02)
+    assert outcome.result().passed == (name in ("fallocate", "without_a_name")), outcome.result()
+    assert peak < 2**29
+
+
 def test_a_folder_put_in_another_ones_place(any_sandbox: Sandbox, verdict: Verdict, canary: Path) -> None:
     source = f"""
     here = os.getcwd()
