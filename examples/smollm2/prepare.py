@@ -19,7 +19,13 @@ FOLDER = Path(__file__).parent / "artifacts"
 SEEDS = {"validation": 1, "train": 2}
 ROWS = {"validation": 100, "train": 800}
 
-TOPICS = ["the sea", "a rainy day", "your favourite food", "a small village", "the moon", "a friendly dog", "learning to swim", "an old clock", "a train journey", "the first day of school", "a garden in spring", "mountains in winter", "a busy market", "the colour blue", "a lost key", "baking bread", "a long bridge", "birds in the morning", "a quiet library", "playing chess", "a broken bicycle", "the desert at night", "a letter from a friend", "music at home"]
+TOPICS = (
+    *("the sea", "a rainy day", "your favourite food", "a small village", "the moon", "a friendly dog"),
+    *("learning to swim", "an old clock", "a train journey", "the first day of school", "a garden in spring"),
+    *("mountains in winter", "a busy market", "the colour blue", "a lost key", "baking bread", "a long bridge"),
+    *("birds in the morning", "a quiet library", "playing chess", "a broken bicycle", "the desert at night"),
+    *("a letter from a friend", "music at home"),
+)
 OPENINGS = ("Write two sentences about", "Tell me something about", "Describe in two sentences")
 KEYWORDS = ("river", "yellow", "window", "paper", "summer", "silver", "morning", "garden", "stone", "music")
 NAMES = ("Mia", "Tom", "Ada", "Ben", "Lily", "Sam", "Nora", "Omar", "Zoe", "Ivan")
@@ -33,7 +39,8 @@ def instruction(random: Random) -> dict[str, Any]:
     constraint, name, arguments = random.choice(
         [
             (
-                "Your entire response should be in English, and in all lowercase letters. No capital letters are allowed.",
+                "Your entire response should be in English, and in all lowercase letters. No capital letters are "
+                "allowed.",
                 "change_case:english_lowercase",
                 {},
             ),
@@ -70,7 +77,7 @@ def word_problem(random: Random) -> dict[str, Any]:
                 many - few,
             ),
             (
-                f"{name} has {rows} boxes with {columns} {things} in each. How many {things} does {name} have in total?",
+                f"{name} has {rows} boxes with {columns} {things} in each. How many {things} are they?",
                 rows * columns,
             ),
             (
