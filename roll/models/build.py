@@ -198,8 +198,9 @@ def load_config(args: ModelArguments) -> PretrainedConfig:
             f"model_args.model_config_kwargs: the {config.model_type} model has no {', '.join(sorted(unused))}; "
             f"it has {', '.join(sorted(key for key in config.to_dict() if not key.startswith('_')))}"
         )
-    if config.get_text_config().tie_word_embeddings and unties_output(args.model_name_or_path):
-        for part in (config, config.get_text_config()):
+    tied = [part for part in (config, config.get_text_config()) if getattr(part, "tie_word_embeddings", False)]
+    if tied and unties_output(args.model_name_or_path):
+        for part in tied:
             part.tie_word_embeddings = False
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         for key in _DROPOUT_KEYS:
@@ -232,6 +233,13 @@ def unties_output(name_or_path: str) -> bool:
                 if all(torch.equal(output[start : start + step], inputs[start : start + step]) for start in starts):
                     return False
     return bool(embeddings)
+
+
+def overrides(args: ModelArguments) -> dict[str, Any]:
+    """Entries of ``config.json`` that an engine which reads the file itself must be given: those of
+    ``model_config_kwargs``, and an output matrix that is not the embeddings."""
+    untied = {"tie_word_embeddings": False} if unties_output(str(args.model_name_or_path)) else {}
+    return {**untied, **args.model_config_kwargs}
 
 
 def attention_implementation(args: ModelArguments) -> str | None:

@@ -263,9 +263,11 @@ class RunContext(RunLifetime):
             refused = OutputRefused.of(error)
             if refused is None:
                 raise
-        self._finish(steps)
-        if refused is not None:
-            raise refused
+        try:
+            self._finish(steps)
+        finally:
+            if refused is not None:
+                raise refused
 
     def _finish(self, steps: int) -> None:
         self._record_phases(steps)

@@ -373,6 +373,8 @@ def place_descriptors(descriptors: list[int]) -> None:
 
 def main() -> None:
     descriptor, settings = int(sys.argv[1]), json.loads(sys.argv[2])
+    # Programs of another user must find their folders, whatever the process that judges keeps to itself.
+    os.umask(0o022)
     for module in (*WARM.split(), *settings["preload"]):
         importlib.import_module(module)
     readable, without = confinement.readable_paths(settings["readable"]), set(settings["without"])

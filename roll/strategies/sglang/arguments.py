@@ -11,7 +11,7 @@ from typing import Any
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.sglang import SglangStrategyConfig
-from roll.models.build import DTYPES
+from roll.models.build import DTYPES, overrides
 from roll.platforms import Platform
 from roll.strategies.engines.requests import (
     FinishReason,
@@ -67,8 +67,8 @@ def engine_arguments(
         "stream_interval": 1,
         "log_level": "warning",
     }
-    if role.model_args.model_config_kwargs:
-        arguments["json_model_override_args"] = json.dumps(role.model_args.model_config_kwargs)
+    if changed := overrides(role.model_args):
+        arguments["json_model_override_args"] = json.dumps(changed)
     wanted: dict[str, Any] = {
         "attention_backend": options.attention_backend or ("torch_native" if on_cpu else None),
         "max_total_tokens": options.max_total_tokens,

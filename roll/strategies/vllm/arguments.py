@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.vllm import VllmStrategyConfig
-from roll.models.build import DTYPES
+from roll.models.build import DTYPES, overrides
 from roll.platforms import Platform
 from roll.strategies.engines.requests import (
     FinishReason,
@@ -66,9 +66,7 @@ def engine_arguments(
         **_ranks(options),
         # The model's own sampling defaults would mix with the request's.
         "generation_config": "vllm",
-        # Whether embeddings are tied is what the files say, see load_config; vLLM reads the flag.
-        "hf_overrides": role.model_args.model_config_kwargs
-        | {"tie_word_embeddings": model_config.get_text_config().tie_word_embeddings},
+        "hf_overrides": overrides(role.model_args),
     }
     if getattr(model_config, "vision_config", None) is not None:
         arguments["limit_mm_per_prompt"] = dict(options.limit_mm_per_prompt)

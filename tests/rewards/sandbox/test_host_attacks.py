@@ -99,6 +99,18 @@ def test_what_each_host_gives(any_host: str, any_sandbox: Sandbox) -> None:
     assert "syscalls" in report.given
 
 
+def test_a_judge_that_keeps_its_files_to_itself_loses_no_protection(
+    any_host: str,
+) -> None:
+    before = os.umask(0o077)
+    try:
+        own = HOSTS[any_host].start() if any_host != "root" else Sandbox()
+        assert set(own.start().missing) == HOSTS[any_host].lacks & EVERYTHING
+        own.close()
+    finally:
+        os.umask(before)
+
+
 class TestFiles:
     def test_writing_outside(self, any_host: str, any_sandbox: Sandbox, verdict: Verdict, canary: Path) -> None:
         if "files" in HOSTS[any_host].lacks:
