@@ -89,6 +89,11 @@ class ChatTemplate:
         return other
 
     @property
+    def tools(self) -> Sequence[Message]:
+        """The schemas that the template is given."""
+        return self._tools or ()
+
+    @property
     def source(self) -> str:
         """The template's text."""
         return str(self._arguments.get("chat_template") or self._tokenizer.get_chat_template(tools=self._tools))

@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from roll.agents.call_openings import call_opening, choose_opening
 from roll.agents.chat_ids import ChatTemplate, Message, Thinking
 from roll.agents.conversation import Call, Conversations
 from roll.agents.images import BlindPolicyError
-from roll.agents.tool_calls import ParsedResponse, call_opening, choose_opening, parse_response
+from roll.agents.tool_calls import ParsedResponse, parse_response
 
 if TYPE_CHECKING:
     from roll.protocol.vision import VisionInputs
@@ -84,6 +85,10 @@ class Sample(Protocol):
             vision: images of the prompt.
         """
         ...
+
+
+_TAIL = 16
+"""Tokens at the end of a prompt that show whether a thought is open; its mark may be several."""
 
 
 class EpisodeOver(BaseException):
@@ -320,7 +325,10 @@ class Model:
         """Record the response; ``demanded`` is the tool whose call it was forced to begin."""
         ids = sampled.token_ids
         text = self.text_of([*call.whole_response, *ids], ended=True)
-        parsed = parse_response(text, self._tool_format)
+        prompt = self.conversations.prompt_ids(call)
+        tail = self.text_of(prompt[: len(prompt) - call.opening][-_TAIL:])
+        tools = call.tools or self._template.tools
+        parsed = parse_response(text, self._tool_format, tools, tail.rstrip().endswith("<think>"))
         functions = [{"name": one.name, "arguments": one.arguments} for one in parsed.calls]
         if demanded is not None and not functions:
             # The tool has been called, with arguments that cannot be parsed: the client gets them as text.

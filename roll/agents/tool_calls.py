@@ -1,35 +1,18 @@
-"""Tool calls in sampled responses: parsed in the formats that model families write, and begun where one is demanded.
+"""Tool calls in sampled responses: parsed in the formats that model families write.
 
 What is trained are the sampled ids; what is parsed here only decides what an agent sees of them.
-
-``tool_choice: required`` holds whatever the policy would have said: the text that the chat template writes in front of
-a call's arguments, the tool's name included, is appended to the prompt as ids, and the policy writes the arguments.
-Where several tools would do, their openings are walked token by token: tokens that they share are given, and where they
-differ the policy draws one. A draw that continues no opening is repeated, which leaves the policy's distribution over
-the tokens that do. Ids of an opening are context and are never trained: they were not sampled from the policy's own
-distribution.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll.agents.chat_ids import ChatTemplate, Message, TemplateError, common_prefix
-
-DrawToken = Callable[[list[int]], Awaitable[int]]
-"""The policy's next token after these ids."""
-MOST_DRAWS = 8
-"""Draws at a token where openings differ; after them the first tool that is offered is called."""
-_ARGUMENTS: tuple[dict[str, str], ...] = ({"Zq7A": "1"}, {"Bq7Z": "2"}, {})
-"""Arguments of calls that share their opening in every format, and nothing after it."""
-_HERMES_OPENING = '<tool_call>\n{{"name": "{}", "arguments":'
-_THINK, _THOUGHT = "<think>", "\n</think>\n\n"
+from roll.agents.tool_arguments import parameters_of, typed_value
 
 
 @dataclass(frozen=True)
@@ -55,23 +38,30 @@ class _BadCall(ValueError):
     """A call that cannot be read."""
 
 
+_Schemas = Mapping[str, Mapping[str, Any]]
+"""Tool to the JSON schema of its arguments."""
 _Found = Iterator[tuple[int, int, Callable[[], list[ToolCall]]]]
 """Begin and end of calls in a text, and a function that parses them or raises ``_BadCall``."""
 
 
-def parse_response(text: str, tool_format: str) -> ParsedResponse:
+def parse_response(
+    text: str, tool_format: str, tools: Sequence[Mapping[str, Any]] | None = None, in_thought: bool = False
+) -> ParsedResponse:
     """Parse a response in ``tool_format``.
 
     Args:
         text: decoded with special tokens, without the token that ended the turn.
         tool_format: one of :data:`TOOL_FORMATS`.
+        tools: schemas of the tools that were offered, which type arguments; None: not known.
+        in_thought: the prompt ends inside a thought. What follows is thought until its end mark, and no call in it is
+            one, also where the length cut it.
     """
     if tool_format == "gpt_oss":
         return _gpt_oss(text)
-    parsed = ParsedResponse()
-    text = _split_thinking(text, parsed)
+    parsed, schemas = ParsedResponse(), None if tools is None else parameters_of(tools)
+    text = _split_thinking(text, parsed, tool_format, in_thought)
     at, kept = 0, []
-    for begin, end, read in TOOL_FORMATS[tool_format](text):
+    for begin, end, read in TOOL_FORMATS[tool_format](text, schemas):
         try:
             calls = read()
         except _BadCall as error:
@@ -104,10 +94,15 @@ _MARKS = (
 """Text that only the template of one format has, the most specific first."""
 
 
-_TAGGED = re.compile(r"<tool_call>(?P<body>.*?)(?P<end></tool_call>|$)", re.DOTALL)
-_FUNCTION = re.compile(
-    r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>(?P<body>.*?)(?P<end></function>|$)(?:\s*</tool_call>)?", re.DOTALL
-)
+_CALL_BEGIN, _CALL_END = "<tool_call>", "</tool_call>"
+_FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>")
+_FUNCTION_END = re.compile(r"(?:</parameter>|\A)\s*(?P<end></function>(?:\s*</tool_call>)?)")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*)", re.DOTALL)
+_NEXT_PARAMETER = re.compile(r"</parameter>\s*(?=<parameter=[^>\n]+>)")
+_GLM = re.compile(r"<tool_call>(?P<name>[^<]*)")
+_GLM_END = re.compile(r"(?:</arg_value>|\A)\s*(?P<end></tool_call>)")
+_NEXT_PAIR = re.compile(r"</arg_value>\s*(?=<arg_key>)")
+_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*)", re.DOTALL)
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*?\})\s*(?=\[TOOL_CALLS\]|$)", re.DOTALL)
 _DEEPSEEK = re.compile(
     "(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?P<before>.*?)<｜tool▁sep｜>(?P<body>.*?)(?P<end><｜tool▁call▁end｜>|$)"
@@ -121,36 +116,108 @@ _HARMONY = re.compile(
 )
 
 
-def _split_thinking(text: str, parsed: ParsedResponse) -> str:
+def _split_thinking(text: str, parsed: ParsedResponse, tool_format: str, in_thought: bool) -> str:
     """Move ``<think>...</think>`` to ``parsed``; a template may have opened it in the prompt."""
+    begun = in_thought or text.lstrip().startswith("<think>")
     head, closed, rest = text.partition("</think>")
-    if not closed:
-        opened = text.lstrip().startswith("<think>")
-        parsed.reasoning = text.lstrip().removeprefix("<think>").strip() if opened else ""
-        return "" if opened else text
+    if closed and not begun and _is_in_call(text, len(head), tool_format):
+        return text
+    if not (closed or begun):
+        return text
     parsed.reasoning = head.lstrip().removeprefix("<think>").strip()
     return rest
 
 
-def _hermes(match: re.Match[str]) -> list[ToolCall]:
-    return [_call_of(_json(_closed(match)))]
+def _is_in_call(text: str, position: int, tool_format: str) -> bool:
+    """True if the position is inside a call that can be read: a text that is an argument ends no thought."""
+    for begin, end, read in TOOL_FORMATS[tool_format](text, None):
+        if begin < position < end:
+            try:
+                return bool(read())
+            except _BadCall:
+                return False
+    return False
 
 
-def _qwen_xml(match: re.Match[str]) -> list[ToolCall]:
-    parameters = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", _closed(match), re.DOTALL)
-    return [ToolCall(match["name"].strip(), {name.strip(): _value(value) for name, value in parameters})]
+def _hermes(text: str, schemas: _Schemas | None) -> _Found:
+    """``<tool_call>{...}</tool_call>``; the call ends after the JSON, whose strings may hold any mark."""
+    decoder, begin = json.JSONDecoder(), text.find(_CALL_BEGIN)
+    while begin >= 0:
+        start = begin + len(_CALL_BEGIN)
+        try:
+            end = decoder.raw_decode(text, start + len(text[start:]) - len(text[start:].lstrip()))[1]
+        except (ValueError, RecursionError):
+            end = start
+        closing = text.find(_CALL_END, end)
+        stop = len(text) if closing < 0 else closing + len(_CALL_END)
+        body = text[start : len(text) if closing < 0 else closing]
+        yield begin, stop, functools.partial(_hermes_call, body, closing >= 0)
+        begin = text.find(_CALL_BEGIN, stop)
 
 
-def _glm(match: re.Match[str]) -> list[ToolCall]:
-    body = _closed(match)
-    name = re.split(r"<arg_key>|\n", body.strip(), maxsplit=1)[0].strip()
-    if not name:
-        raise _BadCall("a tool call without a name")
-    pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.DOTALL)
-    return [ToolCall(name, {key.strip(): _value(value.strip()) for key, value in pairs})]
+def _hermes_call(body: str, closed: bool) -> list[ToolCall]:
+    if not closed:
+        raise _unended(body)
+    return [_call_of(_json(body))]
 
 
-def _mistral(text: str) -> _Found:
+def _unquoted(
+    opening: re.Pattern[str],
+    ending: re.Pattern[str],
+    read: Callable[[str, str, Mapping[str, Any]], ToolCall],
+) -> Callable[[str, _Schemas | None], _Found]:
+    """A finder of calls whose arguments are written without quotes, so that any mark may be a part of one.
+
+    A call ends at the last end mark before the next call, and a next call begins only after an end mark that follows
+    an argument's.
+    """
+
+    def find(text: str, schemas: _Schemas | None) -> _Found:
+        match = opening.search(text)
+        while match is not None:
+            start, following, first = match.end(), None, ending.search(text[match.end() :])
+            if first is not None:
+                following = opening.search(text, start + first.end())
+            body = text[start : len(text) if following is None else following.start()]
+            ends = list(ending.finditer(body))
+            stop = start + (ends[-1].end() if ends else len(body))
+            yield match.start(), stop, functools.partial(one, match["name"].strip(), body, ends, schemas)
+            match = following
+
+    def one(name: str, body: str, ends: list[re.Match[str]], schemas: _Schemas | None) -> list[ToolCall]:
+        if not ends:
+            raise _unended(body)
+        if not name:
+            raise _BadCall("a tool call without a name")
+        return [read(name, body[: ends[-1].start("end")], (schemas or {}).get(name, {}))]
+
+    return find
+
+
+def _arguments(body: str, between: re.Pattern[str], pair: re.Pattern[str], end: str, begin: str) -> Iterator[list[str]]:
+    """Names and texts of arguments; each text reaches to the last end mark before the next argument."""
+    pieces = between.split(body) if body.strip() else []
+    for number, piece in enumerate(pieces, 1):
+        match = pair.fullmatch(piece)
+        value, closed = (match[2], end) if match and number < len(pieces) else ("", "")
+        if match and number == len(pieces):
+            value, closed, _ = match[2].rpartition(end)
+        if match is None or not closed or value.count(begin) > value.count(end):
+            raise _BadCall(f"an argument that does not end with {end}: {piece.strip()[:80]!r}")
+        yield [match[1].strip(), value]
+
+
+def _qwen_xml(name: str, body: str, schema: Mapping[str, Any]) -> ToolCall:
+    pairs = _arguments(body, _NEXT_PARAMETER, _PARAMETER, "</parameter>", "<parameter=")
+    return ToolCall(name, {key: typed_value(value.removesuffix("\n"), key, schema) for key, value in pairs})
+
+
+def _glm(name: str, body: str, schema: Mapping[str, Any]) -> ToolCall:
+    pairs = _arguments(body, _NEXT_PAIR, _PAIR, "</arg_value>", "<arg_key>")
+    return ToolCall(name, {key: typed_value(value, key, schema) for key, value in pairs})
+
+
+def _mistral(text: str, schemas: _Schemas | None) -> _Found:
     """``[TOOL_CALLS] [{...}, ...]``, and ``[TOOL_CALLS]name{...}`` or ``name[ARGS]{...}`` of later versions."""
     begin = text.find("[TOOL_CALLS]")
     if begin < 0:
@@ -166,23 +233,32 @@ def _mistral(text: str) -> _Found:
         parts = _NAMED.findall(body)
         if not parts:
             raise _BadCall(f"[TOOL_CALLS] is followed by {body[:80]!r}, neither a list of calls nor name{{arguments}}")
-        return [_call_of({"name": name, "arguments": _json(arguments)}) for name, arguments in parts]
+        return [_call_of({"name": name, "arguments": arguments}) for name, arguments in parts]
 
     yield begin, len(text), read
 
 
 def _deepseek(match: re.Match[str]) -> list[ToolCall]:
     """V3 and R1: ``function<sep>name`` and a fenced JSON; V3.1: ``name<sep>{...}``."""
-    before, behind = match["before"], _closed(match)
+    if not match["end"]:
+        raise _unended(match["body"])
+    before, behind = match["before"], match["body"]
     fenced = re.fullmatch(r"(.*?)\n```json\n(.*)\n```\s*", behind, re.DOTALL)
     name, arguments = (fenced[1], fenced[2]) if fenced else (before, behind)
-    return [_call_of({"name": name.strip(), "arguments": _json(arguments)})]
+    return [_call_of({"name": name.strip(), "arguments": arguments})]
 
 
-def _llama3(text: str) -> _Found:
-    """A response that is nothing but calls: ``{"name": ..., "parameters": {...}}``, several with ``;`` between."""
+def _llama3(text: str, schemas: _Schemas | None) -> _Found:
+    """A response that is nothing but calls: ``{"name": ..., "parameters": {...}}``, several with ``;`` between.
+
+    JSON that names no tool that was offered is an answer, unless the mark of a call is in front of it.
+    """
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{"):
+        return
+    named = re.search(r'"name"\s*:\s*"([^"]*)"', body)
+    is_marked = text.lstrip().startswith("<|python_tag|>")
+    if not is_marked and schemas is not None and (named is None or named[1] not in schemas):
         return
 
     def read() -> list[ToolCall]:
@@ -190,7 +266,7 @@ def _llama3(text: str) -> _Found:
         while at < len(body):
             try:
                 value, at = decoder.raw_decode(body, at)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise _BadCall(f"{body[:80]!r} is no JSON: {error}") from None
             calls.append(_call_of(value))
             at += len(body[at:]) - len(body[at:].lstrip("; \n"))
@@ -199,24 +275,16 @@ def _llama3(text: str) -> _Found:
     yield 0, len(text), read
 
 
-def _each(pattern: re.Pattern[str], read: Callable[[re.Match[str]], list[ToolCall]]) -> Callable[[str], _Found]:
-    """A finder of the calls that match ``pattern``."""
-
-    def find(text: str) -> _Found:
-        for match in pattern.finditer(text):
-            yield match.start(), match.end(), functools.partial(read, match)
-
-    return find
-
-
-TOOL_FORMATS: dict[str, Callable[[str], _Found]] = {
-    "hermes": _each(_TAGGED, _hermes),
-    "qwen_xml": _each(_FUNCTION, _qwen_xml),
-    "glm": _each(_TAGGED, _glm),
+TOOL_FORMATS: dict[str, Callable[[str, _Schemas | None], _Found]] = {
+    "hermes": _hermes,
+    "qwen_xml": _unquoted(_FUNCTION, _FUNCTION_END, _qwen_xml),
+    "glm": _unquoted(_GLM, _GLM_END, _glm),
     "mistral": _mistral,
-    "deepseek": _each(_DEEPSEEK, _deepseek),
+    "deepseek": lambda text, _: (
+        (match.start(), match.end(), functools.partial(_deepseek, match)) for match in _DEEPSEEK.finditer(text)
+    ),
     "llama3": _llama3,
-    "gpt_oss": lambda _: iter(()),
+    "gpt_oss": lambda text, _: iter(()),
 }
 """Name to the finder of calls; ``gpt_oss``, which has channels in place of marks, has its own parser."""
 
@@ -229,7 +297,7 @@ def _gpt_oss(text: str) -> ParsedResponse:
         recipient = re.search(r"to=(?:functions\.)?([\w.-]+)", match["to"] + match["rest"])
         if recipient is not None:
             try:
-                parsed.calls.append(_call_of({"name": recipient[1], "arguments": _json(match["body"])}))
+                parsed.calls.append(_call_of({"name": recipient[1], "arguments": match["body"]}))
             except _BadCall as error:
                 parsed.errors.append(str(error))
         elif match["channel"] == "analysis":
@@ -242,17 +310,14 @@ def _gpt_oss(text: str) -> ParsedResponse:
     return parsed
 
 
-def _closed(match: re.Match[str]) -> str:
-    """The body of a call that has its end mark."""
-    if not match["end"]:
-        raise _BadCall(f"a tool call that does not end: {match['body'][:80]!r}")
-    return match["body"]
+def _unended(body: str) -> _BadCall:
+    return _BadCall(f"a tool call that does not end: {body[:80]!r}")
 
 
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _BadCall(f"{text.strip()[:80]!r} is no JSON: {error}") from None
 
 
@@ -261,79 +326,9 @@ def _call_of(value: Any) -> ToolCall:
         raise _BadCall(f"a tool call needs a name: {str(value)[:80]}")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = _json(arguments)
+        arguments = _json(arguments) if arguments.strip() else {}
+    if arguments is None:
+        arguments = {}
     if not isinstance(arguments, dict):
         raise _BadCall(f"arguments of {value['name']} must be an object, got {str(arguments)[:80]}")
     return ToolCall(value["name"], arguments)
-
-
-def _value(text: str) -> Any:
-    """A value without quotes: JSON or a Python literal where it is one, else the text."""
-    for read in (json.loads, ast.literal_eval):
-        try:
-            return read(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-            continue
-    return text
-
-
-def call_opening(template: ChatTemplate, tool_format: str, messages: Sequence[Message], name: str) -> str:
-    """The opening of a response to ``messages`` that calls ``name``, up to its arguments.
-
-    It is derived from the chat template; where that writes no calls, ``hermes`` has a default form. Thinking that the
-    generation prompt has opened is closed first.
-
-    Raises:
-        TemplateError: the template writes calls in no form, or in one that ``tool_format`` does not read.
-    """
-    begun = template.render(messages)
-    texts = [text for arguments in _ARGUMENTS if (text := _rendered(template, messages, name, arguments)) is not None]
-    stem, closing = begun, ""
-    if (texts and not texts[0].startswith(begun)) or (begun.rstrip().endswith(_THINK) and not texts):
-        stem, closing = begun.rpartition(_THINK)[0], _THOUGHT
-    shown = [text.removeprefix(stem) for text in texts if text.startswith(stem)]
-    if not shown or name not in shown[0]:
-        if tool_format != "hermes":
-            raise TemplateError(f"the chat template writes no tool calls, so none of the form {tool_format} can begin")
-        return (_THOUGHT if begun.rstrip().endswith(_THINK) else "") + _HERMES_OPENING.format(name)
-    written = shown[0].rstrip()
-    for end in template.end_texts:
-        written = written.removesuffix(end)
-    if [call.name for call in parse_response(written, tool_format).calls] != [name]:
-        raise TemplateError(f"the chat template writes tool calls in another form than {tool_format}")
-    # A brace or a quote is one token with what follows it, so it is the policy's.
-    return closing + common_prefix(shown).rstrip(' {"<')
-
-
-def _rendered(template: ChatTemplate, messages: Sequence[Message], name: str, arguments: dict[str, str]) -> str | None:
-    text = None
-    # Some templates write calls only where there is no content at all, and then with arguments as JSON.
-    for content, value in (("", arguments), (None, json.dumps(arguments))):
-        call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": value}}
-        try:
-            text = template.render([*messages, {"role": "assistant", "content": content, "tool_calls": [call]}], False)
-        except TemplateError:
-            continue
-        if name in text[len(template.render(messages, False)) :]:
-            break
-    return text
-
-
-async def choose_opening(openings: Sequence[list[int]], prompt_ids: Sequence[int], draw: DrawToken) -> int:
-    """Index of the opening that the policy chooses.
-
-    Args:
-        openings: token ids; none is the beginning of another.
-    """
-    left, at = list(range(len(openings))), 0
-    while len(left) > 1:
-        here = {openings[index][at] for index in left}
-        if len(here) > 1:
-            ids, chosen = [*prompt_ids, *openings[left[0]][:at]], openings[left[0]][at]
-            for _ in range(MOST_DRAWS):
-                if (token := await draw(ids)) in here:
-                    chosen = token
-                    break
-            left = [index for index in left if openings[index][at] == chosen]
-        at += 1
-    return left[0]

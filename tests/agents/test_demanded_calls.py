@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from roll.agents.call_openings import call_opening, choose_opening
 from roll.agents.chat_ids import TemplateError
 from roll.agents.episode import Limits, Model, Task
 from roll.agents.session import Session
-from roll.agents.tool_calls import call_opening, choose_opening, detect_format, parse_response
+from roll.agents.tool_calls import detect_format, parse_response
 from roll.agents.wire_messages import messages_body, read_messages_request
 from tests.agents.playing import Recorded
 from tests.agents.templates import WRITTEN_HERE, Family, published
@@ -116,3 +117,20 @@ def test_arguments_that_cannot_be_read_go_to_and_fro(written: str) -> None:
     (block,), session = asyncio.run(talk())
     assert block["input"] == ({"INVALID_JSON": "not json"} if written else {})
     assert [call.parent for call in session.model.conversations.calls] == [None, 0]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [one for one in published() if one.chat_template([]).render(HELLO).rstrip().endswith("<think>")],
+    ids=lambda family: family.name,
+)
+def test_no_call_of_a_thought_that_was_cut_is_made(family: Family) -> None:
+    """Where the generation prompt opens the thought, a response that the length cuts is thought to its end."""
+    template = family.chat_template([tool("calc")])
+    tool_format = detect_format(template.source)
+    opening = call_opening(template, tool_format, HELLO, "calc").partition("</think>")[2]
+    written = f"I could write {opening}{_REST[tool_format]} or"
+    engine = Recorded(template, lambda _: (template.encode(written), "length"))
+    response = asyncio.run(Model(engine, template, tool_format, Limits(context=100_000)).chat(HELLO))
+    assert response.parsed.calls == [] and "tool_calls" not in response.message
+    assert (response.parsed.reasoning, response.parsed.content) == (written, "")

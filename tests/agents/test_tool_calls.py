@@ -134,3 +134,152 @@ def test_a_template_s_own_calls_are_read_back() -> None:
         for end in family.ends:
             response = response.replace(end, "")
         assert parse_response(response, tool_format).calls == [CALL], (family.name, response)
+
+
+SCHEMA = {
+    "type": "object",
+    "$defs": {"Unit": {"enum": ["1", "2"]}},
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": "integer"},
+        "flag": {"type": "boolean"},
+        "items": {"type": "array"},
+        "table": {"type": "object"},
+        "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "either": {"type": ["string", "integer"]},
+        "unit": {"$ref": "#/$defs/Unit"},
+    },
+}
+TOOLS = [{"type": "function", "function": {"name": "write", "parameters": SCHEMA}}]
+
+
+def _written(tool_format: str, **arguments: str) -> str:
+    if tool_format == "glm":
+        pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in arguments.items())
+        return f"<tool_call>write\n{pairs}</tool_call>"
+    pairs = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments.items())
+    return f"<tool_call>\n<function=write>\n{pairs}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("tool_format", ["qwen_xml", "glm"])
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("text", "90210", "90210"),
+        ("text", '"""Doc."""', '"""Doc."""'),
+        ("text", '"quoted"', '"quoted"'),
+        ("text", "null", "null"),
+        ("text", '{"a": 1}', '{"a": 1}'),
+        ("text", "  def f():\n      pass", "  def f():\n      pass"),
+        ("text", "", ""),
+        ("unit", "1", "1"),
+        ("count", "3", 3),
+        ("count", "1,000", "1,000"),
+        ("count", "true", "true"),
+        ("flag", "True", True),
+        ("flag", "false", False),
+        ("items", "[1, 2]", [1, 2]),
+        ("items", "1,000", "1,000"),
+        ("items", "{1, 2}", "{1, 2}"),
+        ("table", '{"a": {"b": 1}}', {"a": {"b": 1}}),
+        ("maybe", "null", None),
+        ("maybe", "7", 7),
+        ("either", "7", 7),
+        ("either", '"7"', '"7"'),
+        ("unknown", "1,000", "1,000"),
+        ("unknown", "{1, 2}", "{1, 2}"),
+        ("unknown", "('a',)", "('a',)"),
+        ("unknown", "NaN", "NaN"),
+        ("unknown", "7", 7),
+    ],
+)
+def test_arguments_are_typed_by_the_schema(tool_format: str, key: str, text: str, value: Any) -> None:
+    parsed = parse_response(_written(tool_format, **{key: text}), tool_format, TOOLS)
+    assert parsed.errors == [] and len(parsed.calls) == 1
+    found = parsed.calls[0].arguments[key]
+    assert found == value and type(found) is type(value)
+    json.dumps(parsed.calls[0].arguments)
+
+
+MARKS = {
+    "qwen_xml": ["</parameter>", "</function>", "a </parameter>\n</function> b", "<tool_call> x", "</think>"],
+    "glm": ["</tool_call>", "<tool_call>a</tool_call>", "</arg_value>", "</think>"],
+    "hermes": ["</tool_call>", "<tool_call>a</tool_call>", "<think>a</think>", "</think>"],
+}
+
+
+@pytest.mark.parametrize(("tool_format", "mark"), [(name, mark) for name, marks in MARKS.items() for mark in marks])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_marks_within_arguments_are_text(tool_format: str, mark: str, tools: Any) -> None:
+    text = f"x {mark} y"
+
+    def call(*texts: str) -> str:
+        if tool_format != "hermes":
+            return _written(tool_format, **dict(zip(("text", "count"), texts, strict=False)))
+        arguments = dict(zip(("text", "count"), texts, strict=False))
+        return f'<tool_call>\n{{"name": "write", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+    one = "3" if tool_format == "hermes" else 3
+    parsed = parse_response(f"So:\n{call(text, '3')}\nand\n{call('z')}\nDone.", tool_format, tools)
+    assert parsed.errors == []
+    assert parsed.calls == [ToolCall("write", {"text": text, "count": one}), ToolCall("write", {"text": "z"})]
+    assert parsed.content.split() == ["So:", "and", "Done."] and parsed.reasoning == ""
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        ("qwen_xml", "<function=write>\n<parameter=text>\na\n</function>"),
+        ("qwen_xml", "<function=write>\n<parameter=text>\na\n</parameter>\n<parameter=count>\n3\n</function>"),
+        ("qwen_xml", "<function=write>\n<parameter=text>\na\n<parameter=count>\n3\n</parameter>\n</function>"),
+        ("glm", "<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>a\n</tool_call>"),
+        ("glm", "<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>"),
+        (
+            "glm",
+            "<tool_call>write\n<arg_key>text</arg_key><arg_value>a<arg_key>b</arg_key><arg_value>c</arg_value></tool_call>",
+        ),
+    ],
+)
+def test_no_argument_is_dropped_for_a_missing_mark(tool_format: str, text: str) -> None:
+    parsed = parse_response(text, tool_format, TOOLS)
+    assert parsed.calls == [] and len(parsed.errors) == 1 and parsed.content == text
+
+
+@pytest.mark.parametrize("arguments", ["", "null", "{}"])
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        ("mistral", "[TOOL_CALLS]write[ARGS]{}"),
+        ("deepseek", "<｜tool▁call▁begin｜>write<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        ("gpt_oss", "<|channel|>commentary to=functions.write<|message|>{}"),
+        ("hermes", '<tool_call>{{"name": "write", "arguments": {}}}</tool_call>'),
+        ("llama3", '{{"name": "write", "parameters": {}}}'),
+    ],
+)
+def test_empty_arguments_are_an_empty_object(tool_format: str, text: str, arguments: str) -> None:
+    if tool_format in ("hermes", "llama3"):
+        text = text.format(arguments or '""')
+    elif tool_format != "mistral":
+        text = text.replace("{}", arguments)
+    assert parse_response(text, tool_format, TOOLS).calls == [ToolCall("write", {})]
+
+
+def test_calls_without_arguments_are_read() -> None:
+    for text, tool_format in (("<tool_call>write\n</tool_call>", "glm"), ("<function=write>\n</function>", "qwen_xml")):
+        assert parse_response(text, tool_format, TOOLS).calls == [ToolCall("write", {})]
+
+
+@pytest.mark.parametrize("text", ['{"answer": 7}', '{"name": "Ada", "parameters": {}}', '{"name": 3'])
+def test_json_that_names_no_tool_is_an_answer(text: str) -> None:
+    parsed = parse_response(text, "llama3", TOOLS)
+    assert (parsed.calls, parsed.errors, parsed.content) == ([], [], text)
+    assert parse_response('{"name": "write", "parameters": {}}', "llama3", TOOLS).calls == [ToolCall("write", {})]
+
+
+@pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"gpt_oss"}))
+def test_a_thought_that_the_prompt_opened_holds_no_call(name: str) -> None:
+    parsed = parse_response(WRITTEN[name], name, in_thought=True)
+    assert (parsed.calls, parsed.errors, parsed.content) == ([], [], "")
+    assert parsed.reasoning == WRITTEN[name]
+    after = parse_response(f"{WRITTEN[name]}</think>{WRITTEN[name]}", name, in_thought=True)
+    assert (after.calls, after.reasoning) == ([CALL], WRITTEN[name])
