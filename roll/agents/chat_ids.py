@@ -221,7 +221,11 @@ class ChatTemplate:
     @staticmethod
     def _assert_shown(message: Message, tail: str) -> None:
         content = message.get("content")
-        if isinstance(content, str) and content.strip() not in tail and json.dumps(content)[1:-1] not in tail:
+        if not isinstance(content, str):
+            return
+        # Templates that write a result as JSON escape it, with or without the characters beyond ASCII.
+        forms = (content.strip(), *(json.dumps(content.strip(), ensure_ascii=ascii)[1:-1] for ascii in (True, False)))
+        if not any(form in tail for form in forms):
             raise TemplateError(f"the chat template leaves out the message of role {message['role']}")
 
     def _with_markers(self, messages: Sequence[Message]) -> list[Message]:

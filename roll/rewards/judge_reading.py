@@ -246,6 +246,8 @@ _WEAK_NUMBERS = (
 )
 _DISTANCE = 1
 """Characters that must follow a strong verdict in an answer that was cut off: it could have gone on otherwise."""
+_ALTERNATIVE = re.compile(r"[\s*_`\"']*(?:/|\bor?\b)[\s*_`\"']*\w*\Z", re.IGNORECASE)
+"""An alternative to the verdict that was cut while it was named: "Yes or", "Yes/N"."""
 
 
 @dataclass(frozen=True)
@@ -318,6 +320,7 @@ def _decisive(
     found = [match for pattern in strong for match in pattern.finditer(text)]
     if is_cut:
         found = [match for match in found if match.end() + _DISTANCE <= len(text)]
+        found = [match for match in found if not _ALTERNATIVE.match(text, match.end())]
     elif not found:
         found = [match for pattern in weak for match in pattern.finditer(text)]
     # Of two that end together the longer one says more: "7/10" with its label.

@@ -236,3 +236,12 @@ def test_published_templates() -> None:
     assert dropping == {"qwen3_5_think", "gptoss"} and refused == {"llama3_1"}
     for family in published():
         check_template(family.chat_template(TOOLS), "keep", tools=family.tools)
+
+
+@pytest.mark.parametrize("content", ["Zürich\n20 °C", 'a "b"\nc', "東京\n", "plain"])
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one.tools], ids=lambda family: family.name)
+def test_results_that_a_template_escapes_are_shown(family: Family, content: str) -> None:
+    call = {"id": "call00000", "type": "function", "function": {"name": "calc", "arguments": {"x": "1"}}}
+    history = [message("user", "hello"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": "call00000", "name": "calc", "content": content}
+    assert family.chat_template().bridge(history, [result]).moved is None

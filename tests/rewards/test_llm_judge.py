@@ -12,7 +12,7 @@ from roll.config.rewards import RewardComponentConfig, RewardConfig
 from roll.distributed import WorkerContext
 from roll.rewards import RewardOptionError, RewardResult, RewardSample, build_reward, failure_rates, reward_options
 from roll.rewards.composition import concurrent_calls
-from roll.rewards.judge_reading import NoScore, ScoreReader
+from roll.rewards.judge_reading import NoScore, ScoreReader, stated_word
 from roll.workers.reward import RewardWorker
 from tests.rewards.http_service import Answer, Service, completion, in_turn, serving
 from tests.rewards.judge_cases import CUT, VERDICTS
@@ -279,3 +279,10 @@ def test_through_the_worker_with_the_keys_of_the_section(monkeypatch: pytest.Mon
     assert concurrent_calls("math_rule", RewardConfig()) == 1
     assert concurrent_calls("math_rule", RewardConfig(max_concurrency=2)) == 2
     assert concurrent_calls("x", RewardConfig(components={"llm_judge": RewardComponentConfig()})) == 1
+
+
+@pytest.mark.parametrize("rest", [" or", " or ", "/", " or N", " **or**", " o"])
+def test_a_verdict_that_is_cut_before_its_alternative_is_none(rest: str) -> None:
+    for text in ("the answer is Yes", "Verdict: Yes"):
+        assert stated_word(text + rest, "Yes", "No", is_cut=True) is None
+        assert stated_word(f"{text}. It is right", "Yes", "No", is_cut=True) is True
