@@ -47,7 +47,7 @@ class Call:
     state: str = ""
     """Identifies the state of the environment that the call acted in, for step-level advantages."""
     opening: int = 0
-    """Number of ids at the end of ``new_ids`` that force a tool call (:func:`~roll.agents.call_openings.call_opening`)."""
+    """Ids at the end of ``new_ids`` that force a tool call (:func:`~roll.agents.call_openings.call_opening`)."""
     role: str = ""
     """Role that the policy plays, where there are several: each has rewards and baselines of its own."""
     images: tuple[EncodedImage, ...] = ()

@@ -14,6 +14,7 @@ from roll.agents.chat_ids import ChatTemplate, Message, Thinking
 from roll.agents.conversation import Call, Conversations
 from roll.agents.images import BlindPolicyError
 from roll.agents.tool_calls import ParsedResponse, parse_response
+from roll.rewards.thoughts import opened_thought
 
 if TYPE_CHECKING:
     from roll.protocol.vision import VisionInputs
@@ -328,7 +329,7 @@ class Model:
         prompt = self.conversations.prompt_ids(call)
         tail = self.text_of(prompt[: len(prompt) - call.opening][-_TAIL:])
         tools = call.tools or self._template.tools
-        parsed = parse_response(text, self._tool_format, tools, tail.rstrip().endswith("<think>"))
+        parsed = parse_response(text, self._tool_format, tools, opened_thought(tail))
         functions = [{"name": one.name, "arguments": one.arguments} for one in parsed.calls]
         if demanded is not None and not functions:
             # The tool has been called, with arguments that cannot be parsed: the client gets them as text.

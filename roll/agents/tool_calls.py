@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll.agents.tool_arguments import parameters_of, typed_value
+from roll.rewards.thoughts import HARMONY, THOUGHT_BEGIN, split_thought
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ _Found = Iterator[tuple[int, int, Callable[[], list[ToolCall]]]]
 
 
 def parse_response(
-    text: str, tool_format: str, tools: Sequence[Mapping[str, Any]] | None = None, in_thought: bool = False
+    text: str, tool_format: str, tools: Sequence[Mapping[str, Any]] | None = None, opened: str = ""
 ) -> ParsedResponse:
     """Parse a response in ``tool_format``.
 
@@ -53,13 +54,13 @@ def parse_response(
         text: decoded with special tokens, without the token that ended the turn.
         tool_format: one of :data:`TOOL_FORMATS`.
         tools: schemas of the tools that were offered, which type arguments; None: not known.
-        in_thought: the prompt ends inside a thought. What follows is thought until its end mark, and no call in it is
-            one, also where the length cut it.
+        opened: the mark with which the prompt opened a thought. What follows is thought until its end mark, and no
+            call in it is one, also where the length cut it.
     """
     if tool_format == "gpt_oss":
         return _gpt_oss(text)
     parsed, schemas = ParsedResponse(), None if tools is None else parameters_of(tools)
-    text = _split_thinking(text, parsed, tool_format, in_thought)
+    text = _split_thinking(text, parsed, tool_format, opened)
     at, kept = 0, []
     for begin, end, read in TOOL_FORMATS[tool_format](text, schemas):
         try:
@@ -109,23 +110,18 @@ _DEEPSEEK = re.compile(
     r"(?:\s*<｜tool▁calls▁end｜>)?",
     re.DOTALL,
 )
-_HARMONY = re.compile(
-    r"(?:<\|start\|>assistant)?(?P<to>[^<]*)<\|channel\|>(?P<channel>\w+)(?P<rest>[^<]*)(?:<\|constrain\|>\w+)?"
-    r"<\|message\|>(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|$)",
-    re.DOTALL,
-)
 
 
-def _split_thinking(text: str, parsed: ParsedResponse, tool_format: str, in_thought: bool) -> str:
-    """Move ``<think>...</think>`` to ``parsed``; a template may have opened it in the prompt."""
-    begun = in_thought or text.lstrip().startswith("<think>")
-    head, closed, rest = text.partition("</think>")
-    if closed and not begun and _is_in_call(text, len(head), tool_format):
+def _split_thinking(text: str, parsed: ParsedResponse, tool_format: str, opened: str) -> str:
+    """Move the thought to ``parsed``; a template may have opened it in the prompt."""
+    thought, rest = split_thought(text, opened)
+    if rest == text:
         return text
-    if not (closed or begun):
+    begun = opened or THOUGHT_BEGIN.match(text.lstrip())
+    if not begun and rest is not None and _is_in_call(text, len(text) - len(rest) - 1, tool_format):
         return text
-    parsed.reasoning = head.lstrip().removeprefix("<think>").strip()
-    return rest
+    parsed.reasoning = thought
+    return rest or ""
 
 
 def _is_in_call(text: str, position: int, tool_format: str) -> bool:
@@ -293,7 +289,7 @@ def _gpt_oss(text: str) -> ParsedResponse:
     """Harmony: messages with a channel each; a call is a message ``to=functions.NAME``."""
     parsed = ParsedResponse()
     contents, thoughts = [], []
-    for match in _HARMONY.finditer(text):
+    for match in HARMONY.finditer(text):
         recipient = re.search(r"to=(?:functions\.)?([\w.-]+)", match["to"] + match["rest"])
         if recipient is not None:
             try:

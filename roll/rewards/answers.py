@@ -9,24 +9,20 @@ from fractions import Fraction
 from functools import lru_cache
 
 from roll.datasets.converters.math import last_boxed
+from roll.rewards.thoughts import opened_thought, split_thought
 from roll.rewards.units import unit_of
 
-__all__ = ["THOUGHT_END", "THOUGHT_START", "after_thought", "last_boxed", "last_marked", "tagged_answer"]
+__all__ = ["after_thought", "last_boxed", "last_marked", "tagged_answer"]
 
-THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 _MARKED = re.compile(r"####[ \t]*([^\n]+)")
 
 
 def after_thought(response: str, prompt: str = "") -> str | None:
     """The part of a response that is meant for the reader, or None if the thought never ended.
 
-    A thought is opened in the response, or by the end of the prompt (templates that write ``<think>`` themselves).
+    A thought is opened in the response, or by the end of the prompt (templates that open it themselves).
     """
-    _, closed, answer = response.rpartition(THOUGHT_END)
-    if closed:
-        return None if THOUGHT_START in answer else answer
-    opened = THOUGHT_START in response or prompt.rstrip().endswith(THOUGHT_START)
-    return None if opened else response
+    return split_thought(response, opened_thought(prompt), at_last=True)[1]
 
 
 def last_marked(text: str) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from roll.distributed import Dispatch, Worker, register
+from roll.rewards.thoughts import decode_responses
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import (
@@ -171,7 +172,7 @@ class GenerationWorker(Worker):
         if not complete:
             return []
         token_ids = [sample.token_ids for _, samples in complete for sample in samples]
-        texts = iter(self.tokenizer.batch_decode(token_ids, skip_special_tokens=True))
+        texts = iter(decode_responses(self.tokenizer, token_ids))
         return [
             FinishedGroup.from_samples(samples, [visible_text(next(texts), request.params) for _ in samples])
             for request, samples in complete

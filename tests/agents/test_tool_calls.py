@@ -278,8 +278,8 @@ def test_json_that_names_no_tool_is_an_answer(text: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"gpt_oss"}))
 def test_a_thought_that_the_prompt_opened_holds_no_call(name: str) -> None:
-    parsed = parse_response(WRITTEN[name], name, in_thought=True)
+    parsed = parse_response(WRITTEN[name], name, opened="<think>")
     assert (parsed.calls, parsed.errors, parsed.content) == ([], [], "")
     assert parsed.reasoning == WRITTEN[name]
-    after = parse_response(f"{WRITTEN[name]}</think>{WRITTEN[name]}", name, in_thought=True)
+    after = parse_response(f"{WRITTEN[name]}</think>{WRITTEN[name]}", name, opened="<think>")
     assert (after.calls, after.reasoning) == ([CALL], WRITTEN[name])
