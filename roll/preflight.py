@@ -319,7 +319,7 @@ def _resumption_problems(folder: Path, section: WorkerConfig) -> Iterator[tuple[
     except CheckpointMismatchError as error:
         yield "strategy_args.strategy_name", str(error)
         return
-    problem = strategy_problem(written, strategy, state["format"])
+    problem = strategy_problem(written, strategy)
     if problem is not None:
         yield "strategy_args.strategy_name", f"{folder} {problem}"
         return

@@ -18,8 +18,6 @@ from roll.config.strategies.registry import checkpoint_readers
 
 STATE_NAME = "trainer_state.json"
 FORMAT = 3
-READ_FORMATS = (2, FORMAT)
-"""Up to format 2 every backend had a layout of its own; all but Megatron's are read by each."""
 
 _SHOWN = 3
 
@@ -64,10 +62,10 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointMismatchError(f"{path}: not readable ({error})") from error
     found = state.get("format", 1) if isinstance(state, dict) else None
-    if found not in READ_FORMATS:
+    if found != FORMAT:
         raise CheckpointMismatchError(
-            f"{path}: format {found} is not one of those known here ({', '.join(map(str, READ_FORMATS))}); go on "
-            "with the version of roll that wrote it, or start a new run from the model that it exported (pretrain)"
+            f"{path}: format {found} is not the one known here ({FORMAT}); go on with the version of roll that "
+            "wrote it, or start a new run from the model that it exported (pretrain)"
         )
     assert isinstance(state, dict)
     return state
@@ -85,26 +83,21 @@ def read_contents(state: Mapping[str, Any], folder: Path) -> ModelContents:
         raise CheckpointMismatchError(f"{folder / STATE_NAME}: no description of the model ({error!r})") from error
 
 
-def strategy_problem(written: ModelContents, strategy: str, format_: int) -> str | None:
+def strategy_problem(written: ModelContents, strategy: str) -> str | None:
     """The reason why ``strategy`` cannot read what a checkpoint's strategy wrote; None: it can."""
     readers = checkpoint_readers(written.strategy)
     if strategy not in readers:
         return f"was written by {written.strategy}, which {' and '.join(readers)} can go on from"
-    if format_ < FORMAT and written.strategy != strategy and written.strategy.startswith("megatron"):
-        return (
-            f"was written by {written.strategy} of an earlier version of roll (format {format_}), which only "
-            f"{written.strategy} can go on from; its next checkpoint is for every strategy"
-        )
     return None
 
 
-def check_contents(written: ModelContents, present: ModelContents, folder: Path, format_: int = FORMAT) -> None:
+def check_contents(written: ModelContents, present: ModelContents, folder: Path) -> None:
     """
     Raises:
         CheckpointMismatchError: ``present``'s strategy does not read what wrote the checkpoint, or something of it
             would be left behind or have another meaning; names what, and the key.
     """
-    problem = strategy_problem(written, present.strategy, format_)
+    problem = strategy_problem(written, present.strategy)
     if problem is not None:
         raise CheckpointMismatchError(
             f"{folder} {problem}. Or start a new run (another output_dir) from the model that the old one exported "

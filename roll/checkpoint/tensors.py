@@ -36,9 +36,6 @@ BUFFER = "buffer"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 _PIECES, _UPDATES = "pieces", "updates"
-_STARTS = "starts"
-"""Metadata of files of format 2: consecutive elements only."""
-_INDEX_OF_FORMAT_2 = ".metadata"
 
 
 @dataclass(frozen=True)
@@ -158,18 +155,15 @@ class _Files:
     """The file of every tensor."""
     counts: dict[str, int] = field(default_factory=dict)
 
-    def add(self, file: Any, path: Path, updates: int) -> None:
+    def add(self, file: Any, path: Path) -> None:
         metadata = file.metadata() or {}
         try:
-            if _PIECES in metadata:
-                places = json.loads(metadata[_PIECES])
-            else:
-                places = {name: [start, 0] for name, start in json.loads(metadata[_STARTS]).items()}
-            counts = json.loads(metadata.get(_UPDATES, "{}"))
+            places = json.loads(metadata[_PIECES])
+            counts = json.loads(metadata[_UPDATES])
             for key, (start, stride) in places.items():
                 name = key.partition("#")[0]
                 self.pieces.setdefault(name, []).append(_Held(file, key, int(start), int(stride)))
-                self.counts[name] = int(counts.get(name, updates))
+                self.counts[name] = int(counts.get(name, 0))
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointDamagedError(f"{path} does not say which elements it holds ({error!r})") from error
         self.keys |= dict.fromkeys(file.keys(), file)
@@ -196,26 +190,18 @@ class _Files:
 
 
 @contextmanager
-def stored_tensors(path: Path, updates: int = 0) -> Iterator[StoredTensors]:
-    """The tensors of a role's folder, also of one that an earlier version wrote under FSDP or DeepSpeed.
-
-    Args:
-        updates: for files that do not say how many their moments are the result of.
+def stored_tensors(path: Path) -> Iterator[StoredTensors]:
+    """The tensors of a role's folder.
 
     Raises:
         CheckpointDamagedError: a file that cannot be read, or does not say what it holds.
     """
     folder = path / FOLDER
-    if (folder / _INDEX_OF_FORMAT_2).is_file():
-        from roll.checkpoint.format_2 import DistributedTensors
-
-        yield DistributedTensors(folder)
-        return
     files = _Files(folder)
     with ExitStack() as stack:
         try:
             for name in sorted(folder.glob("rank*.safetensors")):
-                files.add(stack.enter_context(safe_open(name, framework="pt")), name, updates)
+                files.add(stack.enter_context(safe_open(name, framework="pt")), name)
             yield files
         except SafetensorError as error:
             raise CheckpointDamagedError(f"{folder} cannot be read: {error}") from error

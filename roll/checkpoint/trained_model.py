@@ -63,7 +63,7 @@ class TrainedModel:
         return {base_name(name): name for name in self.contents.trained if not is_adapter(name)}
 
     def open_tensors(self) -> AbstractContextManager[StoredTensors]:
-        return stored_tensors(self.folder, int(self.state.get("updates", 0)))
+        return stored_tensors(self.folder)
 
     def read(self, stored: StoredTensors, name: str) -> Tensor:
         """float32, whole: a trained parameter, by its name in the checkpoint."""
@@ -114,14 +114,9 @@ def find_trained(path: Path, role: str | None, model: str | None) -> TrainedMode
         contents = read_contents(state, folder)
     except (FileNotFoundError, CheckpointDamagedError, CheckpointMismatchError) as error:
         raise config_error("CKPT", str(path), str(error)) from error
-    if state["format"] < 3 and contents.strategy.startswith("megatron"):
-        rule = (
-            "an earlier version of roll wrote it under megatron_train; let a run go on from it, and export that one's"
-        )
-        raise config_error("CKPT", str(path), rule)
     model = model or contents.path
     if model is None:
-        rule = "the checkpoint does not say which model its run began with (format 2); name it"
+        rule = "the checkpoint does not say which model its run began with; name it"
         raise config_error("--model", None, rule, "models/Qwen2.5-7B")
     return TrainedModel(folder, state, contents, model)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -62,13 +61,3 @@ def test_missing_elements_are_named(tmp_path: Path) -> None:
         stored_tensors(tmp_path),
     ):
         pass
-
-
-def test_files_of_deepspeed_of_format_2_are_read(tmp_path: Path) -> None:
-    (tmp_path / FOLDER).mkdir()
-    for rank, (begin, end) in enumerate([(0, 20), (20, 42)]):
-        tensors = {f"{kind}/w": WHOLE.flatten()[begin:end].clone() for kind in (WEIGHT, "exp_avg")}
-        path = tmp_path / FOLDER / f"rank{rank:05d}.safetensors"
-        save_file(tensors, path, metadata={"starts": json.dumps({"w": begin})})
-    with stored_tensors(tmp_path, updates=5) as stored:
-        assert stored.updates("w") == 5 and torch.equal(stored.read(WEIGHT, "w", 3, 41), WHOLE.flatten()[3:41])

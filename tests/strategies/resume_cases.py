@@ -69,7 +69,7 @@ def contents_of(path: Path) -> dict[str, torch.Tensor]:
     """Every weight and moment of a role's checkpoint, whole, and the number of updates of each."""
     state = read_trainer_state(path)
     found = {}
-    with stored_tensors(path, state.get("updates", 0)) as stored:
+    with stored_tensors(path) as stored:
         for name, shape in state["model"]["trained"].items():
             size = torch.Size(shape).numel()
             for kind in (WEIGHT, *MOMENTS):

@@ -11,7 +11,6 @@ model (:mod:`roll.checkpoint.tensors`); a reader takes its own part of each of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,10 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from roll.checkpoint import CheckpointDamagedError
-from roll.checkpoint.contents import FORMAT, ModelContents
-from roll.checkpoint.tensors import FOLDER, MOMENTS, WEIGHT, Piece, StoredTensors
+from roll.checkpoint.contents import ModelContents
+from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece, StoredTensors
 from roll.config.roles import TrainingArguments
 from roll.platforms import current_platform
 from roll.strategies.megatron.correspondence import Region, Replicated
@@ -231,9 +228,6 @@ def load_states(
     """
     with resumed(path, contents) as (state, stored):
         trained = [own for own in parameters if own.parameter.requires_grad]
-        if state["format"] < FORMAT and state["model"]["strategy"] == contents.strategy:
-            _load_format_2(path, trained, masters, state)
-            return state
         for own in trained:
             names = [naming(source) for source in own.correspondence.sources]
             updates = max(stored.updates(named.name) for named in names)
@@ -264,37 +258,3 @@ def _set(own: OwnParameter, masters: MasterStates, values: dict[str, Tensor], up
     masters.set_weight(own.parameter, values.pop(WEIGHT))
     if updates and values:
         masters.set_moments(own.parameter, values, updates)
-
-
-def _load_format_2(path: Path, trained: list[OwnParameter], masters: MasterStates, state: dict[str, Any]) -> None:
-    """Parameters as Megatron has them, a file for each stage and tensor-parallel rank."""
-    kinds = (WEIGHT, *MOMENTS) if state["updates"] else (WEIGHT,)
-    with _open(path / FOLDER) as files:
-        for own in trained:
-            name = own.correspondence.name
-            values = {kind: _part(own, files, f"{kind}/{_ORIGINALS.get(name, name)}") for kind in kinds}
-            _set(own, masters, values, int(state["updates"]))
-
-
-def _part(own: OwnParameter, files: dict[str, list[Any]], key: str) -> Tensor:
-    if key not in files:
-        raise CheckpointDamagedError(f"the checkpoint's files have no {key}")
-    rank, size, layout = own.shards.rank(), own.shards.size(), own.correspondence.layout
-    if len(files[key]) == size:
-        return files[key][rank].get_tensor(key)
-    return layout.split(layout.join([file.get_tensor(key) for file in files[key]]), rank, size)
-
-
-_ORIGINALS = {"output_layer.weight": "embedding.word_embeddings.weight"}
-
-
-@contextmanager
-def _open(folder: Path) -> Iterator[dict[str, list[Any]]]:
-    """For each key, the opened files that hold its parts, by tensor-parallel rank."""
-    with ExitStack() as stack:
-        by_key: dict[str, list[Any]] = {}
-        for name in sorted(folder.glob("*.safetensors")):
-            file = stack.enter_context(safe_open(name, framework="pt"))
-            for key in file.keys():  # noqa: SIM118 (not a mapping)
-                by_key.setdefault(key, []).append(file)
-        yield by_key

@@ -121,8 +121,8 @@ def resumed(path: Path, contents: ModelContents) -> Iterator[tuple[dict[str, Any
         CheckpointDamagedError: the tensors cannot be read.
     """
     state = read_trainer_state(path)
-    check_contents(read_contents(state, path), contents, path, state["format"])
-    with stored_tensors(path, int(state.get("updates", 0))) as stored:
+    check_contents(read_contents(state, path), contents, path)
+    with stored_tensors(path) as stored:
         yield state, stored
     if not state.get("has_optimizer", True):
         logger.warning("%s holds no optimizer state (save_only_model): the moments start from zero", path)
