@@ -76,8 +76,6 @@ TOOLS = {
     "reproduce": Tool("roll.reproduce", "run a documented table again, and say which rows agree with what is recorded"),
     "report": Tool("roll.report.command", "write one HTML file of runs: curves, timeline, samples, diagnosis", True),
     "diagnose": Tool("roll.report.command", "name what is wrong with a run, with evidence and remedy", True),
-    "top": Tool("roll.report.command", "show a run in the terminal while it goes on", True),
-    "trace": Tool("roll.report.command", "write a run's phases and worker calls for Perfetto or OpenTelemetry", True),
     "translate": Tool("roll.translation.command", "turn a launch of verl or SkyRL into this project's keys"),
 }
 

@@ -17,7 +17,6 @@ from roll.agents.episode import Episode, EpisodeOver, Model, Response, Task
 from roll.agents.images import content_text, has_images, is_image
 from roll.environments.base import AGGREGATIONS, Environment, Turn, read_reset, read_step, reset_arguments
 from roll.environments.off_loop import call_off_loop, in_own_process
-from roll.tracking.run_record import span_log
 
 
 @dataclass(frozen=True)
@@ -125,9 +124,7 @@ class EnvironmentAgent:
             async with self._slot():
                 return await asyncio.wait_for(call_off_loop(method, *args, **options), limit)
         finally:
-            seconds = time.perf_counter() - begin
-            episode.seconds.environment += seconds
-            span_log.note(getattr(method, "__name__", "call"), seconds, {"environment": self._name})
+            episode.seconds.environment += time.perf_counter() - begin
 
     def _slot(self) -> contextlib.AbstractAsyncContextManager[object]:
         """A slot for a call, of ``concurrent``; no deadline runs while waiting for it."""

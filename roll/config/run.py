@@ -161,9 +161,6 @@ class RunConfig:
     """Folder of the profiler's files; null: ``profiler`` in the run's log folder."""
     profiler_calls: list[int] = field(default_factory=lambda: [1])
     """Calls of each worker's methods that are recorded, from 0. Most methods are called once a step."""
-    otlp_output_dir: str | None = None
-    """Folder that gets the run's steps, phases, worker calls, requests to engines and calls of environments as
-    OpenTelemetry traces at its end; null: none."""
     rollout_mock: RolloutMockConfig = field(default_factory=RolloutMockConfig)
     """Write rollouts to disk, or train on written ones."""
     transfer_backend: TransferBackendConfig = field(default_factory=TransferBackendConfig)

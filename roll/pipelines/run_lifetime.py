@@ -34,7 +34,6 @@ from roll.pipelines.sample_records import SampleRecorder
 from roll.protocol.metrics import Metrics
 from roll.report.page import ending_command, write_report
 from roll.report.run_files import REPORT_NAME, RunFiles
-from roll.report.traces import write_traces
 from roll.tracking import (
     ENDING_LOGGER,
     LOG_NAME,
@@ -49,12 +48,10 @@ from roll.tracking.console import INTERVAL_ENDS
 from roll.tracking.plots import plot_run
 from roll.tracking.run_record import (
     RECORD_FOLDER,
-    REQUESTS_NAME,
     SAMPLES_NAME,
     TIMELINE_NAME,
     SampleLog,
     TimelineLog,
-    span_log,
 )
 
 logger = logging.getLogger(__name__)
@@ -162,9 +159,6 @@ class RunLifetime:
         self._timeline = TimelineLog(folder / TIMELINE_NAME, resumed=last_step is not None)
         log = SampleLog(folder / SAMPLES_NAME, settings.max_megabytes << 20, last_step) if settings.enabled else None
         self.samples = SampleRecorder(log, settings)
-        if self.config.otlp_output_dir is not None:
-            span_log.open(folder / REQUESTS_NAME, resumed=last_step is not None)
-            stack.callback(span_log.close)
         stack.callback(self._timeline.close)
         stack.callback(self.samples.close)
         self._outputs.describe()
@@ -394,8 +388,6 @@ class RunOutputs:
     def write_report(self) -> None:
         if self._config.report_at_end:
             write_report(self._plan.output_dir)
-        if self._config.otlp_output_dir is not None:
-            write_traces(self._plan.output_dir, Path(self._config.otlp_output_dir))
 
     def ending_command(self) -> list[str]:
         """Draws curves and report from another process, should this one end hard."""

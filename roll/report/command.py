@@ -1,15 +1,12 @@
-"""The commands ``roll report``, ``roll diagnose``, ``roll top`` and ``roll trace``."""
+"""The commands ``roll report`` and ``roll diagnose``."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from rich.console import Console
 
 from roll.report.diagnosis import diagnose
 from roll.report.evidence import Finding
@@ -23,8 +20,7 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: a folder that holds no run.
     """
-    commands = {"report": report, "diagnose": diagnosis, "top": top, "trace": trace}
-    return commands[words[0]](words[1:])
+    return {"report": report, "diagnose": diagnosis}[words[0]](words[1:])
 
 
 def report(words: Sequence[str]) -> int:
@@ -86,54 +82,3 @@ def diagnosis(words: Sequence[str]) -> int:
 def _as_text(finding: Finding) -> str:
     seen = [f"  - {line}" for line in finding.evidence]
     return "\n".join([f"{finding.title}  ({finding.cause})", *seen, f"  remedy: {finding.remedy}"])
-
-
-def top(words: Sequence[str]) -> int:
-    """Show a run in the terminal while it goes on.
-
-    Raises:
-        ConfigError: a folder that holds no run.
-    """
-    from roll.report.live import watch
-
-    parser = argparse.ArgumentParser(
-        prog="roll top",
-        description="Show a run in the terminal while it goes on: progress, metrics, phases, memory, workers, log.",
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="output_dir of a run")
-    parser.add_argument("--interval", type=float, default=2.0, help="seconds between looks (default: %(default)s)")
-    parser.add_argument("--once", action="store_true", help="show it once and end")
-    arguments = parser.parse_args(list(words))
-    if arguments.interval <= 0:
-        parser.error(f"--interval {arguments.interval:g}: must be positive")
-    with contextlib.suppress(KeyboardInterrupt):
-        watch(arguments.run, arguments.interval, arguments.once, Console(emoji=False))
-    return 0
-
-
-def trace(words: Sequence[str]) -> int:
-    """Write a run's phases and worker calls as a trace.
-
-    Raises:
-        ConfigError: a folder that holds no run.
-    """
-    from roll.report.traces import otlp, perfetto
-
-    parser = argparse.ArgumentParser(
-        prog="roll trace", description="Write a run's steps, phases and worker calls as a trace."
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="output_dir of a run, also of one that goes on")
-    parser.add_argument(
-        "--to",
-        choices=("perfetto", "otlp"),
-        default="perfetto",
-        help="perfetto: Chrome's trace events, for ui.perfetto.dev; otlp: OpenTelemetry's JSON (default: %(default)s)",
-    )
-    parser.add_argument("--out", type=Path, help="the file; without it, trace.json in the folder of the run")
-    arguments = parser.parse_args(list(words))
-    run = read_run(arguments.run)
-    file = arguments.out or run.folder / "trace.json"
-    written = otlp(run) if arguments.to == "otlp" else perfetto(run)
-    file.write_text(json.dumps(written) + "\n", encoding="utf-8")
-    sys.stdout.write(f"{file}\n")
-    return 0

@@ -22,14 +22,12 @@ from roll.config.run import RESOLVED_CONFIG
 from roll.tracking.records import METRICS_NAME, read_metrics
 from roll.tracking.run_record import (
     RECORD_FOLDER,
-    REQUESTS_NAME,
     SAMPLES_NAME,
     TIMELINE_NAME,
     WorkerCalls,
     decoded,
     read_calls,
     read_payloads,
-    read_requests,
     read_timeline,
 )
 
@@ -126,12 +124,6 @@ class Run:
     def calls(self) -> list[WorkerCalls]:
         since = _began(self.about) - 1.0
         return read_calls(self.log_dir / WORKERS_FOLDER, since)
-
-    @cached_property
-    def requests(self) -> list[tuple[str, float, float, dict[str, Any]]]:
-        """Single requests and calls of environments; [] without ``otlp_output_dir``."""
-        since = _began(self.about) - 1.0
-        return [row for row in read_requests(self.folder / RECORD_FOLDER / REQUESTS_NAME) if row[2] >= since]
 
     def payloads(self) -> Iterator[tuple[int, bytes]]:
         """Step and compressed block, see :mod:`roll.tracking.run_record`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ from roll.distributed import Cluster, PendingCall, RemoteError
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.rollout.routing import EngineAccount, PromptAffinityRouter, Router, num_unfinished
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore
-from roll.tracking.run_record import span_log
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +42,6 @@ class Generation:
     """Its samples; None: it is not finished, or was aborted."""
     _error: Exception | None = None
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
-    _began: float = field(default_factory=time.perf_counter)
 
     def __await__(self) -> Generator[Any, None, FinishedGroup | None]:
         if not self.done:
@@ -67,8 +64,6 @@ class Generation:
         """Hand over its samples (None: it was aborted), or what ended the engines."""
         if group is not None:
             group.request_id = self.name
-            sizes = {"samples": len(group.lengths), "tokens": len(group.token_ids)}
-            span_log.note("request", time.perf_counter() - self._began, {"id": self.name, **sizes})
             if self.on_finished is not None:
                 self.on_finished(group)
         self.done, self.value, self._error = True, group, error

@@ -51,11 +51,6 @@ CallTimes`)::
 
     {"role": "actor_train", "rank": 0, "devices": [0], "host": "node-1"}
     ["update", begin, end]
-
-With ``otlp_output_dir``, ``requests.jsonl`` next to the driver's file has a line for every single request to an engine
-and every call of an environment (:class:`SpanLog`)::
-
-    ["request", begin, end, {"id": "12", "samples": 8, "tokens": 210}]
 """
 
 from __future__ import annotations
@@ -226,7 +221,6 @@ def _keep(path: Path, wanted: Callable[[int], bool]) -> None:
 
 
 TIMELINE_NAME = "timeline.jsonl"
-REQUESTS_NAME = "requests.jsonl"
 CALLS_SUFFIX = ".calls.jsonl"
 
 Span = tuple[str, float, float]
@@ -332,33 +326,6 @@ class TimelineLog(_LineFile):
         self.write({"step": step, "begin": round(begin, 4), "end": round(end, 4), "phases": spans})
 
 
-class SpanLog:
-    """Log of single pieces of work of the driver's event loop; nothing is written while it is closed."""
-
-    def __init__(self) -> None:
-        self._file: _LineFile | None = None
-
-    def open(self, path: Path, resumed: bool) -> None:
-        """Write to ``path`` from now on; ``resumed``: behind the lines of an earlier run."""
-        self.close()
-        self._file = _LineFile(path, "a" if resumed else "w")
-
-    def note(self, name: str, seconds: float, attributes: Mapping[str, str | int]) -> None:
-        """Write down that ``name`` has ended now, after ``seconds``."""
-        if self._file is not None:
-            end = time.time()
-            self._file.write([name, round(end - seconds, 4), round(end, 4), dict(attributes)])
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
-
-
-span_log = SpanLog()
-"""The log of this process: a driver has one run at a time."""
-
-
 @dataclass(frozen=True)
 class WorkerCalls:
     """The calls of one rank's process."""
@@ -373,11 +340,6 @@ class WorkerCalls:
 def read_timeline(path: Path) -> list[dict[str, Any]]:
     """The driver's lines, in order; [] where there is no file."""
     return [row for row in _lines(path) if _is_step(row)]
-
-
-def read_requests(path: Path) -> list[tuple[str, float, float, dict[str, Any]]]:
-    """Name, begin, end and attributes of single requests and calls of environments; [] where there is no file."""
-    return [(row[0], row[1], row[2], row[3]) for row in _lines(path) if _is_span(row, 4)]
 
 
 def read_calls(folder: Path, since: float = 0.0) -> list[WorkerCalls]:

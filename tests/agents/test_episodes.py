@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -17,7 +16,6 @@ from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Sampled, T
 from roll.environments.frozen_lake import FrozenLake
 from roll.environments.games import GuessNumber
 from roll.pipelines.agentic.metrics import episode_metrics
-from roll.tracking.run_record import read_requests, span_log
 from tests.agents.templates import CHATML
 from tests.agents.tiny import make_tokenizer
 
@@ -65,15 +63,6 @@ def bisect(prompt: str) -> str:
         elif word.isdigit():
             guess = int(word)
     return str((low + high) // 2)
-
-
-def test_calls_of_an_environment_are_noted(template: ChatTemplate, tmp_path: Path) -> None:
-    span_log.open(tmp_path / "requests.jsonl", resumed=False)
-    episode, _ = play(template, GuessNumber, bisect)
-    span_log.close()
-    rows = read_requests(tmp_path / "requests.jsonl")
-    assert [row[0] for row in rows] == ["reset", *["step"] * len(episode.calls)]
-    assert all(row[1] <= row[2] and row[3] == {"environment": "env"} for row in rows)
 
 
 def test_an_episode_is_one_growing_sample(template: ChatTemplate) -> None:

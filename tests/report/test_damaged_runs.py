@@ -90,8 +90,8 @@ def test_a_damaged_run_is_shown(damage: Damage, tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", [made_block(step, 1, 2, 3, random.Random(step)) for step in range(2)])
     (run / "config.yaml").write_text("pipeline: rlvr\n")
     damage(run)
-    for command in ("report", "diagnose", "top", "trace"):
-        assert cli.main([command, str(run), *(["--once"] if command == "top" else [])]) in (0, 1)
+    for command in ("report", "diagnose"):
+        assert cli.main([command, str(run)]) in (0, 1)
 
 
 def test_what_is_whole_is_kept(tmp_path: Path) -> None:

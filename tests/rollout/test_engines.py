@@ -12,7 +12,6 @@ from roll.rollout.engines import EngineClient, EngineWorker, Generation
 from roll.rollout.groups import FinishedGroup
 from roll.rollout.routing import EngineLoad, build_router
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
-from roll.tracking.run_record import read_requests, span_log
 from tests.rollout.fake_clusters import FakeCall, FakeEngines, let_be_done, on_clock, settle
 
 PARAMS = SamplingParams(max_new_tokens=4)
@@ -68,24 +67,6 @@ async def test_requests_go_to_the_engine_with_the_fewest_samples():
     assert desk.client.num_outstanding == 18
     assert sorted(await desk.advance(2)) == ["0", "1", "2", "3", "4"]
     assert [desk.engines.seen[str(i)][0] for i in range(5)] == [0, 1, 1, 1, 1]
-
-
-@on_clock
-async def test_requests_are_noted_while_the_log_is_open(tmp_path):
-    desk = Desk(FakeEngines(world_size=1))
-    file = tmp_path / "requests.jsonl"
-    span_log.open(file, resumed=False)
-    desk.submit(8, 2)
-    await desk.advance()
-    span_log.close()
-    desk.submit(1, first=2)
-    await desk.advance()
-    (first, second) = read_requests(file)
-    assert [(row[0], row[3]["id"], row[3]["samples"]) for row in (first, second)] == [
-        ("request", "0", 8),
-        ("request", "1", 2),
-    ]
-    assert first[1] <= first[2] and first[3]["tokens"] > 0
 
 
 @on_clock
