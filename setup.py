@@ -74,8 +74,6 @@ EXTRAS = {
     "peft": ["peft==0.21.2"],
     # `roll export --to gguf`.
     "gguf": ["gguf>=0.19"],
-    # `roll merge`.
-    "merge": ["mergekit==0.1.5"],
     # Tools of agents: MCP servers, and checks of arguments. The clients of black boxes are their programs' own.
     "agents": ["jsonschema>=4.20", "mcp>=2.0"],
     # Languages of responses, for the reward `ifeval`.
@@ -103,7 +101,6 @@ EXTRAS = {
         "langdetect>=1.0.9",
         "mcp>=2.0",
         "megatron-core==0.16.1",
-        "mergekit==0.1.5",
         "mypy>=2.0",
         "openai==3.54.0",
         "openai-agents==0.24.0",

@@ -71,7 +71,6 @@ TOOLS = {
     ),
     "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
     "export": Tool("roll.checkpoint.export", "turn a training checkpoint into a Hugging Face model, adapter or GGUF"),
-    "merge": Tool("roll.checkpoint.merge", "make one model of several: linear, SLERP, TIES, DARE"),
     "replay": Tool("roll.replay", "take the step of a recorded batch again and compare its metrics"),
     "reproduce": Tool("roll.reproduce", "run a documented table again, and say which rows agree with what is recorded"),
     "report": Tool("roll.report.command", "write one HTML file of runs: curves, timeline, samples, diagnosis", True),

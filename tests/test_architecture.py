@@ -41,7 +41,6 @@ OPTIONAL = {
     "megatron",
     "peft",
     "gguf",
-    "mergekit",
     "wandb",
     "swanlab",
     "tensordict",
