@@ -1,6 +1,7 @@
 """``roll doctor [--json] [--quick] [--output DIR] [--ranks N]``.
 
-The exit status is 0 when everything is in order, 1 when runs work with warnings, 2 when they do not.
+Versions, devices and drivers are what PyTorch's ``torch.utils.collect_env`` says of them, a cluster's nodes those of
+``ray status``. The exit status is 0 when everything is in order, 1 when runs work with warnings, 2 when they do not.
 """
 
 from __future__ import annotations
@@ -8,67 +9,145 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from importlib import metadata
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from roll import __version__
+from roll.config.reading.masking import masked
 from roll.config.run import RunConfig
-from roll.doctor import host, trials
-from roll.doctor.findings import EXIT, Finding, Severity, as_json, gravest, render
+from roll.config.strategies.registry import BACKENDS
+from roll.doctor import trials
+from roll.doctor.findings import EXIT, Finding, Severity, gravest, judge
+from roll.preflight import is_installed
+
+GIBIBYTE = 1 << 30
+LEAST_SHM, LEAST_FILES = 256 << 20, 1024
+LEAST_DISK, COMFORTABLE_DISK = 100 << 20, 5 * GIBIBYTE
 
 
 def main(argv: Sequence[str]) -> int:
     """The exit status follows the gravest finding."""
     options = build_parser().parse_args(list(argv))
-    # Programs and files want the report only.
-    say = (lambda text: None) if options.json or not sys.stderr.isatty() else _say
-    findings = examine(Path(options.output), options.ranks, options.quick, say)
+    findings = examine(Path(options.output), options.ranks, options.quick)
+    environment = "" if options.quick else collected()
     if options.json:
-        sys.stdout.write(json.dumps(as_json(findings), indent=1) + "\n")
+        listed = [asdict(finding) | {"severity": finding.severity.name.lower()} for finding in findings]
+        status = {"status": gravest(findings).name.lower(), "exit_status": EXIT[gravest(findings)]}
+        report = {"roll": __version__, **status, "findings": listed, "environment": environment}
+        sys.stdout.write(json.dumps(masked(report), indent=1) + "\n")
     else:
-        render(findings, Console(emoji=False))
+        render(findings, environment, Console(emoji=False))
     return EXIT[gravest(findings)]
 
 
-def examine(output: Path, ranks: int, quick: bool, say: Callable[[str], None]) -> list[Finding]:
+def collected() -> str:
+    """Versions, devices and drivers, as a report of a fault to PyTorch has them."""
+    from torch.utils.collect_env import get_pretty_env_info
+
+    return str(get_pretty_env_info())
+
+
+def examine(output: Path, ranks: int, quick: bool) -> list[Finding]:
     """Every finding, in the order of the report.
 
     Args:
         output: the folder that a run would write to.
         ranks: of the trial of collectives.
         quick: nothing is tried, only looked at.
-        say: is given a line before each thing that takes time.
     """
     findings: list[Finding] = []
 
     def look(section: str, found: Callable[[], Iterable[Finding]]) -> None:
-        say(f"{section} ...")
         try:
             findings.extend(replace(finding, section=section) for finding in found())
         except Exception as error:  # the rest of the report is still worth having
             value, remedy = f"{type(error).__name__}: {error}", "an error of roll doctor: report it"
             findings.append(Finding("look", value, "can be looked at", Severity.ERROR, remedy, section=section))
 
-    look("versions", host.versions)
-    look("backends", lambda: host.backends({} if quick else trials.try_imports()))
-    look("devices", host.devices)
-    if not quick:
-        look("devices", trials.try_devices)
-    look("limits", lambda: host.limits(output))
-    look("clock", lambda: host.clock(os.environ))
-    look("network", lambda: host.network(os.environ))
+    look("backends", backends)
+    look("limits", lambda: limits(output))
     if not quick:
         look("collectives", lambda: trials.try_collectives(ranks))
-        look("ray", trials.try_ray)
         look("sandbox", trials.try_sandbox)
     return findings
 
 
-def _say(text: str) -> None:
-    Console(stderr=True, emoji=False).print(text, markup=False, highlight=False, style="dim")
+def backends() -> Iterator[Finding]:
+    """Every strategy and engine: installed or not, in which version, and how to install it."""
+    brought = metadata.packages_distributions()
+    for backend in BACKENDS.rows:
+        package, names = backend.package, ", ".join(backend.strategies)
+        if package is None:
+            yield Finding(backend.name, f"{names}: ready", "comes with the base install")
+            continue
+        distribution = next(iter(brought.get(package.module.partition(".")[0], ())), None)
+        version = "" if distribution is None else f", {metadata.version(distribution)}"
+        there = is_installed(package.module)
+        value = f"{names}: ready{version}" if there else f"{names}: not installed"
+        remedy = f"{package.install}; or leave it, if no recipe uses it"
+        yield judge(backend.name, value, f"needs the package {package.module}", there, remedy, Severity.NOTE)
+
+
+def limits(output: Path) -> Iterator[Finding]:
+    """Shared memory, open files, and the disk of the output folder."""
+    shm = Path("/dev/shm")
+    free = shutil.disk_usage(shm).free if shm.exists() else 0
+    rule = f"{LEAST_SHM >> 20} MiB free in /dev/shm, for the batches between processes"
+    remedy = (
+        "batches go through files, which is slower: --shm-size=1g for docker run, shm_size: 1gb in a compose file, "
+    )
+    remedy += "an emptyDir with medium: Memory at /dev/shm under Kubernetes"
+    yield judge("shared memory", f"{free / GIBIBYTE:.2f} GiB free", rule, free >= LEAST_SHM, remedy)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    rule, remedy = f"{LEAST_FILES} or more; 65536 with hundreds of workers", "ulimit -n 65536 before the start"
+    yield judge("open files", f"{soft} (at most {hard})", rule, soft >= LEAST_FILES, remedy)
+    folder = output.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    rule = (
+        f"can be written, with {COMFORTABLE_DISK // GIBIBYTE} GiB free: a checkpoint takes 12 to 16 bytes a parameter"
+    )
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".roll-doctor-") as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        remedy = "give the user of the run the right to write there, or name another folder by --output and output_dir"
+        yield Finding("output folder", f"{folder}: {error.strerror}", rule, Severity.ERROR, remedy)
+        return
+    value, remedy = f"{folder}: {free / GIBIBYTE:.1f} GiB free", "free some of it, or name another disk by output_dir"
+    severity = Severity.WARNING if free >= LEAST_DISK else Severity.ERROR
+    yield judge("output folder", value, rule, free >= COMFORTABLE_DISK, remedy, severity)
+
+
+def render(findings: Sequence[Finding], environment: str, console: Console) -> None:
+    """PyTorch's report, a table of all findings, then the rule and the remedy of each that is not in order."""
+    if environment:
+        console.print(f"{masked(environment)}\n", markup=False, highlight=False, soft_wrap=True)
+    table = Table("", "checked", "found", "", box=None, pad_edge=False)
+    for finding in findings:
+        # Text, since messages of errors hold brackets, which Rich would take for markup.
+        cells = (finding.section, finding.what, str(masked(finding.value)), finding.severity.name.lower())
+        table.add_row(*map(Text, cells))
+    console.print(table)
+    for finding in sorted(findings, key=lambda finding: -finding.severity):
+        if finding.severity > Severity.OK:
+            text = f"\n{finding.severity.name.lower()}: {finding.section}: {finding.what}\n  rule: {finding.rule}"
+            console.print(f"{text}\n  remedy: {finding.remedy}", markup=False, highlight=False, soft_wrap=True)
+    ends = {Severity.WARNING: "runs work here, with the warnings above", Severity.ERROR: "runs do not work here"}
+    console.print(f"\n{ends.get(gravest(findings), 'runs work here')}", highlight=False)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -77,7 +156,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="See whether runs work on this host, and why not. Exit status: 0 in order, 1 warnings, 2 errors.",
     )
     parser.add_argument("--json", action="store_true", help="the report as JSON, for a cluster's prologue")
-    parser.add_argument("--quick", action="store_true", help="look only: no imports, collectives, Ray or sandbox")
+    parser.add_argument("--quick", action="store_true", help="look only: no report of PyTorch, collectives or sandbox")
     parser.add_argument(
         "--output", default=RunConfig.output_dir, help="folder that a run would write to (default: %(default)s)"
     )

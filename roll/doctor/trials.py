@@ -1,4 +1,4 @@
-"""Findings that take a trial: imports, devices, collectives, Ray, the sandbox.
+"""Findings that take a trial: collectives and the sandbox.
 
 Each trial is a process of its own (``python -m roll.doctor.trials NAME ...``) with a deadline: a driver that hangs, a
 library that crashes and a network that drops packets end the trial and nothing else. A trial writes a line of JSON for
@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import roll
-from roll.config.strategies.registry import BACKENDS
 from roll.distributed.guard import kill_tree
 from roll.doctor.findings import Finding, Severity, judge
 from roll.platforms import current_platform
-from roll.preflight import is_installed
 
 NODE_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RAY_ADDRESS", "DASHBOARD_PORT")
 """Of a run on several nodes; a trial is about this host alone."""
@@ -43,7 +39,6 @@ class Outcome:
     """Its output."""
     error: str
     """Empty: it ended well."""
-    seconds: float
 
 
 def trial(name: str, *arguments: str, deadline: float) -> Outcome:
@@ -81,13 +76,11 @@ def trials(
                 late = True
                 kill_tree(process.pid)
                 process.wait()
-            outcomes.append(_outcome(process, files, late, deadline, time.monotonic() - began))
+            outcomes.append(_outcome(process, files, late, deadline))
         return outcomes
 
 
-def _outcome(
-    process: subprocess.Popen[bytes], files: Sequence[IO[bytes]], late: bool, deadline: float, seconds: float
-) -> Outcome:
+def _outcome(process: subprocess.Popen[bytes], files: Sequence[IO[bytes]], late: bool, deadline: float) -> Outcome:
     texts = []
     for file in files:
         file.seek(0)
@@ -102,122 +95,13 @@ def _outcome(
         error = " | ".join(lines[-_LAST_LINES:]) or f"ended with status {process.returncode}{last}"
     else:
         error = ""
-    return Outcome(words, error, seconds)
+    return Outcome(words, error)
 
 
 def did(what: str, **figures: Any) -> None:
     """Say that something is done."""
     sys.stdout.write(json.dumps({"did": what, **figures}) + "\n")
     sys.stdout.flush()
-
-
-# Imports
-
-IMPORT_SECONDS = 180.0
-
-
-def try_imports() -> dict[str, str]:
-    """Import the modules of every backend that is installed; by backend, the error of those that cannot be."""
-    broken = {}
-    for backend in BACKENDS.rows:
-        if backend.package is None or is_installed(backend.package.module):
-            paths = filter(None, (backend.computes, backend.generates, backend.scores))
-            outcome = trial("imports", *(path.rpartition(".")[0] for path in paths), deadline=IMPORT_SECONDS)
-            if outcome.error:
-                broken[backend.name] = outcome.error.rpartition(" | ")[2]
-    return broken
-
-
-def imports(*modules: str) -> None:
-    import importlib
-
-    for module in modules:
-        importlib.import_module(module)
-        did(module)
-
-
-# Devices
-
-DEVICE_SECONDS = 120.0
-_SIDE = 1024
-
-
-def try_devices() -> Iterator[Finding]:
-    """Compute on every device, and ask NVIDIA's tool for errors that the memory of devices could not correct."""
-    here = current_platform()
-    if here.name == "cpu":
-        return
-    for index in range(here.device_count()):
-        outcome = trial("device", str(index), deadline=DEVICE_SECONDS)
-        figures = outcome.words[-1] if outcome.words else {}
-        value = outcome.error or (
-            f"{figures['name']}: {figures['free'] / 2**30:.1f} of {figures['total'] / 2**30:.1f} GiB free, "
-            f"{figures['tflops']:.0f} TFLOP/s in bf16"
-        )
-        yield judge(
-            f"{here.name}:{index}",
-            value,
-            "a product of matrices is that of the CPU, and 90% of its memory is free",
-            not outcome.error and figures["free"] >= 0.9 * figures["total"],
-            "see the driver's messages (dmesg | grep -i xid), reset the device, or leave it out of device_mapping"
-            if outcome.error
-            else "another process holds memory of it: nvidia-smi (or rocm-smi, npu-smi) says which",
-            severity=Severity.ERROR if outcome.error else Severity.WARNING,
-            seconds=outcome.seconds,
-            data=figures or None,
-        )
-    yield from _uncorrected_errors()
-
-
-def _uncorrected_errors() -> Iterator[Finding]:
-    lines = _nvidia_smi("--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader").splitlines()
-    if not lines:
-        return
-    rows = [[part.strip() for part in line.split(",")] for line in lines if "," in line]
-    bad = [f"cuda:{index} has {count}" for index, count in rows if count.isdigit() and int(count) > 0]
-    yield judge(
-        "uncorrected memory errors",
-        ", ".join(bad) or "none",
-        "none since the driver was loaded",
-        not bad,
-        "take the device out of service: results and weights on it may be wrong",
-        severity=Severity.ERROR,
-    )
-
-
-def device(index: str) -> None:
-    import torch
-
-    here = current_platform()
-    target = here.device(int(index))
-    here.set_device(int(index))
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(_SIDE, _SIDE, generator=generator, dtype=torch.float64) for _ in range(2))
-    found = (left.to(target).float() @ right.to(target).float()).cpu().double()
-    difference = (found - left @ right).abs().max().item()
-    if not difference < 0.5:  # TF32 rounds each factor to 2**-11, and a sum has 1024 terms
-        raise RuntimeError(f"a product of matrices is off by {difference:g}")
-    big = torch.randn(8192, 8192, device=target, dtype=torch.bfloat16)
-    for _ in range(3):
-        big @ big
-    seconds = _seconds(partial(torch.matmul, big, big), 10)
-    module = getattr(torch, here.device_type)
-    del big
-    module.empty_cache()
-    free, total = module.mem_get_info(int(index))
-    name = module.get_device_name(int(index))
-    did("a product of matrices", name=name, free=free, total=total, tflops=10 * 2 * 8192**3 / seconds / 1e12)
-
-
-def _seconds(run: Callable[[], object], repeats: int) -> float:
-    """The duration of all ``repeats`` on the current device."""
-    here = current_platform()
-    here.synchronize()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    here.synchronize()
-    return time.perf_counter() - began
 
 
 # Collectives
@@ -237,7 +121,7 @@ def try_collectives(ranks: int) -> Iterator[Finding]:
         environ = {"GLOO_SOCKET_IFNAME": "lo"} if on_cpu else {}
         outcomes = trials(commands, COLLECTIVE_SECONDS, environ)
     errors = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
-    backend, seconds = here.collective_backend, max(outcome.seconds for outcome in outcomes)
+    backend = here.collective_backend
     rule = "the sums are right, and every rank ends"
     link = next((word for word in outcomes[0].words if word["did"] == "copy"), None)
     if errors:
@@ -248,50 +132,20 @@ def try_collectives(ranks: int) -> Iterator[Finding]:
             "containers need --shm-size and --ipc=host"
         )
         what = f"{backend}, {world} ranks"
-        yield Finding(what, "; ".join(errors), rule, Severity.ERROR, remedy, seconds)
+        yield Finding(what, "; ".join(errors), rule, Severity.ERROR, remedy)
         return
-    nominal = "" if on_cpu or world == 1 else nominal_speed()
     for word in outcomes[0].words:
         if "rate" in word and word is not link:
             slowest = min(
                 other["rate"] for outcome in outcomes for other in outcome.words if other["did"] == word["did"]
             )
-            copied = "" if link is None else f"; a copy {link['between']}: {link['rate'] / 1e9:.2f} GB/s{nominal}"
+            copied = "" if link is None else f"; a copy {link['between']}: {link['rate'] / 1e9:.2f} GB/s"
             yield Finding(
                 word["did"],
                 f"{slowest / 1e9:.2f} GB/s a rank ({backend}, {world} ranks, {word['bytes'] >> 20} MiB{copied})",
                 rule,
-                seconds=word["seconds"],
                 data={"bytes_per_second": slowest, "ranks": world, "bytes": word["bytes"]},
             )
-
-
-PCIE_LANE_GB = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""GB/s of a lane in one direction, by generation of PCI Express."""
-
-
-def nominal_speed() -> str:
-    """NVIDIA's report of the first device's links, as the end of a sentence; empty where it says nothing."""
-    status = _nvidia_smi("nvlink", "--status", "-i", "0")
-    links = [float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", status)]
-    if links:
-        return f", nominally {sum(links):.0f} GB/s ({len(links)} NVLinks)"
-    query = ("--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader", "-i", "0")
-    parts = [part.strip() for part in _nvidia_smi(*query).split(",")]
-    if len(parts) != 2 or not all(part.isdigit() for part in parts) or int(parts[0]) not in PCIE_LANE_GB:
-        return ""
-    generation, lanes = map(int, parts)
-    return f", nominally {PCIE_LANE_GB[generation] * lanes:.0f} GB/s (PCIe {generation} x{lanes})"
-
-
-def _nvidia_smi(*words: str) -> str:
-    """The output of NVIDIA's tool; empty where it fails, or there is none."""
-    command = ["nvidia-smi", *words]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEVICE_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
 
 
 def collectives(rank_text: str, world_text: str, store: str) -> None:
@@ -343,6 +197,17 @@ def collectives(rank_text: str, world_text: str, store: str) -> None:
     dist.destroy_process_group()
 
 
+def _seconds(run: Callable[[], object], repeats: int) -> float:
+    """The duration of all ``repeats`` on the current device."""
+    here = current_platform()
+    here.synchronize()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    here.synchronize()
+    return time.perf_counter() - began
+
+
 def _measure(name: str, run: Callable[[], object], share: float, size: int) -> None:
     import torch.distributed as dist
 
@@ -360,53 +225,6 @@ def _copy_rate(source: Any, target: Any, world: int) -> None:
     target.copy_(source)
     seconds = _seconds(lambda: target.copy_(source), _REPEATS)
     did("copy", rate=source.nbytes * _REPEATS / seconds, between=between)
-
-
-# Ray
-
-RAY_SECONDS = 120.0
-
-
-def try_ray() -> Iterator[Finding]:
-    """Start a private Ray with one worker, call it, and end both; nothing of them may be left."""
-    outcome = trial("start_ray", deadline=RAY_SECONDS)
-    times = {word["did"]: word for word in outcome.words}
-    value = outcome.error or (
-        f"started in {times['started']['seconds']:.1f} s, worker in {times['called']['seconds']:.1f} s, "
-        f"ended in {times['ended']['seconds']:.1f} s"
-    )
-    yield judge(
-        "start and stop",
-        value,
-        "a private Ray on loopback starts, a worker answers, and nothing is left at the end",
-        not outcome.error,
-        "its logs say more: RAY_BACKEND_LOG_LEVEL=debug; a full or slow folder for temporary files, too few processes "
-        "(ulimit -u) and a loopback interface that is down are the usual causes",
-        severity=Severity.ERROR,
-        seconds=outcome.seconds,
-    )
-
-
-def start_ray() -> None:
-    from roll.config.roles import WorkerConfig
-    from roll.distributed import Cluster, ResourceManager, Worker, ray_runtime
-    from roll.distributed.guard import run_processes
-
-    began = time.perf_counter()
-    with ray_runtime(1) as runtime:
-        did("started", seconds=time.perf_counter() - began)
-        began = time.perf_counter()
-        resources = ResourceManager(1)
-        cluster = Cluster("doctor", Worker, resources, WorkerConfig(world_size=1))
-        cluster.submit(0, Worker.ping).result(60)
-        did("called", seconds=time.perf_counter() - began)
-        cluster.shutdown()
-        resources.close()
-        began = time.perf_counter()
-    left = run_processes(runtime.mark)
-    if left:
-        raise RuntimeError(f"processes of it are left: {left}")
-    did("ended", seconds=time.perf_counter() - began)
 
 
 # The sandbox
@@ -432,7 +250,6 @@ def try_sandbox() -> Iterator[Finding]:
         "only recipes with code rewards or a Python tool need it: run them where namespaces or Landlock are permitted "
         "(docs/code-rewards.md lists hosts) or on another host (code_url)"
         + (f"; here programs {'; '.join(CONSEQUENCES[name] for name in broken)}" if broken else ""),
-        seconds=outcome.seconds,
         data=None if outcome.error else word,
     )
 
@@ -448,10 +265,7 @@ def sandbox() -> None:
 
 
 TRIALS: dict[str, Callable[..., None]] = {
-    "imports": imports,
-    "device": device,
     "collectives": collectives,
-    "start_ray": start_ray,
     "sandbox": sandbox,
 }
 

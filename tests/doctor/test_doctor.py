@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
-import time
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -15,9 +13,8 @@ from rich.console import Console
 from roll import cli
 from roll.config.strategies.registry import BACKENDS
 from roll.distributed.guard import is_alive
-from roll.doctor import command, host, trials
-from roll.doctor.findings import EXIT, Finding, Severity, as_json, gravest, render
-from roll.preflight import is_installed
+from roll.doctor import command, trials
+from roll.doctor.findings import EXIT, Finding, Severity, gravest
 
 SECRET = "hf_" + "a1B2" * 8
 
@@ -30,14 +27,10 @@ def only(findings: Iterator[Finding], what: str) -> Finding:
 def test_a_quick_look_at_this_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status = cli.main(["doctor", "--quick", "--json", "--output", str(tmp_path / "not" / "there" / "yet")])
     report = json.loads(capsys.readouterr().out)
-    sections = {finding["section"] for finding in report["findings"]}
-    assert sections == {"versions", "backends", "devices", "limits", "clock", "network"}
+    assert {finding["section"] for finding in report["findings"]} == {"backends", "limits"}
     assert status == report["exit_status"] == {"ok": 0, "note": 0, "warning": 1, "error": 2}[report["status"]]
-    by_name = {finding["what"]: finding for finding in report["findings"]}
-    assert by_name["torch"]["value"] == metadata.version("torch")
-    assert set(BACKENDS) <= {
-        name for each in report["findings"] for name in each["value"].partition(":")[0].split(", ")
-    }
+    named = {name for each in report["findings"] for name in each["value"].partition(":")[0].split(", ")}
+    assert set(BACKENDS) <= named
     assert not (tmp_path / "not").exists(), "looking leaves nothing behind"
     for finding in report["findings"]:
         assert finding["rule"]
@@ -50,16 +43,18 @@ def test_the_exit_status_follows_the_gravest(
     for severity, status in EXIT.items():
         found = Finding("w", f"token {SECRET}", "r", severity, "do this")
         monkeypatch.setattr(command, "examine", lambda *args, found=found: [Finding("fine", "v", "r"), found])
-        assert command.main([]) == status
+        assert command.main(["--quick"]) == status
         text = capsys.readouterr().out
         assert ("do this" in text) == (severity > Severity.OK)
-        assert SECRET not in text and SECRET not in json.dumps(as_json([found]))
+        assert SECRET not in text
+        assert command.main(["--quick", "--json"]) == status
+        assert SECRET not in capsys.readouterr().out
     assert gravest([]) is Severity.OK
 
 
 def test_brackets_of_an_error_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     error = "[rank0]: cannot load [/usr/lib/libnccl.so]"
-    render([Finding("nccl", error, "r", Severity.ERROR, "do this")], Console(width=200))
+    command.render([Finding("nccl", error, "r", Severity.ERROR, "do this")], "", Console(width=200))
     assert error in capsys.readouterr().out
 
 
@@ -68,90 +63,32 @@ def test_a_look_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_pat
         raise OSError("no /proc here")
         yield
 
-    monkeypatch.setattr(host, "devices", broken)
-    found = command.examine(tmp_path, 2, quick=True, say=lambda text: None)
+    monkeypatch.setattr(command, "backends", broken)
+    found = command.examine(tmp_path, 2, quick=True)
     assert only(iter(found), "look").value == "OSError: no /proc here"
     assert "limits" in {finding.section for finding in found}, "the rest is looked at"
 
 
-def test_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = ["torch>=999", "no-such-package>=1", "ray>=2", "vllm==0; extra == 'vllm'"]
-    monkeypatch.setattr(metadata, "requires", lambda name: needed)
-    found = list(host.versions())
-    torch = only(iter(found), "torch")
-    assert (torch.severity, torch.rule, torch.remedy) == (Severity.ERROR, ">=999", "pip install 'torch>=999'")
-    assert only(iter(found), "no-such-package").value == "not installed"
-    assert only(iter(found), "requirements").value == "1 of 3 met"
-
-
-def test_backends_that_cannot_run_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "is_installed", lambda module: module != "deepspeed")
-    found = list(host.backends({"vllm": "ImportError: libcudart.so.13", "fsdp2": "SyntaxError"}))
-    missing, broken, base = (only(iter(found), name) for name in ("deepspeed", "vllm", "fsdp2"))
+def test_a_backend_that_is_not_installed_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "is_installed", lambda module: module != "deepspeed")
+    missing = only(command.backends(), "deepspeed")
     assert (missing.severity, "pip install 'roll-rl[deepspeed]'" in missing.remedy) == (Severity.NOTE, True)
-    assert (broken.severity, "libcudart.so.13" in broken.value) == (Severity.WARNING, True)
-    assert base.severity is Severity.ERROR, "without it nothing trains"
-    monkeypatch.setattr(host, "version_of_module", lambda module: "0.1")
-    assert "the versions that were tried" in only(host.backends({}), "vllm").rule
 
 
 def test_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     usage = type("Usage", (), {"free": 64 << 20, "total": 64 << 20})
-    monkeypatch.setattr(host.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 256))
     (tmp_path / "file").touch()
-    found = list(host.limits(tmp_path))
+    found = list(command.limits(tmp_path))
     assert {finding.what: finding.severity for finding in found} == {
         "shared memory": Severity.WARNING,
         "open files": Severity.WARNING,
         "output folder": Severity.ERROR,
-        "temporary files": Severity.WARNING,
     }
     assert "--shm-size" in found[0].remedy
-    closed = only(host.limits(Path("/proc/no/such")), "output folder")
+    closed = only(command.limits(Path("/proc/no/such")), "output folder")
     assert closed.severity is Severity.ERROR
-
-
-NODE = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-
-
-@pytest.mark.parametrize(
-    ("environ", "what", "severity", "words"),
-    [
-        ({}, "nodes", Severity.OK, "alone"),
-        ({"RAY_ADDRESS": "10.0.0.4:6379"}, "nodes", Severity.OK, "RAY_ADDRESS=10.0.0.4:6379"),
-        ({"WORLD_SIZE": "two"}, "nodes", Severity.ERROR, "WORLD_SIZE = 'two'"),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.200"}, "address", Severity.ERROR, "no interface"),
-        (NODE, "address", Severity.OK, "on lo"),
-        ({**NODE, "GLOO_SOCKET_IFNAME": "eth7"}, "address", Severity.WARNING, "on lo"),
-        (NODE, "access token", Severity.ERROR, "none"),
-        (
-            {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "RAY_AUTH_TOKEN": "x" * 32},
-            "access token",
-            Severity.OK,
-            "set",
-        ),
-    ],
-)
-def test_network(
-    environ: dict[str, str],
-    what: str,
-    severity: Severity,
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    found = only(host.network(environ), what)
-    assert found.severity is severity and words in found.value, found
-
-
-def test_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_clock_state", lambda: False)
-    assert only(host.clock({}), "synchronised").severity is Severity.NOTE
-    assert only(host.clock({"WORLD_SIZE": "2"}), "synchronised").severity is Severity.WARNING
-    monkeypatch.setattr(time, "time", lambda: 0.0)
-    assert only(host.clock({}), "time of day").severity is Severity.ERROR
 
 
 FAULTY = """
@@ -194,7 +131,7 @@ def test_trials_that_crash_and_fail() -> None:
 @pytest.mark.long
 @pytest.mark.e2e
 def test_everything_is_tried(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """As a cluster's prologue would: collectives with right sums, Ray, the sandbox, every backend imported."""
+    """As a cluster's prologue would: collectives with right sums, and the sandbox."""
     status = cli.main(["doctor", "--json", "--output", str(tmp_path), "--ranks", "3"])
     report = json.loads(capsys.readouterr().out)
     assert status < 2, report
@@ -202,11 +139,8 @@ def test_everything_is_tried(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     for name in ("all-reduce", "all-to-all", "broadcast"):
         assert by_name[name]["data"]["bytes_per_second"] > 0
         assert by_name[name]["data"]["ranks"] == 3
-    assert by_name["start and stop"]["severity"] == "ok"
     assert by_name["isolation"]["data"]["given"]
-    for name in ("fsdp2", "fsdp", "hf_infer", "deepspeed", "megatron"):
-        installed = name not in ("deepspeed", "megatron") or is_installed({"megatron": "megatron.core"}.get(name, name))
-        assert by_name[name]["severity"] == ("ok" if installed else "note"), by_name[name]
+    assert "PyTorch version" in report["environment"]
 
 
 @pytest.mark.long
@@ -221,31 +155,3 @@ def test_a_collective_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     (found,) = trials.try_collectives(2)
     assert found.severity is Severity.ERROR
     assert "rank 0: no end within 15 s" in found.value and "hung after 'copy'" in found.value
-
-
-@pytest.mark.long
-def test_the_python_of_a_trial_is_this_one() -> None:
-    assert trials.trial("imports", "json", deadline=60).words == [{"did": "json"}]
-    assert "No module named 'no_such_module'" in trials.trial("imports", "no_such_module", deadline=60).error
-
-
-SMI = """#!/bin/sh
-case "$1" in
-nvlink) printf '%s' "$LINKS";;
-*) echo "5, 16";;
-esac
-"""
-
-
-def test_the_nominal_speed_of_links_between_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the tool of NVIDIA's driver prints it; without NVLink that of PCI Express, without the tool nothing."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert trials.nominal_speed() == ""
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(SMI)
-    tool.chmod(0o755)
-    links = "".join(f"\t Link {number}: 26.562 GB/s\n" for number in range(18))
-    monkeypatch.setenv("LINKS", f"GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)\n{links}")
-    assert trials.nominal_speed() == ", nominally 478 GB/s (18 NVLinks)"
-    monkeypatch.setenv("LINKS", "")
-    assert trials.nominal_speed() == ", nominally 63 GB/s (PCIe 5 x16)"
