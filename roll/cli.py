@@ -37,8 +37,6 @@ EXIT_CONFIG = 2
 EXIT_FAILED = 1
 """Exit status of a run that failed."""
 
-DATA_SETS = ("gsm8k", "math", "code", "preferences", "chats")
-
 
 @dataclass(frozen=True)
 class Tool:
@@ -60,9 +58,6 @@ class Tool:
 
 
 TOOLS = {
-    "prepare-data": Tool(
-        "roll.datasets.prepare", f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
-    ),
     "evaluate": Tool("roll.evaluate", "ask models and checkpoints the validation prompts of a file"),
     "doctor": Tool("roll.doctor.command", "see whether runs work on this host, and why not"),
     "env": Tool("roll.environments.command", "list, check and play environments"),

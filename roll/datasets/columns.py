@@ -273,3 +273,10 @@ def filter_source(setting: str | Mapping[str, Any] | None) -> Any:
     if module is None:
         raise OSError(f"no source of {setting}")
     return [setting, inspect.getsource(module)]
+
+
+def with_system(messages: list[Message], system: Any) -> list[Message]:
+    """The messages with a system message in front, where ``system`` is a non-empty text and there is none yet."""
+    if not isinstance(system, str) or not system or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.data import DataArguments
 from roll.datasets.assistant_turns import AssistantTurns, Masked, read_dialogue, spans_of
-from roll.datasets.columns import Columns, Message, require
-from roll.datasets.converters import with_system
+from roll.datasets.columns import Columns, Message, require, with_system
 from roll.datasets.images import ImageReader
 from roll.datasets.making import Draft, RowMaker
 from roll.datasets.preparation import PreparedRows, load_rows

@@ -182,9 +182,3 @@ def test_options_of_a_harness_need_one(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         cli.main(["evaluate", "tiny/evaluate_config.yaml", "--tasks", "gsm8k"])
     assert "are read with --harness only" in capsys.readouterr().err
-
-
-def test_prepare_data_goes_to_its_module(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["prepare-data", "no-such-data-set", "--input", str(tmp_path), "--output", str(tmp_path)])
-    assert stopped.value.code == 2

@@ -1,4 +1,4 @@
-"""``roll prepare-data`` on rows in the shapes that sets are published in."""
+"""``examples/data/prepare.py`` on rows in the shapes that sets are published in."""
 
 from __future__ import annotations
 
@@ -6,25 +6,33 @@ import base64
 import json
 import os
 import pickle
+import sys
 import tracemalloc
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from roll.datasets import DataError
-from roll.datasets.converters import Convert, PrepareOptions
-from roll.datasets.converters.code import convert_code
-from roll.datasets.converters.conversations import convert_chat
-from roll.datasets.converters.math import convert_math
-from roll.datasets.converters.preferences import convert_label, convert_pair, convert_ranking
-from roll.datasets.prepare import main
 from roll.datasets.reading import SourceRow, read_rows
+from tests.examples.pages import ROOT
 
-Write = Callable[..., str]
+sys.path.insert(0, str(ROOT / "examples/data"))  # as the scripts there find one another
+from chat_sets import convert_chat
+from code_sets import convert_code
+from math_sets import convert_math
+from preference_sets import convert_label, convert_pair, convert_ranking
+from prepare import main
+from published import Convert, PrepareOptions
+
 OPTIONS = PrepareOptions("t")
+
+
+def written(folder: Path, rows: list[Any]) -> str:
+    path = folder / "data.jsonl"
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
 
 
 def converted(convert: Convert, row: dict[str, Any], options: PrepareOptions = OPTIONS) -> dict[str, Any]:
@@ -173,7 +181,7 @@ BOMBS = {
 @pytest.mark.parametrize("name", BOMBS)
 def test_packed_tests_fill_no_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data, message = BOMBS[name]
-    monkeypatch.setattr("roll.datasets.converters.code.MAX_TESTS_MB", 1)
+    monkeypatch.setattr("code_sets.MAX_TESTS_MB", 1)
     tracemalloc.start()
     with pytest.raises(DataError, match=message):
         converted(convert_code, {"question": "?", "private_test_cases": base64.b64encode(data).decode()})
@@ -262,9 +270,7 @@ def test_rankings_and_labels() -> None:
         converted(convert_label, {"prompt": "?", "completion": "a", "label": "good"})
 
 
-def test_rows_without_a_preference_are_counted(
-    write_jsonl: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_without_a_preference_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     hh = "\n\nHuman: ?\n\nAssistant: a\n\nHuman: {}\n\nAssistant: {}"
     rows = [
@@ -276,7 +282,7 @@ def test_rows_without_a_preference_are_counted(
         {"chosen": hh.format("x", "a"), "rejected": hh.format("x", "b")},
     ]
     target = tmp_path / "pairs.jsonl"
-    assert main(["preferences", "--input", write_jsonl(rows), "--output", str(target)]) == 0
+    assert main(["preferences", "--input", written(tmp_path, rows), "--output", str(target)]) == 0
     (kept,) = [source.row for source in read_rows(str(target))]
     assert [message["content"] for message in kept["messages"]] == ["?", "a", "x"]
     assert "1 rows" in caplog.text and "5 left out (2 empty response" in caplog.text
@@ -302,8 +308,10 @@ def test_alpaca_inputs_and_systems() -> None:
     assert [message["content"] for message in found["messages"]] == ["Short.", "Add.\n\n1 2", "3"]
 
 
-def test_the_command(write_jsonl: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source = write_jsonl([{"problem": "P?", "answer": "1"}, {"problem": "Q?"}, "{", {"problem": "R?", "answer": "2"}])
+def test_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = written(
+        tmp_path, [{"problem": "P?", "answer": "1"}, {"problem": "Q?"}, "{", {"problem": "R?", "answer": "2"}]
+    )
     target = tmp_path / "out" / "train.jsonl"
     command = ["math", "--input", source, "--output", str(target), "--tag", "aime", "--instruction", ""]
     assert main(command) == 2

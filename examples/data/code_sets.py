@@ -12,7 +12,8 @@ import pickletools
 import zlib
 from typing import Any
 
-from roll.datasets.converters import PrepareOptions, difficulty, json_of, others, prompt_columns, text_of
+from published import PrepareOptions, difficulty, json_of, others, prompt_columns, text_of
+
 from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
 

@@ -1,4 +1,4 @@
-"""``roll prepare-data``: published data files to this project's columns."""
+"""``python examples/data/prepare.py KIND``: published data files to this project's columns."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from roll.datasets.converters import Convert, PrepareOptions
-from roll.datasets.converters.code import CODE_INSTRUCTION, CODE_TAG, convert_code
-from roll.datasets.converters.conversations import CHAT_TAG, convert_chat
-from roll.datasets.converters.math import (
+from chat_sets import CHAT_TAG, convert_chat
+from code_sets import CODE_INSTRUCTION, CODE_TAG, convert_code
+from math_sets import (
     GSM8K_INSTRUCTION,
     GSM8K_TAG,
     MATH_INSTRUCTION,
@@ -22,13 +21,15 @@ from roll.datasets.converters.math import (
     convert_gsm8k,
     convert_math,
 )
-from roll.datasets.converters.preferences import (
+from preference_sets import (
     PAIR_TAG,
     NoPreferenceError,
     convert_label,
     convert_pair,
     convert_ranking,
 )
+from published import Convert, PrepareOptions
+
 from roll.datasets.reading import Row, data_files, read_rows, stream_rows
 from roll.datasets.types import BadRows, DataError
 
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="roll prepare-data", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("gsm8k", help="GSM8K: train and test file with the columns question and answer")
     command.add_argument(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from roll.datasets.columns import Message, check_messages
-from roll.datasets.converters import PrepareOptions, one_of, others, text_of, with_system
+from published import PrepareOptions, one_of, others, text_of
+
+from roll.datasets.columns import Message, check_messages, with_system
 from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
 

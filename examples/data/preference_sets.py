@@ -19,9 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll.datasets.columns import Message
-from roll.datasets.converters import PrepareOptions, one_of, others, with_system
-from roll.datasets.converters.conversations import CHATS, hh_messages, messages_of, with_options
+from chat_sets import CHATS, hh_messages, messages_of, with_options
+from published import PrepareOptions, one_of, others
+
+from roll.datasets.columns import Message, with_system
 from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
 

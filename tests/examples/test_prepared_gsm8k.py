@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -13,9 +14,12 @@ import pytest
 
 from roll.config.roles import DataArguments
 from roll.datasets import PromptDataset
-from roll.datasets.prepare import main, prepare_gsm8k
 from roll.datasets.reading import read_rows
 from roll.rewards import RewardSample, build_reward
+from tests.examples.pages import ROOT
+
+sys.path.insert(0, str(ROOT / "examples/data"))
+from prepare import main, prepare_gsm8k
 
 ROWS = [
     {"question": "Ann has 3 hens and gets 4.", "answer": "3+4 = <<3+4=7>>7\n#### 7"},

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll.datasets.columns import Message
+from roll.datasets.columns import with_system
 from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
 
@@ -65,13 +65,6 @@ def prompt_columns(prompt: str, options: PrepareOptions, separator: str = "\n\n"
     """``messages`` and ``prompt``, instruction appended."""
     text = f"{prompt}{separator}{options.instruction}" if options.instruction else prompt
     return {"messages": with_system([{"role": "user", "content": text}], options.system), "prompt": text}
-
-
-def with_system(messages: list[Message], system: Any) -> list[Message]:
-    """The messages with a system message in front, where ``system`` is a non-empty text and there is none yet."""
-    if not isinstance(system, str) or not system or messages[0]["role"] in ("system", "developer"):
-        return messages
-    return [{"role": "system", "content": system}, *messages]
 
 
 def difficulty(source: SourceRow, words: Sequence[str] = ()) -> Row:
