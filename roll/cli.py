@@ -60,11 +60,9 @@ class Tool:
 TOOLS = {
     "evaluate": Tool("roll.evaluate", "ask models and checkpoints the validation prompts of a file"),
     "doctor": Tool("roll.doctor.command", "see whether runs work on this host, and why not"),
-    "env": Tool("roll.environments.command", "list, check and play environments"),
     "rehearse": Tool(
         "roll.rehearsal.command", "say what a recipe's step needs at its full size, without weights and devices"
     ),
-    "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
     "export": Tool("roll.checkpoint.export", "turn a training checkpoint into a Hugging Face model, adapter or GGUF"),
     "replay": Tool("roll.replay", "take the step of a recorded batch again and compare its metrics"),
     "reproduce": Tool("roll.reproduce", "run a documented table again, and say which rows agree with what is recorded"),

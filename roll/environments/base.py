@@ -45,7 +45,7 @@ class Environment(Protocol):
     reset) and ``role`` of a text observation (default ``user``). A class attribute ``instant = True`` declares that the
     methods of this very class never wait and take next to no time, so that they may be called on the event loop. A
     method ``close()`` is called at the end where there is one; ``sample_action(rng)`` returns a random legal action for
-    ``roll env play --random``.
+    tests.
     """
 
     def reset(self, seed: int) -> tuple[Any, dict[str, Any]] | Awaitable[tuple[Any, dict[str, Any]]]: ...

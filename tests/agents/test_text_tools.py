@@ -16,9 +16,9 @@ from roll.agents.agent_options import ToolWrapperArguments
 from roll.agents.text_tools import SearchText, TextTools, text_tool
 from roll.agents.tools import ToolError
 from roll.environments.base import Environment
-from roll.environments.command import check_environment
 from roll.environments.games import GuessNumber
 from roll.environments.registry import EnvironmentOptionError, make_environment
+from tests.environments.checking import check_environment
 
 
 @pytest.fixture

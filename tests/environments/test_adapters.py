@@ -17,8 +17,8 @@ import pytest
 
 from roll.environments.adapters import GymnasiumEnvironment
 from roll.environments.base import BrokenContract, read_reset, read_step, reset_arguments
-from roll.environments.command import check_environment
 from roll.environments.registry import EnvironmentOptionError, make_environment
+from tests.environments.checking import check_environment
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:

@@ -1,4 +1,4 @@
-"""Built-in environments: seeded, solvable, exact in their rewards; the contract; ``roll env check``."""
+"""Built-in environments: seeded, solvable, exact in their rewards; the contract."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 from roll.environments.actions import MOVES, ActionPattern
 from roll.environments.base import BrokenContract, read_reset, read_step
-from roll.environments.command import check_environment
 from roll.environments.frozen_lake import FrozenLake
 from roll.environments.games import Calculator, GuessNumber, HiddenWord, calculate, marks
 from roll.environments.registry import EnvironmentOptionError, environment_names, make_environment, register_environment
 from roll.environments.sokoban import Sokoban
+from tests.environments.checking import check_environment
 
 WITH_DATA = {"questions", "roll_math", "roll_qa"}
 """Tested in ``tests/agents/test_text_tools.py``."""

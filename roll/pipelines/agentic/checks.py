@@ -142,8 +142,8 @@ def check_answers(key: str, section: EnvManagerConfig, checks: Checks) -> None:
         rule = f"must be policy: responses of {'another model' if kind == 'openai' else 'a random player'} "
         checks.add(path, kind, f"{rule}are no samples of the policy, so it cannot learn from them", "policy")
     else:
-        other = "roll env play --random" if kind == "random" else "an agent that asks the model (agent: dotted.path)"
-        checks.add(path, kind, f"must be policy: a validation measures the policy; {other} is the way", "policy")
+        other = "" if kind == "random" else "; an agent that asks the model (agent: dotted.path) is the way"
+        checks.add(path, kind, f"must be policy: a validation measures the policy{other}", "policy")
     if (section.group_filter_cls or "").startswith(PUBLISHED_PREFIX):
         rule = "is a class of another code base; group_filter_config has filters by mean and spread of a group"
         checks.add(f"{key}.group_filter_cls", section.group_filter_cls, rule, "~")

@@ -98,7 +98,7 @@ def check_player(key: str, section: CustomEnvConfig, checks: Checks) -> None:
     """An entry has either an environment or an agent."""
     agent, _ = agent_of(section)
     if agent is None and section.env_type is None:
-        rule = "is needed: which environment is played (roll env list); or agent, tools or command"
+        rule = "is needed: which environment is played (docs/environments.md); or agent, tools or command"
         checks.missing(f"{key}.env_type", rule, "frozen_lake")
     elif agent is not None and section.env_type is not None:
         rule = "goes without agent, tools and command: an agent is given its task by data_args or by its own code"

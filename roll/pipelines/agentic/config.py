@@ -110,7 +110,7 @@ class CustomEnvConfig:
     """``custom_envs.<tag>``: an environment, or an agent of your own, and how it is played."""
 
     env_type: str | None = None
-    """``frozen_lake``, ``sokoban`` and the other names of ``roll env list``; ``gem:ID``, ``gymnasium:ID``,
+    """``frozen_lake``, ``sokoban`` and the other built-in names; ``gem:ID``, ``gymnasium:ID``,
     ``textarena:ID``, ``skyrl:ID``, ``openenv:URL``; or the dotted path of a class of your own."""
     env_config: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment; checked by the environment itself."""
