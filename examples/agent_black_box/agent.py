@@ -8,11 +8,13 @@ import asyncio
 import json
 import os
 import sys
+from pathlib import Path
 
 import httpx2
 from openai import AsyncOpenAI, BadRequestError
 
-from roll.environments.games import GuessNumber
+sys.path.append(str(Path(__file__).parents[1] / "tiny_agentic"))
+from games import GuessNumber
 
 AT_A_TIME = 32
 

@@ -1,11 +1,14 @@
 """An MCP server with a calculator: over standard input and output, or over HTTP with ``--port N``."""
 
 import argparse
+import sys
+from pathlib import Path
 
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
-from roll.environments.games import calculate as value_of
+sys.path.append(str(Path(__file__).parents[1] / "tiny_agentic"))
+from games import calculate as value_of
 
 server = MCPServer("calculator", log_level="WARNING")
 

@@ -12,8 +12,9 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from games import Calculator, GuessNumber
+
 from roll.environments.frozen_lake import FrozenLake
-from roll.environments.games import Calculator, GuessNumber
 
 Row = dict[str, Any]
 SEED = "demonstrations"

@@ -15,9 +15,6 @@ from roll.environments.off_loop import says_instant
 _BUILT_IN: dict[str, tuple[str, str]] = {
     "frozen_lake": ("roll.environments.frozen_lake", "FrozenLake"),
     "sokoban": ("roll.environments.sokoban", "Sokoban"),
-    "guess_number": ("roll.environments.games", "GuessNumber"),
-    "calculator": ("roll.environments.games", "Calculator"),
-    "hidden_word": ("roll.environments.games", "HiddenWord"),
     "questions": ("roll.environments.questions", "Questions"),
     "roll_math": ("roll.environments.questions", "math_questions"),
     "roll_qa": ("roll.environments.questions", "text_questions"),

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import pytest
 
+from examples.tiny_agentic.games import GuessNumber
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Sampled, Task, run_episode
 from roll.environments.frozen_lake import FrozenLake
-from roll.environments.games import GuessNumber
 from roll.pipelines.agentic.metrics import episode_metrics
 from tests.agents.templates import CHATML
 from tests.agents.tiny import make_tokenizer

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from examples.tiny_agentic.games import GuessNumber
 from roll.agents.built_in_tools import PythonTool
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.conversation import Conversations
@@ -22,7 +23,6 @@ from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Task, run_
 from roll.agents.tool_calls import parse_response
 from roll.agents.tools import ToolError
 from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
-from roll.environments.games import GuessNumber
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.learning import EpisodeAdvantageComputer
 from roll.pipelines.agentic.plan import AgenticPlan

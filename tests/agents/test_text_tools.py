@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 import pytest
 
+from examples.tiny_agentic.games import GuessNumber
 from roll.agents.agent_options import ToolWrapperArguments
 from roll.agents.text_tools import SearchText, TextTools, text_tool
 from roll.agents.tools import ToolError
 from roll.environments.base import Environment
-from roll.environments.games import GuessNumber
 from roll.environments.registry import EnvironmentOptionError, make_environment
 from tests.environments.checking import check_environment
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from examples.tiny_agentic.games import Calculator, GuessNumber, calculate
 from roll.environments.actions import MOVES, ActionPattern
 from roll.environments.base import BrokenContract, read_reset, read_step
 from roll.environments.frozen_lake import FrozenLake
-from roll.environments.games import Calculator, GuessNumber, HiddenWord, calculate, marks
 from roll.environments.registry import EnvironmentOptionError, environment_names, make_environment, register_environment
 from roll.environments.sokoban import Sokoban
 from tests.environments.checking import check_environment
@@ -156,26 +156,6 @@ def test_calculator_takes_whole_numbers_only(text: str) -> None:
 
 def test_calculator_is_python_s_arithmetic() -> None:
     assert [calculate(text) for text in ("12*(3-4)", "-5+2", "2*3-4*5")] == [-12, -3, -14]
-
-
-@pytest.mark.parametrize(
-    ("guess", "secret", "expected"),
-    [
-        ("apple", "apple", "GGGGG"),
-        ("paper", "apple", "YYGY-"),
-        ("eerie", "green", "YYY--"),
-        ("level", "lever", "GGGG-"),
-    ],
-)
-def test_marks_count_each_letter_once(guess: str, secret: str, expected: str) -> None:
-    assert marks(guess, secret) == expected
-
-
-def test_hidden_word() -> None:
-    game = HiddenWord(words=["apple"])
-    game.reset(0)
-    assert game.step("zzzzz")[0] == "zzzzz -----"
-    assert game.step("APPLE")[1:3] == (1.0, True)
 
 
 def test_action_patterns() -> None:

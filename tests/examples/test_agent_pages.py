@@ -129,7 +129,12 @@ def test_the_examples_train(tiny_model: Path, tmp_path: Path) -> None:
         "data_args": {"file_name": [str(loop_rows)]},
         "max_tokens_per_step": 30,
     }
-    game = {"env_type": "guess_number", "context": "response", "max_steps": 2, "max_tokens_per_step": 12}
+    game = {
+        "env_type": "examples.tiny_agentic.games.GuessNumber",
+        "context": "response",
+        "max_steps": 2,
+        "max_tokens_per_step": 12,
+    }
     both = {
         "defaults": [os.path.relpath(ROOT / "examples/agent_black_box/agent_config", tmp_path) + "@_here_"],
         "pretrain": str(tiny_model),

@@ -1,4 +1,4 @@
-"""Short games of words and numbers: guess the number, a calculator task, a hidden word."""
+"""Short games of words and numbers: guess the number, a calculator task."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import operator
 import random
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -148,67 +147,3 @@ class Calculator:
     def _info(self, success: bool, valid: bool, state: str | None = None) -> dict[str, Any]:
         info = {"success": success, "valid": valid, "state": state or self.expression}
         return info | {"metrics": {"tool_uses": float(self._uses)}, "metrics_agg_mode": {"tool_uses": "last"}}
-
-
-_WORDS = (
-    "apple beach bread brick chair cloud coast crane dance dream earth field flame fruit glass grape green heart "
-    "horse house knife lemon light money mouse music night ocean paint paper piano plant queen radio river round "
-    "sheep shirt smile snake stone storm sugar table tiger train water wheel white world "
-)
-
-
-@dataclass
-class HiddenWord:
-    """A hidden word of five letters; every guess is answered letter by letter, as in Wordle.
-
-    ``G``: the right letter, ``Y``: a letter of another place, ``-``: no letter of the word (each letter counted as
-    often as the word has it).
-    """
-
-    instant: ClassVar[bool] = True
-    words: Sequence[str] = tuple(_WORDS.split())
-    max_steps: int = 6
-    format_penalty: float = 0.0
-    action_pattern: str | None = None
-
-    def __post_init__(self) -> None:
-        self._words = [word.lower() for word in self.words]
-        wrong = [word for word in self._words if not re.fullmatch(r"[a-z]{5}", word)]
-        if wrong or not self._words:
-            raise ValueError(f"words of hidden_word are words of five letters a to z, got {wrong or 'none'}")
-        self._pattern = ActionPattern(self.action_pattern)
-
-    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        self.secret = random.Random(f"hidden_word/{seed}").choice(self._words)
-        self._steps, self._seen = 0, [""]
-        return "Guess the word of five letters.", {"state": ""}
-
-    def step(self, action: str) -> Step:
-        self._steps += 1
-        guess = (self._pattern.find(action) or "").lower()
-        valid = re.fullmatch(r"[a-z]{5}", guess) is not None
-        answer = f"{guess} {marks(guess, self.secret)}" if valid else "Not a word of five letters."
-        if valid:
-            self._seen.append(answer)
-        success = guess == self.secret
-        reward = float(success) + (0.0 if valid else self.format_penalty)
-        info = {"success": success, "valid": valid, "state": "\n".join(sorted(self._seen))}
-        return answer, reward, success, not success and self._steps >= self.max_steps, info
-
-    def sample_action(self, rng: random.Random) -> str:
-        return rng.choice(self._words)
-
-
-def marks(guess: str, secret: str) -> str:
-    """``G``, ``Y`` and ``-`` for the letters of ``guess``."""
-    left = Counter(there for letter, there in zip(guess, secret, strict=True) if letter != there)
-    found = []
-    for letter, there in zip(guess, secret, strict=True):
-        if letter == there:
-            found.append("G")
-        elif left[letter] > 0:
-            left[letter] -= 1
-            found.append("Y")
-        else:
-            found.append("-")
-    return "".join(found)
