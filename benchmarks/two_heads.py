@@ -3,7 +3,7 @@
     python -m benchmarks.two_heads FOLDER SEED
 
 makes ``FOLDER/data`` and ``FOLDER/seed<SEED>/warm_start/model`` where they are not there.  The runs of
-``roll reproduce engines`` start from it.
+``benchmarks/reproduce.py engines`` start from it.
 """
 
 from __future__ import annotations

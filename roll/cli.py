@@ -65,7 +65,6 @@ TOOLS = {
     ),
     "export": Tool("roll.checkpoint.export", "turn a training checkpoint into a Hugging Face model, adapter or GGUF"),
     "replay": Tool("roll.replay", "take the step of a recorded batch again and compare its metrics"),
-    "reproduce": Tool("roll.reproduce", "run a documented table again, and say which rows agree with what is recorded"),
     "report": Tool("roll.report.command", "write one HTML file of runs: curves, timeline, samples, diagnosis", True),
     "diagnose": Tool("roll.report.command", "name what is wrong with a run, with evidence and remedy", True),
     "translate": Tool("roll.translation.command", "turn a launch of verl or SkyRL into this project's keys"),

@@ -30,7 +30,7 @@ FLOORS = {
     },
     4: {"workers", "report"},
     5: {"pipelines"},
-    6: {"cli", "doctor", "evaluate", "preflight", "rehearsal", "replay", "reproduce", "translation"},
+    6: {"cli", "doctor", "evaluate", "preflight", "rehearsal", "replay", "translation"},
 }
 FLOOR_OF = {area: floor for floor, areas in FLOORS.items() for area in areas}
 STRANGERS = {("algorithms", "strategies"), ("strategies", "algorithms")}

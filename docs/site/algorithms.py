@@ -1,8 +1,9 @@
 """The index of algorithms, from the registries: ``python docs/site/algorithms.py`` writes the page and its curves.
 
 A row is a name that the YAML may say: the first sentence of its function's docstring, the papers that docstring or the
-row of the page about it names, the function's file, and what the tiny example learned with it (``roll reproduce
-algorithms``): accuracy before and after, and the course of the score for those runs whose course was recorded.
+row of the page about it names, the function's file, and what the tiny example learned with it
+(``benchmarks/reproduce.py algorithms``): accuracy before and after, and the course of the score for those runs whose
+course was recorded.
 """
 
 from __future__ import annotations
@@ -127,8 +128,9 @@ def cells_on_page(page: str, name: str) -> list[str]:
 @cache
 def recipes() -> dict[tuple[str, str], Any]:
     """Rows of the recorded table by key and name: a recipe of that name, or the first one that has it."""
+    sys.path.append(str(ROOT))
+    from benchmarks.reproduce import read_table
     from roll.config.loader import load_config
-    from roll.reproduce import read_table
 
     found: dict[tuple[str, str], Any] = {}
     for measured in read_table("algorithms").rows:

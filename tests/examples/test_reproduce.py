@@ -1,4 +1,4 @@
-"""``roll reproduce``: the tables of the pages, verdicts, and a tiny table that is really run."""
+"""``benchmarks/reproduce.py``: the tables of the pages, verdicts, and a tiny table that is really run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from statistics import fmean
 
 import pytest
 
-from roll import reproduce
+from benchmarks import reproduce
+from benchmarks.reproduce import Figure, Row, Table, judge, main, page_lines, read_table, student_quantile, table_names
 from roll.config.loader import load_config
 from roll.config.reading.errors import ConfigError
-from roll.reproduce import Figure, Row, Table, judge, main, page_lines, read_table, student_quantile, table_names
 from tests.examples.pages import ROOT
 
 ACCURACY = "val/sampled/accuracy"
@@ -32,7 +32,7 @@ def made(**changes: object) -> Table:
 
 @pytest.mark.parametrize("name", table_names())
 def test_the_pages_have_the_tables_as_they_are_recorded(name: str) -> None:
-    """Written by ``roll reproduce NAME --page``; the file as ``--record`` writes it."""
+    """Written by ``benchmarks/reproduce.py NAME --page``; the file as ``--record`` writes it."""
     table = read_table(name)
     begin, end = table.marks
     block = (ROOT / table.page).read_text(encoding="utf-8").split(begin)[1].split(end)[0]

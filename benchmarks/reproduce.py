@@ -1,4 +1,4 @@
-"""``roll reproduce NAME``: run a documented table again, and say for each row whether it agrees with what is recorded.
+"""``python benchmarks/reproduce.py NAME``: run a documented table again, and say for each row whether it agrees.
 
 A table is a file of ``benchmarks/tables``: which recipes with which changes, how a number is read from a run's metrics,
 and the figures that were measured, by seed.  The tables of the pages are written from these files.
@@ -29,11 +29,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from roll.config.loader import PACKAGE
 from roll.config.reading.errors import ConfigError, Problem
 from roll.tracking.records import read_metrics
 
-ROOT = PACKAGE.parent
+ROOT = Path(__file__).resolve().parents[1]
 TABLES = ROOT / "benchmarks/tables"
 LEVEL = 0.95
 CURVE = "curve"
@@ -126,7 +125,7 @@ class Table:
 
     @property
     def marks(self) -> tuple[str, str]:
-        return f"<!-- roll reproduce {self.name} -->", f"<!-- end of roll reproduce {self.name} -->"
+        return f"<!-- reproduce {self.name} -->", f"<!-- end of reproduce {self.name} -->"
 
     @property
     def seeds(self) -> list[int]:
@@ -153,7 +152,7 @@ def read_table(name: str) -> Table:
     """
     file = Path(name) if name.endswith(".json") else TABLES / f"{name}.json"
     if not file.is_file():
-        rule = "no such table; those of the documentation lie in benchmarks/tables of a clone, which a wheel has not"
+        rule = "no such table; those of the documentation are in benchmarks/tables"
         raise ConfigError([Problem("NAME", name, rule, ", ".join(table_names()) or None)])
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -334,7 +333,7 @@ def page_lines(table: Table) -> Iterator[str]:
         "have not been run": counts.count(0),
     }
     summary = ", ".join(f"{number} of {len(counts)} {text}" for text, number in rows.items() if number)
-    yield f"`roll reproduce {table.name}` runs this table again. Of its rows, {summary}."
+    yield f"`python benchmarks/reproduce.py {table.name}` runs this table again. Of its rows, {summary}."
     yield ""
     by_seed = f"{table.figures[table.judged].heading}, by seed"
     yield f"| {' | '.join([*table.heads, *(figure.heading for figure in table.figures.values()), by_seed])} |"
@@ -392,7 +391,6 @@ def mixed_starts(table: Table) -> Iterator[str]:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="roll reproduce",
         description="Run a documented table again, and say for each row whether it agrees with what is recorded, "
         "within an interval of 95% for all rows together. Runs that are there are not made again. Exit status: 0 all "
         "rows that could be compared agree, 1 a row differs or failed or none could be compared.",
@@ -461,3 +459,10 @@ def listing(name: str | None) -> Iterator[str]:
     for row in table.rows:
         seeds = ", ".join(map(str, sorted(row.recorded(table.judged)))) or "none"
         yield f"{row.name:30s} {row.config}  seeds {seeds}{'  (quick)' if row.quick else ''}"
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        sys.exit(str(error))
