@@ -11,6 +11,7 @@ from roll.translation.distillation import put_teacher
 from roll.translation.episodes import put_episodes
 from roll.translation.families import LANGUAGE_PART, put_family, put_routes
 from roll.translation.placement import (
+    check_experts,
     device_count,
     devices,
     put_batches,
@@ -152,7 +153,15 @@ def put_adapters(draft: Draft) -> None:
 
 
 def put_reward(draft: Draft) -> None:
-    """The reward of a whole run: named by its environment, or derived from the files' names."""
+    """The reward of a whole run; options of a rule that scores no row go."""
+    put_rules(draft)
+    if draft.whole and "rewards.gsm8k_rule.worker_cls" not in draft.keys:
+        for key in [key for key in draft.keys if key.startswith("rewards.gsm8k_rule.")]:
+            del draft.keys[key]
+
+
+def put_rules(draft: Draft) -> None:
+    """Rewards as the environment names them, or as they follow from the files' names."""
     played = draft.facts.get("episodes") and "reward" in draft.raw
     if played or put_reward_model(draft) or put_function(draft):
         draft.without_effect("no row is scored by it", "sandbox_url")
@@ -250,6 +259,7 @@ STEPS: tuple[Callable[[Draft], None], ...] = (
     put_switches,
     put_engine,
     put_devices,
+    check_experts,
     put_run_ahead,
     put_batches,
     put_forward_batches,

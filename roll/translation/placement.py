@@ -45,6 +45,19 @@ def put_strategies(draft: Draft) -> None:
                 draft.put(f"{section}.model_args.ulysses_size", context, f"context.{role}")
 
 
+def check_experts(draft: Draft) -> None:
+    """Refuse expert-parallel sizes that Megatron refuses, there as here."""
+    for role, _ in draft.sections():
+        size = int(draft.get(f"expert.{role}", default=1))
+        if strategy_of(draft, role) != "megatron" or size < 2 or not draft.whole:
+            continue
+        tensor = int(draft.get(f"expert_tensor.{role}", f"tensor.{role}", default=1))
+        stages, count = int(draft.get(f"pipeline.{role}", default=1)), device_count(draft, role)
+        if count % (size * tensor * stages):
+            rule = f"x expert_tensor_parallel_size {tensor} x pipeline stages {stages} = {size * tensor * stages} must "
+            draft.refuse(f"expert.{role}", f"{rule}divide the {count} devices of the role, in Megatron itself")
+
+
 def put_host_memory(draft: Draft) -> None:
     """Parameters in host memory, an option of FSDP alone."""
     for role, section in draft.sections():

@@ -15,6 +15,7 @@ from typing import Any
 from roll.translation.assembly import put_adapters, put_tracking
 from roll.translation.families import put_family
 from roll.translation.placement import (
+    check_experts,
     put_batches,
     put_devices,
     put_host_memory,
@@ -158,6 +159,7 @@ STEPS = (
     put_host_memory,
     put_master_types,
     put_devices,
+    check_experts,
     put_batches,
     put_token_budgets,
     put_optimizers,
