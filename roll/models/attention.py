@@ -287,7 +287,7 @@ def _varlen_attention(
         key, value = _repeated(query, key, value)
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     offsets, longest = sequences.offsets, max(sequences.lengths)
-    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     output = varlen_attn(
         query,
         key,

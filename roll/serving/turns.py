@@ -39,10 +39,11 @@ class ClientTurns:
             if answer.cancelled():
                 return
             try:
-                outcome = function(*arguments), None
+                value = function(*arguments)
             except Exception as error:
-                outcome = None, error
-            loop.call_soon_threadsafe(settle, *outcome)
+                loop.call_soon_threadsafe(settle, None, error)
+            else:
+                loop.call_soon_threadsafe(settle, value, None)
 
         with self._wakes:
             self._queues.setdefault(client, deque()).append(work)

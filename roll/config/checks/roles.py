@@ -78,8 +78,9 @@ def check_model(
         return
     known = found or (None if looks_like_folder(path) else family_of(path))
     lacking = None if known is None else family_problem(known, name, role)
-    if lacking is None and found is not None and (folder := model_folder(path)) is not None:
-        lacking = weights_problem(folder, found)
+    local = model_folder(path)
+    if lacking is None and found is not None and local is not None:
+        lacking = weights_problem(local, found)
     if lacking is not None:
         checks.add(key, path, lacking)
     if lacking is not None or found is None:

@@ -198,7 +198,8 @@ def decay_groups(
     Raises:
         ValueError: nothing is trainable.
     """
-    matrices, vectors = [], []
+    matrices: list[torch.Tensor] = []
+    vectors: list[torch.Tensor] = []
     seen: set[torch.Tensor] = set()
     for module in model.modules():
         own = {name: one for name, one in module.named_parameters(recurse=False) if one not in seen}
