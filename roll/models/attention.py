@@ -15,6 +15,9 @@ Shared prompts: prompts attend to themselves; each response part attends to its 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -158,23 +161,19 @@ ATTENTION_NAME = "roll_layouts"
 _REPLACEABLE = ("sdpa", "flash_attention_2")
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 
-# Changes to the scores or to the softmax in some families; they are not implemented here.
-_UNKNOWN_KEYS = ("attn_logit_softcapping", "attention_dropout", "attention_chunk_size")
 
-
-def use_layout_attention(model: PreTrainedModel, key: str, neutral: str = "false") -> None:
+def use_layout_attention(model: PreTrainedModel, key: str) -> None:
     """Make ``model`` compute attention by :func:`layout_attention`.
 
     Args:
-        key: the configuration key that asks for it, for messages.
-        neutral: its value that does not.
+        key: the configuration key that needs it, for messages.
 
     Raises:
         ValueError: a model with layers other than full causal attention, or that does not take an attention function.
     """
     from transformers import AttentionInterface
 
-    text_config = model.config.get_text_config()
+    text_config, neutral = model.config.get_text_config(), "1" if key.endswith("ulysses_size") else "false"
     _check_full_attention(text_config, key, neutral)
     if not getattr(model, "_supports_attention_backend", False) or (
         text_config._attn_implementation not in _REPLACEABLE
@@ -207,6 +206,21 @@ def check_context_size(model: PreTrainedModel, context_size: int) -> None:
         )
 
 
+_Sent = tuple[AttentionPattern | None, ProcessGroup | None]
+_ARRIVING: ContextVar[_Sent] = ContextVar("arriving", default=(None, None))
+
+
+@contextmanager
+def arriving(pattern: AttentionPattern | None, context_group: ProcessGroup | None) -> Iterator[None]:
+    """While this lasts, :func:`layout_attention` refuses calls in which these have not arrived: layers that do not pass
+    keywords on would let rows see one another."""
+    token = _ARRIVING.set((pattern, context_group))
+    try:
+        yield
+    finally:
+        _ARRIVING.reset(token)
+
+
 def layout_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -216,6 +230,7 @@ def layout_attention(
     scaling: float | None = None,
     attention_pattern: AttentionPattern | None = None,
     context_group: ProcessGroup | None = None,
+    dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention in which ``attention_pattern`` says who sees whom. No dropout, no mask of the caller's.
@@ -231,7 +246,15 @@ def layout_attention(
     Returns:
         (S, T, heads, head_dim), and None for the weights.
     """
-    assert attention_mask is None, "the layout alone says who sees whom"
+    sent = _ARRIVING.get()
+    if (sent[0] is not None and attention_pattern is None) or (sent[1] is not None and context_group is None):
+        raise ValueError(
+            f"{type(module).__name__} is not given the layout, since layers of this model do not pass keywords on; "
+            "set use_sequence_packing, use_remove_padding and use_prefix_sharing: false, model_args.ulysses_size: 1"
+        )
+    if attention_mask is not None or dropout:
+        what = "a mask of its own" if attention_mask is not None else f"dropout of {dropout}"
+        raise ValueError(f"{type(module).__name__} computes attention with {what}, which no layout without padding has")
     if context_group is None:
         return _attend(query, key, value, attention_pattern, scaling), None
     heads = query.shape[1]
@@ -319,9 +342,3 @@ def _check_full_attention(config: PretrainedConfig, key: str, neutral: str) -> N
             f"{key}: this {config.model_type} model has layers of type {', '.join(sorted(kinds))}; it works "
             f"only where every layer is full_attention. Set {key}: {neutral}"
         )
-    for name in _UNKNOWN_KEYS:
-        if getattr(config, name, None):
-            raise ValueError(
-                f"{key}: this {config.model_type} model sets {name}={getattr(config, name)}, which attention here "
-                f"does not compute. Set {key}: {neutral}"
-            )

@@ -49,22 +49,6 @@ VALUE_HEAD = "score."
 
 _ATTENTION_NAMES = {"fa2": "flash_attention_2"}
 
-# A policy must give the same probabilities in every pass, or the on-policy ratio is not 1: no dropout anywhere.
-_DROPOUT_KEYS = (
-    "attention_dropout",
-    "attention_probs_dropout_prob",
-    "attn_pdrop",
-    "classifier_dropout",
-    "embd_pdrop",
-    "embedding_dropout",
-    "hidden_dropout",
-    "hidden_dropout_prob",
-    "resid_pdrop",
-)
-
-# Keys by which some families change the logits after the output matrix; the log-prob head would compute other numbers.
-_LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-
 
 def build_model(
     args: ModelArguments, head: HeadName, dtype: torch.dtype = torch.float32, seed: int = 0
@@ -166,20 +150,19 @@ def checked_config(args: ModelArguments, head: HeadName) -> PretrainedConfig:
     """The configuration of a model that can be computed here, with the given head.
 
     Raises:
-        ValueError: no path, or a model whose logits are changed after the output matrix; see also :func:`load_config`.
+        ValueError: no path; see also :func:`load_config`.
         OSError: no such folder.
     """
     if not args.model_name_or_path:
         raise ValueError("model_args.model_name_or_path: empty; give a model folder, or set `pretrain` for all roles")
     config = load_config(args)
-    _refuse_changed_logits(config, args.model_name_or_path)
     if head != "causal_lm":
         config.num_labels = 1
     return config
 
 
 def load_config(args: ModelArguments) -> PretrainedConfig:
-    """The model's configuration with ``model_config_kwargs`` applied, and no dropout.
+    """The model's configuration with ``model_config_kwargs`` applied.
 
     Raises:
         ValueError: a key in ``model_config_kwargs`` that this configuration does not have.
@@ -202,10 +185,6 @@ def load_config(args: ModelArguments) -> PretrainedConfig:
     if tied and unties_output(args.model_name_or_path):
         for part in tied:
             part.tie_word_embeddings = False
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-        for key in _DROPOUT_KEYS:
-            if hasattr(part, key) and key not in args.model_config_kwargs:
-                setattr(part, key, 0.0)
     return config
 
 
@@ -264,16 +243,6 @@ def enable_gradient_checkpointing(model: PreTrainedModel, args: ModelArguments) 
 def has_tied_embeddings(model: PreTrainedModel) -> bool:
     output = model.get_output_embeddings()
     return output is not None and output.weight is model.get_input_embeddings().weight
-
-
-def _refuse_changed_logits(config: PretrainedConfig, path: str) -> None:
-    for key in _LOGIT_KEYS:
-        value = getattr(config.get_text_config(), key, None)
-        if value not in (None, 1, 1.0):
-            raise ValueError(
-                f"model_args.model_name_or_path: {path} sets {key}={value}, a change of the logits that is not "
-                "supported; use a model without it (Qwen, Llama, Mistral ...)"
-            )
 
 
 def freeze_modules(model: PreTrainedModel, prefixes: str | Sequence[str] | None) -> None:

@@ -27,9 +27,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from roll.models.attention import arriving
 from roll.models.distributions import Named, chunked, compared, top_tokens
 from roll.models.experts import RoutingRecorder, RoutingSums, routing_sums
 from roll.models.layouts import TeacherTargets, TokenLayout, TopTokens
+from roll.models.rotary import choose_by_row, dependent_rotaries, set_row_lengths
 from roll.models.vision import reads_images, text_inputs
 from roll.protocol.vision import vision_token_ids
 
@@ -291,6 +293,9 @@ class ResponseModel(nn.Module):
         self.routing_sums: RoutingSums | None = None
         """Of the last pass over a layout with ``token_rows``; whoever takes them sets None."""
         self.reads_images = reads_images(language_model.config)
+        self.rotaries = dependent_rotaries(language_model)
+        for rotary in self.rotaries:
+            choose_by_row(rotary)
         for head in output_matrices(language_model):
             setattr(head, _EXCLUDED, vision_token_ids(language_model.config))
             # A method of the output matrix's own module, so that a backend with that module in a unit of its own can
@@ -315,7 +320,9 @@ class ResponseModel(nn.Module):
         if routing is not None:
             routing.routes = None if layout.routes is None else layout.routes.flatten(0, 1)
         recorded: list[tuple[Tensor, Tensor]] = []
+        set_row_lengths(self.rotaries, layout, 1 if self.context_group is None else self.context_group.size())
         with ExitStack() as stack:
+            stack.enter_context(arriving(layout.pattern, self.context_group))
             if routing is not None and (rows is not None or self.records_routes):
                 recorded = stack.enter_context(routing.recording())
             hidden = body(**inputs, position_ids=layout.position_ids, use_cache=False, **extra).last_hidden_state

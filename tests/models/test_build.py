@@ -47,12 +47,6 @@ def test_weights_are_float32_whatever_the_file_and_the_compute_type(folder: Path
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_there_is_no_dropout_unless_asked_for(folder: Path) -> None:
-    assert build_model(arguments(folder), "causal_lm").config.attention_dropout == 0.0
-    asked = arguments(folder, model_config_kwargs={"attention_dropout": 0.1})
-    assert build_model(asked, "causal_lm").config.attention_dropout == 0.1
-
-
 def test_value_head_is_zero_and_scalar(folder: Path) -> None:
     model = build_model(arguments(folder), "value")
     assert model.score.weight.shape == (1, 16)
@@ -71,12 +65,6 @@ def test_tied_embeddings_are_recognised(folder: Path, tmp_path: Path) -> None:
     assert not has_tied_embeddings(build_model(arguments(folder), "causal_lm"))
     tied = write_model(tmp_path, tie_word_embeddings=True)
     assert has_tied_embeddings(build_model(arguments(tied), "causal_lm"))
-
-
-def test_models_that_change_their_logits_are_refused(folder: Path, tmp_path: Path) -> None:
-    changed = write_model(tmp_path, final_logit_softcapping=30.0)
-    with pytest.raises(ValueError, match=r"final_logit_softcapping=30\.0, a change of the logits"):
-        build_model(arguments(changed), "causal_lm")
 
 
 @pytest.mark.parametrize(

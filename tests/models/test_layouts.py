@@ -259,8 +259,10 @@ def test_models_without_full_attention_are_refused() -> None:
         use_layout_attention(sliding, "use_prefix_sharing")
     with pytest.raises(ValueError, match="attn_implementation: sdpa"):
         use_layout_attention(_model("Qwen2", attn_implementation="eager"), "use_prefix_sharing")
-    with pytest.raises(ValueError, match=r"use_remove_padding: this qwen2 model sets attention_dropout=0.1"):
-        use_layout_attention(_model("Qwen2", attention_dropout=0.1), "use_remove_padding")
+    dropping = _model("Qwen2", attention_dropout=0.1).train()
+    use_layout_attention(dropping, "use_remove_padding")
+    with pytest.raises(ValueError, match=r"Qwen2Attention computes attention with dropout of 0\.1"):
+        dropping(torch.tensor([[1, 2, 3]]))
 
 
 @pytest.mark.parametrize("padding", [0, 3])

@@ -27,7 +27,9 @@ from roll.models.layouts import TokenLayout, TopTokens, padded, with_token_rows
 from roll.models.loading import MetaModel, build_on_meta
 from roll.models.log_probs import ResponseModel
 from roll.models.lora import add_adapters, base_name
+from roll.models.noise import Noise
 from roll.models.routes import encoded, missing_mark, route_dtype, routes_of, with_prompts_of_leaders
+from roll.models.self_test import check_role, uses_layout_attention
 from roll.models.stored import StoredLayout
 from roll.models.vision import FEATURES, ImagePool, with_images
 from roll.protocol.metrics import Metrics
@@ -98,14 +100,14 @@ class DataParallelStrategy(GatheredWeights):
         """Build the response model on the host, not yet sharded, and seed this rank's random numbers."""
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(self.seed + self.rank)
+        noise = self._self_test()
         language_model = self._build_language_model(storage_dtype)
-        layout_keys = ("use_prefix_sharing", "use_sequence_packing", "use_remove_padding")
-        needed_by = [key for key in layout_keys if getattr(self.role, key)]
+        noise.silence(language_model)
         if self.context_size > 1:
             check_context_size(language_model, self.context_size)
-            use_layout_attention(language_model, "model_args.ulysses_size", neutral="1")
-        elif needed_by:
-            use_layout_attention(language_model, needed_by[0])
+        key = uses_layout_attention(self.role)
+        if key is not None:
+            use_layout_attention(language_model, key)
         self._prepare_experts(language_model)
         self._shapes = {name: list(parameter.shape) for name, parameter in language_model.named_parameters()}
         live = {base_name(name): tensor.shape for name, tensor in language_model.state_dict().items()}
@@ -115,6 +117,10 @@ class DataParallelStrategy(GatheredWeights):
         self.model = ResponseModel(language_model, self._context_group())
         if self.sparse_layers:
             self.model.routing = RoutingRecorder(self.sparse_layers)
+
+    def _self_test(self) -> Noise:
+        """What is to be switched off in the model; see :func:`~roll.models.self_test.check_role`."""
+        return check_role(self.role, self.head.value, self.trains)
 
     def _prepare_experts(self, language_model: PreTrainedModel) -> None:
         """Refuse sparse layers that this backend would compute wrong (or slowly), or change them in place."""

@@ -1,0 +1,117 @@
+"""Rotary angles that depend on a row's length (``longrope``, ``dynamic``), chosen for each row.
+
+transformers chooses by the largest position of a whole batch: a short row beside a long one, or beside padding, gets
+other angles than alone.  Here each token gets those of its own row's length, whatever the batch.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roll.models.layouts import PackedSequences, PromptParts, TokenLayout
+
+_LENGTHS = "row_lengths"
+
+
+def dependent_rotaries(model: nn.Module) -> list[Any]:
+    """Modules that transformers' ``dynamic_rope_update`` acts in, by its own rule."""
+    found = []
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+        if any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
+            found.append(module)
+    return found
+
+
+def longest_alike(rotary: Any) -> int:
+    """Rows of up to so many tokens have the same angles."""
+    parameters = rotary.config.rope_parameters
+    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    lengths = [part["original_max_position_embeddings"] for part in parts if _is_longrope(part)]
+    return int(min([*lengths, rotary.original_max_seq_len]))
+
+
+def _is_longrope(part: Any) -> bool:
+    return part.get("rope_type") == "longrope" and "original_max_position_embeddings" in part
+
+
+def choose_by_row(rotary: Any) -> None:
+    """Make ``rotary`` use the lengths that :func:`set_row_lengths` gives it, in place."""
+    if hasattr(rotary, _LENGTHS):
+        return
+    setattr(rotary, _LENGTHS, None)
+    rotary.of_batch = rotary.forward
+    rotary.forward = MethodType(_forward, rotary)
+
+
+def set_row_lengths(rotaries: list[Any], layout: TokenLayout, parts: int) -> None:
+    """Before a forward pass over ``layout``.
+
+    Args:
+        parts: ranks that share each sequence.
+
+    Raises:
+        ValueError: a layout in which some tokens would need the angles of two lengths, or ranks know no lengths.
+    """
+    if not rotaries:
+        return
+    alike = min(map(longest_alike, rotaries))
+    if parts > 1 and layout.input_ids.shape[1] * parts > alike:
+        raise ValueError(
+            f"model_args.ulysses_size: {parts}, but rotary angles of this model depend on a row's length beyond "
+            f"{alike} tokens; set it to 1, or shorten rows"
+        )
+    lengths = None if parts > 1 else _row_lengths(layout, alike).clamp(min=alike)
+    for rotary in rotaries:
+        setattr(rotary, _LENGTHS, lengths)
+
+
+def _row_lengths(layout: TokenLayout, alike: int) -> Tensor:
+    """int64 (S, T): tokens of each token's row, the last one, which predicts nothing, included."""
+    sequences, length = layout.input_ids.shape
+    device, pattern = layout.input_ids.device, layout.pattern
+    if pattern is None:
+        last = torch.full((sequences,), -2, device=device)
+        last = last.scatter_reduce(0, layout.predictors // length, layout.predictors % length, "amax")
+        return (last + 2)[:, None].expand(-1, length)
+    if isinstance(pattern, PackedSequences):
+        counts = torch.tensor(pattern.lengths, device=device)
+        return (counts + 1).repeat_interleave(counts)[None]
+    assert isinstance(pattern, PromptParts)
+    flat = []
+    for prompt, *own in pattern.lengths:
+        longest = prompt + max(own, default=0) + 1
+        if longest > alike and len(own) > 1:
+            raise ValueError(
+                f"use_prefix_sharing: a row of {longest} tokens, but rotary angles of this model depend on a row's "
+                f"length beyond {alike} tokens, and rows that share a prompt share its angles; set "
+                "use_prefix_sharing: false"
+            )
+        flat += [longest] * (prompt + sum(own))
+    return torch.tensor([flat], device=device)
+
+
+def _forward(rotary: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    lengths = getattr(rotary, _LENGTHS)
+    if lengths is None:
+        found: tuple[Tensor, Tensor] = rotary.of_batch(x, position_ids, *args, **kwargs)
+        return found
+    positions = position_ids.expand(lengths.shape)
+    chosen: tuple[Tensor, Tensor] | None = None
+    for length in lengths.unique().tolist():
+        # What was chosen for an earlier batch stays until a short one comes.
+        rotary.max_seq_len_cached = rotary.original_max_seq_len
+        if hasattr(rotary, "original_inv_freq"):  # one for each kind of layer otherwise
+            rotary.register_buffer("inv_freq", rotary.original_inv_freq.to(x.device), persistent=False)
+        # A last column says how long the row is; padding says nothing.
+        marked = torch.cat([positions.clamp(max=length - 1), positions.new_full((len(positions), 1), length - 1)], 1)
+        cos, sin = (part[:, :-1] for part in rotary.of_batch(x, marked, *args, **kwargs))
+        own = (lengths == length)[..., None]
+        chosen = (cos, sin) if chosen is None else (torch.where(own, cos, chosen[0]), torch.where(own, sin, chosen[1]))
+    assert chosen is not None
+    return chosen
