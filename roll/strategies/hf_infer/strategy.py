@@ -6,15 +6,24 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import HfInferStrategyConfig, typed_strategy_config
-from roll.models.build import DTYPES, attention_implementation, auto_class, build_model, load_config
+from roll.models.build import (
+    DTYPES,
+    attention_implementation,
+    auto_class,
+    build_model,
+    checked_config,
+    empty_model,
+    load_config,
+)
 from roll.models.experts import RoutingRecorder, sparse_layers
 from roll.models.layouts import TokenLayout
+from roll.models.rotary import dependent_rotaries, longest_alike
 from roll.models.stored import StoredLayout
 from roll.platforms import current_platform
 from roll.protocol.columns import copy_into
@@ -24,9 +33,13 @@ from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
 from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder, is_fusable
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.generic import FULL, LINEAR, SLIDING, GenericDecoder
+from roll.strategies.hf_infer.self_test import check_engine
 from roll.strategies.hf_infer.vision import VisionDecoder
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.weight_sync.encoding import tensor_checksum
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +61,8 @@ class HfInferStrategy(GenerationStrategy):
         self._updated: dict[str, int] = {}
         """Checksums of the tensors of the update in progress."""
         self._asleep: OffloadedStorages | None = None
+        self._plain_head = True
+        """The logits are the output matrix's, and need not be computed for all positions at a time."""
 
     def initialize(self) -> None:
         from transformers import AutoTokenizer
@@ -56,8 +71,11 @@ class HfInferStrategy(GenerationStrategy):
         tokenizer: Any = AutoTokenizer.from_pretrained(
             args.model_name_or_path, trust_remote_code=args.trust_remote_code
         )
+        config = checked_config(args, "causal_lm")
+        max_model_len = longest_sequence(self._config.max_model_len, config, args.model_name_or_path)
+        max_model_len = _before_angles_change(self._config.max_model_len, max_model_len, config)
+        self._plain_head = check_engine(self.role, config, max_model_len, create_decoder)
         model = _load_model(self.role, self._config.load_format)
-        max_model_len = longest_sequence(self._config.max_model_len, model.config, args.model_name_or_path)
         self._stored = StoredLayout(model).on_the_way()
         self._decoder = create_decoder(model, max_model_len)
         if self.role.router_replay.mode == "R3":
@@ -128,12 +146,15 @@ class HfInferStrategy(GenerationStrategy):
         assert decoder is not None, "initialize() comes first"
         ids = torch.tensor([list(token_ids)], device=decoder.device)
         model: Any = decoder.model
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+        if self._plain_head:
+            head, hidden = model.get_output_embeddings(), model.base_model(input_ids=ids, use_cache=False)[0][0, :-1]
+        else:
+            head, hidden = torch.nn.Identity(), model(input_ids=ids, use_cache=False).logits[0, :-1]
         log_probs: list[float] = []
         ranks: list[int] = []
         tops: list[list[tuple[int, float]]] = []
         for begin in range(0, len(hidden), SCORED_POSITIONS):
-            part = model.get_output_embeddings()(hidden[begin : begin + SCORED_POSITIONS]).float().log_softmax(-1)
+            part = head(hidden[begin : begin + SCORED_POSITIONS]).float().log_softmax(-1)
             targets = ids[0, 1 + begin : 1 + begin + len(part), None]
             own = part.gather(1, targets)
             log_probs += own[:, 0].tolist()
@@ -210,6 +231,26 @@ class HfInferStrategy(GenerationStrategy):
     def _running_engine(self) -> GenerationEngine:
         assert self._engine is not None, "initialize() comes first"
         return self._engine
+
+
+def _before_angles_change(written: int | None, max_model_len: int, config: PretrainedConfig) -> int:
+    """At most the length up to which rotary angles stay as they are: cached keys cannot follow them.
+
+    Raises:
+        ValueError: ``written``, which is ``strategy_config.max_model_len``, is more.
+    """
+    rotaries = dependent_rotaries(empty_model(config, "causal_lm"))
+    alike = min(map(longest_alike, rotaries), default=max_model_len)
+    if max_model_len <= alike:
+        return max_model_len
+    why = f"the rotary angles of a {config.model_type} model are other ones in rows of more than {alike} tokens"
+    if written is not None:
+        raise ValueError(
+            f"strategy_config.max_model_len: {written}, but {why}, and keys in the cache keep theirs; give at most "
+            f"{alike}, or set strategy_args.strategy_name: vllm"
+        )
+    logger.info("hf_infer: max_model_len is %d, since %s", alike, why)
+    return alike
 
 
 def create_decoder(model: Any, max_model_len: int) -> Decoder:

@@ -1,0 +1,112 @@
+"""Self-test of the engine at its start: prompts and cached decoding of a small copy, against plain passes by row."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roll.config.roles import WorkerConfig
+from roll.models.build import attention_implementation
+from roll.models.self_test import FAILURES, ROUNDING, changed_logits
+from roll.models.small import ORIGINAL_LENGTH, VOCABULARY, WINDOW, original_length, small_model
+from roll.models.vision import reads_images
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams
+from roll.strategies.hf_infer.decoder import Decoder
+from roll.strategies.hf_infer.engine import GenerationEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+_PROMPTS = (5, 3, 1)
+"""Rows of different length; with a fourth one, of padding."""
+
+_OTHERS = "set strategy_args.strategy_name: vllm or sglang, or use another family (Qwen, Llama, Mistral ...)"
+
+
+def check_engine(
+    role: WorkerConfig, config: PretrainedConfig, max_model_len: int, make: Callable[[Any, int], Decoder]
+) -> bool:
+    """Compare a small copy of the model in an engine with transformers.
+
+    Args:
+        config: of the model itself.
+        make: a decoder of a model for so many tokens.
+
+    Returns:
+        The logits are known to be the output matrix's of the body's hidden states.
+
+    Raises:
+        ValueError: log-probs that are other ones; see also ``make``.
+    """
+    begin, args = time.monotonic(), role.model_args
+    if reads_images(config):
+        return True  # only families with tests of their own
+    where = f"{role.name}.model_args.model_name_or_path: {args.model_name_or_path}"
+    with torch.random.fork_rng(devices=[]):
+        implementation = "eager" if attention_implementation(args) == "eager" else None
+        model = small_model(config, "causal_lm", implementation, args.trust_remote_code)
+        if model is None:
+            logger.warning("%s: not self-tested, since no small copy of a %s model works", where, config.model_type)
+            return False
+        plain = copy.deepcopy(model)
+        try:
+            outputs = _generated(make, model, _length(config, model.config, max_model_len))
+        except FAILURES as error:
+            raise ValueError(
+                f"{where}: hf_infer cannot decode a small copy of this model: {error!r}; {_OTHERS}"
+            ) from error
+        off = max(_difference(plain, prompt, output) for prompt, output in outputs)
+    if not off <= ROUNDING:
+        raise ValueError(
+            f"{where}: log-probs of a small copy of this {config.model_type} model, decoded with a cache by hf_infer, "
+            f"are off by up to {off:.3g} from those of transformers, row by row; {_OTHERS}"
+        )
+    logger.info("%s: self-test of cached decoding passed in %.2f s", where, time.monotonic() - begin)
+    return changed_logits(plain) is None
+
+
+def _length(config: Any, small: Any, max_model_len: int) -> int:
+    """Most tokens of a row of the copy: on the same side of a window and of the original length as the model's own."""
+    text = config.get_text_config()
+    window, original = getattr(text, "sliding_window", None), original_length(text.to_dict())
+    length = 2 * ORIGINAL_LENGTH if original is None or max_model_len > original else ORIGINAL_LENGTH
+    if window and max_model_len <= window:
+        length = min(length, WINDOW)
+    return min(length, getattr(small.get_text_config(), "max_position_embeddings", None) or length)
+
+
+def _generated(
+    make: Callable[[Any, int], Decoder], model: Any, length: int
+) -> list[tuple[list[int], GenerationOutput]]:
+    """Prompts, and what an engine with a row more than they need samples after them."""
+    random = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(2, VOCABULARY - 2, (size,), generator=random).tolist() for size in _PROMPTS]
+    engine = GenerationEngine(make(model, length), str, (), len(prompts) + 1, length)
+    engine.add_requests(
+        GenerationRequest(str(index), prompt, SamplingParams(length - len(prompt), seed=index))
+        for index, prompt in enumerate(prompts)
+    )
+    outputs: list[GenerationOutput] = []
+    while engine.num_unfinished:
+        outputs += engine.step()
+    return [(prompts[int(output.request_id)], output) for output in outputs]
+
+
+@torch.no_grad()
+def _difference(model: Any, prompt: list[int], output: GenerationOutput) -> float:
+    """Between the log-probs of a sample and those of one plain pass over prompt and response; each token is compared
+    at the length that the row had when it was sampled."""
+    worst = 0.0
+    for index, (token, found) in enumerate(zip(output.token_ids, output.log_probs, strict=True)):
+        row = torch.tensor([prompt + output.token_ids[:index]])
+        wanted = model(input_ids=row, use_cache=False).logits[0, -1].float().log_softmax(-1)[token]
+        worst = max(worst, abs(float(wanted) - found))
+    return worst if output.finish_reason == "length" else float("nan")
