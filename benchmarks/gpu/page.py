@@ -16,7 +16,7 @@ HEAD = """# On a GPU
 
 Generated from `benchmarks/gpu/results` by `python -m benchmarks.gpu.page`. To measure another machine:
 
-<!-- not run: needs a GPU -->
+<!-- not run: a GPU -->
 ```bash
 make gpu-bundle HOST=packages.txt CHIP=90     # here: dependencies for a host without a network, cut into parts
 python -m benchmarks.gpu.unpack build/gpu/parts /opt/site          # there

@@ -76,7 +76,8 @@ class ToolAgent:
             episode.count("unreadable_calls")
             if not calls:
                 # Templates render no tool message after a response without a call.
-                return [{"role": "user", "content": f"Error: the tool call cannot be read: {error}"}]
+                cut = ", since the response was cut at its most tokens" if response.finish_reason == "length" else ""
+                return [{"role": "user", "content": f"Error: the tool call cannot be read{cut}: {error}"}]
         allowed = calls if most is None else calls[: max(0, most - used)]
         results = await box.call_all(allowed)
         episode.count("tool_calls", len(calls))

@@ -29,6 +29,8 @@ _UNAVAILABLE = {
     "logprobs": (None, False),
     "min_tokens": (None, 0),
     "n": (None, 1),
+    # The policy's response is what it is: a call left out would not be in the conversation that it is trained on.
+    "parallel_tool_calls": (None, True),
     "return_token_ids": (None, False),
     "stop_token_ids": (None, []),
     "top_logprobs": (None, 0),

@@ -90,6 +90,9 @@ def _read_choice(choice: Mapping[str, Any], tools: list[Message]) -> dict[str, A
     kind = choice.get("type")
     if kind not in _CHOICES:
         raise BadRequest(f"tool_choice: type must be one of {', '.join(_CHOICES)}", "tool_choice")
+    if choice.get("disable_parallel_tool_use"):
+        rule = "is not available in an episode: a response may have several calls"
+        raise BadRequest(f"tool_choice.disable_parallel_tool_use: {rule}", "tool_choice")
     offered = [tool["function"]["name"] for tool in tools]
     names = offered if kind == "any" else [choice.get("name")] if kind == "tool" else []
     return {"parse_calls": kind != "none", "must_call": demanded_tools(names, offered, kind == "any")}

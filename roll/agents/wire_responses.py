@@ -36,6 +36,7 @@ _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "conversation": (None,),
     "max_tool_calls": (None,),
+    "parallel_tool_calls": (None, True),
     "prompt": (None,),
     "top_logprobs": (None, 0),
 }

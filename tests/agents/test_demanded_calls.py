@@ -15,7 +15,10 @@ from roll.agents.chat_ids import TemplateError
 from roll.agents.episode import Limits, Model, Task
 from roll.agents.session import Session
 from roll.agents.tool_calls import detect_format, parse_response
+from roll.agents.wire_chat import read_chat_request
 from roll.agents.wire_messages import messages_body, read_messages_request
+from roll.agents.wire_responses import read_responses_request
+from roll.serving.requests import BadRequest
 from tests.agents.playing import Recorded
 from tests.agents.templates import WRITTEN_HERE, Family, published
 
@@ -134,3 +137,18 @@ def test_no_call_of_a_thought_that_was_cut_is_made(family: Family) -> None:
     response = asyncio.run(Model(engine, template, tool_format, Limits(context=100_000)).chat(HELLO))
     assert response.parsed.calls == [] and "tool_calls" not in response.message
     assert (response.parsed.reasoning, response.parsed.content) == (written, "")
+
+
+def test_one_call_at_a_time_is_refused_not_ignored() -> None:
+    """The policy is trained on what it said: a second call cannot be left out of its conversation."""
+    tools = [{"type": "function", "function": {"name": "calc", "parameters": {}}}]
+    chat: dict[str, Any] = {"messages": HELLO, "tools": tools}
+    assert read_chat_request({**chat, "parallel_tool_calls": True}).tools
+    with pytest.raises(BadRequest, match="parallel_tool_calls"):
+        read_chat_request({**chat, "parallel_tool_calls": False})
+    with pytest.raises(BadRequest, match="parallel_tool_calls"):
+        read_responses_request({"input": "Hi", "parallel_tool_calls": False}, {})
+    body: dict[str, Any] = {"messages": HELLO, "max_tokens": 5, "tools": [{"name": "calc", "input_schema": {}}]}
+    assert read_messages_request({**body, "tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}).tools
+    with pytest.raises(BadRequest, match="disable_parallel_tool_use"):
+        read_messages_request({**body, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})

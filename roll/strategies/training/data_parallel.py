@@ -119,7 +119,7 @@ class DataParallelStrategy(GatheredWeights):
             self.model.routing = RoutingRecorder(self.sparse_layers)
 
     def _self_test(self) -> Noise:
-        """What is to be switched off in the model; see :func:`~roll.models.self_test.check_role`."""
+        """Parts of the model to switch off; see :func:`~roll.models.self_test.check_role`."""
         return check_role(self.role, self.head.value, self.trains)
 
     def _prepare_experts(self, language_model: PreTrainedModel) -> None:
