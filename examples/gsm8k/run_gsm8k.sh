@@ -23,7 +23,7 @@ repository's root.
 MESSAGE
     exit 2
   fi
-  "$PYTHON" examples/data/prepare.py gsm8k --input "$GSM8K_DIR" --output data/gsm8k
+  "$PYTHON" examples/data/convert.py gsm8k --input "$GSM8K_DIR" --output data/gsm8k
 fi
 
 exec "$PYTHON" examples/start_rlvr_pipeline.py --config_path gsm8k --config_name rlvr_config "$@"

@@ -264,12 +264,12 @@ class RunContext(RunLifetime):
             if refused is None:
                 raise
         try:
-            self._finish(steps)
+            self.finish(steps)
         finally:
             if refused is not None:
                 raise refused
 
-    def _finish(self, steps: int) -> None:
+    def finish(self, steps: int) -> None:
         self._record_phases(steps)
         self._outputs.describe(outcome="finished")
         self.samples.flush()

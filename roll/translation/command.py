@@ -30,7 +30,7 @@ from roll.translation.recording import record
 
 PLAIN = re.compile(r"[A-Za-z_./][\w./+@:%-]*")
 """Text that hydra reads as itself without quotes."""
-DATA_HINT = "; data are prepared by examples/data/prepare.py"
+DATA_HINT = "; data are prepared by examples/data/convert.py"
 WORDS_WITH_A_MEANING = frozenset({"true", "false", "null", "nan", "inf"})
 
 

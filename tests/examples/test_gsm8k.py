@@ -100,7 +100,7 @@ def test_two_steps_on_the_published_problems(checkout: Path, tiny_model: Path) -
     (checkout / "head").mkdir()
     (checkout / "head/train.jsonl").write_text(head[0])
     (checkout / "head/test.jsonl").write_text("".join(head))
-    prepare = [sys.executable, str(ROOT / "examples/data/prepare.py"), "gsm8k", "--input", "head", "--output", "."]
+    prepare = [sys.executable, str(ROOT / "examples/data/convert.py"), "gsm8k", "--input", "head", "--output", "."]
     subprocess.run(prepare, cwd=checkout, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     (checkout / "validation.jsonl").rename(checkout / "validation-head.jsonl")
 

@@ -1,4 +1,4 @@
-"""``examples/data/prepare.py`` on rows in the shapes that sets are published in."""
+"""``examples/data/convert.py`` on rows in the shapes that sets are published in."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.examples.pages import ROOT
 sys.path.insert(0, str(ROOT / "examples/data"))  # as the scripts there find one another
 from chat_sets import convert_chat
 from code_sets import convert_code
+from convert import main
 from math_sets import convert_math
 from preference_sets import convert_label, convert_pair, convert_ranking
-from prepare import main
 from published import Convert, PrepareOptions
 
 OPTIONS = PrepareOptions("t")

@@ -16,10 +16,11 @@ from roll.config.roles import DataArguments
 from roll.datasets import PromptDataset
 from roll.datasets.reading import read_rows
 from roll.rewards import RewardSample, build_reward
+from tests.datasets.conftest import tiny, tokenizer  # noqa: F401  fixtures
 from tests.examples.pages import ROOT
 
 sys.path.insert(0, str(ROOT / "examples/data"))
-from prepare import main, prepare_gsm8k
+from convert import main, prepare_gsm8k
 
 ROWS = [
     {"question": "Ann has 3 hens and gets 4.", "answer": "3+4 = <<3+4=7>>7\n#### 7"},
@@ -83,7 +84,7 @@ def test_what_is_wrong_with_the_input(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.skipif("GSM8K_DIR" not in os.environ, reason="GSM8K_DIR names no folder with the published files")
-def test_the_whole_published_data_set(tmp_path: Path, tokenizer: object) -> None:
+def test_the_whole_published_data_set(tmp_path: Path, tokenizer: object) -> None:  # noqa: F811
     counts = prepare_gsm8k(Path(os.environ["GSM8K_DIR"]), tmp_path)
     assert counts == {"train": 7473, "validation": 1319}
     rule = build_reward("gsm8k_rule")

@@ -245,9 +245,9 @@ def test_dpo_11_an_adapter_loads_a_second_model_as_its_reference(world: TinyWorl
     settings = dpo_settings(world, tmp_path)
     assert "reference" in load_changed(settings, {}).plan.roles
     lora = {"actor_train.model_args.lora_target": "all-linear", "actor_train.model_args.lora_rank": 4}
-    assert "reference" not in load_changed(settings, lora).plan.roles
-    other = lora | {"reference.model_args.model_name_or_path": str(world.teacher)}
-    assert "reference" in load_changed(settings, other).plan.roles, "a model of its own is what is asked for"
+    assert "reference" not in load_changed(settings, lora | {"reference": None}).plan.roles
+    for written in ({}, {"reference.model_args.adapter_name_or_path": "adapter"}):
+        assert "reference" in load_changed(settings, lora | written).plan.roles, "a section is never taken for absent"
 
 
 def test_dpo_12_robust_is_taken_for_smoothing() -> None:

@@ -251,7 +251,7 @@ def test_the_command_tells_what_it_passed_over(capsys: pytest.CaptureFixture[str
     assert "stays in the environment: NCCL_DEBUG=INFO" in output.err
     assert "must be in the environment: HOME" in output.err
     assert "passed over: set -x" in output.err and "passed over: ..." in output.err
-    assert "gsm8k_dataset.py; data are prepared by examples/data/prepare.py" in output.err
+    assert "gsm8k_dataset.py; data are prepared by examples/data/convert.py" in output.err
 
 
 def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:

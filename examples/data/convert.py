@@ -1,4 +1,4 @@
-"""``python examples/data/prepare.py KIND``: published data files to this project's columns."""
+"""``python examples/data/convert.py KIND``: published data files to this project's columns."""
 
 from __future__ import annotations
 
