@@ -41,6 +41,11 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
 
 
+def cache_home() -> Path:
+    """Where this package keeps what it need not compute again: ``$ROLL_CACHE_DIR``, else ``~/.cache/roll``."""
+    return Path(os.environ.get("ROLL_CACHE_DIR") or Path("~/.cache/roll").expanduser())
+
+
 def model_folder(path: str | None) -> Path | None:
     """The folder on this machine that holds the model: the path itself, or the cached snapshot of a hub name."""
     if not path:

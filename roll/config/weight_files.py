@@ -1,40 +1,51 @@
 """The headers of a model folder's weight files, read without torch.
 
 transformers fills a tensor that is missing with random numbers. The loader of a role compares every name and refuses
-(:func:`roll.models.build.build_model`); this finds most of such folders in `roll check`.
+(:func:`roll.models.build.build_model`); :func:`weights_problem` finds such a folder in `roll check`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import struct
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from roll.config.model_files import CONFIG, cache_home
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER = 100 << 20
 # Wrappers of torch keep the module that they wrap under a private name, which no model's own tensor has; PEFT puts the
 # matrix that an adapter belongs to under ``base_layer``.
-_WRAPPED = re.compile(r"(?:^|\.)(_\w+|base_layer|lora_[AB])\.")
-_IN_LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*)(\d+)\.(.+)$")
+_WRAPPED = re.compile(
+    r"(?:^module|(?:^|\.)_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)"
+    r"|(?P<peft>^base_model|\.base_layer|\.lora_[AB]))\."
+)
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     """Shapes of all tensors, by name; None where there are no safetensors files.
 
     Raises:
-        ValueError: a file that the index names is not there, or a header that cannot be read.
+        ValueError: a file or a tensor that the index names is not there, or a header that cannot be read.
     """
     files = _files(folder)
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in files:
+    for name, tensors in files.items():
         if not os.path.isfile(folder / name):
             raise ValueError(f"{INDEX} names {name}, which is not in {folder}: the download is not complete")
-        shapes |= {key: tuple(entry["shape"]) for key, entry in _header(folder / name).items() if key != "__metadata__"}
+        header = _header(folder / name)
+        if absent := sorted(tensors - header.keys()):
+            raise ValueError(
+                f"{INDEX} says that {name} holds {absent[0]}, and it does not: the files are of two models"
+            )
+        shapes |= {key: tuple(entry["shape"]) for key, entry in header.items() if key != "__metadata__"}
     return shapes if files else None
 
 
@@ -43,13 +54,17 @@ def file_of_each_tensor(folder: Path) -> dict[str, Path]:
     return {key: folder / name for name in _files(folder) for key in _header(folder / name) if key != "__metadata__"}
 
 
-def _files(folder: Path) -> list[str]:
+def _files(folder: Path) -> dict[str, set[str]]:
+    """The safetensors files, each with the tensors that the index promises."""
     if not (folder / INDEX).is_file():
-        return [SINGLE] if (folder / SINGLE).is_file() else []
+        return {SINGLE: set()} if (folder / SINGLE).is_file() else {}
+    files: dict[str, set[str]] = {}
     try:
-        return sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        for tensor, file in json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].items():
+            files.setdefault(file, set()).add(tensor)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / INDEX} cannot be read: {error}") from error
+    return dict(sorted(files.items()))
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -67,63 +82,59 @@ def _header(path: Path) -> dict[str, Any]:
     return header
 
 
-def weights_problem(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Why the folder cannot be the model that its ``config.json`` describes; None: nothing is seen to be missing."""
+def weights_problem(folder: Path, overrides: Mapping[str, Any], without_head: bool = False) -> str | None:
+    """Why the folder cannot be the model that its ``config.json`` describes; None: nothing is seen to be missing.
+
+    The comparison imports transformers, which takes seconds: what was found whole is remembered by the contents of
+    ``config.json`` and of the headers.
+
+    Args:
+        overrides: ``model_config_kwargs``.
+        without_head: the role has a head of its own, so that no output matrix is needed.
+    """
     try:
         shapes = stored_shapes(folder)
-    except ValueError as error:
+        if shapes is None:
+            return _no_model(folder)
+        config = (folder / CONFIG).read_text(encoding="utf-8")
+        if "auto_map" in json.loads(config):
+            return None  # Code of its own is run by the role alone, which asks for trust_remote_code.
+        seen = json.dumps([config, sorted(shapes.items()), sorted(overrides.items()), without_head], default=str)
+        digest = hashlib.blake2b(f"{version('transformers')} {seen}".encode(), digest_size=20).hexdigest()
+        marker = cache_home() / "whole_models" / digest
+        if marker.exists():
+            return None
+        from roll.models.completeness import compare_with_headers
+
+        problem = compare_with_headers(shapes, str(folder), overrides, without_head)
+    except (OSError, ValueError) as error:
         return str(error)
-    if shapes is None:
-        return None
-    text = next((config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict)), config)
-    return _wrapped(shapes) or _incomplete_layers(shapes, text) or _no_output_matrix(shapes, config, text)
+    if problem is None:
+        # Only a hint for the next check: a folder that cannot be written costs the comparison again.
+        with suppress(OSError):
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+    return problem
 
 
-def _wrapped(shapes: Mapping[str, Any]) -> str | None:
-    for name in shapes:
-        if found := _WRAPPED.search(name):
-            how = (
-                "merge the adapter into the model first (merge_and_unload), or name the adapter in adapter_name_or_path"
-                if not found[1].startswith("_")
-                else "save the module inside the wrapper, with save_pretrained"
-            )
-            return f"its weights were saved with the names of a wrapper ({name}), which the model does not have: {how}"
-    return None
-
-
-def _incomplete_layers(shapes: Mapping[str, Any], text: Mapping[str, Any]) -> str | None:
-    """A layer without tensors, or one between the first and the last that lacks what all others have."""
-    depth = text.get("num_hidden_layers", text.get("n_layer"))
-    stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for name in shapes:
-        if found := _IN_LAYER.match(name):
-            stacks[found[1]][int(found[2])].add(found[3])
-    for prefix, layers in stacks.items():
-        # A layer's own lists (experts) come later in the name; other stacks (a vision tower) have another depth.
-        if not isinstance(depth, int) or not depth - 1 <= max(layers) <= depth + 1 or len(layers) < 2:
-            continue
-        absent = sorted(set(range(depth)) - layers.keys())
-        if absent:
-            return f"the files hold no tensor of layer {absent[0]} ({prefix}{absent[0]}.)"
-        # What all other layers have. The first and the last may differ by design (modernbert, rwkv).
-        for number in range(1, depth - 1):
-            others = [names for other, names in layers.items() if other != number]
-            lacking = set.intersection(*others) - layers[number]
-            if lacking and layers[number] <= set.union(*others):  # A layer of another kind has names of its own.
-                return f"the files lack {prefix}{number}.{min(lacking)}, which the other layers have"
-    return None
-
-
-def _no_output_matrix(shapes: Mapping[str, Any], config: Mapping[str, Any], text: Mapping[str, Any]) -> str | None:
-    """A language model whose output matrix is not the embeddings has two matrices over the vocabulary."""
-    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-    size, architectures = text.get("vocab_size"), config.get("architectures") or [""]
-    if tied is not False or not isinstance(size, int) or not str(architectures[0]).endswith("ForCausalLM"):
-        return None
-    matrices = [name for name, shape in shapes.items() if len(shape) == 2 and size in shape]
-    if len(matrices) == 1 and not matrices[0].endswith("lm_head.weight"):
+def _no_model(folder: Path) -> str | None:
+    """A folder without safetensors files may hold ``.bin`` files, which only the loader reads, or an adapter."""
+    if (folder / "adapter_config.json").is_file() and not any(folder.glob("pytorch_model*.bin*")):
         return (
-            f"the files hold one matrix over the vocabulary ({matrices[0]}), and {config.get('model_type')} with "
-            "tie_word_embeddings: false has two: the output matrix (lm_head.weight) is missing"
+            "holds an adapter and no model: name it in model_args.adapter_name_or_path, and the model that it was made "
+            "for in model_args.model_name_or_path"
         )
+    return None
+
+
+def how_to_unwrap(names: Iterable[str]) -> str | None:
+    """The remedy for names that a wrapper has given; None: no name looks like that."""
+    for name in names:
+        if found := _WRAPPED.search(name):
+            if found["peft"] is None:
+                return f"save the module inside the wrapper ({name}), by its save_pretrained"
+            return (
+                f"merge the adapter into the model ({name}) by merge_and_unload, or name the adapter in "
+                "model_args.adapter_name_or_path"
+            )
     return None

@@ -6,7 +6,6 @@ import datetime
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 from abc import abstractmethod
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll.config.data import DataArguments
+from roll.config.model_files import cache_home
 from roll.datasets.columns import Keep, Message, build_filter, filter_source
 from roll.datasets.images import PreparedImages
 from roll.datasets.making import RowMaker, Tally, make_all, num_processes
@@ -246,8 +246,7 @@ def cache_root(data_args: DataArguments) -> Path:
     """``data_args.cache_dir``, else the folder of this user."""
     if data_args.cache_dir is not None:
         return Path(data_args.cache_dir).expanduser() / "datasets"
-    home = os.environ.get("ROLL_CACHE_DIR") or Path("~/.cache/roll").expanduser()
-    return Path(home) / "datasets"
+    return cache_home() / "datasets"
 
 
 def is_wanted(data_args: DataArguments, paths: Sequence[Path]) -> bool:

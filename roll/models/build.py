@@ -25,6 +25,7 @@ from roll.config.lora import frozen_by, names_of
 from roll.config.model_files import lacks_flash_attention, model_folder
 from roll.config.roles import ModelArguments
 from roll.config.weight_files import file_of_each_tensor, stored_shapes
+from roll.models.completeness import incomplete
 from roll.models.vision import reads_images
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def build_model(
         attn_implementation=attention_implementation(args),
         trust_remote_code=args.trust_remote_code,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
     missing = set(info["missing_keys"])
     if head != "causal_lm":
@@ -84,22 +86,13 @@ def build_model(
             if f"{VALUE_HEAD}{name}" in missing:
                 missing.remove(f"{VALUE_HEAD}{name}")
                 parameter.data.copy_(new_head(head, parameter, seed))
-    if missing:
-        raise ValueError(_lacks(str(args.model_name_or_path), sorted(missing), sorted(info["unexpected_keys"])))
+    problem = incomplete(
+        model, missing, info["unexpected_keys"], info["mismatched_keys"], bool(args.model_config_kwargs)
+    )
+    if problem is not None:
+        raise ValueError(f"model_args.model_name_or_path: {args.model_name_or_path} {problem}")
     freeze_modules(model, args.freeze_module_prefix)
     return model
-
-
-def _lacks(path: str, missing: list[str], unexpected: list[str]) -> str:
-    """transformers would fill what is missing with random numbers, and train them."""
-    text = f"model_args.model_name_or_path: {path} lacks {_some(missing)} of the model that its config.json describes"
-    if unexpected:
-        text += f"; it holds {_some(unexpected)}, which the model does not have"
-    return f"{text}. Download the folder again, or save the bare model (no wrapper, adapters merged) by save_pretrained"
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def empty_model(config: PretrainedConfig, head: HeadName, **options: Any) -> PreTrainedModel:

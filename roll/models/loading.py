@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from roll.models.build import (
     freeze_modules,
     new_head,
 )
+from roll.models.completeness import incomplete
 from roll.models.expert_parallel import own_rows
 from roll.models.stored import StoredLayout
 
@@ -289,6 +291,11 @@ def build_on_meta(
         return None
     assert layout is not None
     unused = found.keys() - layout.stored_shapes().keys() - (set() if head == "causal_lm" else {OUTPUT_MATRIX})
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unused = {name for name in unused if not any(re.search(pattern, name) for pattern in ignored)}
+    problem = incomplete(model, (), unused, (), bool(args.model_config_kwargs))
+    if problem is not None:
+        raise ValueError(f"model_args.model_name_or_path: {args.model_name_or_path} {problem}")
     if unused:
         logger.warning("%s: the model has no use for %s", args.model_name_or_path, ", ".join(sorted(unused)))
     _compute_buffers(model)

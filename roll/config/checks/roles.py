@@ -80,7 +80,8 @@ def check_model(
     lacking = None if known is None else family_problem(known, name, role)
     local = model_folder(path)
     if lacking is None and found is not None and local is not None:
-        lacking = weights_problem(local, found)
+        without_head = name == "critic" or checks.pipeline.name == "rm" or role.model_args.model_type == CLASSIFIER
+        lacking = weights_problem(local, role.model_args.model_config_kwargs, without_head)
     if lacking is not None:
         checks.add(key, path, lacking)
     if lacking is not None or found is None:
