@@ -33,12 +33,10 @@ from rich.table import Table
 
 from benchmarks.preferences import TRL_SETTINGS, Contestant, own_strategy, write_random
 from benchmarks.train_step import SHAPES
-from roll.algorithms.aggregation import LossDenominators
 from roll.config.losses import DivergenceConfig
+from roll.methods.distill import TEACHER, DistillLoss
 from roll.models.layouts import TopTokens
-from roll.strategies.base import TEACHER_COLUMNS, Comparison, ModelStrategy, Output, TensorBatch, teacher_columns
-from roll.workers.supervised import distillation_loss
-from roll.workers.training import TEACHER, options_divergence
+from roll.strategies.base import TEACHER_COLUMNS, ModelStrategy, TensorBatch, teacher_columns
 
 console = Console(width=130, highlight=False)
 PAD = 1
@@ -146,12 +144,12 @@ def own_contestants(
 def own_step(policy: ModelStrategy, batch: TensorBatch, ask: Any) -> float:
     columns = ask()
     taught = dict(zip(teacher_columns(TEACHER), (columns[name] for name in TEACHER_COLUMNS), strict=True))
-    tokens = float(batch["response_mask"].sum())
+    loss = DistillLoss(DivergenceConfig(kd_objective="forward_kl"), weight=1.0)
     metrics = policy.train_step(
         batch | taught,
-        partial(distillation_loss, weight=1.0, denominators=LossDenominators(tokens, tokens)),
-        [Output.LOG_PROBS],
-        teachers=[Comparison(TEACHER, 1.0, partial(options_divergence, DivergenceConfig(kd_objective="forward_kl")))],
+        partial(loss, totals=loss.counts(batch)),
+        loss.outputs,
+        teachers=loss.teachers,
     )
     loss: Any = metrics["student/kd_loss"]
     return float(loss.value())

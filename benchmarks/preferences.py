@@ -34,9 +34,9 @@ from benchmarks.train_step import SHAPES, write_model
 from roll.algorithms.preferences import PairSums, pair_sums, preference_loss, unpaired_loss
 from roll.config.losses import PREFERENCE_LOSSES, PreferenceLossConfig
 from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
+from roll.methods.preferences import PairLoss
 from roll.strategies.base import ModelStrategy, Output, TensorBatch
 from roll.strategies.factory import create_strategy
-from roll.workers.supervised import preference_update_loss
 
 console = Console(width=130, highlight=False)
 BETA, SMOOTHING, PAIRS = 0.1, 0.1, 8
@@ -216,7 +216,8 @@ class Contestant:
 def own_contestants(folder: Path, reference: Path, batch: TensorBatch, micro: int) -> list[Contestant]:
     found = []
     options = PreferenceLossConfig(beta=BETA)
-    loss = partial(preference_update_loss, options=options, pairs=len(batch["input_ids"]) / 2)
+    pairs = PairLoss(options)
+    loss = partial(pairs, totals=pairs.counts(batch))
     for name, keys in (
         ("roll, fsdp2", {}),
         ("roll, fsdp2, packed", {"use_remove_padding": True}),

@@ -37,9 +37,9 @@ from roll.platforms import current_platform
 from roll.protocol.metrics import to_floats
 from roll.weight_sync.encoding import DeltaEncoder, SyncOptions, iter_buckets
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, WeightSync, build_transport
-from roll.workers import ACTOR_WORKER, GENERATION_WORKER
+from roll.workers import GENERATION_WORKER, TRAIN_WORKER
 from roll.workers.generation import GenerationWorker
-from roll.workers.training import ActorWorker
+from roll.workers.training import TrainWorker
 
 MIB = 2**20
 SHAPES = {
@@ -219,8 +219,8 @@ def by_strategy(
             strategy_args=StrategyArguments(strategy, config),
             device_mapping=list(range(ranks)),
         )
-        trainer = Cluster("actor_train", ACTOR_WORKER, resources, role, rpc_timeout=DEADLINE)
-        trainer.call_all(ActorWorker.initialize, 0 if options.no_optimizer else 1).result()
+        trainer = Cluster("actor_train", TRAIN_WORKER, resources, role, rpc_timeout=DEADLINE)
+        trainer.call_all(TrainWorker.initialize, 0 if options.no_optimizer else 1).result()
         sync_options = SyncOptions(options.bucket_mb * MIB, DEADLINE, options.transports[0])
         update = StrategyUpdate(WeightSync(trainer, engines, sync_options))
         costs = interleaved({**raw, name: update}, options.repeats)

@@ -28,7 +28,7 @@ FLOORS = {
         "tracking",
         "serving",
     },
-    4: {"workers", "report"},
+    4: {"methods", "workers", "report"},
     5: {"pipelines"},
     6: {"cli", "doctor", "evaluate", "preflight", "rehearsal", "replay", "translation"},
 }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from roll.workers.generation import GenerationWorker
-from roll.workers.training import ActorWorker
+from roll.workers.training import TrainWorker
 
 _TARGET = "2*6=12\n12+7=19\n19-3=16\n#### 16"
 _kept: list[bytes] = []
@@ -67,14 +67,14 @@ class SlowEngine(GenerationWorker):
         return report
 
 
-class SlowTrainer(ActorWorker):
+class SlowTrainer(TrainWorker):
     """Rank 1 computes for most of a second more than it has to."""
 
-    def update(self, *args: Any, **kwargs: Any) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         begin = time.process_time()
         while self.context.rank == 1 and time.process_time() - begin < 0.8:
             pass
-        return super().update(*args, **kwargs)
+        return super().step(*args, **kwargs)
 
 
 class DriftingEngine(GenerationWorker):

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from roll.config.model_files import CONFIG, cache_home
@@ -104,9 +105,9 @@ def weights_problem(folder: Path, overrides: Mapping[str, Any], without_head: bo
         marker = cache_home() / "whole_models" / digest
         if marker.exists():
             return None
-        from roll.models.completeness import compare_with_headers
-
-        problem = compare_with_headers(shapes, str(folder), overrides, without_head)
+        problem: str | None = resolve_name("roll.models.build:compare_with_headers")(
+            shapes, str(folder), overrides, without_head
+        )
     except (OSError, ValueError) as error:
         return str(error)
     if problem is None:

@@ -35,13 +35,13 @@ _FAREWELL_SECONDS = 20.0
 P = ParamSpec("P")
 R = TypeVar("R")
 Method = Callable[Concatenate[Any, P], R]
-"""A method of a worker class, as ``ActorWorker.update``; the class that a cluster runs may be any that has it."""
+"""A method of a worker class, as ``TrainWorker.step``; the class that a cluster runs may be any that has it."""
 
 
 class Cluster:
     """The workers of a role.
 
-    ``cluster.call(ActorWorker.update, batch, epochs=2).result()`` calls the ranks that the method's dispatch mode
+    ``cluster.call(TrainWorker.step, batch, loss, epochs=2).result()`` calls the ranks that the method's dispatch mode
     addresses; arguments and result have the types that the method declares. :meth:`call` is for methods with one
     result, :meth:`call_all` for those with one of every rank. A method is found by its name in the class that the
     ranks run: a subclass, say, or any other class with a method like it.
@@ -384,13 +384,14 @@ def _spread_data(
     if len(lengths) > 1:
         raise ValueError(f"batches of one call must have the same number of rows, got {sorted(lengths)}")
     rows = lengths.pop() if lengths else 0
+    columns = registration.columns(*args, **kwargs) if callable(registration.columns) else registration.columns
     first_only = registration.dispatch is Dispatch.DP_MP_DISPATCH_FIRST
     users = 1 if first_only else len(infos) // dp_size
 
     def by_rank(value: Any) -> list[Any]:
         if not isinstance(value, DataProto):
             return [_put(value, len(infos))] * len(infos)
-        chunks = [_put(chunk, users) for chunk in chunked(_declared(value, registration.columns), dp_size)]
+        chunks = [_put(chunk, users) for chunk in chunked(_declared(value, columns), dp_size)]
         nothing = value.select([], []) if first_only else None
         return [nothing if first_only and not info.is_first_of_replica else chunks[info.dp_rank] for info in infos]
 

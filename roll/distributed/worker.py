@@ -45,19 +45,22 @@ class Dispatch(StrEnum):
     columns (``meta_info`` only), for methods that pass the data on themselves."""
 
 
+Columns = tuple[str, ...] | Callable[..., tuple[str, ...]]
+
+
 @dataclass(frozen=True)
 class Registration:
     """The arguments of :func:`register` for a method."""
 
     dispatch: Dispatch
-    columns: tuple[str, ...] | None = None
+    columns: Columns | None = None
     deadline: float | None = None
     name: str | None = None
 
 
 def register(
     dispatch: Dispatch,
-    columns: tuple[str, ...] | None = None,
+    columns: Columns | None = None,
     deadline: float | None = None,
     name: str | None = None,
 ) -> Callable[[F], F]:
@@ -66,7 +69,8 @@ def register(
     Args:
         dispatch: How arguments are spread and results joined.
         columns: The columns of DataProto arguments that the method reads; nothing else is shipped. A column that the
-            batch does not have is left to the method to miss. None ships all.
+            batch does not have is left to the method to miss. A function is given the call's arguments and says which.
+            None ships all.
         deadline: Seconds that a call may take; None: the cluster's ``rpc_timeout``.
         name: What messages call the method; None: its own name.
 

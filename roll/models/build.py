@@ -12,7 +12,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,6 +93,66 @@ def build_model(
         raise ValueError(f"model_args.model_name_or_path: {args.model_name_or_path} {problem}")
     freeze_modules(model, args.freeze_module_prefix)
     return model
+
+
+def compare_with_headers(
+    shapes: Mapping[str, tuple[int, ...]], path: str, overrides: Mapping[str, Any], without_head: bool
+) -> str | None:
+    """Compare a local folder's headers with its ``config.json``.
+
+    Args:
+        shapes: of all tensors of the files, by name.
+        path: the folder.
+        overrides: ``model_config_kwargs``.
+        without_head: the role has a head of its own, and no use for an output matrix.
+
+    Returns:
+        What is wrong; None where everything fits, or where only the loader of the role can tell: code of the model's
+        own, quantised weights.
+
+    Raises:
+        OSError, ValueError: transformers cannot read the configuration.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, **overrides)
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    family = auto_class(config, "causal_lm")._model_mapping
+    if type(config) not in family:
+        return None
+    cls = family[type(config)]
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    with _Quiet():
+        model, info = cls.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    missing = set(info["missing_keys"]) - ({OUTPUT_MATRIX} if without_head else set())
+    return incomplete(model, missing, info["unexpected_keys"], info["mismatched_keys"], bool(overrides))
+
+
+class _Quiet:
+    """Keep transformers' report and its progress bar from the terminal: they say the same, over twenty lines."""
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging
+
+        self._level = logging.get_verbosity()
+        logging.set_verbosity_error()
+        self._bar = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        from transformers.utils import logging
+
+        logging.set_verbosity(self._level)
+        if self._bar:
+            logging.enable_progress_bar()
 
 
 def empty_model(config: PretrainedConfig, head: HeadName, **options: Any) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Whether a folder's tensors are those of the model that its ``config.json`` describes.
+"""The comparison of a folder's tensors with those of the model that its ``config.json`` describes.
 
 transformers fills a tensor that is missing with random numbers and passes over one that the model has no use for, with
 a warning each. Its own loader says which they are, also for families whose files have other names than the model: it is
@@ -8,10 +8,8 @@ given the names and shapes of the files' headers, on torch's ``meta`` device, so
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from roll.config.weight_files import how_to_unwrap
 
@@ -21,49 +19,6 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def compare_with_headers(
-    shapes: Mapping[str, tuple[int, ...]], path: str, overrides: Mapping[str, Any], without_head: bool
-) -> str | None:
-    """Compare a local folder's headers with its ``config.json``.
-
-    Args:
-        shapes: of all tensors of the files, by name.
-        path: the folder.
-        overrides: ``model_config_kwargs``.
-        without_head: the role has a head of its own, and no use for an output matrix.
-
-    Returns:
-        What is wrong; None where everything fits, or where only the loader of the role can tell: code of the model's
-        own, quantised weights.
-
-    Raises:
-        OSError, ValueError: transformers cannot read the configuration.
-    """
-    from transformers import AutoConfig
-
-    from roll.models.build import OUTPUT_MATRIX, auto_class
-
-    config = AutoConfig.from_pretrained(path, **overrides)
-    if getattr(config, "quantization_config", None) is not None:
-        return None
-    family = auto_class(config, "causal_lm")._model_mapping
-    if type(config) not in family:
-        return None
-    cls = family[type(config)]
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    with _quiet():
-        model, info = cls.from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            device_map="meta",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    missing = set(info["missing_keys"]) - ({OUTPUT_MATRIX} if without_head else set())
-    return incomplete(model, missing, info["unexpected_keys"], info["mismatched_keys"], bool(overrides))
-
-
 def incomplete(
     model: PreTrainedModel,
     missing: Collection[str],
@@ -71,7 +26,7 @@ def incomplete(
     mismatched: Iterable[tuple[str, Any, Any]],
     overridden: bool,
 ) -> str | None:
-    """What a loader's report means; None: the model is whole.
+    """The meaning of a loader's report; None: the model is whole.
 
     A tensor that the model has no use for is ignored where it belongs to a part that the model does not have (the score
     head of a reward model, a tower of another modality). It is a fault where it is one more of what the model has: a
@@ -112,22 +67,3 @@ def _is_one_more(name: str, model: PreTrainedModel) -> bool:
 def _some(names: Collection[str]) -> str:
     first = sorted(names)[:3]
     return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-class _quiet:
-    """Keep transformers' report and its progress bar from the terminal: they say the same, over twenty lines."""
-
-    def __enter__(self) -> None:
-        from transformers.utils import logging
-
-        self._level = logging.get_verbosity()
-        logging.set_verbosity_error()
-        self._bar = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        from transformers.utils import logging
-
-        logging.set_verbosity(self._level)
-        if self._bar:
-            logging.enable_progress_bar()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.checkpoint import Checkpoint
@@ -17,6 +18,7 @@ from roll.config.model_files import model_number
 from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import REWARD_MODEL
 from roll.distributed import Cluster, ResourceManager
+from roll.methods.base import Ask
 from roll.models.layouts import TopTokens
 from roll.pipelines.batches import RecordedBatch
 from roll.pipelines.engine_rollout import EngineRollout
@@ -31,15 +33,16 @@ from roll.pipelines.rlvr.phases import (
     add_reference_log_probs,
     add_values,
     computed_by_policy,
-    update_actor,
-    update_critic,
+    critic_loss,
+    policy_loss,
+    update_model,
 )
 from roll.pipelines.rlvr.teachers import opd_divergence
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency, RunContext, moves_states
 from roll.protocol import DataProto
 from roll.strategies.base import Output
 from roll.weight_sync.sender import WeightSync, sync_options
-from roll.workers.training import TrainingWorker
+from roll.workers.training import TrainWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,6 +68,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         self.context = RunContext(loaded)
         generating = loaded.config.actor_infer.generating_args
         self.temperature = generating.temperature if generating.do_sample else 1.0
+        self.loss = policy_loss(loaded.config, plan, self.temperature)
 
     def run(self) -> None:
         """Train until ``max_steps``; everything that was started is stopped again, however it ends."""
@@ -193,8 +197,11 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         if self.plan.needs_old_log_probs:
             with self.context.phase("old_log_probs"):
                 self.residency.bring({"actor_train": WEIGHTS})
-                wanted = {"entropy": self.plan.needs_old_entropy, "sum_of_squares": self.plan.needs_sum_of_squares}
-                wanted[Output.ROUTES] = self.config.actor_train.router_replay.mode == "R2"
+                wanted = {
+                    Output.ENTROPY: self.plan.needs_old_entropy,
+                    Output.SUM_OF_SQUARES: self.plan.needs_sum_of_squares,
+                    Output.ROUTES: self.config.actor_train.router_replay.mode == "R2",
+                }
                 more = tuple(name for name, needed in wanted.items() if needed)
                 add_old_log_probs(batch, self.clusters.actor_train, self.temperature, more)
         elif self.plan.engine_log_probs_as_old:
@@ -238,8 +245,8 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         if trainer is None and every and step % every == 0 and not self.recorded.replays:
             with self.context.phase("sample_log"):
                 self.residency.bring({"actor_train": WEIGHTS})
-                columns = computed_by_policy(batch, self.clusters.actor_train, temperature=self.temperature)
-                trainer = columns["log_probs"]
+                columns = computed_by_policy(batch, self.clusters.actor_train, Ask(temperature=self.temperature))
+                trainer = columns[Output.LOG_PROBS]
         self.context.samples.policy(step, batch, notes, self.tokenizer, trainer)
 
     def learn(self, batch: DataProto, step: int) -> None:
@@ -248,11 +255,14 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         with self.context.phase("step_train"):
             if self.clusters.critic is not None:
                 self.residency.bring({"critic": TRAINING})
-                self.context.record(update_critic(batch, self.clusters.critic, self.plan, seed))
+                values = critic_loss(self.config, self.plan)
+                training = self.plan.training["critic"]
+                self.context.record(update_model(batch, self.clusters.critic, values, training, seed))
             if step >= self.config.critic_warmup or self.clusters.critic is None:
                 self.residency.bring({"actor_train": TRAINING})
-                actor, entropy_coef = self.clusters.actor_train, self.scoring.entropy_coef
-                self.context.record(update_actor(batch, actor, self.plan, self.temperature, entropy_coef, seed))
+                options = replace(self.loss.options, entropy_loss_coef=self.scoring.entropy_coef)
+                loss, training = replace(self.loss, options=options), self.plan.training["actor_train"]
+                self.context.record(update_model(batch, self.clusters.actor_train, loss, training, seed))
 
     def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
         """Repeat the step of a recorded batch, without engines and rewards.
@@ -335,7 +345,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         with self.context.writing_checkpoint(step, state, self.learners()) as path:
             for cluster in self.learners():
                 self.residency.bring({cluster.name: TRAINING})
-                cluster.call_all(TrainingWorker.save_checkpoint, str(path / cluster.name)).result()
+                cluster.call_all(TrainWorker.save_checkpoint, str(path / cluster.name)).result()
 
     def restore(self) -> int:
         """Continue from a checkpoint if the configuration asks for it; the number of steps already done."""
@@ -351,7 +361,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         if checkpoint is not None:
             for cluster in self.learners():
                 self.residency.bring({cluster.name: TRAINING})
-                cluster.call_all(TrainingWorker.load_checkpoint, str(checkpoint.role(cluster.name))).result()
+                cluster.call_all(TrainWorker.load_checkpoint, str(checkpoint.role(cluster.name))).result()
         return checkpoint
 
     def state_dict(self) -> dict[str, Any]:

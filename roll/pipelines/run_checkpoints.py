@@ -84,13 +84,13 @@ class PendingCheckpoint:
 
     def settle(self) -> None:
         """Wait until every rank has stopped to write, whatever came of it: one of them found no room."""
-        from roll.workers.training import TrainingWorker
+        from roll.workers.training import TrainWorker
 
         self._polled = []
         for cluster in self._writers:
             for rank in range(cluster.world_size):
                 try:
-                    cluster.submit(rank, TrainingWorker.checkpoint_saved, True).result()
+                    cluster.submit(rank, TrainWorker.checkpoint_saved, True).result()
                 except WorkerFailed as error:
                     logger.info("%s", error)
 
@@ -101,9 +101,9 @@ class PendingCheckpoint:
         self._stack.__exit__(*error)
 
     def _poll(self, wait: bool) -> list[PendingCall[list[bool]]]:
-        from roll.workers.training import TrainingWorker
+        from roll.workers.training import TrainWorker
 
-        return [cluster.call_all(TrainingWorker.checkpoint_saved, wait) for cluster in self._writers]
+        return [cluster.call_all(TrainWorker.checkpoint_saved, wait) for cluster in self._writers]
 
 
 class RunCheckpoints:

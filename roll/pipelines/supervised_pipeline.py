@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -22,6 +21,7 @@ from roll.datasets.preparation import PreparedRows
 from roll.datasets.streaming import Drawn
 from roll.datasets.vision_model import VisionModel
 from roll.distributed import Cluster, ResourceManager
+from roll.methods.base import Loss
 from roll.pipelines.batches import RecordedBatch
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
 from roll.pipelines.run_context import TRAINING, WEIGHTS, Residency, RunContext, moves_states, start_cluster
@@ -30,8 +30,10 @@ from roll.pipelines.teachers import teacher_worker
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
 from roll.protocol.vision import IMAGES, VisionInputs
+from roll.strategies.base import ModelHead
+from roll.workers import TRAIN_WORKER
 from roll.workers.model import ModelSettings, ModelWorker
-from roll.workers.supervised import SupervisedWorker
+from roll.workers.training import TrainWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,8 +47,8 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
 
     role: ClassVar[str]
     """The role that learns."""
-    worker: ClassVar[str]
-    """Dotted path of its worker, a :class:`~roll.workers.supervised.SupervisedWorker`."""
+    head: ClassVar[ModelHead] = ModelHead.CAUSAL_LM
+    """Of its model."""
     frozen_role: ClassVar[str | None] = None
     """The role whose model never learns, where the pipeline has one."""
     stream: ClassVar[str]
@@ -105,9 +107,9 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
         """Start the clusters, read the data, continue from a checkpoint if there is one; return the steps done."""
         self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
         offloads = self.config.is_offload_optimizer_states_in_train_step
-        settings = replace(self.settings(), offload_optimizer_in_steps=offloads)
+        settings = ModelSettings(self.config.max_grad_norm, offload_optimizer_in_steps=offloads, head=self.head)
         role = self.plan.roles[self.role].section
-        worker = role.worker_cls or self.worker
+        worker = role.worker_cls or TRAIN_WORKER
         self.learner = start_cluster(self.config, self.role, worker, resources, role, settings)
         if self.frozen_role is not None and self.frozen_role in self.plan.roles:
             role = self.plan.roles[self.frozen_role].section
@@ -123,15 +125,16 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
         if checkpoint is None:
             return 0
         self.residency.bring({self.role: TRAINING})
-        self.learner.call_all(SupervisedWorker.load_checkpoint, str(checkpoint.role(self.role))).result()
+        self.learner.call_all(TrainWorker.load_checkpoint, str(checkpoint.role(self.role))).result()
         state = self.context.load_state(checkpoint)
         self.rows.load_state_dict(state[self.state_key])
         self.evaluated = state["evaluated"]
         return checkpoint.step
 
-    def settings(self) -> ModelSettings:
-        """The run's values that the learner's workers need."""
-        return ModelSettings(self.config.max_grad_norm)
+    @property
+    @abstractmethod
+    def loss(self) -> Loss:
+        """Minimised by the learner."""
 
     def load_data(self) -> None:
         """Read the rows; the number of steps follows from them where the file does not say it."""
@@ -197,7 +200,7 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
         """One optimizer step."""
         with self.context.phase("step_train"):
             self.residency.bring({self.role: TRAINING})
-            self.context.record(self.learner.call(SupervisedWorker.update, batch).result())
+            self.context.record(self.learner.call(TrainWorker.step, batch, self.loss).result())
 
     # Between steps
 
@@ -232,7 +235,7 @@ class SupervisedPipeline(ABC, Generic[ConfigT, RowT]):
         """A checkpoint after ``steps_done`` steps, with what the driver must remember."""
         with self.context.writing_checkpoint(steps_done, state, [self.learner]) as path:
             self.residency.bring({self.role: TRAINING})
-            self.learner.call_all(SupervisedWorker.save_checkpoint, str(path / self.role)).result()
+            self.learner.call_all(TrainWorker.save_checkpoint, str(path / self.role)).result()
 
     def state_dict(self) -> dict[str, Any]:
         """State of the driver: plain JSON values."""

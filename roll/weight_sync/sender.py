@@ -72,7 +72,7 @@ def _for_hosts_of(source: Cluster, target: Cluster, options: SyncOptions) -> Syn
 
 
 class SendingWorker(Protocol):
-    """A trainer's worker (:class:`roll.workers.training.ActorWorker`)."""
+    """A trainer's worker (:class:`roll.workers.training.TrainWorker`)."""
 
     def send_weights(
         self, engines: dict[int, Any], version: int, base_version: int | None, options: SyncOptions

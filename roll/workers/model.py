@@ -14,8 +14,8 @@ from roll.algorithms.reward_models import end_scores, scoring_batch
 from roll.config.losses import SCORE_MEAN, SCORE_STD
 from roll.datasets.templates import chat_text
 from roll.distributed import Dispatch, Worker, register
+from roll.methods.base import LOG_PROBS, POLICY_COLUMNS, Ask
 from roll.models.build import load_config
-from roll.models.layouts import TopTokens
 from roll.protocol import DataProto
 from roll.protocol.metrics import RankInfo
 from roll.protocol.vision import IMAGES
@@ -27,10 +27,6 @@ from roll.strategies.factory import create_scoring_strategy, create_strategy
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask", IMAGES)
-POLICY_COLUMNS = (*MODEL_COLUMNS, str(Output.ROUTES))
-"""Of the policy, which may replay where its tokens went."""
 
 
 def columns_of(batch: DataProto) -> TensorBatch:
@@ -51,6 +47,7 @@ class ModelSettings:
     """None: that of the role."""
     offload_optimizer_in_steps: bool = field(default=False, kw_only=True)
     """Optimizer states leave the device for the forward and backward passes."""
+    head: ModelHead = field(default=ModelHead.CAUSAL_LM, kw_only=True)
 
 
 class ModelWorker(Worker):
@@ -58,7 +55,6 @@ class ModelWorker(Worker):
 
     settings_class = ModelSettings
     settings: ModelSettings
-    head = ModelHead.CAUSAL_LM
     strategy: ModelStrategy
 
     @register(Dispatch.ONE_TO_ALL)
@@ -81,38 +77,20 @@ class ModelWorker(Worker):
     def rank_info(self) -> RankInfo:
         return self.strategy.rank_info if hasattr(self, "strategy") else super().rank_info
 
+    @property
+    def head(self) -> ModelHead:
+        return self.settings.head
+
     @register(Dispatch.DP_MP_COMPUTE, columns=POLICY_COLUMNS)
-    def compute_log_probs(
-        self,
-        batch: DataProto,
-        *,
-        temperature: float = 1.0,
-        outputs: Sequence[str] = (),
-        without_adapters: bool = False,
-    ) -> DataProto:
-        """``log_probs`` float32 (B, L) of every response token, and the columns that ``outputs`` names.
-
-        Args:
-            without_adapters: of the base of a LoRA model.
-        """
-        wanted = [Output.LOG_PROBS, *map(Output, outputs)]
-        with self.strategy.without_adapters() if without_adapters else nullcontext():
-            return DataProto.from_dict(self.strategy.forward(columns_of(batch), wanted, temperature))
-
-    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
-    def compute_top_tokens(
-        self, batch: DataProto, *, count: int, limit: int, temperature: float = 1.0, dtype: str = "fp32"
-    ) -> DataProto:
-        """The columns :data:`~roll.strategies.base.TEACHER_COLUMNS` in place of every response token, of
-        ``softmax(logits / temperature)``.
-
-        Args:
-            count: tokens of each distribution, the most probable of those with an id below ``limit``; 0: all of those.
-            dtype: of the log-probs; the tail's is float32.
-        """
-        columns = self.strategy.forward_top_tokens(columns_of(batch), TopTokens(count, limit), temperature)
+    def forward(self, batch: DataProto, ask: Ask = LOG_PROBS) -> DataProto:
+        """The columns that ``ask`` names, without gradient: float32 (B, L) each, 0 outside the response mask."""
+        rows, top = columns_of(batch), ask.top
+        with self.strategy.without_adapters() if ask.without_adapters else nullcontext():
+            if top is None:
+                return DataProto.from_dict(self.strategy.forward(rows, ask.outputs, ask.temperature))
+            columns = self.strategy.forward_top_tokens(rows, top, ask.temperature)
         # Probability 0 either way, and finite in float16: 0 times minus infinity is no number.
-        columns["top_log_probs"] = columns["top_log_probs"].clamp(min=LEAST_LOG_PROB).to(DTYPES[dtype])
+        columns["top_log_probs"] = columns["top_log_probs"].clamp(min=LEAST_LOG_PROB).to(DTYPES[ask.dtype])
         return DataProto.from_dict(columns)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -155,7 +133,9 @@ class TeacherWorker(ModelWorker):
 class RewardModelWorker(ModelWorker):
     """``reward_model`` on one rank: forward passes only."""
 
-    head = ModelHead.VALUE
+    @property
+    def head(self) -> ModelHead:
+        return ModelHead.VALUE
 
     @register(Dispatch.ONE_TO_ALL)
     def initialize(self, num_training_steps: int = 0) -> None:

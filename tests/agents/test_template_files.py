@@ -12,6 +12,7 @@ import pytest
 
 from roll.agents.chat_ids import BOUNDARIES, ChatTemplate, TemplateError, probe_boundary
 from roll.agents.template_files import TemplateFiles
+from roll.config.weight_files import weights_problem
 from tests.agents.templates import WRITTEN_HERE, Family, published
 
 TOOL = {"type": "function", "function": {"name": "calc", "description": "é", "parameters": {"type": "object"}}}
@@ -82,7 +83,8 @@ def test_older_forms_of_the_files(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_check_imports_no_torch(tmp_path: Path) -> None:
-    """``roll check`` of a file with a model on this machine, whose template moves earlier turns, refuses it."""
+    """``roll check`` of a file with a model on this machine, whose template moves earlier turns, refuses it. That the
+    model is whole is known from an earlier check."""
     import tests.agents.tiny as tiny
 
     model, moves = tmp_path / "model", "{% for m in messages %}{{ loop.last }}{{ m.content }}{% endfor %}"
@@ -90,6 +92,7 @@ def test_a_check_imports_no_torch(tmp_path: Path) -> None:
     tokenizer.chat_template = moves
     tokenizer.save_pretrained(model)
     tiny.tiny_model.make_model(tokenizer, 0).save_pretrained(model)
+    assert weights_problem(model, {}) is None
     run = tmp_path / "run.yaml"
     run.write_text(
         f"""

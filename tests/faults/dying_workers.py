@@ -16,21 +16,13 @@ from typing import Any, ClassVar
 import torch
 
 from roll.distributed import Dispatch, register
+from roll.methods.base import LOG_PROBS, Ask, Loss
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
-from roll.strategies.base import LossFunction, TensorBatch, teacher_columns
 from roll.weight_sync.encoding import BucketHeader
 from roll.workers.generation import GenerationWorker
-from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelWorker
-from roll.workers.supervised import (
-    PAIR_COLUMNS,
-    SCORE_COLUMNS,
-    DistillWorker,
-    PreferenceWorker,
-    RewardTrainWorker,
-    SftWorker,
-)
-from roll.workers.training import LOSS_COLUMNS, TEACHER, ActorWorker
+from roll.workers.model import ModelWorker
+from roll.workers.training import TrainWorker
 from tests.pipelines.agentic_environments import Letters
 
 DEATHS_ENV = "DEATHS"
@@ -59,17 +51,16 @@ def rewrite(file: Path, text: str) -> None:
     new.replace(file)
 
 
-class DyingActor(ActorWorker):
+class DyingTrainer(TrainWorker):
     """The last rank is killed in an update, counted from the start of its process."""
 
     calls = 0
 
-    @register(Dispatch.DP_MP_COMPUTE, columns=POLICY_COLUMNS + LOSS_COLUMNS)
-    def update(self, batch: DataProto, **arguments: Any) -> Metrics:
+    def step(self, batch: DataProto, loss: Loss, **arguments: Any) -> Metrics:
         self.calls += 1
         if self.context.rank == self.context.world_size - 1:
             die_if_due(self.calls)
-        return super().update(batch, **arguments)
+        return super().step(batch, loss, **arguments)
 
 
 STUTTER = """
@@ -83,69 +74,16 @@ while os.getppid() == parent:
 """
 
 
-class StutteringActor(ActorWorker):
+class StutteringActor(TrainWorker):
     """The process of the last rank is stopped six sevenths of the time, from its first update on."""
 
     stutters = False
 
-    @register(Dispatch.DP_MP_COMPUTE, columns=POLICY_COLUMNS + LOSS_COLUMNS)
-    def update(self, batch: DataProto, **arguments: Any) -> Metrics:
+    def step(self, batch: DataProto, loss: Loss, **arguments: Any) -> Metrics:
         if not self.stutters and self.context.rank == self.context.world_size - 1:
             self.stutters = True
             subprocess.Popen([sys.executable, "-c", STUTTER, str(os.getpid())])
-        return super().update(batch, **arguments)
-
-
-class DyingSft(SftWorker):
-    """As :class:`DyingActor`."""
-
-    calls = 0
-
-    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
-    def update(self, batch: DataProto) -> Metrics:
-        self.calls += 1
-        if self.context.rank == self.context.world_size - 1:
-            die_if_due(self.calls)
-        return super().update(batch)
-
-
-class DyingPreference(PreferenceWorker):
-    """As :class:`DyingActor`."""
-
-    calls = 0
-
-    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + PAIR_COLUMNS)
-    def update(self, batch: DataProto) -> Metrics:
-        self.calls += 1
-        if self.context.rank == self.context.world_size - 1:
-            die_if_due(self.calls)
-        return super().update(batch)
-
-
-class DyingReward(RewardTrainWorker):
-    """As :class:`DyingActor`."""
-
-    calls = 0
-
-    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + SCORE_COLUMNS)
-    def update(self, batch: DataProto) -> Metrics:
-        self.calls += 1
-        if self.context.rank == self.context.world_size - 1:
-            die_if_due(self.calls)
-        return super().update(batch)
-
-
-class DyingStudent(DistillWorker):
-    """As :class:`DyingActor`."""
-
-    calls = 0
-
-    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + teacher_columns(TEACHER))
-    def update(self, batch: DataProto) -> Metrics:
-        self.calls += 1
-        if self.context.rank == self.context.world_size - 1:
-            die_if_due(self.calls)
-        return super().update(batch)
+        return super().step(batch, loss, **arguments)
 
 
 class DyingEngine(GenerationWorker):
@@ -196,16 +134,27 @@ def signposted_digit_share(response: str) -> float:
     return sum(character.isdigit() for character in response) / max(len(response), 1)
 
 
-class InfiniteLoss(SftWorker):
+class SpoiltLoss:
+    """A loss with something added to its value, and the same gradient."""
+
+    def __init__(self, loss: Loss, offset: float) -> None:
+        self._loss, self._offset = loss, offset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loss, name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Metrics]:
+        value, metrics = self._loss(*arguments, **options)
+        return value + self._offset, metrics
+
+
+class InfiniteLoss(TrainWorker):
     """The last rank's loss is infinite in the second step that the model takes, with a finite gradient."""
 
-    def optimizer_step(self, batch: TensorBatch, loss: LossFunction, *arguments: Any, **options: Any) -> Metrics:
-        def infinite(outputs: TensorBatch, rows: TensorBatch) -> tuple[torch.Tensor, Metrics]:
-            value, metrics = loss(outputs, rows)
-            is_due = self.strategy.progress.step == 1 and self.context.rank == self.context.world_size - 1
-            return value + (math.inf if is_due else 0.0), metrics
-
-        return super().optimizer_step(batch, infinite, *arguments, **options)
+    def step(self, batch: DataProto, loss: Loss, **arguments: Any) -> Metrics:
+        is_due = self.strategy.progress.step == 1 and self.context.rank == self.context.world_size - 1
+        spoilt: Any = SpoiltLoss(loss, math.inf if is_due else 0.0)
+        return super().step(batch, spoilt, **arguments)
 
 
 class DyingReference(ModelWorker):
@@ -213,20 +162,11 @@ class DyingReference(ModelWorker):
 
     calls = 0
 
-    @register(Dispatch.DP_MP_COMPUTE, columns=POLICY_COLUMNS)
-    def compute_log_probs(self, batch: DataProto, **arguments: Any) -> DataProto:
-        self._count()
-        return super().compute_log_probs(batch, **arguments)
-
-    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
-    def compute_top_tokens(self, batch: DataProto, **arguments: Any) -> DataProto:
-        self._count()
-        return super().compute_top_tokens(batch, **arguments)
-
-    def _count(self) -> None:
+    def forward(self, batch: DataProto, ask: Ask = LOG_PROBS) -> DataProto:
         self.calls += 1
         if self.context.rank == self.context.world_size - 1:
             die_if_due(self.calls)
+        return super().forward(batch, ask)
 
 
 def digit_share(response: str) -> float:
@@ -244,7 +184,7 @@ def digit_share(response: str) -> float:
 KILLERS_ENV = "KILLERS"
 
 
-class FullDiskSft(SftWorker):
+class FullDiskSft(TrainWorker):
     """The last rank finds no room for its second checkpoint."""
 
     saves = 0
@@ -258,26 +198,12 @@ class FullDiskSft(SftWorker):
         super().save_checkpoint(path)
 
 
-class _InfiniteOnce:
+class InfiniteOnce(TrainWorker):
     """The loss of a call is infinite, with a finite gradient."""
 
     calls = 0
 
-    def optimizer_step(self, batch: TensorBatch, loss: LossFunction, *arguments: Any, **options: Any) -> Metrics:
+    def step(self, batch: DataProto, loss: Loss, **arguments: Any) -> Metrics:
         self.calls += 1
-        offset = math.inf if is_due(self.calls) else 0.0
-
-        def spoilt(outputs: TensorBatch, rows: TensorBatch) -> tuple[torch.Tensor, Metrics]:
-            value, metrics = loss(outputs, rows)
-            return value + offset, metrics
-
-        metrics: Metrics = super().optimizer_step(batch, spoilt, *arguments, **options)  # type: ignore[misc]
-        return metrics
-
-
-class InfiniteOnce(_InfiniteOnce, SftWorker):
-    """As its first base says."""
-
-
-class InfiniteStudent(_InfiniteOnce, DistillWorker):
-    """As its first base says."""
+        spoilt: Any = SpoiltLoss(loss, math.inf if is_due(self.calls) else 0.0)
+        return super().step(batch, spoilt, **arguments)

@@ -127,7 +127,7 @@ def test_distillation_leaves_a_batch_out(run: Run, tmp_path: Path) -> None:
     """The student does not learn from the second step's batch, for which the teacher was asked."""
     deaths = tmp_path / "deaths"
     deaths.write_text("2")
-    changes = {"student.worker_cls": "tests.faults.dying_workers.InfiniteStudent"}
+    changes = {"student.worker_cls": "tests.faults.dying_workers.InfiniteOnce"}
     finished = run(changes | {"system_envs": {DEATHS_ENV: str(deaths)}}, "distill", tmp_path)
     assert [row.get("skipped_updates", 0) for row in finished.steps] == [0, 1, 0]
     left_out = RecordedBatch.load(tmp_path / "batches" / "step-000001.safetensors")

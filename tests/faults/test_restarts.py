@@ -46,18 +46,18 @@ SETTINGS = {
     "agentic": agentic_settings,
 }
 RUNS = {
-    "rlvr": {"actor_train.worker_cls": f"{DYING}.DyingActor", "max_steps": 4, "save_steps": 2},
+    "rlvr": {"actor_train.worker_cls": f"{DYING}.DyingTrainer", "max_steps": 4, "save_steps": 2},
     "sft": {
-        "sft_train.worker_cls": f"{DYING}.DyingSft",
+        "sft_train.worker_cls": f"{DYING}.DyingTrainer",
         "sft_train.device_mapping": [0, 1],
         "sft_train.training_args": TWO,
         "max_steps": 6,
         "save_steps": 2,
     },
-    "dpo": {"actor_train.worker_cls": f"{DYING}.DyingPreference", "max_steps": 4, "save_steps": 2},
-    "rm": {"reward_train.worker_cls": f"{DYING}.DyingReward", "max_steps": 4, "save_steps": 2},
-    "distill": {"student.worker_cls": f"{DYING}.DyingStudent", "max_steps": 4, "save_steps": 2},
-    "agentic": {"actor_train.worker_cls": f"{DYING}.DyingActor", "max_steps": 3, "save_steps": 1},
+    "dpo": {"actor_train.worker_cls": f"{DYING}.DyingTrainer", "max_steps": 4, "save_steps": 2},
+    "rm": {"reward_train.worker_cls": f"{DYING}.DyingTrainer", "max_steps": 4, "save_steps": 2},
+    "distill": {"student.worker_cls": f"{DYING}.DyingTrainer", "max_steps": 4, "save_steps": 2},
+    "agentic": {"actor_train.worker_cls": f"{DYING}.DyingTrainer", "max_steps": 3, "save_steps": 1},
 }
 ENGINES_OWN = "actor/train_infer_"
 """Of the engine's log-probs. How many rows an engine computes together depends on how long environments take, and the

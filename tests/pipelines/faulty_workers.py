@@ -12,22 +12,21 @@ from typing import Any
 import torch
 
 from roll.distributed import Dispatch, register
+from roll.methods.base import Loss
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
 from roll.rollout.groups import EngineCommand, EngineReport
 from roll.weight_sync.encoding import BucketHeader, ChecksumKind, UpdateStart
 from roll.workers.generation import GenerationWorker
-from roll.workers.model import MODEL_COLUMNS
-from roll.workers.training import LOSS_COLUMNS, ActorWorker
+from roll.workers.training import TrainWorker
 
 logger = logging.getLogger(__name__)
 
 
-class HangingActor(ActorWorker):
+class HangingActor(TrainWorker):
     """Never comes back from its first update."""
 
-    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + LOSS_COLUMNS)
-    def update(self, batch: DataProto, **arguments: Any) -> Metrics:
+    def step(self, batch: DataProto, loss: Loss, **arguments: Any) -> Metrics:
         logger.info("hangs for ever")
         wait_for_ever()
         return {}

@@ -105,7 +105,7 @@ def run_here(pipeline: Any, patch: pytest.MonkeyPatch) -> tuple[dict[int, dict[s
     patch.setattr(context, "finish", lambda steps: None)
 
     def export(learner: Here, *_: Any) -> None:
-        exported.append(learner.names().count("update"))
+        exported.append(learner.names().count("step"))
 
     @contextmanager
     def no_checkpoint(*_: Any) -> Iterator[Path]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from roll.agents.episode import EpisodeGroup, Task
-from roll.algorithms.aggregation import denominators_from, denominators_of, group_tokens_of
 from roll.algorithms.losses import actor_loss_options
+from roll.methods.policy import PolicyLoss
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.learning import EpisodeAdvantageComputer
 from roll.pipelines.policy import actor_keys
@@ -20,7 +20,6 @@ from roll.pipelines.row_order import even_mini_batches, num_samples
 from roll.protocol import DataProto
 from roll.rollout.episode_batch import SampleRule, build_episode_batch
 from roll.strategies.base import Output
-from roll.workers.training import policy_update_loss
 from tests.rollout.episodes import make_episode, random_groups, said
 
 VOCABULARY = 50
@@ -65,16 +64,14 @@ def update(batch: DataProto, config: AgenticConfig, parts: list[list[int]] | Non
         {name: column.double() if column.is_floating_point() else column for name, column in share.batch.items()}
         for share in shares
     ]
-    summed = torch.stack([denominators_of(c["loss_mask"], c["sequence_tokens"]) for c in columns]).sum(0)
-    denominators = denominators_from(summed, 16.0)
-    tokens = group_tokens_of(
-        batch.batch["loss_mask"], batch.batch["group_ids"], int(batch.batch["group_ids"].max()) + 1
-    )
-    object.__setattr__(denominators, "group_tokens", tokens)
+    groups = int(batch.batch["group_ids"].max()) + 1
+    loss = PolicyLoss(num_groups=groups, norm_length=16.0, options=options)
+    counts = [loss.counts(share) for share in columns]
+    totals = {name: torch.stack([own[name] for own in counts]).sum(0) for name in counts[0]}
     total = torch.zeros((), dtype=torch.float64)
     for share in columns:
         log_probs = torch.where(share["response_mask"], policy.log_probs(share["input_ids"]), 0.0)
-        total = total + policy_update_loss({Output.LOG_PROBS: log_probs}, share, options, denominators)[0]
+        total = total + loss({Output.LOG_PROBS: log_probs}, share, totals)[0]
     return float(total.detach()), policy.gradients(total)
 
 

@@ -197,7 +197,7 @@ def test_a_worker_that_hangs_is_named_after_the_deadline(run: Run) -> None:
     with pytest.raises(DeadlineExceeded) as failure:
         run(changes)
     message = str(failure.value)
-    assert "actor_train: 'update' was not done after 12" in message
+    assert "actor_train: 'step' was not done after 12" in message
     assert "no answer from rank 0" in message
     assert "wait_for_ever" in message, "where it stands"
     assert time.monotonic() - began < 45

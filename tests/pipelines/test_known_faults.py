@@ -22,6 +22,8 @@ from roll.config.losses import PreferenceLossConfig
 from roll.config.roles import DataArguments, ReferenceWorkerConfig
 from roll.datasets.preferences import JudgedColumns, JudgedDataset
 from roll.evaluate import load_evaluation
+from roll.methods.base import Ask
+from roll.methods.preferences import PairLoss
 from roll.models.layouts import shared_prompt_layout
 from roll.pipelines.distill.pipeline import DistillPipeline
 from roll.pipelines.dpo.pipeline import DPOPipeline, pair_batch
@@ -33,7 +35,7 @@ from roll.pipelines.sft.pipeline import SFTPipeline, demonstration_batch
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
 from roll.workers.model import ModelWorker
-from roll.workers.supervised import PreferenceWorker, SftWorker, preference_update_loss
+from roll.workers.training import TrainWorker
 from tests.agents.templates import CHATML
 from tests.agents.tiny import make_tokenizer
 from tests.config.good import GONE, changed, load
@@ -62,7 +64,7 @@ def dpo(world: TinyWorld, tmp_path: Path) -> Make:
 
     def make(**changes: Any) -> DPOPipeline:
         pipeline = DPOPipeline(load_changed(dpo_settings(world, tmp_path), changes))
-        learner = Here("actor_train", worker_on(PreferenceWorker, pipeline.settings(), POLICY))
+        learner = Here("actor_train", worker_on(TrainWorker, None, POLICY))
         return prepare(pipeline, learner, Here("reference", worker_on(ModelWorker, None, REFERENCE)))
 
     return make
@@ -72,7 +74,7 @@ def dpo(world: TinyWorld, tmp_path: Path) -> Make:
 def sft(world: TinyWorld, tmp_path: Path) -> Make:
     def make(**changes: Any) -> SFTPipeline:
         pipeline = SFTPipeline(load_changed(sft_settings(world, tmp_path), changes))
-        return prepare(pipeline, Here("sft_train", worker_on(SftWorker, pipeline.settings(), POLICY)))
+        return prepare(pipeline, Here("sft_train", worker_on(TrainWorker, None, POLICY)))
 
     return make
 
@@ -85,8 +87,8 @@ def distill(world: TinyWorld, tmp_path: Path) -> Make:
         pipeline = DistillPipeline(load_changed(distill_settings(world, tmp_path), changes))
         pipeline.compare_vocabularies()
 
-        def teach(name: str, batch: DataProto, count: int, **_: Any) -> DataProto:
-            log_probs = torch.zeros(*batch.batch["input_ids"].shape, count)
+        def teach(name: str, batch: DataProto, ask: Ask) -> DataProto:
+            log_probs = torch.zeros(*batch.batch["input_ids"].shape, ask.top.count)
             columns = {"top_log_probs": log_probs, "top_ids": log_probs.int(), "tail_log_prob": log_probs[..., 0]}
             return DataProto.from_dict(columns)
 
@@ -136,7 +138,7 @@ def test_dpo_02_validation_reports_its_last_batch_at_a_fixed_beta(dpo: Make, wor
     assert found["val/loss"] == pytest.approx(float(wanted.mean()), rel=1e-5)
     lead = sums.policy - sums.reference
     assert found["val/acc"] == pytest.approx(float((lead[:, 0] > lead[:, 1]).double().mean()))
-    sizes = [len(batch) // 2 for batch in pipeline.learner.batches("compute_log_probs")]
+    sizes = [len(batch) // 2 for batch in pipeline.learner.batches("forward")]
     assert sizes == [5] * 12 + [4]
 
 
@@ -147,7 +149,7 @@ def test_dpo_03_the_last_model_is_saved_only_at_max_steps(dpo: Make, monkeypatch
     saved: list[int] = []
     monkeypatch.setattr(pipeline, "save", lambda steps, state: saved.append(steps))
     assert run_here(pipeline, monkeypatch)[1] == [NUM_PROBLEMS // 16]
-    assert saved == [4] and pipeline.learner.names().count("update") == 4
+    assert saved == [4] and pipeline.learner.names().count("step") == 4
 
 
 def test_dpo_04_a_file_name_is_read_letter_by_letter(dpo: Make, world: TinyWorld) -> None:
@@ -220,7 +222,8 @@ def test_dpo_08_micro_batches_weigh_equally_whatever_they_hold(dpo: Make) -> Non
     model, options = TokenModel(POLICY), PreferenceLossConfig(beta=0.3)
 
     def share(part: DataProto) -> float:
-        return float(preference_update_loss(model.forward(part.batch, ()), part.batch, options, pairs=8)[0])
+        totals = {"pairs": torch.tensor(8.0)}
+        return float(PairLoss(options)(model.forward(part.batch, ()), part.batch, totals)[0])
 
     whole = share(batch)
     assert sum(share(batch[begin:end]) for begin, end in ((0, 2), (2, 12), (12, 16))) == pytest.approx(whole, rel=1e-6)
@@ -235,7 +238,7 @@ def test_dpo_09_the_reference_computes_every_epoch_anew(dpo: Make, cached: bool,
     for step in range(16):
         batch = pipeline.next_batch(step)
         seen.append((batch.batch["input_ids"], batch.batch["ref_log_probs"]))
-    assert pipeline.frozen.names() == ["compute_log_probs"] * passes
+    assert pipeline.frozen.names() == ["forward"] * passes
     table = TokenModel(REFERENCE).log_prob_of
     for ids, column in seen:
         assert torch.equal(column, table[ids] * (column != 0))
@@ -275,8 +278,8 @@ def test_distill_03_the_teachers_vocabulary_ends_before_added_tokens(distill: Ma
     assert pipeline.limit == min(sizes) >= len(pipeline.tokenizer)
     assert pipeline.tokenizer.eos_token_id < pipeline.limit
     asked: list[int] = []
-    pipeline.frozen._compute = lambda name, batch, limit, **_: (
-        asked.append(limit)
+    pipeline.frozen._compute = lambda name, batch, ask: (
+        asked.append(ask.top.limit)
         or DataProto.from_dict(
             {
                 name: torch.zeros(len(batch), batch.batch["input_ids"].shape[1])
@@ -324,8 +327,8 @@ def test_distill_10_a_call_for_every_tensor_and_prints_every_step(
 ) -> None:
     pipeline = distill(max_steps=3)
     run_here(pipeline, monkeypatch)
-    assert pipeline.frozen.names() == ["compute_top_tokens"] * 3
-    assert pipeline.learner.names() == ["update"] * 3
+    assert pipeline.frozen.names() == ["forward"] * 3
+    assert pipeline.learner.names() == ["step"] * 3
     assert capsys.readouterr().out.count("top_") == 0
 
 
@@ -372,7 +375,7 @@ def test_distill_12_teacher_and_student_wait_for_each_other(distill: Make, monke
 def test_sft_02_an_epoch_is_finished_whatever_max_steps_says(sft: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = sft(max_steps=3)
     run_here(pipeline, monkeypatch)
-    assert pipeline.learner.names() == ["update"] * 3
+    assert pipeline.learner.names() == ["step"] * 3
 
 
 def test_sft_03_rows_come_in_the_order_of_the_file(sft: Make) -> None:
@@ -390,8 +393,8 @@ def test_sft_06_the_validation_loss_is_a_list_of_sums(
     held_out = {"data_args": {"file_name": str(world.validation_answers)}}
     pipeline = sft(max_steps=4, eval_steps=2, validation=held_out, **{"sft_train.infer_batch_size": 3})
     validations, _ = run_here(pipeline, monkeypatch)
-    assert pipeline.learner.names() == (["update"] * 2 + ["evaluate"] * 3) * 2
-    sizes = [len(batch) for batch in pipeline.learner.batches("evaluate")]
+    assert pipeline.learner.names() == (["step"] * 2 + ["measure"] * 3) * 2
+    sizes = [len(batch) for batch in pipeline.learner.batches("measure")]
     assert sizes == [3, 3, 2] * 2 and sum(sizes) == 2 * NUM_VALIDATION
     table = TokenModel(POLICY).log_prob_of.double()
     losses = [-float(table[token]) for row in pipeline.held_out for token in row.input_ids[row.prompt_length :]]

@@ -74,20 +74,21 @@ class Watched(PipelineDefinition):
 
     def run(self, loaded: LoadedConfig[WatchedConfig]) -> None:
         from roll.distributed import Cluster
+        from roll.methods.sft import SftLoss
         from roll.pipelines.files import load_tokenizer, pad_token_id
         from roll.pipelines.run_context import RunContext
         from roll.pipelines.sft.pipeline import demonstration_batch
         from roll.protocol.metrics import Mean
-        from roll.workers import REFERENCE_WORKER, SFT_WORKER
+        from roll.workers import REFERENCE_WORKER, TRAIN_WORKER
         from roll.workers.model import ModelWorker
-        from roll.workers.supervised import SftWorker
+        from roll.workers.training import TrainWorker
 
         config, plan, context = loaded.config, loaded.plan, RunContext(loaded)
         tokenizer = load_tokenizer(plan.roles["pupil"].model_path, trust_remote_code=False)
         rows = demonstrations(config, tokenizer)
         size = plan.training["pupil"].mini_batch_size
         with context.running() as resources:
-            workers = {"pupil": SFT_WORKER, "onlooker": REFERENCE_WORKER}
+            workers = {"pupil": TRAIN_WORKER, "onlooker": REFERENCE_WORKER}
             clusters = {
                 name: Cluster(name, workers[name], resources, role.section, seed=config.seed)
                 for name, role in plan.roles.items()
@@ -98,10 +99,10 @@ class Watched(PipelineDefinition):
             for step in context.steps(0, config.max_steps):
                 batch = demonstration_batch(rows[step * size : (step + 1) * size], pad_token_id(tokenizer))
                 with context.phase("imitate"):
-                    seen = clusters["onlooker"].call(ModelWorker.compute_log_probs, batch).result().batch["log_probs"]
+                    seen = clusters["onlooker"].call(ModelWorker.forward, batch).result().batch["log_probs"]
                     tokens = float(batch.batch["response_mask"].sum())
                     context.record({"onlooker/nll": Mean(-float(seen.sum()), tokens)})
-                    context.record(clusters["pupil"].call(SftWorker.update, batch).result())
+                    context.record(clusters["pupil"].call(TrainWorker.step, batch, SftLoss()).result())
                 context.end_step(step)
             context.finish(config.max_steps)
 

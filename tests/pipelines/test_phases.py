@@ -7,11 +7,13 @@ import torch
 
 from roll.config.plan.plan import TrainingPlan
 from roll.config.roles import WorkerConfig
-from roll.pipelines.rlvr.phases import computed, update_actor
+from roll.methods.base import LOG_PROBS
+from roll.methods.policy import PolicyLoss
+from roll.pipelines.rlvr.phases import computed, update_model
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
 from roll.workers.model import ModelWorker
-from roll.workers.training import ActorWorker
+from roll.workers.training import TrainWorker
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
@@ -24,13 +26,14 @@ def test_what_ranks_compute_comes_back_in_the_order_of_the_batch(dp_size: int) -
     )
     seen: list[DataProto] = []
 
-    def call(method: Any, shares: DataProto) -> Any:
+    def call(method: Any, shares: DataProto, ask: Any) -> Any:
+        assert method is ModelWorker.forward and ask is LOG_PROBS
         seen.append(shares)
         answer = DataProto.from_dict({"log_probs": shares.batch["input_ids"] * 2.0})
         return SimpleNamespace(result=lambda: answer)
 
     cluster: Any = SimpleNamespace(dp_size=dp_size, role=WorkerConfig(), call=call)
-    assert torch.equal(computed(batch, cluster, ModelWorker.compute_log_probs)["log_probs"], ids * 2.0)
+    assert torch.equal(computed(batch, cluster, LOG_PROBS)["log_probs"], ids * 2.0)
     if dp_size == 2:
         work = seen[0].batch["attention_mask"].view(2, 4, 6).sum((1, 2))
         assert work.max() - work.min() <= 1, "each rank's share in tokens"
@@ -46,8 +49,8 @@ class FakeTrainer:
         self.role, self.dp_size = role, dp_size
         self.passes: list[list[list[int]]] = []
 
-    def call(self, method: Any, shares: DataProto, **arguments: Any) -> Any:
-        assert method is ActorWorker.update and arguments["num_groups"] == 4
+    def call(self, method: Any, shares: DataProto, loss: PolicyLoss, **arguments: Any) -> Any:
+        assert method is TrainWorker.step and loss.num_groups == 4
         count, epochs = arguments["mini_batches"], arguments["epochs"]
         ranks = shares.batch["input_ids"][:, 0].view(self.dp_size, count, -1)
         mini_batches = [sorted(ranks[:, mini].flatten().tolist()) for mini in range(count)]
@@ -67,8 +70,7 @@ def test_mini_batches_are_drawn_anew_in_every_pass(dp_size: int, by_prompt: bool
 
     def run(seed: tuple[int, ...] | None) -> list[list[list[int]]]:
         trainer = FakeTrainer(WorkerConfig(use_prefix_sharing=by_prompt), dp_size)
-        plan = SimpleNamespace(training={"actor_train": training}, norm_length=8)
-        update_actor(batch, trainer, plan, 1.0, 0.0, seed)  # type: ignore[arg-type]
+        update_model(batch, trainer, PolicyLoss(), training, seed)  # type: ignore[arg-type]
         return trainer.passes
 
     assert run(None) == [[list(range(8)), list(range(8, 16))]] * 3

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 from roll.config.loader import load_config
-from roll.pipelines.policy import actor_keys
 from roll.pipelines.rlvr.pipeline import RLVRPipeline
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.config.good import changed, load
 from tests.config.test_preflight import ALL_KINDS
-from tests.pipelines.configurable_actor import ConfigurableActor
 from tests.pipelines.tiny_runs import GENERATING, HERE, TinyWorld
 
 pytestmark = pytest.mark.e2e
@@ -48,7 +46,6 @@ def shrunk(name: str, world: TinyWorld, output: Path, **changes: Any) -> RLVRPip
         "rollout_batch_size": recipe["rollout_batch_size"] // SHRINK,
         "response_length": 12,
         "prompt_length": 128,
-        "actor_train.worker_cls": f"{HERE}.configurable_actor.ConfigurableActor",
         "actor_train.data_args.file_name": [str(world.train)],
         "actor_infer.generating_args": GENERATING,
         "rewards.word_problems.worker_cls": f"{HERE}.rewards.digits_in_parts",
@@ -87,7 +84,6 @@ def on_clusters_of(started: RLVRPipeline, recipe: RLVRPipeline) -> RLVRPipeline:
     started.rollout.close()  # a thread has one event loop
     recipe.connect()
     started.rollout = recipe.rollout
-    recipe.clusters.actor_train.call_all(ConfigurableActor.use_loss, actor_keys(recipe.config)).result()
     return recipe
 
 
@@ -108,7 +104,7 @@ def test_the_engines_log_probs_stand_in_for_old_ones(started: RLVRPipeline, worl
     recipe = shrunk("grpo", world, tmp_path, force_disable_old_logprobs_recompute=True)
     metrics = one_step(on_clusters_of(started, recipe), 0)
     assert metrics["actor/ratio_max"] > 1 > metrics["actor/ratio_min"]
-    assert metrics["actor/train_infer_log_diff_abs_max"] == 0, "compared with itself"
+    assert metrics["actor/train_infer_log_diff_abs_max"] > 0, "the policy of the second step against the engine's"
 
 
 def test_functions_of_ones_own_of_every_kind(started: RLVRPipeline, world: TinyWorld, tmp_path: Path) -> None:

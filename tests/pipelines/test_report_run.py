@@ -60,11 +60,11 @@ def test_phases_and_calls(rlvr: tuple[FinishedRun, Run]) -> None:
         timed = {name: end - begin for name, begin, end in rows[row["step"]]["phases"]}
         assert timed["step_train"] == pytest.approx(row["time/step_train"], abs=0.01)
     calls = {(one.role, one.rank): {name for name, _, _ in one.spans} for one in read.calls}
-    assert "update" in calls["actor_train", 0]
+    assert "step" in calls["actor_train", 0]
     assert "advance" in calls["actor_infer", 0]
     begin, end = rows[0]["begin"], rows[1]["end"]
     train = next(one for one in read.calls if one.role == "actor_train")
-    assert any(begin < first < last < end for name, first, last in train.spans if name == "update")
+    assert any(begin < first < last < end for name, first, last in train.spans if name == "step")
     assert read.about["outcome"] == "finished"
     assert (done.output / REPORT_NAME).stat().st_size > 10_000
 

@@ -11,7 +11,7 @@ import pytest
 
 from roll.checkpoint import CheckpointManager
 from roll.pipelines.run_checkpoints import PendingCheckpoint
-from roll.workers.training import TrainingWorker
+from roll.workers.training import TrainWorker
 
 
 class Answer:
@@ -35,7 +35,7 @@ class Writers:
         self.asked: list[bool] = []
 
     def call_all(self, method: Any, wait: bool) -> Answer:
-        assert method is TrainingWorker.checkpoint_saved
+        assert method is TrainWorker.checkpoint_saved
         self.asked.append(wait)
         return Answer(self.script.pop(0) if self.script else [True, True])
 

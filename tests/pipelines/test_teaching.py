@@ -12,6 +12,7 @@ import torch
 from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.config.roles import DataArguments, ReferenceWorkerConfig, WorkerConfig
 from roll.datasets.types import PromptRow
+from roll.methods.base import Ask
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.definition import OPDConfig
 from roll.pipelines.rlvr.distillation import (
@@ -39,10 +40,10 @@ class Teacher:
 
     def __init__(self, log_prob: float) -> None:
         self.log_prob = log_prob
-        self.asked: list[tuple[int, float]] = []
+        self.asked: list[tuple[int, Ask]] = []
 
-    def call(self, method: Any, batch: DataProto, temperature: float) -> Teacher:
-        self.asked.append((len(batch), temperature))
+    def call(self, method: Any, batch: DataProto, ask: Ask) -> Teacher:
+        self.asked.append((len(batch), ask))
         self.answer = DataProto.from_dict({"log_probs": batch.batch["response_mask"] * self.log_prob})
         return self
 
@@ -67,7 +68,7 @@ def test_alone_the_advantage_is_minus_the_log_ratio_whatever_the_rewards() -> No
     mask, ratio = batch.batch["response_mask"], (batch.batch["old_log_probs"] + 1.0) * batch.batch["response_mask"]
     torch.testing.assert_close(batch.batch["advantages"], -2.0 * ratio)
     assert metrics["opd/teacher/kl"] == pytest.approx(float(ratio.sum() / mask.sum()))
-    assert teacher.asked == [(7, 0.7)], "at the temperature of sampling"
+    assert teacher.asked == [(7, Ask(temperature=0.7))], "at the temperature of sampling"
     assert batch.batch["scores"].unique().numel() > 1, "rewards are there, and measured"
 
     later, _ = scored(OPDConfig(teacher=TEACHERS, opd_gamma=0.5), {"teacher": teacher})
@@ -103,7 +104,7 @@ def test_rows_go_to_teachers_by_tag_and_several_add_up() -> None:
     wanted = (own + 1.0) * mask
     wanted[:3] += 0.5 * ((own + 2.0) * mask)[:3]
     torch.testing.assert_close(batch.batch["teacher_kl"], wanted)
-    assert teachers["some"].asked == [(3, 1.0)]
+    assert teachers["some"].asked == [(3, Ask())]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def said_of(context: list[int]) -> float:
 class Reader(Teacher):
     """A teacher whose log-probs depend on all that it reads."""
 
-    def call(self, method: Any, batch: DataProto, temperature: float) -> Teacher:
+    def call(self, method: Any, batch: DataProto, ask: Ask) -> Teacher:
         tensors = batch.batch
         column = torch.zeros(tensors["input_ids"].shape)
         for row, place in tensors["response_mask"].nonzero().tolist():

@@ -28,6 +28,7 @@ from roll.config.reading.errors import ConfigError
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.config.strategies.remote import RemoteStrategyConfig
 from roll.distributed import WorkerContext
+from roll.methods.base import Ask
 from roll.models.distributions import top_tokens
 from roll.models.layouts import TopTokens
 from roll.pipelines.teachers import check_teachers, probe_ids, service_problems
@@ -75,8 +76,8 @@ def test_columns_are_those_of_the_model_itself(make_serving: Any, count: int, li
         worker = TeacherWorker(WorkerContext("teacher", role, 1, 2))
         worker.initialize()
     assert (worker.rank_info.dp_rank, worker.rank_info.dp_size) == (1, 2)
-    found = worker.compute_top_tokens(batch, count=count, limit=limit, temperature=temperature).batch
-    log_probs = worker.compute_log_probs(batch).batch["log_probs"]
+    found = worker.forward(batch, Ask(temperature=temperature, top=TopTokens(count, limit))).batch
+    log_probs = worker.forward(batch).batch["log_probs"]
     worker.close()
     mask = batch.batch["response_mask"]
     for row, (length, _) in enumerate(LENGTHS):
@@ -295,12 +296,12 @@ def test_vllms_own_server_is_a_teacher(vllm_server: tuple[str, Path]) -> None:
         table = model(batch.batch["input_ids"]).logits.float().log_softmax(-1)
     before = table.roll(1, dims=1)[mask]  # what each token was predicted by
     for count in (5, 0):
-        found = worker.compute_top_tokens(batch, count=count, limit=2**31 - 1).batch
+        found = worker.forward(batch, Ask(top=TopTokens(count, 2**31 - 1))).batch
         plain = before.topk(count or vocabulary)
         torch.testing.assert_close(found["top_log_probs"][mask], plain.values, atol=2e-5, rtol=0)
         assert torch.equal(found["top_ids"][mask][:, :5], plain.indices[:, :5].int())
         assert float((found["tail_log_prob"][mask].exp() - (1 - plain.values.exp().sum(-1))).abs().max()) < 1e-5
-    log_probs = worker.compute_log_probs(batch).batch["log_probs"]
+    log_probs = worker.forward(batch).batch["log_probs"]
     worker.close()
     own = before.gather(1, batch.batch["input_ids"][mask][:, None])[:, 0]
     torch.testing.assert_close(log_probs[mask], own, atol=2e-5, rtol=0)

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from roll.algorithms.aggregation import denominators_from, denominators_of
 from roll.algorithms.losses import actor_loss_options
 from roll.config.roles import WorkerConfig
+from roll.methods.policy import PolicyLoss
 from roll.protocol.metrics import to_floats
 from roll.strategies.base import ModelHead, Output
 from roll.strategies.factory import create_strategy
-from roll.workers.training import policy_update_loss
 from tests.strategies.samples import TensorBatch, make_batch, make_role, plain_model, plain_outputs
 
 RunRanks = Callable[..., list[Any]]
@@ -35,8 +34,8 @@ def update(role: WorkerConfig, batch: TensorBatch, outputs: tuple[Output, ...], 
     strategy: Any = create_strategy(role, ModelHead.CAUSAL_LM, max_grad_norm=1.0)
     strategy.initialize(num_training_steps=10)
     rows = {**batch, "loss_mask": batch["response_mask"]}
-    totals = strategy.all_reduce_sum(denominators_of(rows["loss_mask"])[None]).unbind()
-    loss = partial(policy_update_loss, options=actor_loss_options({}), denominators=denominators_from(totals[0], None))
+    actor = PolicyLoss(options=actor_loss_options({}))
+    loss = partial(actor, totals={"rows": strategy.all_reduce_sum(actor.counts(rows)["rows"])})
     metrics = [to_floats(strategy.train_step(rows, loss, outputs, 0.7)) for _ in range(steps)]
     weights = {name: tensor.clone() for bucket in strategy.named_full_weights(2**30) for name, tensor in bucket}
     return {"metrics": metrics, "weights": weights}

@@ -16,21 +16,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import denominators_from, denominators_of, group_tokens_of
-from roll.algorithms.losses import actor_loss_options
 from roll.config.loader import LoadedConfig, load_composed
 from roll.config.reading.compose import Composed
 from roll.config.reading.errors import ConfigError, Problems
 from roll.config.reading.yaml_files import SourceFile
-from roll.pipelines.policy import actor_keys
-from roll.pipelines.rlvr.phases import AdvantageComputer
+from roll.methods.policy import SampledLoss
+from roll.pipelines.rlvr.phases import AdvantageComputer, critic_loss, policy_loss
 from roll.protocol import DataProto
 from roll.rollout.groups import build_batch
 from roll.strategies.base import Output
 from roll.translation import skyrl, verl
 from roll.translation.command import tree
 from roll.translation.engine import Translation
-from roll.workers.training import policy_update_loss, value_update_loss
 from tests.rollout.helpers import make_group
 from tests.translation.conftest import Translate
 from tests.translation.source_formulas import (
@@ -144,24 +141,20 @@ class OurSide:
             tensors["baseline_lengths"] = torch.ones(len(there.scores), dtype=torch.int64)
         self.scoring(self.batch)
 
-    @property
-    def denominators(self) -> Any:
-        mask, groups = self.batch.batch["loss_mask"], self.batch.batch["group_ids"]
-        whole = denominators_from(denominators_of(mask), float(self.plan.norm_length))
-        return replace(whole, group_tokens=group_tokens_of(mask, groups, len(LENGTHS)))
-
     def actor_loss(self) -> Tensor:
-        options = actor_loss_options(actor_keys(self.config))
+        loss = policy_loss(self.config, self.plan, 1.0)
         outputs = {Output.LOG_PROBS: self.spread(self._responses.log_probs)}
-        if options.needs_entropy:
+        if loss.options.needs_entropy:
             outputs[Output.ENTROPY] = self.spread(self._responses.entropy)
-        as_old = self.plan.engine_log_probs_as_old
-        return policy_update_loss(outputs, self.batch.batch, options, self.denominators, as_old)[0]
+        return self._value(loss, outputs)
 
     def critic_loss(self) -> Tensor:
-        config, outputs = self.config, {Output.VALUES: self.spread(self._responses.new_values)}
-        options = (config.value_clip, config.value_loss_type, config.value_loss_agg_mode)
-        return value_update_loss(outputs, self.batch.batch, *options, self.denominators)[0]
+        outputs = {Output.VALUES: self.spread(self._responses.new_values)}
+        return self._value(critic_loss(self.config, self.plan), outputs)
+
+    def _value(self, loss: SampledLoss, outputs: dict[str, Tensor]) -> Tensor:
+        loss, rows = replace(loss, num_groups=len(LENGTHS)), self.batch.batch
+        return loss(outputs, rows, loss.counts(rows))[0]
 
 
 def command(base: str, settings: Settings) -> str:

@@ -8,8 +8,8 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from roll.algorithms.losses import options_from
 from roll.config.loader import LoadedConfig
+from roll.config.losses import DivergenceConfig
 from roll.config.model_files import check_vocabularies, model_number, vocabulary_hash
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.roles import ModelArguments
 from roll.datasets import SftDataset
 from roll.datasets.types import SftRow
 from roll.distributed import PendingCall, ResourceManager
+from roll.methods.base import Ask
+from roll.methods.distill import TEACHER, DistillLoss
+from roll.models.layouts import TopTokens
 from roll.models.loading import adapter_fingerprint, fingerprint
 from roll.pipelines.distill.definition import INDEX, DistillConfig
 from roll.pipelines.row_order import balanced_order
@@ -34,11 +39,9 @@ from roll.pipelines.supervised_pipeline import SupervisedPipeline
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics, to_floats
 from roll.strategies.base import TEACHER_COLUMNS, TensorBatch, teacher_columns
-from roll.workers import DISTILL_WORKER
 from roll.workers.model import ModelWorker
-from roll.workers.supervised import DistillSettings, DistillWorker
+from roll.workers.training import TrainWorker
 
-TEACHER = "teacher"
 FORMAT = 2
 """Version of the cache's files."""
 SHARD_TOKENS = 65536
@@ -65,7 +68,6 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
     """Learning a teacher's distributions; a teacher with devices of its own computes a step ahead."""
 
     role = "student"
-    worker = DISTILL_WORKER
     frozen_role = TEACHER
     stream = "distill"
     state_key = "rows"
@@ -80,8 +82,9 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
         self.compare_vocabularies()
         return super().start(resources)
 
-    def settings(self) -> DistillSettings:
-        return DistillSettings(self.config.max_grad_norm, loss=self.config, weight=self.config.distill_loss_weight)
+    @cached_property
+    def loss(self) -> DistillLoss:
+        return DistillLoss(options_from(DivergenceConfig, vars(self.config)), self.config.distill_loss_weight)
 
     @classmethod
     def build(cls, config: DistillConfig) -> Callable[..., SftDataset]:
@@ -157,14 +160,13 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
             )
         config = self.config
         self.residency.bring({TEACHER: WEIGHTS})
-        return self.frozen.call(
-            ModelWorker.compute_top_tokens,
-            batch if len(uncached) == len(batch) else batch[np.asarray(uncached)],
-            count=config.logits_topk,
-            limit=self.limit,
+        ask = Ask(
             temperature=config.kd_temperature * config.teacher_temperature,
+            top=TopTokens(config.logits_topk, self.limit),
             dtype=config.teacher_log_probs_dtype,
         )
+        rows = batch if len(uncached) == len(batch) else batch[np.asarray(uncached)]
+        return self.frozen.call(ModelWorker.forward, rows, ask)
 
     def with_teacher_columns(self, request: TeacherRequest) -> DataProto:
         """The batch with the teacher's columns."""
@@ -205,7 +207,8 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
         for rows in self.parts(self.held_out):
             batch = self.with_teacher_columns(self.request(rows, {}))
             self.residency.bring({"student": WEIGHTS})
-            measured.append(self.learner.call(DistillWorker.evaluate, batch).result())
+            loss = replace(self.loss, prefix="val/")
+            measured.append(self.learner.call(TrainWorker.measure, batch, loss).result())
         return to_floats(merge_metrics(measured))
 
     def save(self, steps_done: int, state: dict[str, Any]) -> None:

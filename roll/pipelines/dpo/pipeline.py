@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from roll.algorithms.losses import options_from
 from roll.algorithms.preferences import (
     PairSums,
     pair_sums,
@@ -20,8 +21,10 @@ from roll.algorithms.preferences import (
     unpaired_metrics,
 )
 from roll.config.loader import LoadedConfig
-from roll.config.losses import couples_pairs, is_unpaired, needs_mismatched
+from roll.config.losses import PreferenceLossConfig, couples_pairs, is_unpaired, needs_mismatched
 from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow, Judgement
+from roll.methods.base import Ask, Loss
+from roll.methods.preferences import preference_step
 from roll.pipelines.dpo.definition import DPOConfig, has_base
 from roll.pipelines.row_order import balanced_order
 from roll.pipelines.run_context import WEIGHTS
@@ -29,9 +32,7 @@ from roll.pipelines.supervised_pipeline import SupervisedPipeline, image_column,
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics, to_floats
 from roll.strategies.base import Output
-from roll.workers import PREFERENCE_WORKER
 from roll.workers.model import ModelWorker
-from roll.workers.supervised import PreferenceSettings
 
 ReferenceLogProbs = dict[str, list[np.ndarray]]
 
@@ -40,7 +41,6 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, JudgedRow]):
     """Learning which of two responses is preferred, or which responses are desirable."""
 
     role = "actor_train"
-    worker = PREFERENCE_WORKER
     frozen_role = "reference"
     stream = "preferences"
     state_key = "pairs"
@@ -51,8 +51,9 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, JudgedRow]):
         self.reference_cache: dict[str, ReferenceLogProbs] = {"train": {}, "validation": {}}
         """The reference's log-probs of the responses, by set and the row's id."""
 
-    def settings(self) -> PreferenceSettings:
-        return PreferenceSettings(self.config.max_grad_norm, loss=self.config)
+    @cached_property
+    def loss(self) -> Loss:
+        return preference_step(options_from(PreferenceLossConfig, vars(self.config)))
 
     @classmethod
     def build(cls, config: DPOConfig) -> Callable[..., JudgedDataset]:
@@ -106,7 +107,7 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, JudgedRow]):
     def reference_log_probs(self, rows: Sequence[JudgedRow]) -> ReferenceLogProbs:
         """The reference's log-probs of the responses of each row, float32 (tokens,), by the rows' ids."""
         batch = pair_batch(rows, self.pad_token_id)
-        flat = self.computed(batch, True, ()).batch["log_probs"][batch.batch["response_mask"]].numpy()
+        flat = self.computed(batch, True).batch["log_probs"][batch.batch["response_mask"]].numpy()
         ends = np.cumsum([len(part) for row in rows for part in row.responses])
         parts = iter(np.split(flat, ends[:-1]))
         return {row.row_id: [next(parts).copy() for _ in row.responses] for row in rows}
@@ -115,7 +116,7 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, JudgedRow]):
         """The mean of log pi(y) - log ref(y) over the responses, under the present policy."""
         batch = pair_batch(rows, self.pad_token_id)
         mask = batch.batch["response_mask"]
-        own, reference = (self.computed(batch, of_reference, ()).batch["log_probs"] for of_reference in (False, True))
+        own, reference = (self.computed(batch, of_reference).batch["log_probs"] for of_reference in (False, True))
         return Mean(float(((own - reference) * mask).double().sum()), len(mask))
 
     def add_kl(self, batch: DataProto, ratio: Mean, prefix: str) -> None:
@@ -124,7 +125,7 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, JudgedRow]):
         self.context.record({f"{prefix}kl_estimate": Mean(estimate)})
         batch.batch["kl"] = torch.full((len(batch),), estimate)
 
-    def computed(self, batch: DataProto, of_reference: bool, outputs: tuple[str, ...]) -> DataProto:
+    def computed(self, batch: DataProto, of_reference: bool, outputs: tuple[Output, ...] = ()) -> DataProto:
         """Columns that the policy or the reference computes, without gradient."""
         without_adapters = of_reference and self.frozen is None
         cluster = self.frozen if of_reference and self.frozen is not None else self.learner
@@ -132,10 +133,8 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, JudgedRow]):
 
         def work() -> DataProto:
             self.residency.bring({cluster.name: WEIGHTS})
-            call = cluster.call(
-                ModelWorker.compute_log_probs, batch, without_adapters=without_adapters, outputs=outputs
-            )
-            return call.result()
+            ask = Ask((Output.LOG_PROBS, *outputs), without_adapters=without_adapters)
+            return cluster.call(ModelWorker.forward, batch, ask).result()
 
         if cluster is self.learner:
             return work()
@@ -143,7 +142,7 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, JudgedRow]):
 
     def sums_of(self, batch: DataProto) -> PairSums:
         """The pairs of a batch as numbers under the present policy."""
-        squares = ("sum_of_squares",) if self.config.use_weighting else ()
+        squares = (Output.SUM_OF_SQUARES,) if self.config.use_weighting else ()
         outputs = self.computed(batch, False, squares).batch
         columns = batch.batch
         reference = columns["ref_log_probs"] if self.plan.needs_reference else None
@@ -170,7 +169,7 @@ class DPOPipeline(SupervisedPipeline[DPOConfig, JudgedRow]):
             sums = self.sums_of(batch)
             return preference_metrics(sums, self.config, preference_loss(sums, self.config), "val/")
         mask, desirable = batch.batch["response_mask"], batch.batch["desirable"]
-        own = (self.computed(batch, False, ()).batch["log_probs"] * mask).sum(1)
+        own = (self.computed(batch, False).batch["log_probs"] * mask).sum(1)
         ratios = own - (batch.batch["ref_log_probs"] * mask).sum(1)
         losses = unpaired_loss(ratios, desirable, kl, self.config)
         return unpaired_metrics(own, ratios, desirable, losses, self.config, "val/")

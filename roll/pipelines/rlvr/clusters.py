@@ -6,39 +6,36 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import ray
 
-from roll.algorithms.losses import actor_loss_options
 from roll.config.loader import LoadedConfig
 from roll.config.plan.plan import Plan
 from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import REWARD_MODEL, judge_role, model_inputs
 from roll.distributed import Cluster, PendingCall, ResourceManager
 from roll.pipelines.files import load_tokenizer
-from roll.pipelines.policy import PolicyPlan, actor_keys, is_taught, taught_by_advantage
+from roll.pipelines.policy import PolicyPlan
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan, judge_roles
-from roll.pipelines.rlvr.teachers import opd_divergence, teacher_role
+from roll.pipelines.rlvr.teachers import teacher_role
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency, start_cluster
 from roll.pipelines.teachers import teacher_worker
 from roll.serving.server import FrontOptions, HttpFront
-from roll.strategies.base import StateKind
+from roll.strategies.base import ModelHead, StateKind
 from roll.workers import (
-    ACTOR_WORKER,
-    CRITIC_WORKER,
     GENERATION_WORKER,
     REFERENCE_WORKER,
     REWARD_MODEL_WORKER,
     REWARD_WORKER,
+    TRAIN_WORKER,
 )
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import ModelSettings, ModelWorker
 from roll.workers.reward import RewardSettings, RewardWorker
-from roll.workers.training import ActorSettings, CriticSettings
 
 logger = logging.getLogger(__name__)
 
@@ -236,28 +233,14 @@ class ClusterStarter:
         """The roles that learn or look at samples, by name."""
         config, plan = self._config, self._plan
         assert isinstance(plan, PolicyPlan)
-        differentiates = is_taught(config) and not taught_by_advantage(config)
         offloads = config.is_offload_optimizer_states_in_train_step
-        actor = ActorSettings(
-            config.max_grad_norm,
-            actor_loss_options(actor_keys(config)),
-            old_is_rollout=plan.engine_log_probs_as_old,
-            divergence=opd_divergence(config) if differentiates else None,
-            teachers=tuple(config.teacher) if differentiates else (),
-            offload_optimizer_in_steps=offloads,
-        )
-        critic = CriticSettings(
-            config.max_grad_norm,
-            config.value_clip,
-            config.value_loss_type,
-            loss_agg_mode=config.value_loss_agg_mode,
-            offload_optimizer_in_steps=offloads,
-        )
+        actor = ModelSettings(config.max_grad_norm, offload_optimizer_in_steps=offloads)
+        critic = replace(actor, head=ModelHead.VALUE)
         has_reference = "reference" in plan.roles
         return {
-            "actor_train": self.start("actor_train", ACTOR_WORKER, actor),
+            "actor_train": self.start("actor_train", TRAIN_WORKER, actor),
             "reference": self.start("reference", REFERENCE_WORKER) if has_reference else None,
-            "critic": self.start("critic", CRITIC_WORKER, critic) if plan.needs_critic else None,
+            "critic": self.start("critic", TRAIN_WORKER, critic) if plan.needs_critic else None,
             "teachers": {
                 name: self.start(teacher_role(name), teacher_worker(config.teacher[name]))
                 for name in config.teacher

@@ -30,6 +30,9 @@ from roll.datasets.sft import read_demonstration
 from roll.datasets.templates import Conversation, Renderer, TemplateChoice
 from roll.datasets.types import DataError, PromptRow
 from roll.distributed import Cluster, WorkerDied
+from roll.methods.base import Ask
+from roll.methods.distill import TEACHER
+from roll.methods.opd import TEACHER_INDEX, TEACHER_WEIGHTS
 from roll.models.layouts import TopTokens
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.phases import start_computing, without_routes
@@ -40,8 +43,6 @@ from roll.protocol.vision import IMAGES
 from roll.rollout.groups import FinishedGroup, SampleGroup
 from roll.rollout.loops import RolloutContext, SingleTurn
 from roll.strategies.base import TEACHER_COLUMNS, teacher_columns
-from roll.workers.model import ModelWorker
-from roll.workers.training import TEACHER, TEACHER_INDEX, TEACHER_WEIGHTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,8 +70,7 @@ def ask_teachers(
     config: PolicyRunConfig,
     bring: Callable[[Cluster], None],
     replacing: Replacing,
-    method: Callable[..., DataProto],
-    **options: Any,
+    ask: Ask,
 ) -> Iterator[Answer]:
     """Each teacher's answer for its rows, in their order. Teachers without a device in common compute concurrently,
     others take turns.
@@ -78,7 +78,6 @@ def ask_teachers(
     Args:
         bring: brings a teacher onto its devices, which several may share.
         replacing: runs the work of a teacher, once more where its workers have to be replaced.
-        method: of the teachers' workers, called with the rows and ``options``.
     """
     pending: list[Callable[[], Answer]] = []
     busy: set[int] = set()
@@ -92,21 +91,15 @@ def ask_teachers(
             pending, busy = [], set()
         part = batch if rows.all() else batch[rows]
         seen = with_teacher_prompts(part)
-        begin = partial(_begin, without_routes(seen), cluster, bring, method, **options)
+        begin = partial(_begin, without_routes(seen), cluster, bring, ask)
         pending.append(partial(_answer, name, rows, part, seen, partial(replacing, cluster, _repeatable(begin))))
         busy |= devices
     yield from (answer() for answer in pending)
 
 
-def _begin(
-    seen: DataProto,
-    cluster: Cluster,
-    bring: Callable[[Cluster], None],
-    method: Callable[..., DataProto],
-    **options: Any,
-) -> Callable[[], Values]:
+def _begin(seen: DataProto, cluster: Cluster, bring: Callable[[Cluster], None], ask: Ask) -> Callable[[], Values]:
     bring(cluster)
-    return start_computing(seen, cluster, method, **options)
+    return start_computing(seen, cluster, ask)
 
 
 def _repeatable(begin: Callable[[], Callable[[], Values]]) -> Callable[[], Values]:
@@ -144,10 +137,8 @@ def add_teacher_divergence(
     """
     tensors, weights = batch.batch, coefficients(config)
     total, metrics = torch.zeros_like(tensors["old_log_probs"]), Metrics()
-    compute = ModelWorker.compute_log_probs
-    for name, rows, part, columns in ask_teachers(
-        batch, teachers, config, bring, replacing, compute, temperature=temperature
-    ):
+    ask = Ask(temperature=temperature)
+    for name, rows, part, columns in ask_teachers(batch, teachers, config, bring, replacing, ask):
         of_teacher = columns["log_probs"]
         mask, own = part.batch["response_mask"], part.batch["old_log_probs"]
         total[rows] += weights[name] * (clamped_kl(own, of_teacher, config) * mask)
@@ -174,9 +165,8 @@ def add_teacher_targets(
     tensors[TEACHER_INDEX] = torch.full((len(batch),), -1, dtype=torch.int64)
     tensors[TEACHER_WEIGHTS] = torch.zeros(len(batch))
     numbers = {name: number for number, name in enumerate(teachers)}
-    options = {"count": top.count, "limit": top.limit, "temperature": temperature}
-    answers = ask_teachers(batch, teachers, config, bring, replacing, ModelWorker.compute_top_tokens, **options)
-    for name, rows, _, columns in answers:
+    ask = Ask(temperature=temperature, top=top)
+    for name, rows, _, columns in ask_teachers(batch, teachers, config, bring, replacing, ask):
         for column, source in zip(teacher_columns(TEACHER), TEACHER_COLUMNS, strict=True):
             values = columns[source]
             if column not in tensors:

@@ -19,7 +19,7 @@ from roll.algorithms.advantages import (
 )
 from roll.algorithms.aggregation import masked_mean, row_mean
 from roll.algorithms.kl import EntropyController, KLOptions, finite_mean, kl_estimate, make_kl_controller
-from roll.algorithms.losses import options_from, rejection_mask, weight_scale
+from roll.algorithms.losses import actor_loss_options, options_from, rejection_mask, weight_scale
 from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics
 from roll.algorithms.samples import (
     RewardOptions,
@@ -31,17 +31,22 @@ from roll.algorithms.samples import (
     top_entropy_mask,
 )
 from roll.config.corrections import correction_options
+from roll.config.plan.plan import TrainingPlan
 from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster
-from roll.pipelines.policy import PolicyPlan, is_taught
+from roll.methods.base import MODEL_COLUMNS, POLICY_COLUMNS, VALUES, Ask
+from roll.methods.opd import TaughtPolicyLoss
+from roll.methods.policy import PolicyLoss, SampledLoss, ValueLoss
+from roll.pipelines.policy import PolicyPlan, actor_keys, is_taught, taught_by_advantage
 from roll.pipelines.rlvr.config import RLVRConfig
+from roll.pipelines.rlvr.teachers import opd_divergence
 from roll.pipelines.row_order import even_mini_batches, length_metrics, num_samples, order_for
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.rollout.filters import build_filter, response_mask
 from roll.strategies.base import Output
-from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelWorker
-from roll.workers.training import ActorWorker, CriticWorker
+from roll.workers.model import ModelWorker
+from roll.workers.training import TrainWorker
 
 logger = logging.getLogger(__name__)
 
@@ -54,18 +59,18 @@ def add_reference_log_probs(
     Args:
         without_adapters: ``reference`` is the LoRA actor, whose base is the reference policy.
     """
-    options = {"temperature": temperature, "without_adapters": without_adapters}
-    batch.batch["ref_log_probs"] = computed(batch, reference, ModelWorker.compute_log_probs, **options)["log_probs"]
+    ask = Ask(temperature=temperature, without_adapters=without_adapters)
+    batch.batch["ref_log_probs"] = computed(batch, reference, ask)[Output.LOG_PROBS]
 
 
-def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more: tuple[str, ...] = ()) -> None:
+def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more: tuple[Output, ...] = ()) -> None:
     """``old_log_probs`` float32 (B, L): the trainer's own, before any update.
 
     Args:
         more: ``entropy`` and ``sum_of_squares``, which become ``old_entropy`` and ``old_sum_of_squares``; and
             ``routed_experts``.
     """
-    outputs = computed_by_policy(batch, actor, temperature=temperature, outputs=more)
+    outputs = computed_by_policy(batch, actor, Ask((Output.LOG_PROBS, *more), temperature))
     batch.batch["old_log_probs"] = outputs["log_probs"]
     for name in more:
         batch.batch[name if name == Output.ROUTES else f"old_{name}"] = outputs[name]
@@ -78,38 +83,31 @@ def add_values(batch: DataProto, critic: Cluster) -> None:
         rows = _selected(batch, *MODEL_COLUMNS, "prompt_id")
         for name in ("attention_mask", "response_mask"):
             rows.batch[name] = batch.batch[name] | batch.batch["bootstrap_mask"]
-    batch.batch["values"] = computed(rows, critic, CriticWorker.compute_values)["values"]
+    batch.batch["values"] = computed(rows, critic, VALUES)[Output.VALUES]
 
 
-def start_computing(
-    batch: DataProto, cluster: Cluster, method: Callable[..., DataProto], **options: Any
-) -> Callable[[], Mapping[str, torch.Tensor]]:
+def start_computing(batch: DataProto, cluster: Cluster, ask: Ask) -> Callable[[], Mapping[str, torch.Tensor]]:
     """Start to compute columns (B, L), on each rank an equal share of the work.
-
-    Args:
-        method: of the cluster's workers, called with the rows and ``options``.
 
     Returns:
         A function that waits for the columns and gives them in the order of ``batch``.
     """
     if cluster.dp_size == 1:
-        call = cluster.call(method, batch, **options)
+        call = cluster.call(ModelWorker.forward, batch, ask)
         return lambda: call.result().batch
     order = order_for(batch, cluster.role.use_prefix_sharing, cluster.dp_size)
-    shares = cluster.call(method, _selected(batch, *POLICY_COLUMNS)[order], **options)
+    shares = cluster.call(ModelWorker.forward, _selected(batch, *POLICY_COLUMNS)[order], ask)
     return lambda: shares.result()[np.argsort(order)].batch
 
 
-def computed(
-    batch: DataProto, cluster: Cluster, method: Callable[..., DataProto], **options: Any
-) -> Mapping[str, torch.Tensor]:
+def computed(batch: DataProto, cluster: Cluster, ask: Ask) -> Mapping[str, torch.Tensor]:
     """Columns of :func:`start_computing`, by a model that is not the policy and so cannot replay recorded routes."""
-    return start_computing(without_routes(batch), cluster, method, **options)()
+    return start_computing(without_routes(batch), cluster, ask)()
 
 
-def computed_by_policy(batch: DataProto, actor: Cluster, **options: Any) -> Mapping[str, torch.Tensor]:
-    """Columns of :meth:`ModelWorker.compute_log_probs` under the policy, which replays recorded routes."""
-    return start_computing(batch, actor, ModelWorker.compute_log_probs, **options)()
+def computed_by_policy(batch: DataProto, actor: Cluster, ask: Ask) -> Mapping[str, torch.Tensor]:
+    """Columns of :func:`start_computing` under the policy, which replays recorded routes."""
+    return start_computing(batch, actor, ask)()
 
 
 def without_routes(batch: DataProto) -> DataProto:
@@ -124,33 +122,35 @@ def _selected(batch: DataProto, *names: str) -> DataProto:
     return batch.select(tensors, [name for name in names if name in batch.non_tensor_batch])
 
 
-def update_actor(
-    batch: DataProto,
-    actor: Cluster,
-    plan: PolicyPlan,
-    temperature: float,
-    entropy_coef: float,
-    shuffle_seed: tuple[int, ...] | None = None,
-) -> Metrics:
-    """All optimizer steps of the policy on one batch; see :func:`update_model`."""
-    options = {"temperature": temperature, "entropy_loss_coef": entropy_coef}
-    return update_model(batch, actor, ActorWorker.update, plan, shuffle_seed, **options)
+def policy_loss(config: PolicyRunConfig, plan: PolicyPlan, temperature: float) -> PolicyLoss:
+    """The loss of the policy, but for what follows from a batch (:func:`update_model`)."""
+    shared: Any = {
+        "options": actor_loss_options(actor_keys(config)),
+        "old_is_rollout": plan.engine_log_probs_as_old,
+        "norm_length": float(plan.norm_length),
+        "temperature": temperature,
+    }
+    if is_taught(config) and not taught_by_advantage(config):
+        return TaughtPolicyLoss(**shared, divergence=opd_divergence(config), names=tuple(config.teacher))
+    return PolicyLoss(**shared)
 
 
-def update_critic(
-    batch: DataProto, critic: Cluster, plan: PolicyPlan, shuffle_seed: tuple[int, ...] | None = None
-) -> Metrics:
-    """All optimizer steps of the value model on one batch; see :func:`update_model`."""
-    return update_model(batch, critic, CriticWorker.update, plan, shuffle_seed)
+def critic_loss(config: PolicyRunConfig, plan: PolicyPlan) -> ValueLoss:
+    """The loss of the critic."""
+    return ValueLoss(
+        norm_length=float(plan.norm_length),
+        value_clip=config.value_clip,
+        value_loss_type=config.value_loss_type,
+        loss_agg_mode=config.value_loss_agg_mode,
+    )
 
 
 def update_model(
     batch: DataProto,
     cluster: Cluster,
-    update: Callable[..., Metrics],
-    plan: PolicyPlan,
-    shuffle_seed: tuple[int, ...] | None,
-    **options: Any,
+    loss: SampledLoss,
+    training: TrainingPlan,
+    shuffle_seed: tuple[int, ...] | None = None,
 ) -> Metrics:
     """All optimizer steps of one model on one batch: ``epochs`` passes over its mini-batches.
 
@@ -158,11 +158,10 @@ def update_model(
     have one fewer than others.
 
     Args:
-        update: of the cluster's workers, called with each pass's rows and ``options``.
         shuffle_seed: seed of the mini-batches, which are drawn again for every pass; None: consecutive rows, each pass
             the same.
     """
-    training = plan.training[cluster.name]
+    loss = replace(loss, num_groups=int(batch.batch["group_ids"].max()) + 1)
     num_mini_batches = -(-num_samples(batch) // training.mini_batch_size)
     by_prompt = cluster.role.use_prefix_sharing
     passes = [batch]
@@ -173,15 +172,8 @@ def update_model(
     for ordered in passes:
         rows = even_mini_batches(ordered, num_mini_batches, training.dp_size)
         order = order_for(rows, by_prompt, training.dp_size, num_mini_batches)
-        call = cluster.call(
-            update,
-            rows[order] if training.dp_size > 1 else rows,
-            mini_batches=num_mini_batches,
-            epochs=training.epochs // len(passes),
-            num_groups=int(batch.batch["group_ids"].max()) + 1,
-            norm_length=float(plan.norm_length),
-            **options,
-        )
+        share, epochs = rows[order] if training.dp_size > 1 else rows, training.epochs // len(passes)
+        call = cluster.call(TrainWorker.step, share, loss, mini_batches=num_mini_batches, epochs=epochs)
         metrics.append(call.result())
     return merge_metrics(metrics) | length_metrics(rows, order, cluster.name, training.dp_size)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from roll.algorithms.losses import options_from
 from roll.algorithms.reward_models import (
     calibration_error,
     comparable_pairs,
@@ -16,16 +17,17 @@ from roll.algorithms.reward_models import (
     reward_model_loss,
     scoring_batch,
 )
-from roll.config.losses import JUDGEMENTS, RANKS, SCORE_INPUT, SCORE_MEAN, SCORE_STD
+from roll.config.losses import JUDGEMENTS, RANKS, SCORE_INPUT, SCORE_MEAN, SCORE_STD, RewardLossConfig
 from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow
+from roll.methods.base import VALUES, Loss
+from roll.methods.reward_model import RewardModelLoss
 from roll.models.partitions import balance_partitions, workload
 from roll.pipelines.rm.definition import RMConfig
 from roll.pipelines.supervised_pipeline import SupervisedPipeline, image_column
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics, to_floats
-from roll.strategies.base import Output, TensorBatch
-from roll.workers import REWARD_TRAIN_WORKER
-from roll.workers.supervised import RewardTrainSettings, RewardTrainWorker
+from roll.strategies.base import ModelHead, Output, TensorBatch
+from roll.workers.training import TrainWorker
 
 if TYPE_CHECKING:
     from roll.protocol.vision import VisionInputs
@@ -38,13 +40,14 @@ class RMPipeline(SupervisedPipeline[RMConfig, JudgedRow]):
     """Learning to score responses as judges have."""
 
     role = "reward_train"
-    worker = REWARD_TRAIN_WORKER
+    head = ModelHead.SCORE
     stream = "rm"
     state_key = "rows"
     dropped_metric = "data/dropped_rows"
 
-    def settings(self) -> RewardTrainSettings:
-        return RewardTrainSettings(self.config.max_grad_norm, loss=self.config)
+    @cached_property
+    def loss(self) -> Loss:
+        return RewardModelLoss(options_from(RewardLossConfig, vars(self.config)))
 
     @classmethod
     def build(cls, config: RMConfig) -> Callable[..., JudgedDataset]:
@@ -70,7 +73,7 @@ class RMPipeline(SupervisedPipeline[RMConfig, JudgedRow]):
         """The rows in parts, as batches, with the present values float64 (B, L)."""
         for part in self.parts(rows):
             batch = judged_batch(part, 1)
-            values = self.learner.call(RewardTrainWorker.compute_scores, batch).result().batch[Output.VALUES]
+            values = self.learner.call(TrainWorker.forward, batch, VALUES).result().batch[Output.VALUES]
             yield dict(batch.batch.items()), values.double()
 
     def measure(self) -> dict[str, float]:

@@ -19,14 +19,14 @@ from roll.datasets.streaming import Drawn, StreamedEpochs
 from roll.datasets.templates import TemplateChoice
 from roll.datasets.vision_model import VisionModel
 from roll.distributed import PendingCall
+from roll.methods.sft import SftLoss
 from roll.pipelines.row_order import balanced_order
 from roll.pipelines.sft.definition import SFTConfig
 from roll.pipelines.supervised import SupervisedPlan
 from roll.pipelines.supervised_pipeline import SupervisedPipeline, image_column, right_padded
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics, to_floats
-from roll.workers import SFT_WORKER
-from roll.workers.supervised import SftWorker
+from roll.workers.training import TrainWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +39,7 @@ class SFTPipeline(SupervisedPipeline[SFTConfig, SftRow]):
     """Imitation of demonstrations, two steps in flight at a time."""
 
     role = "sft_train"
-    worker = SFT_WORKER
+    loss = SftLoss()
     stream = "sft"
     state_key = "demonstrations"
     evaluates_at_end = False
@@ -54,10 +54,9 @@ class SFTPipeline(SupervisedPipeline[SFTConfig, SftRow]):
         ahead = 1 if self.context.stopping else min(STEPS_IN_FLIGHT, self.steps_until_pause(step))
         while len(self.in_flight) < ahead:
             later = step + len(self.in_flight)
-            batch = self.next_batch(later)
-            self.in_flight.append(
-                (batch, None if self.context.is_left_out(later) else self.learner.call(SftWorker.update, batch))
-            )
+            batch, is_left_out = self.next_batch(later), self.context.is_left_out(later)
+            update = None if is_left_out else self.learner.call(TrainWorker.step, batch, self.loss)
+            self.in_flight.append((batch, update))
         batch, update = self.in_flight.popleft()
         self.context.hold_batch(step, batch)
         with self.context.phase("step_train"):
@@ -99,7 +98,8 @@ class SFTPipeline(SupervisedPipeline[SFTConfig, SftRow]):
     def measure(self) -> dict[str, float]:
         """Loss on the held-out demonstrations."""
         batches = (demonstration_batch(rows, self.pad_token_id) for rows in self.parts(self.held_out))
-        return to_floats(merge_metrics([self.learner.call(SftWorker.evaluate, batch).result() for batch in batches]))
+        loss = SftLoss(prefix="val/")
+        return to_floats(merge_metrics([self.learner.call(TrainWorker.measure, one, loss).result() for one in batches]))
 
 
 def stream_demonstrations(

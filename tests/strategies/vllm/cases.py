@@ -307,6 +307,8 @@ def teacher_columns(folder: Path) -> dict[str, float]:
     """Largest distances of a teacher's columns under vLLM from those of the plain model."""
     from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
     from roll.distributed import WorkerContext
+    from roll.methods.base import Ask
+    from roll.models.layouts import TopTokens
     from roll.protocol import DataProto
     from roll.workers.model import TeacherWorker
 
@@ -323,8 +325,8 @@ def teacher_columns(folder: Path) -> dict[str, float]:
     response[:, :5] = False
     response[2, 7] = False
     batch = DataProto.from_dict({"input_ids": ids * attention, "attention_mask": attention, "response_mask": response})
-    found = worker.compute_top_tokens(batch, count=4, limit=320).batch
-    own = worker.compute_log_probs(batch).batch["log_probs"]
+    found = worker.forward(batch, Ask(top=TopTokens(4, 320))).batch
+    own = worker.forward(batch).batch["log_probs"]
     worker.offload_states([])
     worker.load_states([])
     worker.close()

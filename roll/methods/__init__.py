@@ -1,0 +1,1 @@
+"""Algorithms: one module each, with what its models minimise and what it asks of other models."""

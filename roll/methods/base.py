@@ -1,0 +1,82 @@
+"""The two things that travel to a worker: a loss to minimise, and columns to compute.
+
+The driver builds both and sends them along with the rows, so that one class of worker serves every role and algorithm
+(:class:`roll.workers.training.TrainWorker`), and a new loss is one class in one file.
+
+The loss of an optimizer step is a sum over all micro-batches and ranks, divided by *global* denominators (tokens, rows,
+pairs). So each rank counts its own rows (:meth:`Loss.counts`), the counts are summed over ranks before the first
+backward pass, and each micro-batch contributes its share of the whole (:meth:`Loss.__call__`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from roll.models.layouts import TopTokens
+from roll.protocol.metrics import Metrics
+from roll.protocol.vision import IMAGES
+from roll.strategies.base import Comparison, Output, TensorBatch
+
+MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask", IMAGES)
+"""Read by every pass."""
+POLICY_COLUMNS = (*MODEL_COLUMNS, str(Output.ROUTES))
+"""Of the policy, which may replay where its tokens went."""
+
+Totals = dict[str, Tensor]
+"""Counts, float64, of any shape; summed over ranks."""
+
+
+@dataclass(frozen=True)
+class Loss(ABC):
+    """A loss to minimise. It is pickled for every call, so it holds options and numbers, no tensors of rows.
+
+    Called with the outputs of a micro-batch (:class:`~roll.strategies.base.Output` tensors float32 (B, L), with
+    gradient), its columns, and the totals of the optimizer step, it returns its share of the step's loss and metrics.
+    """
+
+    columns: ClassVar[tuple[str, ...]] = MODEL_COLUMNS
+    """Columns of the rows that are sent to the workers; a column that a batch lacks is left out."""
+    prefix: str = field(default="", kw_only=True)
+    """Begins the names of metrics."""
+    temperature: float = field(default=1.0, kw_only=True)
+    """Divides the logits."""
+
+    @property
+    def outputs(self) -> Sequence[Output]:
+        return (Output.LOG_PROBS,)
+
+    @property
+    def teachers(self) -> Sequence[Comparison]:
+        """Teachers that the model is compared with, whose columns the rows have."""
+        return ()
+
+    @abstractmethod
+    def counts(self, batch: TensorBatch) -> Totals:
+        """This rank's part of the denominators of an optimizer step on ``batch``."""
+
+    @abstractmethod
+    def __call__(self, outputs: TensorBatch, batch: TensorBatch, totals: Totals) -> tuple[Tensor, Metrics]: ...
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Columns for a model to compute without gradient: ``outputs``, or the most probable tokens."""
+
+    outputs: tuple[Output, ...] = (Output.LOG_PROBS,)
+    temperature: float = 1.0
+    without_adapters: bool = False
+    """Of the base of a LoRA model."""
+    top: TopTokens | None = None
+    """In place of ``outputs``: :data:`~roll.strategies.base.TEACHER_COLUMNS` of ``softmax(logits / temperature)``."""
+    dtype: str = "fp32"
+    """Of the log-probs of ``top``; the tail's is float32."""
+
+
+LOG_PROBS, VALUES = Ask(), Ask((Output.VALUES,))
+"""``log_probs`` float32 (B, L) of every response token; ``values`` float32 (B, L): a critic's, of the state in which
+each response token was sampled, or a reward model's scores."""
