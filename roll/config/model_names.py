@@ -34,11 +34,15 @@ NAMES: tuple[tuple[str, dict[str, Any]], ...] = (
         {"model_type": "", **_SEES},
     ),
     (r"(?<![a-z])moe(?![a-z])|-a\d+(?:\.\d+)?b\b|kimi-k|minimax-m|llama-4|dbrx", {"model_type": "", **_EXPERTS}),
+    (r"mamba|rwkv|jamba|recurrentgemma|falcon-h1|(?<![a-z])lfm|nemotron-(?:h|nano)", {"model_type": "falcon_h1"}),
+    (r"(?<![a-z])(?:flan-)?t5(?![a-z])|(?<![a-z])bart|whisper", {"model_type": "t5", "is_encoder_decoder": True}),
+    (r"qwen|llama|mistral|ministral|smollm|olmo|gemma|phi-?\d|granite|deepseek|internlm|yi-|glm|gpt2|pythia|opt-", {}),
 )
 """Patterns of names, the first that fits, and as much of a ``config.json`` as says what the family needs."""
 
 
 def family_of(name: str) -> Mapping[str, Any] | None:
-    """As much of the model's ``config.json`` as its name tells; None: nothing but a dense language model."""
+    """As much of the model's ``config.json`` as its name tells (nothing of a dense language model); None: the name says
+    nothing."""
     last = "/".join(name.rstrip("/").split("/")[-PARTS:]).lower()
     return next((config for pattern, config in NAMES if re.search(pattern, last)), None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -241,11 +242,21 @@ def load_config(args: ModelArguments) -> PretrainedConfig:
     return config
 
 
+def local_folder(name_or_path: str) -> Path:
+    """The model's folder on this machine; a hub model's files are fetched."""
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name_or_path, allow_patterns=["*.safetensors", "*.json"]))
+
+
 def unties_output(name_or_path: str) -> bool:
     """The files hold an output matrix that differs from the embeddings.
 
     transformers then computes with both, whatever ``tie_word_embeddings`` says; others (Megatron, vLLM, the next loader
-    of an export) trust the flag. A hub model that is not on this machine yet is taken at its word.
+    of an export) trust the flag. A hub model that is not on this machine yet is taken at its word: who
+    must know fetches it before (:func:`local_folder`).
     """
     folder = model_folder(name_or_path)
     try:
@@ -270,7 +281,7 @@ def unties_output(name_or_path: str) -> bool:
 def overrides(args: ModelArguments) -> dict[str, Any]:
     """Entries of ``config.json`` that an engine which reads the file itself must be given: those of
     ``model_config_kwargs``, and an output matrix that is not the embeddings."""
-    untied = {"tie_word_embeddings": False} if unties_output(str(args.model_name_or_path)) else {}
+    untied = {"tie_word_embeddings": False} if unties_output(str(local_folder(str(args.model_name_or_path)))) else {}
     return {**untied, **args.model_config_kwargs}
 
 

@@ -33,6 +33,7 @@ from roll.models.build import (
     checked_config,
     empty_model,
     freeze_modules,
+    local_folder,
     new_head,
 )
 from roll.models.completeness import incomplete
@@ -53,7 +54,7 @@ class TensorFiles:
         Raises:
             OSError: no such folder, or one without safetensors files.
         """
-        self.folder = _local_folder(name_or_path)
+        self.folder = local_folder(name_or_path)
         try:
             self._files = file_of_each_tensor(self.folder)
         except ValueError as error:
@@ -148,14 +149,6 @@ def adapter_fingerprint(name_or_path: str | None) -> str | None:
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _local_folder(name_or_path: str) -> Path:
-    if Path(name_or_path).is_dir():
-        return Path(name_or_path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name_or_path, allow_patterns=["*.safetensors", "*.json"]))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def find_family(draft: Draft) -> None:
         draft.facts["engine"] = OTHER_ENGINE
         text = f"sglang returns no routes here: {OTHER_ENGINE} samples from the same model and does"
         draft.remark(["engine", "engine_replay"], text)
-    family = family_of(str(draft.facts.get("model", ""))) if draft.states("model") else None
+    family = (family_of(str(draft.facts.get("model", ""))) or None) if draft.states("model") else None
     draft.facts["family"] = family
     if draft.get("engine") == "sglang" and lacks(family, "sglang") and not lacks(family, OTHER_ENGINE):
         draft.facts["engine"] = OTHER_ENGINE
@@ -62,7 +62,7 @@ def put_family(draft: Draft, strategies: Mapping[str, str]) -> None:
     Args:
         strategies: backend of each role that has a model, as :func:`backend_for` gives it.
     """
-    if draft.states("rm_path") and (scorer := family_of(str(draft.facts["rm_path"]))) is not None:
+    if draft.states("rm_path") and (scorer := family_of(str(draft.facts["rm_path"]))):
         draft.refuse("rm_path", f"is {_kinds(needed(scorer))} by its name, and no reward model of that kind is tested")
     family = draft.facts.get("family")
     if family is None:

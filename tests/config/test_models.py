@@ -391,3 +391,48 @@ def test_a_tracker_without_its_package(folder: Path, monkeypatch: pytest.MonkeyP
     loaded: Any = load_config(None, folder / "run.yaml")
     with pytest.raises(ConfigError, match=r"track_with = 'swanlab': needs a package .*pip install swanlab"):
         preflight.require_trackers(loaded)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", None),
+        ("Qwen/Qwen3.5-9B", "a vision-language model of another family"),
+        ("Qwen/Qwen3-Omni-30B-A3B-Instruct", "a model that hears or speaks"),
+        ("tiiuae/Falcon-H1-1.5B-Instruct", "linear-attention or state-space layers"),
+        ("google/flan-t5-large", "an encoder-decoder model"),
+        ("Qwen/Qwen2.5-7B-Instruct", None),
+    ],
+)
+def test_a_hub_name_says_what_its_config_would(folder: Path, name: str, rule: str | None) -> None:
+    """Of models that are not on this machine."""
+    problems = found(folder, {}, pretrain=name)
+    assert [problem.key for problem in problems] == (["pretrain"] if rule else [])
+    assert rule is None or rule in problems[0].rule
+
+
+def test_a_hub_name_that_says_nothing_is_noted(folder: Path) -> None:
+    (folder / "run.yaml").write_text(yaml.safe_dump(changed({"pretrain": "somebody/novelty-3b"}, GOOD)))
+    (note,) = {n.text for n in load_config(None, folder / "run.yaml").warnings if n.key == "pretrain"}
+    assert "cannot be checked without its config.json" in note
+
+
+def test_flash_attention_without_its_package_is_noted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "model" / "config.json").write_text(json.dumps(DENSE))
+    key = "actor_train.model_args.attn_implementation"
+    (folder / "run.yaml").write_text(yaml.safe_dump(changed({"pretrain": "./model", key: "fa2"}, GOOD)))
+    monkeypatch.setattr("roll.config.model_files.find_spec", lambda name: None)
+    (note,) = [n.text for n in load_config(None, folder / "run.yaml").warnings if n.key == key]
+    assert "sdpa" in note
+
+
+def test_an_engine_longer_than_the_models_positions_is_refused(folder: Path) -> None:
+    model = DENSE | {"max_position_embeddings": 512}
+    assert found(folder, model, **{f"{INFER}.max_model_len": 512}) == ()
+    (problem,) = found(folder, model, **{f"{INFER}.max_model_len": 1024})
+    assert problem.key.endswith("max_model_len") and problem.example == 256
+    longer = {
+        f"{INFER}.max_model_len": 1024,
+        "actor_infer.model_args.model_config_kwargs.max_position_embeddings": 2048,
+    }
+    assert found(folder, model, **longer) == ()

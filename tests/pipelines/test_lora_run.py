@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import pytest
+import torch
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("peft")
@@ -77,3 +81,20 @@ def test_zero_3_with_a_reference_of_its_own_gives_the_same_run(run: Run, finishe
     for name in ("actor/kl_loss", "actor/pg_loss", "actor/grad_norm", "critic/score/mean"):
         # Sums in another order, through an optimizer step.
         assert other.values(name) == pytest.approx(finished.values(name), rel=1e-3, abs=1e-6), name
+
+
+def test_an_adapter_alone_makes_a_reference_of_it(run: Run, world: TinyWorld, tmp_path: Path) -> None:
+    """DPO that goes on with an adapter, against the same adapter: ln 2 at the first step."""
+    import peft
+
+    model = AutoModelForCausalLM.from_pretrained(world.model)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapter = {"adapter_name_or_path": str(tmp_path / "adapter"), "dtype": "fp32"}
+    sections = {"actor_train.model_args": adapter, "reference.model_args": adapter, "max_steps": 1}
+    finished = run(sections, pipeline="dpo", output=tmp_path / "run")
+    assert finished.values("actor/loss") == pytest.approx([math.log(2)], abs=1e-6)
+    base = {"actor_train.model_args": adapter, "reference.model_args": {"dtype": "fp32"}, "max_steps": 1}
+    other = run(base, pipeline="dpo", output=tmp_path / "base")
+    assert abs(other.values("actor/loss")[0] - math.log(2)) > 1e-3, "the base is another reference"

@@ -146,13 +146,13 @@ class OurSide:
         outputs = {Output.LOG_PROBS: self.spread(self._responses.log_probs)}
         if loss.options.needs_entropy:
             outputs[Output.ENTROPY] = self.spread(self._responses.entropy)
-        return self._value(loss, outputs)
+        return self.value(loss, outputs)
 
     def critic_loss(self) -> Tensor:
         outputs = {Output.VALUES: self.spread(self._responses.new_values)}
-        return self._value(critic_loss(self.config, self.plan), outputs)
+        return self.value(critic_loss(self.config, self.plan), outputs)
 
-    def _value(self, loss: SampledLoss, outputs: dict[str, Tensor]) -> Tensor:
+    def value(self, loss: SampledLoss, outputs: dict[str, Tensor]) -> Tensor:
         loss, rows = replace(loss, num_groups=len(LENGTHS)), self.batch.batch
         return loss(outputs, rows, loss.counts(rows))[0]
 

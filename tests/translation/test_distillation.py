@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.distillation import divergence
-from roll.algorithms.losses import LossInputs, actor_loss, actor_loss_options
 from roll.config.loader import LoadedConfig
-from roll.pipelines.policy import actor_keys
+from roll.methods.distill import TEACHER
+from roll.methods.opd import TEACHER_WEIGHTS, TaughtPolicyLoss
 from roll.pipelines.rlvr.distillation import clamped_kl
+from roll.pipelines.rlvr.phases import policy_loss
 from roll.pipelines.rlvr.teachers import coefficients, opd_divergence
+from roll.strategies.base import Output
 from tests.translation.conftest import Translate
 from tests.translation.source_formulas import Responses, verl_distilled, verl_topk
 from tests.translation.test_algorithms import (
@@ -119,15 +121,15 @@ def topk_loss(loaded: LoadedConfig[Any], logits: Tensor, teacher: Tensor, respon
     ours = Taught(loaded, responses)
     (weight,) = coefficients(loaded.config).values()
     tensors = ours.batch.batch
-    inputs = LossInputs(
-        log_probs=ours.spread(responses.log_probs),
-        entropy=ours.spread(responses.entropy),
-        mask=tensors["loss_mask"],
-        old_log_probs=tensors["old_log_probs"],
-        advantages=tensors["advantages"],
-        teacher_divergence=weight * ours.spread(column),
-    )
-    return actor_loss(inputs, actor_loss_options(actor_keys(loaded.config)), ours.denominators).loss
+    loss = replace(policy_loss(loaded.config, loaded.plan, 1.0), names=())
+    assert isinstance(loss, TaughtPolicyLoss)
+    tensors[TEACHER_WEIGHTS] = torch.full((len(ours.batch),), weight)
+    outputs = {
+        Output.LOG_PROBS: ours.spread(responses.log_probs),
+        Output.ENTROPY: ours.spread(responses.entropy),
+        f"{TEACHER}/divergence": ours.spread(column),
+    }
+    return ours.value(loss, outputs)
 
 
 @pytest.mark.parametrize(

@@ -58,17 +58,7 @@ def check_model(
     path = named
     if not checks.check_files:
         return
-    if looks_like_folder(path):
-        folder = Path(path).expanduser()
-        if not os.path.isdir(folder):
-            checks.add(key, path, "no such folder")
-        elif not os.path.isfile(folder / CONFIG):
-            checks.add(key, path, f"is not a model folder: it has no {CONFIG}")
-    elif HUB_NAME.fullmatch(path) is None:
-        checks.add(key, path, "is neither a folder nor a hub name", "Qwen/Qwen2.5-0.5B")
-    elif model_folder(path) is None and is_offline():
-        rule = f"is not in the local cache, and {' or '.join(OFFLINE)} is set: give a folder, or download it beforehand"
-        checks.add(key, path, rule)
+    _check_place(key, path, checks)
     try:
         found = read_model_config(path)
     except ValueError as error:
@@ -77,6 +67,8 @@ def check_model(
     if checks.broken(key):
         return
     known = found or (None if looks_like_folder(path) else family_of(path))
+    if known is None:
+        checks.note(key, f"{path} cannot be checked without its config.json, which is not on this machine")
     lacking = None if known is None else family_problem(known, name, role)
     local = model_folder(path)
     if lacking is None and found is not None and local is not None:
@@ -89,6 +81,21 @@ def check_model(
     section = checks.pipeline.section_key(name)
     for wrong, value, rule, example in options.shape_problems(section, role, found) if options is not None else ():
         checks.add(wrong, value, f"{rule} ({path})", example)
+
+
+def _check_place(key: str, path: str, checks: Checks) -> None:
+    """The folder or hub name leads to a model."""
+    if looks_like_folder(path):
+        folder = Path(path).expanduser()
+        if not os.path.isdir(folder):
+            checks.add(key, path, "no such folder")
+        elif not os.path.isfile(folder / CONFIG):
+            checks.add(key, path, f"is not a model folder: it has no {CONFIG}")
+    elif HUB_NAME.fullmatch(path) is None:
+        checks.add(key, path, "is neither a folder nor a hub name", "Qwen/Qwen2.5-0.5B")
+    elif model_folder(path) is None and is_offline():
+        rule = f"is not in the local cache, and {' or '.join(OFFLINE)} is set: give a folder, or download it beforehand"
+        checks.add(key, path, rule)
 
 
 def family_problem(config: Mapping[str, Any], name: str, role: WorkerConfig) -> str | None:

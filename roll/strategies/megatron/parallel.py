@@ -24,7 +24,7 @@ from megatron.core.transformer import TransformerConfig
 
 from roll.config.roles import ModelArguments
 from roll.config.strategies.registry import MegatronStrategyConfig
-from roll.models.build import has_tied_embeddings, load_config
+from roll.models.build import has_tied_embeddings, load_config, local_folder
 from roll.models.stored import StoredLayout
 from roll.platforms import current_platform
 from roll.protocol.metrics import RankInfo
@@ -301,6 +301,7 @@ def skeleton(args: ModelArguments, head: ModelHead) -> PreTrainedModel:
 
     if not args.model_name_or_path:
         raise ValueError("model_args.model_name_or_path: empty; give a model folder, or set `pretrain` for all roles")
+    local_folder(args.model_name_or_path)  # The files say whether the output matrix is the embeddings.
     config = load_config(args)
     _check_family(config, args.model_name_or_path)
     with torch.device("meta"):
