@@ -1,8 +1,9 @@
 """Hides secrets wherever a configuration, an error or a log is shown or written.
 
-Three things are known to be secret: what stands under a key or in a variable whose name says so; what looks like a
-credential (a token of a well-known form, the password of a URL, an ``Authorization`` header); and, in any text, the
-values that were met under such names (:func:`register_secrets`, and the environment)."""
+Three things are known to be secret: the value of a key or variable whose name says so, or leaves it open while the
+value looks random; a credential in any text (a token of a well-known form, or shuffled letters and digits, the password
+of a URL, an ``Authorization`` header); and, in any text, the values that were met under such names
+(:func:`register_secrets`, and the environment)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -17,33 +19,56 @@ import yaml
 MASK = "********"
 WORKING_DIRECTORY = frozenset({"PWD", "OLDPWD"})
 """The shell's variables, whose names look like a password's."""
-_SECRET_WORDS = re.compile(
-    r"(^|_)(passw(or)?ds?|passwd|pwd|passphrases?|secrets?|credentials?|cookies?|authorization|bearer"
-    r"|(api|access|private|secret|auth|signing|encryption|master|ssh|service|account)_?(keys?|tokens?)"
-    r"|pg_?password)(_|$)|password$|secret$|apikey$|(access|auth|refresh)token$",
-    re.IGNORECASE,
+_ALWAYS = frozenset(
+    (
+        *("password", "passwd", "passwor", "passphrase", "pwd", "pgpassword", "secret", "credential", "cred"),
+        *("cookie", "authorization", "bearer", "apikey", "apitoken", "accesstoken", "authtoken", "refreshtoken"),
+    )
 )
-"""Words that say it wherever they are in a name."""
-_SECRET_ENDS = re.compile(r"(^|_)(token|pat|pass|auth|signature|sig)$", re.IGNORECASE)
-"""Words that say it at the end, or anywhere in the name of a variable of the environment."""
-_PERHAPS = re.compile(r"(^|_)keys?$", re.IGNORECASE)
-"""The key of a service, or the name of a column: the value tells."""
-_SUFFIX = re.compile(r"(_\d+|_[A-Z]|_(old|new|dev|prod|test|main|backup))+$")
+"""Words, in the singular, that say it wherever they are in a name."""
+_OF_SERVICES = frozenset(
+    (
+        *("api", "access", "private", "secret", "auth", "signing", "encryption", "master", "ssh", "service", "account"),
+        *("session", "refresh", "webhook", "license", "client"),
+    )
+)
+"""Before ``key`` or ``token``: a credential's."""
+_AT_THE_END = frozenset({"token", "pat", "pass", "auth", "sig"})
+"""Say it as the last word of a name, but for a stage or number after it."""
+_OPEN = frozenset({"key", "token", "signature", *_AT_THE_END})
+"""Of a service, of text or of a table: the value tells."""
+_STAGES = frozenset({"old", "new", "dev", "prod", "live", "test", "ci", "main", "backup", "b64", "base64"})
+_REFERS = frozenset({"env", "name", "file", "path", "dir", "id", "ids", "length", "limit", "count", "type"})
+"""At the end of a name: it says where a secret is, or something about it."""
+_OF_TEXT = frozenset(
+    (
+        *("eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "video", "audio", "stop", "boi", "eoi", "think"),
+        *("thinking", "start", "end", "begin", "turn", "special", "vision", "tool", "assistant", "user", "system"),
+    )
+)
+"""Before ``token``: a token of a vocabulary."""
+_CREDENTIALS_LIVE_IN = frozenset({"env", "envs", "environment", "environ", "header", "headers", "secrets"})
+"""Last word of a section whose values are credentials where they look random, whatever their names."""
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _ENVIRONMENT = re.compile(r"[A-Z][A-Z0-9_]*")
-_REFERS = re.compile(r"_(env|name|file|path|dir|id|ids|length|limit|count|type)$", re.IGNORECASE)
-"""Says where a secret is, or something about it."""
-_SPECIAL_TOKEN = re.compile(r"^(eos|bos|pad|unk|sep|cls|mask|image|video|audio|stop|boi|eoi|think\w*)_token$")
 
-_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _LEAST_LENGTH = 8
 """Of a value that is hidden in any text: shorter ones are parts of words."""
-_LONG_KEY = 20
+_NO_WORD = 20
+"""Letters in a row, without a break, that no word has."""
 _SHAPES = re.compile(
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
-    r"|\bya29\.[\w-]{16,}|\b(?:sk-[\w-]{16,}|(?:npm|gsk|pypi|dop_v1|shp(?:at|ss)|sq0\w{3}|rk_live|sk_live|tgp_v1|r8|nvapi)[_-][\w-]{16,}|hf_\w{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
-    r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)",
+    r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|\Z)"
+    r"|https://hooks\.slack\.com/(?:services|workflows|triggers)/[\w/]+"
+    r"|https://(?:\w+\.)?discord(?:app)?\.com/api/webhooks/[\w/-]+"
+    r"|\bya29\.[\w-]{16,}|\bhv[sb]\.[\w-]{16,}|\bSG\.[\w-]{16,}\.[\w-]{16,}|\b(?:xai|pplx|sk|key|tok)-[\w-]{16,}"
+    r"|\b(?:npm|gsk|pypi|dop_v1|shp(?:at|ss)|sq0\w{3}|[rs]k_(?:live|test)|whsec|tgp_v1|r8|nvapi|glsa|lin_api|figd)[_-][\w-]{16,}"
+    r"|\bhf_\w{16,}|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bxox[abeprs]-[\w-]{10,}|\bxapp-[\w-]{16,}"
+    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}|\bAIza[\w-]{30,}|\bdapi[0-9a-f]{32}|\b\d{8,10}:AA[\w-]{30,}"
+    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
     re.DOTALL,
 )
+_RUN = re.compile(r"(?<![\w/.-])[\w+-]*?(?P<run>[A-Za-z0-9]{24,})[\w+-]*={0,2}(?![\w/.-])")
+"""A word with many letters and digits in a row; see :func:`_is_shuffled`."""
 _URL = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)(?P<user>[^\s/@:'\"]*)(?P<password>:[^\s/@'\"]+)?@")
 _LONG_USER = 20
 """A URL's user without a password is a token from this length on."""
@@ -64,42 +89,102 @@ _registered: set[str] = set()
 
 @lru_cache(maxsize=4096)
 def _secrecy(name: str) -> str:
-    """``yes``, ``perhaps`` (the value tells) or ``no``."""
-    plain = _CAMEL.sub("_", name).replace("-", "_").replace(".", "_")
-    stripped = _SUFFIX.sub("", plain)
-    if name in WORKING_DIRECTORY or _SPECIAL_TOKEN.match(stripped) or _REFERS.search(plain):
+    """``yes``, ``perhaps`` (the value tells; without one it is taken for a secret's), ``hardly`` (only a value that
+    looks random is one) or ``no``."""
+    words = [_singular(word.lower()) for word in _WORDS.findall(name)]
+    is_variable = _ENVIRONMENT.fullmatch(name) is not None
+    if name in WORKING_DIRECTORY or not words or (_REFERS & {words[-1]} and len(words) > 1):
         return "no"
-    words = set(plain.split("_")) if _ENVIRONMENT.fullmatch(plain) else set()
-    if _SECRET_WORDS.search(plain) or _SECRET_ENDS.search(stripped) or words & {"TOKEN", "PAT", "PASS", "AUTH"}:
+    pairs = set(pairwise(words))
+    if _ALWAYS & set(words) or any(first in _OF_SERVICES and last in ("key", "token") for first, last in pairs):
+        return "hardly" if _counts(words, name) else "yes"
+    if not _OPEN & set(words):
+        return "no"
+    if any(word in _OF_TEXT for word in words) and "token" in words:
+        return "no"
+    while len(words) > 1 and (
+        words[-1] in _STAGES or words[-1].isdigit() or (len(words[-1]) == 1 and words[-2] != "pass")
+    ):
+        words.pop()
+    if _counts(words, name) or (name.islower() and name.endswith("tokens")):
+        return "hardly"
+    if words[-1] in _AT_THE_END or (is_variable and _AT_THE_END & set(words)):
         return "yes"
-    return "perhaps" if _PERHAPS.search(stripped) or "KEY" in words else "no"
+    return "perhaps" if words[-1] == "key" or (is_variable and "key" in words) else "hardly"
+
+
+def _singular(word: str) -> str:
+    return word[:-1] if word.endswith("s") and word[:-1] in _ALWAYS | _OPEN else word
+
+
+def _counts(words: list[str], name: str) -> bool:
+    """``num_access_tokens``: a number of something."""
+    return bool({"num", "max", "min", "total", "per", "count", "length"} & set(words)) and name.lower().endswith("s")
 
 
 def is_secret(key: str, value: object = None) -> bool:
-    """True for the names of secrets, such as ``judge_api_key``, ``WANDB_API_KEY``, ``GITHUB_TOKEN_2``, ``PASSWORD_DB``.
+    """True for the names of secrets, such as ``judge_api_key``, ``WANDB_API_KEY``, ``my_token_x``, ``dbPassword2``.
 
     Args:
         value: decides where the name leaves it open: ``system_key: system`` names a column, ``service_key: 7f3a...``
             does not. None: such a name counts as a secret's.
     """
     secrecy = _secrecy(key)
-    return secrecy == "yes" or (secrecy == "perhaps" and (value is None or _is_random(value)))
+    if secrecy in ("yes", "no"):
+        return secrecy == "yes"
+    return _is_random(value) if value is not None or secrecy == "hardly" else True
 
 
 def _is_random(value: object) -> bool:
-    """A value that is no word or name: long, or with digits among its letters."""
-    if not isinstance(value, str):
+    """A value that is no word, name, path or number."""
+    if isinstance(value, list | tuple):
+        return any(map(_is_random, value))
+    if isinstance(value, Mapping):
+        return any(map(_is_random, value.values()))
+    if not isinstance(value, str) or len(value) < _LEAST_LENGTH or "://" in value:
         return False
-    return len(value) >= _LONG_KEY or (len(value) >= _LEAST_LENGTH and any(map(str.isdigit, value)))
+    words = re.split(r"[^A-Za-z0-9]+", value)
+    if any(character.isspace() for character in value.strip()) or value.startswith(("/", "./", "~")):
+        return False
+    return any(
+        len(word) >= _NO_WORD
+        or (len(word) >= _LEAST_LENGTH and any(map(str.isdigit, word)) and any(map(str.isalpha, word)))
+        for word in words
+    )
 
 
-def masked(data: Any) -> Any:
-    """A copy of a configuration tree with the values of secret keys, and secrets in other texts, replaced."""
+def _is_shuffled(run: str) -> bool:
+    """Digits and letters of both cases that change places more often than in any name made of words."""
+    kinds = ["digit" if c.isdigit() else "upper" if c.isupper() else "lower" for c in run]
+    changes = sum(first != last for first, last in pairwise(kinds))
+    return len(set(kinds)) == 3 and changes > 0.42 * len(run)
+
+
+def masked(data: Any, of_credentials: bool = False) -> Any:
+    """A copy of a configuration tree with the values of secret keys, and secrets in other texts, replaced.
+
+    Args:
+        of_credentials: ``data`` is in a section such as ``env`` or ``headers``, where all that looks random is such.
+    """
     if isinstance(data, Mapping):
-        return {key: MASK if value and is_secret(str(key), value) else masked(value) for key, value in data.items()}
+        return {
+            key: MASK
+            if value and (is_secret(str(key), value) or (of_credentials and _is_long_random(value)))
+            else masked(value, of_credentials or _holds_credentials(str(key)))
+            for key, value in data.items()
+        }
     if isinstance(data, list | tuple):
-        return [masked(entry) for entry in data]
+        return [masked(entry, of_credentials) for entry in data]
     return masked_text(data) if isinstance(data, str) else data
+
+
+def _holds_credentials(key: str) -> bool:
+    words = _WORDS.findall(key)
+    return bool(words) and words[-1].lower() in _CREDENTIALS_LIVE_IN
+
+
+def _is_long_random(value: object) -> bool:
+    return isinstance(value, str) and len(value) >= 2 * _LEAST_LENGTH and _is_random(value)
 
 
 def masked_text(text: str) -> str:
@@ -112,7 +197,8 @@ def masked_text(text: str) -> str:
     text = _HEADER.sub(rf"\g<name>\g<between>\g<scheme>{MASK}", text)
     text = _BEARER.sub(rf"\g<scheme>{MASK}", text)
     text = _ASSIGNED.sub(_masked_assignment, text)
-    return _SHAPES.sub(MASK, text)
+    text = _SHAPES.sub(MASK, text)
+    return _RUN.sub(lambda found: MASK if _is_shuffled(found["run"]) else found[0], text)
 
 
 def register_secrets(data: Any) -> None:
@@ -144,7 +230,7 @@ def _is_telling(name: str, value: str) -> bool:
     """A value to hide wherever it occurs; the value of a key may be an everyday word."""
     if len(value) < _LEAST_LENGTH or value == MASK:
         return False
-    return not _PERHAPS.search(name) or _is_random(value)
+    return _secrecy(name) == "yes" or _is_random(value)
 
 
 def _of_environment() -> Iterator[str]:
