@@ -16,125 +16,30 @@ prompt-mean                sum_g (1/T_g) sum_{i in g, t} m l / P               m
 token-sum                  sum_it m l                                          no denominator
 =========================  ==================================================  =====================================
 
-A sample is a row, or all rows of a trajectory where one has several (``sequence_tokens``).
+A sample is a row, or all rows of a trajectory that has several (``sequence_tokens``).
 
 Every mode is a weight per row times the masked row sum, so the mask multiplies the numerator in each of them, and the
 sum of the shares over micro-batches and ranks is the global loss.  A mode is a function ``(mask, denominators) ->
 weights``, bool (B, L) to float64 (B,), or ``(mask, denominators, group_ids) -> weights`` with int64 (B,) that index
 :attr:`LossDenominators.group_tokens`; a parameter ``sequence_tokens`` receives n_i, int64 (B,).
-:data:`aggregation_modes` has them by name, and loads any other by its dotted path."""
+:data:`aggregation_modes` has them by name, and loads any other by its dotted path.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from roll.algorithms.registry import Registry
 
-_BLOCK = 2**18
-"""Elements of a block: a handful of float32 tensors of this size, 1 MB each, stay in the processor's last cache."""
-SUMMED_BLOCK = 2**17
-"""Elements of a block that is summed by itself; fixed, since no metric may depend on the number of threads."""
-
-
-def row_blocks(*tensors: Tensor, size: int | None = None) -> Iterable[tuple[Tensor, ...]]:
-    """Blocks of the same rows of several (B, L), two rows or more each.
-
-    On a CPU a chain of elementwise operations takes the time of moving its operands between memory and core: done block
-    by block they stay in the cache.  Elsewhere there is one block.
-
-    Args:
-        size: elements of a block; None: as many as the threads' caches hold.
-    """
-    first = tensors[0]
-    count = first.numel() // (size or _BLOCK * torch.get_num_threads()) if first.device.type == "cpu" else 0
-    count = min(count, len(first) // 2)
-    return zip(*(tensor.tensor_split(count) for tensor in tensors), strict=True) if count > 1 else (tensors,)
-
-
-class Keep:
-    """Sets values outside a mask to 0, NaN included, by bitwise operations.
-
-    On a CPU this takes a quarter of the time of ``torch.where``.  No gradient passes through it.
-
-    Args:
-        mask: bool, any shape.
-        dtype: of the values to come, a floating-point type.
-    """
-
-    def __init__(self, mask: Tensor, dtype: torch.dtype) -> None:
-        # -1 has every bit, in one byte and in several.
-        self.bits = mask.view(torch.int8).neg().to({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
-        """Integers of the size of ``dtype``, in the shape of the mask: all bits inside, none outside."""
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """A copy, 0 outside the mask; ``values`` may be broadcast to the mask's shape."""
-        return kept(values, self.bits)
-
-    @cached_property
-    def counts(self) -> Tensor:
-        """int64 (B,): masked elements of each row of a (B, L) mask."""
-        return self.bits.sum(-1, dtype=torch.int32).neg_().long()
-
-    def in_place(self, fresh: Tensor) -> Tensor:
-        """``fresh`` itself, 0 outside the mask."""
-        return clear_(fresh, self.bits)
-
-
-def kept(values: Tensor, bits: Tensor) -> Tensor:
-    """A copy of ``values``, 0 where ``bits`` (of a :class:`Keep`) has none."""
-    return torch.bitwise_and(values.detach().view(bits.dtype), bits).view(values.dtype)
-
-
-def kept_(values: Tensor, bits: Tensor, out: Tensor) -> None:
-    """Write :func:`kept` into ``out``, of the same shape and type."""
-    torch.bitwise_and(values.detach().view(bits.dtype), bits, out=out.view(bits.dtype))
-
-
-def clear_(fresh: Tensor, bits: Tensor) -> Tensor:
-    """``fresh`` itself, changed to :func:`kept`."""
-    fresh.view(bits.dtype).bitwise_and_(bits)
-    return fresh
-
-
-class _Linearised(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, variable: Tensor, value: Tensor, slope: Tensor) -> Tensor:
-        ctx.save_for_backward(slope)
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (slope,) = ctx.saved_tensors
-        return gradients[0] * slope, None, None
-
-
-def linearised(variable: Tensor, value: Tensor, slope: Tensor) -> Tensor:
-    """``value`` with the derivative ``slope`` with respect to ``variable``, element by element.
-
-    For losses whose derivative is at hand: the backward pass is then a single product.  All three have one shape;
-    ``value`` and ``slope`` carry no gradient of their own.
-    """
-    result: Tensor = _Linearised.apply(variable, value, slope)
-    return result
-
-
-def within(values: Tensor, bound: float) -> bool:
-    """True if all lie strictly within +- ``bound``; False, too, where the answer would wait for an accelerator."""
-    if values.device.type != "cpu" or not values.numel():
-        return False
-    low, high = torch.aminmax(values)
-    return -bound < low.item() and high.item() < bound
-
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of ``values`` where ``mask`` holds, as a scalar; 0 for an empty mask."""
+    """Mean of the masked ``values``, a scalar; 0 for an empty mask."""
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
@@ -143,20 +48,18 @@ def row_mean(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Bring the masked values to zero mean and unit (Bessel-corrected) variance; 0 outside the mask.
 
-    With fewer than two masked values nothing can be estimated and they are returned as they are.  Sums are taken in
-    float64, so that equal values give exactly 0.
+    With fewer than two masked values nothing can be estimated and they are returned as they are.
     """
     count = mask.sum()
-    kept = torch.where(mask, values, 0.0)
-    mean = kept.sum(dtype=torch.float64) / count.clamp(min=1)
+    # Sums in float64: equal values then give exactly 0, not rounding errors divided by a variance of nothing.
+    mean = torch.where(mask, values, 0.0).sum(dtype=torch.float64) / count.clamp(min=1)
     centred = torch.where(mask, values - mean.to(values.dtype), 0.0)
     variance = centred.square().sum(dtype=torch.float64) / (count - 1).clamp(min=1)
-    scale = (variance + eps).rsqrt().to(values.dtype)
-    whitened = (centred if shift_mean else kept) * scale
-    return torch.where(count > 1, whitened, kept)
+    whitened = centred * (variance + 1e-8).rsqrt().to(values.dtype)
+    return torch.where(count > 1, whitened, torch.where(mask, values, 0.0))
 
 
 @dataclass(frozen=True)
@@ -170,19 +73,14 @@ class Groups:
 
     @classmethod
     def of(cls, group_ids: Tensor) -> Groups:
-        """From arbitrary int64 ids (B,)."""
+        """Group rows by arbitrary int64 ids (B,)."""
         _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
         return cls(index, counts)
-
-    def of_rows(self, per_group: Tensor) -> Tensor:
-        """Give each row its group's number: (G,) -> (B,)."""
-        # A third of the time of indexing, as this is for few rows.
-        return per_group.index_select(0, self.index)
 
     @property
     def sizes(self) -> Tensor:
         """int64 (B,): the size of each row's group."""
-        return self.of_rows(self.counts)
+        return self.counts[self.index]
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over each group: (B,) -> (G,), in the dtype of ``values``."""
@@ -192,13 +90,9 @@ class Groups:
         """Mean over each group: (B,) -> (G,)."""
         return self.sum(values) / self.counts
 
-    def std(self, values: Tensor, mean: Tensor | None = None) -> Tensor:
-        """Bessel-corrected standard deviation of each group: (B,) -> (G,); 0 for a group of one.
-
-        Args:
-            mean: that of each group, where it is known.
-        """
-        centred = values - self.of_rows(self.mean(values) if mean is None else mean)
+    def std(self, values: Tensor) -> Tensor:
+        """Bessel-corrected standard deviation of each group: (B,) -> (G,); 0 for a group of one."""
+        centred = values - self.mean(values)[self.index]
         return (self.sum(centred.square()) / (self.counts - 1).clamp(min=1)).sqrt()
 
 
@@ -209,23 +103,15 @@ def segment_starts(mask: Tensor, turn_ids: Tensor | None = None) -> Tensor:
     return starts
 
 
-def has_holes(mask: Tensor) -> Tensor:
-    """bool scalar: some row has more than one run of masked tokens."""
-    bits = mask.view(torch.uint8)
-    starts = torch.count_nonzero(bits[:, 1:] > bits[:, :-1]) + torch.count_nonzero(bits[:, :1])
-    return starts > torch.count_nonzero(bits.amax(-1)) if bits.numel() else starts > 0
-
-
 def segment_mean(values: Tensor, mask: Tensor, turn_ids: Tensor | None = None) -> Tensor:
     """Mean over each segment of :func:`segment_starts`, on each of its tokens: (B, L) -> (B, L), 0 outside the mask."""
-    # 1.. on masked tokens; tokens in between are masked out below.
-    ids = segment_starts(mask, turn_ids).flatten().cumsum(0)
-    kept = torch.where(mask, values, 0.0).flatten()
-    size = mask.numel() + 1
-    totals = torch.zeros(size, dtype=values.dtype, device=values.device).index_add(0, ids, kept)
-    counts = torch.zeros(size, dtype=values.dtype, device=values.device).index_add(0, ids, mask.flatten().to(kept))
+    # 1.. on masked tokens; the tokens between two segments have the number of the first, and are masked out.
+    segment = segment_starts(mask, turn_ids).flatten().cumsum(0)
+    zeros = values.new_zeros(mask.numel() + 1)
+    totals = zeros.index_add(0, segment, torch.where(mask, values, 0.0).flatten())
+    counts = zeros.index_add(0, segment, mask.flatten().to(values.dtype))
     means = totals / counts.clamp(min=1)
-    return torch.where(mask, means[ids].view_as(values), 0.0)
+    return torch.where(mask, means[segment].view_as(values), 0.0)
 
 
 def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: str, turn_ids: Tensor | None = None) -> Tensor:
@@ -261,7 +147,7 @@ class LossDenominators:
     norm_length: float | None = None
     """The constant length of ``seq-mean-token-sum-norm``, in tokens (``loss_norm_length``)."""
     group_tokens: Tensor | None = None
-    """float64 (G,): masked tokens of each prompt; None where the mode does not ask for groups."""
+    """float64 (G,): masked tokens of each prompt; None where the mode does not need groups."""
 
 
 def denominators_of(mask: Tensor, sequence_tokens: Tensor | None = None) -> Tensor:
@@ -302,7 +188,7 @@ register_aggregation = aggregation_modes.decorator
 @register_aggregation("token-mean")
 def token_mean(mask: Tensor, denominators: LossDenominators) -> Tensor:
     """1 / T."""
-    return _ones(mask) / max(denominators.tokens, 1.0)
+    return mask.new_ones(len(mask), dtype=torch.float64) / max(denominators.tokens, 1.0)
 
 
 @register_aggregation("seq-mean-token-mean")
@@ -311,13 +197,13 @@ def seq_mean_token_mean(
 ) -> Tensor:
     """1 / (n_i N)."""
     tokens = mask.sum(-1) if sequence_tokens is None else sequence_tokens
-    return _ones(mask) / (tokens.clamp(min=1) * max(denominators.samples, 1.0))
+    return 1.0 / (tokens.double().clamp(min=1) * max(denominators.samples, 1.0))
 
 
 @register_aggregation("seq-mean-token-sum")
 def seq_mean_token_sum(mask: Tensor, denominators: LossDenominators) -> Tensor:
     """1 / N."""
-    return _ones(mask) / max(denominators.samples, 1.0)
+    return mask.new_ones(len(mask), dtype=torch.float64) / max(denominators.samples, 1.0)
 
 
 @register_aggregation("seq-mean-token-sum-norm")
@@ -328,7 +214,8 @@ def seq_mean_token_sum_norm(mask: Tensor, denominators: LossDenominators) -> Ten
             "loss_agg_mode 'seq-mean-token-sum-norm' needs a positive norm_length, got "
             f"{denominators.norm_length}; the configured response length is the usual choice"
         )
-    return _ones(mask) / (max(denominators.samples, 1.0) * denominators.norm_length)
+    total = max(denominators.samples, 1.0) * denominators.norm_length
+    return mask.new_ones(len(mask), dtype=torch.float64) / total
 
 
 @register_aggregation("prompt-mean")
@@ -342,7 +229,7 @@ def prompt_mean(mask: Tensor, denominators: LossDenominators, group_ids: Tensor)
 @register_aggregation("token-sum")
 def token_sum(mask: Tensor, denominators: LossDenominators) -> Tensor:
     """1."""
-    return _ones(mask)
+    return mask.new_ones(len(mask), dtype=torch.float64)
 
 
 @cache
@@ -353,12 +240,8 @@ def _mode(name: str) -> tuple[RowWeights, frozenset[str]]:
 
 
 def needs_groups(mode: str) -> bool:
-    """True where the mode's function takes the ids of groups."""
+    """Tell whether the mode's function takes the ids of groups."""
     return len(_mode(mode)[1] - {"sequence_tokens"}) > 2
-
-
-def _ones(mask: Tensor) -> Tensor:
-    return torch.ones(mask.shape[0], dtype=torch.float64, device=mask.device)
 
 
 AGGREGATION_MODES = aggregation_modes.names
@@ -377,10 +260,10 @@ def row_weights(
         mask: bool (B, L).
         mode: one of :data:`AGGREGATION_MODES`, or the dotted path of a user's own function.
         denominators: of the whole optimizer step.
-        group_ids: int64 (B,), indices into ``denominators.group_tokens``, for modes that ask for groups.
+        group_ids: int64 (B,), indices into ``denominators.group_tokens``, for modes that need groups.
         sequence_tokens: int64 (B,), masked tokens of all rows of a row's trajectory; None: rows are samples.
 
-    Raises ``ValueError`` for an unknown mode, or one that asks for groups where there are none.
+    Raises ``ValueError`` for an unknown mode, or for one that needs groups when there are none.
     """
     function, parameters = _mode(mode)
     by_name = {"sequence_tokens": sequence_tokens} if "sequence_tokens" in parameters else {}
@@ -391,31 +274,16 @@ def row_weights(
     return function(mask, denominators, group_ids, **by_name)
 
 
-def weighted_sum(
-    loss: Tensor, mask: Tensor, weights: Tensor, sample_weights: Tensor | None = None, keep: Keep | None = None
-) -> Tensor:
+def weighted_sum(loss: Tensor, mask: Tensor, weights: Tensor, sample_weights: Tensor | None = None) -> Tensor:
     """The micro-batch's share of the global loss, a scalar; an empty mask gives 0 with zero gradient.
 
     Args:
-        loss: float (B, L), per token; what stands outside the mask is ignored.
+        loss: float (B, L), per token; anything outside the mask, NaN included, is ignored.
         mask: bool (B, L).
         weights: (B,), those of :func:`row_weights`.
         sample_weights: float (B,), multiplied onto each row's loss; the denominators stay as they are.
-        keep: of the mask and the type of ``loss``, where the caller has one.
     """
-    weights = weights.to(loss.dtype)
+    row_sums = torch.where(mask, loss, 0.0).sum(-1)
     if sample_weights is not None:
         weights = weights * sample_weights
-    row_sums: Tensor = _MaskedRowSums.apply(loss, keep or Keep(mask, loss.dtype))
-    return row_sums @ weights
-
-
-class _MaskedRowSums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, keep: Keep) -> Tensor:
-        ctx.keep = keep
-        return torch.cat([kept(values, bits).sum(-1) for values, bits in row_blocks(loss, keep.bits)])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.keep(gradients[0].unsqueeze(-1)), None
+    return row_sums @ weights.to(loss.dtype)

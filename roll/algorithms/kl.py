@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import linearised
 from roll.algorithms.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -47,8 +46,8 @@ class KLOptions:
     log_ratio_clamp: float | None = 20.0
     """The log-ratio enters k3 within +- this bound: exp overflows float32 at 88; null for none."""
     value_clamp: float | None = 10.0
-    """k3's value is held within +- this bound, as published implementations do. A k3 of exactly 10 (log-ratio of
-    -2.6 or beyond, 142 without the bound at -5) is the clamp speaking, and its gradient is 0; null for none."""
+    """k3's value stays within +- this bound, as in published implementations. A k3 of exactly 10 (from a log-ratio
+    of -2.6 on; at -5 it would be 142) is the clamp's, and its gradient is 0; null for none."""
     importance_weighted: bool = False
     """Multiply by pi / pi_old (needs ``log_ratio_to_old``)."""
 
@@ -111,7 +110,7 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Te
 
 @register_kl("k3", aliases=("low_var_kl",))
 def k3(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor:
-    """exp(-d) - 1 + d, clamped as the options say."""
+    """exp(-d) - 1 + d, with the clamps of the options."""
     difference = log_probs - ref_log_probs
     if options.log_ratio_clamp is not None:
         difference = difference.clamp(-options.log_ratio_clamp, options.log_ratio_clamp)
@@ -124,8 +123,8 @@ def _straight_through(estimator: Estimator) -> Estimator:
     """The estimator's value with k2's gradient, which is that of KL(pi || ref)."""
 
     def straight_through(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor:
-        value = estimator(log_probs, ref_log_probs, options).detach()
-        return linearised(k2(log_probs, ref_log_probs, options), value, torch.ones_like(value))
+        value, gradient = estimator(log_probs, ref_log_probs, options), k2(log_probs, ref_log_probs, options)
+        return value.detach() + (gradient - gradient.detach())
 
     return straight_through
 
@@ -156,8 +155,8 @@ def finite_mean(values: Tensor, rows: Tensor) -> tuple[float, int]:
 
 
 class Controller:
-    """A coefficient that follows a statistic of each step. A step that has none, because every response is masked or
-    nothing in it is finite, moves nothing: one NaN would stay for the rest of the run, and in its checkpoints."""
+    """A coefficient that follows a statistic of each step. Without a finite statistic (every response masked, say) a
+    step does not change it: a single NaN would stay for the rest of the run, and in its checkpoints."""
 
     def __init__(self, value: float) -> None:
         self.value = value

@@ -8,18 +8,18 @@ ratio pi / old they make decoupled PPO (arXiv 2505.24298 eq. 3).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from roll.algorithms import aggregation
-from roll.algorithms.aggregation import LossDenominators, clear_, level_log_ratio, row_blocks, row_weights, weighted_sum
+from roll.algorithms.aggregation import LossDenominators, level_log_ratio, row_weights, weighted_sum
 from roll.algorithms.kl import KLOptions, kl_estimate
-from roll.algorithms.metrics import MetricBuilder, correlation_moments
+from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import (
     LOG_RATIO_BOUND,
     LossInputs,
@@ -53,8 +53,6 @@ CorrectionFunction = Callable[[LossInputs, MetricBuilder], Correction]
 """A user's own correction: its inputs have ``rollout_log_probs``, and its weights should carry no gradient."""
 
 correction_functions: Registry[CorrectionFunction] = Registry("train_infer_correction")
-MEAN_OF_NOTHING = 1e-8
-"""Means of weights up to this one are not divided by."""
 
 
 def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: MetricBuilder) -> Correction:
@@ -78,17 +76,17 @@ def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: Me
         if rule.action == "reject":
             continue
         policy = inputs.log_probs.detach() if rule.policy == "current" else old
-        log_ratio = torch.where(inputs.mask, policy - inputs.rollout_log_probs, 0.0)
+        columns = policy, inputs.rollout_log_probs, inputs.mask, inputs.turn_ids
         applies = inputs.mask & (inputs.advantages < 0) if rule.only_negative else inputs.mask
-        ratio = _ratio(log_ratio, inputs.mask, rule, inputs.turn_ids)
         if rule.action == "truncate":
-            bounded = ratio.clamp(rule.low, rule.high) if (rule.low, rule.high) != (None, None) else ratio
+            ratio = _ratio(rule, *columns)
+            bounded = ratio.clamp(*_bounds(rule))
             clipped |= applies & (bounded != ratio)
             weights = weights * torch.where(applies, bounded, 1.0)
         else:
-            keep = keep & ~(applies & _outside(_rule_metric(inputs, rule, log_ratio, ratio, policy), rule))
+            keep = keep & ~(applies & _is_outside(rule, *columns))
             if rule.action == "both":
-                weights = weights * torch.where(applies, ratio, 1.0)
+                weights = weights * torch.where(applies, _ratio(rule, *columns), 1.0)
     metrics.mean("actor/is_weight_clipfrac", clipped.sum(), inputs.num_tokens)
     metrics.mean("actor/is_weight_mean", torch.where(inputs.mask, weights.detach(), 0.0).sum(), inputs.num_tokens)
     metrics.mean("actor/train_infer_final_mask_mean", keep.sum(), inputs.num_tokens)
@@ -101,25 +99,16 @@ def rejection_mask(
 ) -> tuple[Tensor, Metrics]:
     """bool (B, L): tokens of ``mask`` that no rule with ``action: reject`` drops, and the share that is dropped.
 
-    It takes the place of the mask for the whole update, so denominators count what is left (verl's ``rollout_rs``).
+    It replaces the mask for the whole update, so denominators count only what is left (verl's ``rollout_rs``).
 
     Args:
         old_log_probs, rollout_log_probs: float (B, L), of the trainer before the update and of the engine.
         mask: bool (B, L).
         turn_ids: int64 (B, L) for ``level: segment``; None: runs of masked tokens.
     """
-    inputs = LossInputs(
-        log_probs=old_log_probs,
-        advantages=torch.zeros_like(old_log_probs),
-        mask=mask,
-        rollout_log_probs=rollout_log_probs,
-        turn_ids=turn_ids,
-    )
-    log_ratio, keep = torch.where(mask, old_log_probs - rollout_log_probs, 0.0), mask
+    keep, metrics = mask, MetricBuilder()
     for rule in options.rejections:
-        ratio = _ratio(log_ratio, mask, rule, turn_ids)
-        keep = keep & ~_outside(_rule_metric(inputs, rule, log_ratio, ratio, old_log_probs), rule)
-    metrics = MetricBuilder()
+        keep = keep & ~_is_outside(rule, old_log_probs, rollout_log_probs, mask, turn_ids)
     metrics.mean("actor/rejected_token_ratio", (mask & ~keep).sum(), mask.sum())
     return keep, metrics.build()
 
@@ -135,57 +124,51 @@ def weight_scale(
     Returns:
         A scalar in the type of the log-probs; 1 where the mean is 0.
     """
-    log_ratio, scale = torch.where(mask, old_log_probs - rollout_log_probs, 0.0), old_log_probs.new_ones(())
+    scale = old_log_probs.new_ones(())
     for rule in options.normalized:
-        ratio = _ratio(log_ratio, mask, rule, turn_ids)
-        if rule.action == "both":
-            ratio = torch.where(_outside(ratio, rule), 0.0, ratio)
-        elif (rule.low, rule.high) != (None, None):
-            ratio = ratio.clamp(rule.low, rule.high)
+        ratio = _ratio(rule, old_log_probs, rollout_log_probs, mask, turn_ids)
+        bounded = ratio.clamp(*_bounds(rule))
+        ratio = torch.where(bounded == ratio, ratio, 0.0) if rule.action == "both" else bounded
         if rule.level in ("sequence", "geometric"):  # the same for all tokens of a response
             mean = ratio.gather(-1, mask.long().argmax(-1, keepdim=True))[mask.any(-1)].mean()
         else:
             mean = ratio[mask].mean()
-        scale = scale / mean if mean > MEAN_OF_NOTHING else scale
+        scale = scale / mean if mean > 1e-8 else scale  # nothing is left where every weight is 0
     return scale, {"actor/is_weight_batch_mean": Mean(float(1 / scale))}
 
 
-def _ratio(log_ratio: Tensor, mask: Tensor, rule: CorrectionRule, turn_ids: Tensor | None) -> Tensor:
-    """The ratio at the rule's level: float (B, L)."""
-    return level_log_ratio(log_ratio, mask, rule.level, turn_ids).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+def _bounds(rule: CorrectionRule) -> tuple[float, float]:
+    return -math.inf if rule.low is None else rule.low, math.inf if rule.high is None else rule.high
 
 
-def _outside(values: Tensor, rule: CorrectionRule) -> Tensor:
-    outside = torch.zeros_like(values, dtype=torch.bool)
-    if rule.low is not None:
-        outside |= values < rule.low
-    if rule.high is not None:
-        outside |= values > rule.high
-    return outside
+def _ratio(rule: CorrectionRule, policy: Tensor, rollout: Tensor, mask: Tensor, turn_ids: Tensor | None) -> Tensor:
+    """policy / rollout at the rule's level, from log-probs: float (B, L)."""
+    log_ratio = level_log_ratio(torch.where(mask, policy - rollout, 0.0), mask, rule.level, turn_ids)
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def _rule_metric(inputs: LossInputs, rule: CorrectionRule, log_ratio: Tensor, ratio: Tensor, policy: Tensor) -> Tensor:
-    """The quantity that a masking rule bounds, at the rule's level, without gradient: float (B, L)."""
-    assert inputs.rollout_log_probs is not None
-    log_ratio = log_ratio.detach()
+@torch.no_grad()
+def _is_outside(rule: CorrectionRule, policy: Tensor, rollout: Tensor, mask: Tensor, turn_ids: Tensor | None) -> Tensor:
+    """bool (B, L): the rule's metric, at its level, lies outside its bounds."""
+    log_ratio = torch.where(mask, policy - rollout, 0.0)
     if rule.metric == "ratio":
-        return ratio.detach()
-    if rule.metric == "prob_diff":
-        per_token = policy.detach().exp() - inputs.rollout_log_probs.exp()
-    elif rule.metric == "k1":
-        per_token = -log_ratio
-    elif rule.metric == "k2":
-        per_token = 0.5 * log_ratio.square()
-    elif rule.metric == "k3":
-        per_token = torch.expm1(log_ratio.clamp(max=LOG_RATIO_BOUND)) - log_ratio
+        value = _ratio(rule, policy, rollout, mask, turn_ids)
     else:
-        per_token = log_ratio
-    return level_log_ratio(torch.where(inputs.mask, per_token, 0.0), inputs.mask, rule.level, inputs.turn_ids)
+        per_token = {
+            "log_diff": log_ratio,
+            "prob_diff": torch.where(mask, policy.exp() - rollout.exp(), 0.0),
+            "k1": -log_ratio,
+            "k2": 0.5 * log_ratio.square(),
+            "k3": torch.expm1(log_ratio.clamp(max=LOG_RATIO_BOUND)) - log_ratio,
+        }[rule.metric]
+        value = level_log_ratio(per_token, mask, rule.level, turn_ids)
+    low, high = _bounds(rule)
+    return (value < low) | (value > high)
 
 
 @torch.no_grad()
 def mismatch_metrics(inputs: LossInputs, metrics: MetricBuilder, with_segments: bool = False) -> None:
-    """Log how far trainer and engine stand apart; nothing without ``rollout_log_probs``.
+    """Log how far trainer and engine are apart; nothing without ``rollout_log_probs``.
 
     ``actor/train_infer_*``: mean and largest absolute log-prob difference, KL(rollout || old) as k1 and k3, Pearson's
     correlation of the probabilities, mean probability difference, and the mean ratio per token, geometric mean and
@@ -193,39 +176,28 @@ def mismatch_metrics(inputs: LossInputs, metrics: MetricBuilder, with_segments: 
     """
     if inputs.rollout_log_probs is None:
         return
-    tokens, trainer, rollout = inputs.num_tokens, inputs.trainer_log_probs, inputs.rollout_log_probs
-    # Sums are taken of blocks that are still in the cache. Everything is 0 outside the mask, so they are masked sums.
-    of_rows, largest, sums = [], [], []
-    for a, b, bits in row_blocks(trainer, rollout, inputs.keep.bits, size=aggregation.SUMMED_BLOCK):
-        log_ratio = clear_(torch.sub(a, b), bits)
-        size = log_ratio.abs()
-        largest.append(size.amax() if size.numel() else size.new_zeros(()))
-        is_bounded = size.device.type == "cpu" and largest[-1].item() <= LOG_RATIO_BOUND
-        bounded = log_ratio if is_bounded else log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        of_rows.append(log_ratio.sum(-1))
-        of_block = [size.sum(), log_ratio.sum(), torch.expm1(bounded, out=size).sub_(bounded).sum()]
-        of_block.append(clear_(torch.exp(bounded, out=size), bits).sum())
-        old, sampled = (clear_(torch.exp(of, out=out), bits) for of, out in ((a, log_ratio), (b, size)))
-        of_pairs = correlation_moments(old, sampled)
-        sums.append([*of_block, old.sub_(sampled).sum(), *of_pairs])
-    size_sum, k1, k3, ratio, difference, *moments = (reduce(torch.add, parts) for parts in zip(*sums, strict=True))
-    totals = torch.cat(of_rows)
-    metrics.mean("actor/train_infer_log_diff_abs_mean", size_sum, tokens)
-    metrics.largest("actor/train_infer_log_diff_abs_max", torch.stack(largest), tokens)
-    metrics.mean("actor/train_infer_kl_k1", -k1, tokens)
-    metrics.mean("actor/train_infer_kl_k3", k3, tokens)
-    metrics.correlation("actor/train_infer_pearson", moments, tokens)
-    metrics.mean("actor/train_infer_diff_token_mean", difference, tokens)
-    metrics.mean("actor/train_infer_ratio_token_mean", ratio, tokens)
-    rows, lengths = inputs.lengths > 0, inputs.lengths.clamp(min=1)
-    for name, row_log_ratio in (("geometric", totals / lengths), ("sequence", totals)):
+    mask, tokens, lengths = inputs.mask, inputs.num_tokens, inputs.lengths
+    log_ratio = torch.where(mask, inputs.trainer_log_probs - inputs.rollout_log_probs, 0.0)
+    bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    metrics.mean("actor/train_infer_log_diff_abs_mean", log_ratio.abs().sum(), tokens)
+    metrics.max("actor/train_infer_log_diff_abs_max", log_ratio.abs(), mask)
+    metrics.mean("actor/train_infer_kl_k1", -log_ratio.sum(), tokens)
+    # r - 1, which is 0 outside the mask, and exact for small log-ratios.
+    change = torch.expm1(bounded)
+    metrics.mean("actor/train_infer_kl_k3", (change - bounded).sum(), tokens)
+    metrics.mean("actor/train_infer_ratio_token_mean", change.sum() + tokens, tokens)
+    probability = torch.where(mask, inputs.trainer_log_probs.exp(), 0.0)
+    sampled_probability = torch.where(mask, inputs.rollout_log_probs.exp(), 0.0)
+    metrics.mean("actor/train_infer_diff_token_mean", (probability - sampled_probability).sum(), tokens)
+    metrics.correlation("actor/train_infer_pearson", probability, sampled_probability, tokens)
+    row_total = log_ratio.sum(-1)
+    for name, row_log_ratio in (("geometric", row_total / lengths.clamp(min=1)), ("sequence", row_total)):
         row_ratio = row_log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-        metrics.mean(f"actor/train_infer_ratio_{name}_mean", torch.where(rows, row_ratio, 0.0).sum(), rows.sum())
+        total = torch.where(lengths > 0, row_ratio, 0.0).sum()
+        metrics.mean(f"actor/train_infer_ratio_{name}_mean", total, (lengths > 0).sum())
     if with_segments:
-        mask = inputs.mask
-        bounded = inputs.keep(trainer - rollout).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        segment = torch.where(mask, level_log_ratio(bounded, mask, "segment", inputs.turn_ids).exp(), 0.0)
-        metrics.mean("actor/train_infer_ratio_segment_mean", segment.sum(), tokens)
+        segment_change = torch.expm1(level_log_ratio(bounded, mask, "segment", inputs.turn_ids))
+        metrics.mean("actor/train_infer_ratio_segment_mean", segment_change.sum() + tokens, tokens)
 
 
 @dataclass(frozen=True)
@@ -314,16 +286,18 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
 
     Raises ``ValueError`` where a term needs ``ref_log_probs``, ``entropy`` or ``rollout_log_probs`` and has none.
     """
-    of_rows = inputs.group_ids, inputs.sequence_tokens
-    weights = row_weights(inputs.mask, options.loss_agg_mode, denominators, *of_rows)
+
+    def weights_of(mode: str) -> Tensor:
+        return row_weights(inputs.mask, mode, denominators, inputs.group_ids, inputs.sequence_tokens)
+
+    def aggregated(loss: Tensor, mode: str | None = None, sample_weights: Tensor | None = None) -> Tensor:
+        return weighted_sum(loss, inputs.mask, weights if mode is None else weights_of(mode), sample_weights)
+
+    weights = weights_of(options.loss_agg_mode)
     inputs = replace(inputs, row_weights=weights)
     metrics = MetricBuilder()
+    # The weight of a metric that is a share of the global loss: the mean over micro-batches is then the global loss.
     share = inputs.num_tokens.double() / max(denominators.tokens, 1.0)
-
-    def reduced(loss: Tensor, sample_weights: Tensor | None = None, mode: str | None = None) -> Tensor:
-        keep = inputs.keep if loss.dtype == inputs.log_probs.dtype else None
-        by_mode = weights if mode is None else row_weights(inputs.mask, mode, denominators, *of_rows)
-        return weighted_sum(loss, inputs.mask, by_mode, sample_weights, keep)
 
     per_token = options.policy_loss(inputs, options.pg, metrics)
     if inputs.policy_mask is not None:
@@ -332,28 +306,28 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
         correction = correct_mismatch(inputs, options.correction, metrics)
         # A dropped token counts as 0, not as absent: it stays in inputs.mask and in the denominators.
         per_token = torch.where(correction.keep, per_token * correction.weights, 0.0)
-    total = options.rl_loss_coef * reduced(per_token, inputs.sample_weights)
+    total = options.rl_loss_coef * aggregated(per_token, sample_weights=inputs.sample_weights)
     metrics.mean("actor/weighted_pg_loss", total, share)
-    is_plain = inputs.sample_weights is None and options.rl_loss_coef == 1.0
-    metrics.mean("actor/pg_loss", total if is_plain else reduced(per_token.detach()), share)
+    metrics.mean("actor/pg_loss", aggregated(per_token.detach()), share)
     if options.needs_reference:
         if inputs.ref_log_probs is None:
             raise ValueError("use_kl_loss needs ref_log_probs: the log-probs of the reference policy")
         kl_per_token = kl_estimate(inputs.log_probs, inputs.ref_log_probs, options.kl, inputs.log_ratio)
-        kl = reduced(kl_per_token, mode=options.kl_loss_agg_mode)
+        kl = aggregated(kl_per_token, options.kl_loss_agg_mode)
         metrics.mean("actor/kl_loss", kl, share)
         total = total + options.kl_loss_coef * kl
     if inputs.teacher_divergence is not None:
-        taught = reduced(inputs.teacher_divergence)
-        metrics.mean("actor/opd_loss", taught, share)
-        total = total + taught
+        distillation = aggregated(inputs.teacher_divergence)
+        metrics.mean("actor/opd_loss", distillation, share)
+        total = total + distillation
     if options.needs_entropy:
         if inputs.entropy is None:
             raise ValueError(f"entropy_loss_coef {options.entropy_loss_coef} needs the entropy of the current policy")
-        total = total - options.entropy_loss_coef * reduced(inputs.entropy, mode=options.entropy_loss_agg_mode)
+        total = total - options.entropy_loss_coef * aggregated(inputs.entropy, options.entropy_loss_agg_mode)
     if inputs.entropy is not None:
-        # Detached: where the bonus has no weight the backward pass must not hear of it.
-        metrics.mean("actor/entropy", inputs.keep(inputs.entropy.detach()).sum(), inputs.num_tokens)
+        # Detached: a bonus without weight must not enter the backward pass.
+        entropy = torch.where(inputs.mask, inputs.entropy.detach(), 0.0)
+        metrics.mean("actor/entropy", entropy.sum(), inputs.num_tokens)
     metrics.mean("actor/total_loss", total, share)
     _policy_metrics(inputs, metrics)
     mismatch_metrics(inputs, metrics, any(rule.level == "segment" for rule in options.correction.rules))
@@ -362,20 +336,20 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
 
 @torch.no_grad()
 def _policy_metrics(inputs: LossInputs, metrics: MetricBuilder) -> None:
-    """Log the distance of the policy from the one before the update, and the share of the batch that takes part."""
-    tokens, valid = inputs.num_tokens, torch.count_nonzero(inputs.lengths)
+    """Log the distance of the policy from the one before the update, and the share of rows that the loss uses."""
+    mask, tokens, valid = inputs.mask, inputs.num_tokens, torch.count_nonzero(inputs.lengths)
     log_ratio, ratio = inputs.log_ratio.detach(), inputs.ratio
-    # Outside the mask the log-ratio is 0, so plain sums are masked sums; the ratio there is 1.
-    metrics.mean("actor/approxkl", 0.5 * log_ratio.flatten().dot(log_ratio.flatten()), tokens)
+    metrics.mean("actor/approxkl", 0.5 * log_ratio.square().sum(), tokens)
     metrics.mean("actor/policykl", log_ratio.sum(), tokens)
-    metrics.mean("actor/ratio_mean", ratio.sum() - (ratio.numel() - tokens), tokens)
-    metrics.range("actor/ratio", ratio, 1.0, inputs.keep)
+    metrics.mean("actor/ratio_mean", torch.where(mask, ratio, 0.0).sum(), tokens)
+    metrics.max("actor/ratio_max", ratio, mask)
+    metrics.min("actor/ratio_min", ratio, mask)
     metrics.sum("actor/valid_samples", valid)
-    metrics.sum("actor/total_samples", float(inputs.mask.shape[0]))
-    metrics.mean("actor/valid_sample_ratio", valid, float(inputs.mask.shape[0]))
+    metrics.sum("actor/total_samples", float(len(mask)))
+    metrics.mean("actor/valid_sample_ratio", valid, float(len(mask)))
     if inputs.sample_weights is not None:
         everything = torch.ones_like(inputs.sample_weights, dtype=torch.bool)
-        metrics.mean("actor/sample_weights_mean", inputs.sample_weights.sum(), float(everything.numel()))
+        metrics.mean("actor/sample_weights_mean", inputs.sample_weights.sum(), float(len(mask)))
         metrics.min("actor/sample_weights_min", inputs.sample_weights, everything)
         metrics.max("actor/sample_weights_max", inputs.sample_weights, everything)
 
@@ -425,7 +399,7 @@ def value_loss(
         denominators: of the whole optimizer step; the result is this micro-batch's share of the global loss.
         loss_agg_mode: one of :data:`roll.algorithms.aggregation.AGGREGATION_MODES`.
         value_loss_type: name of another e (:data:`value_losses`), or the dotted path of one.
-        group_ids: int64 (B,), for modes that ask for groups.
+        group_ids: int64 (B,), for modes that need groups.
         sequence_tokens: int64 (B,), tokens of the loss in all rows of a row's trajectory.
     """
     metrics = MetricBuilder()

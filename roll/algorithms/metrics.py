@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import Groups, Keep
+from roll.algorithms.aggregation import Groups, row_mean
 from roll.protocol.metrics import Max, Mean, Metric, Metrics, Min, Sum
 
 
@@ -25,14 +25,7 @@ class Correlation:
     sum_xy: float
 
     def merge(self, other: Correlation) -> Correlation:
-        return Correlation(
-            self.count + other.count,
-            self.sum_x + other.sum_x,
-            self.sum_y + other.sum_y,
-            self.sum_xx + other.sum_xx,
-            self.sum_yy + other.sum_yy,
-            self.sum_xy + other.sum_xy,
-        )
+        return Correlation(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def value(self) -> float:
         """The correlation; 1 where one of the two does not vary (nothing contradicts agreement)."""
@@ -43,12 +36,6 @@ class Correlation:
         variance_y = self.sum_yy - self.sum_y**2 / self.count
         scale = (max(variance_x, 0.0) * max(variance_y, 0.0)) ** 0.5
         return min(max(covariance / scale, -1.0), 1.0) if scale > 1e-12 * self.count else 1.0
-
-
-def correlation_moments(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    """Sums of x, y, x^2, y^2 and x y in float64; the sums of several parts add up."""
-    x, y = (values.detach().double().flatten() for values in (x, y))
-    return x.sum(), y.sum(), x @ x, y @ y, x @ y
 
 
 class MetricBuilder:
@@ -79,61 +66,35 @@ class MetricBuilder:
         if values.numel():
             self._add(name, Min, values.detach().masked_fill(~mask, torch.inf).amin())
 
-    def range(self, name: str, values: Tensor, outside: float, keep: Keep) -> None:
-        """``name_max`` and ``name_min`` of masked values that are never negative and, outside the mask, ``outside``."""
-        if not values.numel():
-            return
-        if values.device.type == "cpu":
-            low, high = torch.aminmax(values)
-            if low < outside < high:
-                self._add(f"{name}_max", Max, high)
-                self._add(f"{name}_min", Min, low)
-                return
-        self.largest(f"{name}_max", keep(values), keep.counts.sum())
-        infinity = torch.full((), torch.inf, dtype=values.dtype, device=values.device).view(keep.bits.dtype)
-        beyond = torch.bitwise_not(keep.bits).bitwise_and_(infinity)
-        # A tenth of the time of masked_fill, bit by bit.
-        self._add(f"{name}_min", Min, beyond.bitwise_or_(keep(values).view(keep.bits.dtype)).view(values.dtype).amin())
+    def correlation(self, name: str, x: Tensor, y: Tensor, count: Tensor) -> None:
+        """Pearson's correlation of ``count`` pairs, from moments in float64; all other values are 0."""
+        x, y = x.detach().double().flatten(), y.detach().double().flatten()
+        self._add(name, Correlation, count, x.sum(), y.sum(), x @ x, y @ y, x @ y)
 
-    def largest(self, name: str, values: Tensor, count: Tensor) -> None:
-        """:meth:`max` of values that are never negative, and 0 outside a mask of ``count`` elements."""
-        if values.numel():
-            self._add(name, Max, torch.where(count > 0, values.detach().amax(), -torch.inf))
-
-    def correlation(self, name: str, moments: Sequence[Tensor], count: Tensor) -> None:
-        """Pearson's correlation from :func:`correlation_moments` of ``count`` pairs."""
-        self._add(name, Correlation, count, *moments)
-
-    def summary(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """``name/mean``, ``name/max`` and ``name/min`` of the masked values."""
+    def summary(self, name: str, values: Tensor, mask: Tensor | None = None, with_std: bool = False) -> None:
+        """``name/mean``, ``max`` and ``min`` of the masked values; where asked for, their Bessel-corrected ``std``."""
         values = values.detach().float()
         mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-        self.mean(f"{name}/mean", torch.where(mask, values, 0.0).sum(), mask.sum())
+        total, count = torch.where(mask, values, 0.0).sum(dtype=torch.float64), mask.sum()
+        self.mean(f"{name}/mean", total, count)
         self.max(f"{name}/max", values, mask)
         self.min(f"{name}/min", values, mask)
+        if with_std:
+            centred = torch.where(mask, values.double() - total / count.clamp(min=1), 0.0)
+            std = (centred.square().sum() / (count - 1).clamp(min=1)).sqrt()
+            self.mean(f"{name}/std", std * count, count)
 
     @torch.no_grad()
-    def _moved(self) -> list[float]:
-        """All scalars on the host: one stack a dtype, and one transfer of all stacks."""
-        by_type: dict[torch.dtype, list[int]] = {}
-        numbers = [0.0 if isinstance(scalar, Tensor) else float(scalar) for scalar in self._scalars]
-        for index, scalar in enumerate(self._scalars):
-            if isinstance(scalar, Tensor):
-                by_type.setdefault(scalar.dtype, []).append(index)
-        if by_type:
-            stacks = [torch.stack([self._scalars[i] for i in group]).double() for group in by_type.values()]  # type: ignore[misc]
-            order = [index for group in by_type.values() for index in group]
-            for index, number in zip(order, torch.cat(stacks).tolist(), strict=True):
-                numbers[index] = number
-        return numbers
-
     def build(self) -> Metrics:
-        numbers = iter(self._moved())
+        """The metrics; a largest or smallest value of nothing is left out."""
+        tensors = [scalar.double() for scalar in self._scalars if isinstance(scalar, Tensor)]
+        moved = iter(torch.stack(tensors).tolist() if tensors else ())
+        numbers = iter([next(moved) if isinstance(scalar, Tensor) else scalar for scalar in self._scalars])
         metrics: Metrics = {}
         for name, arity, kind in self._recipes:
-            arguments = [next(numbers) for _ in range(arity)]
-            nothing_masked = (kind is Max and arguments[0] == -torch.inf) or (kind is Min and arguments[0] == torch.inf)
-            if not nothing_masked:
+            arguments = [float(next(numbers)) for _ in range(arity)]
+            is_of_nothing = (kind is Max and arguments[0] == -torch.inf) or (kind is Min and arguments[0] == torch.inf)
+            if not is_of_nothing:
                 metrics[name] = kind(*arguments)
         return metrics
 
@@ -166,90 +127,41 @@ class BatchColumns:
     """float (B, L), the critic's."""
 
 
-class _TokenColumn:
-    """Statistics of a column (B, L) over the response mask, by rows; what several metrics ask for is computed once."""
-
-    def __init__(self, values: Tensor, mask: Tensor, lengths: Tensor) -> None:
-        self._mask, self._lengths = mask, lengths
-        self.kept = torch.where(mask, values, 0.0)
-        extremes = values.new_tensor([-torch.inf, torch.inf]).expand(len(mask), 2).unbind(-1)
-        if mask.shape[1]:
-            outside = ~mask
-            masked = values.masked_fill(outside, -torch.inf)
-            extremes = masked.amax(-1), masked.masked_fill_(outside, torch.inf).amin(-1)
-        self._high, self._low = extremes
-        self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-
-    def summary(self, metrics: MetricBuilder, name: str, rows: Tensor | None = None) -> None:
-        """``name/mean``, ``max`` and ``min`` of all rows, or of ``rows`` bool (B,) with ``std``."""
-        if rows is None:
-            total, count, everything = self.kept.float().sum(), self._lengths.sum(), torch.ones_like(self._high).bool()
-            self._summary(metrics, name, total, count, everything)
-            return
-        if id(rows) not in self._parts:
-            self._parts[id(rows)] = self._moments(rows)
-        total, count, std = self._parts[id(rows)]
-        self._summary(metrics, name, total, count, rows)
-        metrics.mean(f"{name}/std", std * count, count)
-
-    def _summary(self, metrics: MetricBuilder, name: str, total: Tensor, count: Tensor, rows: Tensor) -> None:
-        metrics.mean(f"{name}/mean", total, count)
-        metrics.max(f"{name}/max", self._high.float(), rows)
-        metrics.min(f"{name}/min", self._low.float(), rows)
-
-    def _moments(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum, number and Bessel-corrected standard deviation of the tokens of ``rows``."""
-        kept = torch.where(rows.unsqueeze(-1), self.kept, 0.0)
-        count, total = self._lengths[rows].sum(), kept.float().sum()
-        deviations = kept.double()
-        mean = deviations.sum() / count.clamp(min=1)
-        deviations.sub_(mean).masked_fill_(~(self._mask & rows.unsqueeze(-1)), 0.0)
-        std = (deviations.square_().sum() / (count - 1).clamp(min=1)).sqrt()
-        return total, count, std
-
-
 def compute_data_metrics(columns: BatchColumns) -> Metrics:
     """All ``critic/*``, ``token/*`` and ``group/*`` metrics of one batch, with one transfer from the device."""
     metrics = MetricBuilder()
     if columns.scores.numel():
         right = columns.scores >= 1.0
         lengths = columns.response_mask.sum(-1)
-        advantages = _TokenColumn(columns.advantages, columns.response_mask, lengths)
-        _value_metrics(columns, advantages, right, lengths, metrics)
-        _length_metrics(columns, lengths, right, metrics)
-        _group_metrics(columns, advantages, lengths, right, metrics)
+        _value_metrics(columns, right, lengths, metrics)
+        _length_metrics(columns, right, lengths, metrics)
+        _group_metrics(columns, right, lengths, metrics)
     return metrics.build()
 
 
-def _value_metrics(
-    columns: BatchColumns, advantages: _TokenColumn, right: Tensor, lengths: Tensor, metrics: MetricBuilder
-) -> None:
+def _value_metrics(columns: BatchColumns, right: Tensor, lengths: Tensor, metrics: MetricBuilder) -> None:
+    mask, advantages = columns.response_mask, columns.advantages
+    raw_advantages = advantages if columns.raw_advantages is None else columns.raw_advantages
     metrics.mean("critic/correct/mean", right.sum(), float(right.numel()))
     metrics.summary("critic/score", columns.scores)
     metrics.summary("critic/rewards", columns.response_level_rewards)
     metrics.mean("critic/token_level_rewards_mean", columns.token_level_rewards.sum(), lengths.sum())
-
-    def column(values: Tensor | None) -> _TokenColumn:
-        same = values is None or values is columns.advantages
-        return advantages if same else _TokenColumn(values, columns.response_mask, lengths)  # type: ignore[arg-type]
-
-    raw = column(columns.raw_advantages)
-    advantages.summary(metrics, "critic/advantages")
-    raw.summary(metrics, "critic/raw_advantages")
-    column(columns.returns).summary(metrics, "critic/returns")
+    metrics.summary("critic/advantages", advantages, mask)
+    metrics.summary("critic/raw_advantages", raw_advantages, mask)
+    metrics.summary("critic/returns", columns.returns, mask)
     if columns.values is not None:
-        column(columns.values).summary(metrics, "critic/values")
-    wrong = ~right
-    for name, rows in (("right", right), ("error", wrong)):
-        for label, values in (("advantages", advantages), ("raw_advantages", raw)):
-            values.summary(metrics, f"critic/{name}_response/{label}", rows)
+        metrics.summary("critic/values", columns.values, mask)
+    for name, rows in (("right", right), ("error", ~right)):
+        tokens = mask & rows[:, None]
+        metrics.summary(f"critic/{name}_response/advantages", advantages, tokens, with_std=True)
+        metrics.summary(f"critic/{name}_response/raw_advantages", raw_advantages, tokens, with_std=True)
 
 
-def _length_metrics(columns: BatchColumns, response: Tensor, right: Tensor, metrics: MetricBuilder) -> None:
+def _length_metrics(columns: BatchColumns, right: Tensor, response: Tensor, metrics: MetricBuilder) -> None:
     mask = columns.response_mask
     total = columns.attention_mask.sum(-1)
-    first = torch.where(response > 0, mask.view(torch.uint8).argmax(-1), total) if mask.shape[1] else total
-    for name, lengths in (("response", response), ("prompt", first), ("total", total)):
+    prompt = torch.where(response > 0, mask.byte().argmax(-1), total) if mask.shape[1] else total
+    for name, lengths in (("response", response), ("prompt", prompt), ("total", total)):
         metrics.summary(f"token/{name}_length", lengths)
         metrics.mean(f"token/{name}_length/diff", (lengths.max() - lengths.min()).float(), 1.0)
     metrics.mean("token/total_response_length/clip", columns.truncated.sum(), float(right.numel()))
@@ -258,24 +170,19 @@ def _length_metrics(columns: BatchColumns, response: Tensor, right: Tensor, metr
         metrics.summary(f"token/{name}_response_length", response, rows)
 
 
-def _group_metrics(
-    columns: BatchColumns, advantages: _TokenColumn, lengths: Tensor, right: Tensor, metrics: MetricBuilder
-) -> None:
+def _group_metrics(columns: BatchColumns, right: Tensor, lengths: Tensor, metrics: MetricBuilder) -> None:
     groups = Groups.of(columns.group_ids)
-    row_advantage = advantages.kept.sum(-1) / lengths.clamp(min=1)
-    right_ratio = groups.mean(right.float())
+    advantages = row_mean(columns.advantages, columns.response_mask)
     metrics.summary("group/response_length_diff", group_range(lengths.float(), groups))
-    metrics.summary("group/advantage_diff", group_range(row_advantage, groups))
-    metrics.summary("group/correct_ratio", right_ratio)
-    count = float(len(groups.counts))
-    all_right, all_wrong = right_ratio == 1.0, right_ratio == 0.0
-    mixed = ~(all_right | all_wrong)
-    metrics.mean("group/all_correct_groups_ratio", all_right.sum(), count)
-    metrics.mean("group/all_incorrect_groups_ratio", all_wrong.sum(), count)
-    metrics.mean("group/mixed_groups_ratio", mixed.sum(), count)
+    metrics.summary("group/advantage_diff", group_range(advantages, groups))
     num_right = groups.sum(right.float())
-    mean_right = groups.sum(row_advantage * right) / num_right.clamp(min=1)
-    mean_wrong = groups.sum(row_advantage * ~right) / (groups.counts - num_right).clamp(min=1)
+    all_right, all_wrong = num_right == groups.counts, num_right == 0
+    mixed = ~(all_right | all_wrong)
+    metrics.summary("group/correct_ratio", num_right / groups.counts)
+    for name, is_so in (("all_correct", all_right), ("all_incorrect", all_wrong), ("mixed", mixed)):
+        metrics.mean(f"group/{name}_groups_ratio", is_so.sum(), float(len(groups.counts)))
+    mean_right = groups.sum(advantages * right) / num_right.clamp(min=1)
+    mean_wrong = groups.sum(advantages * ~right) / (groups.counts - num_right).clamp(min=1)
     metrics.summary("group/correct_vs_incorrect_advantage_diff", mean_right - mean_wrong, mixed)
 
 
@@ -291,27 +198,21 @@ ZERO = 1e-6
 """Advantages up to this are 0 but for rounding."""
 
 
+@dataclass
 class BatchWatch:
-    """Looks at every step's samples; speaks once when something has been wrong for ``patience`` steps in a row;
-    never with a patience of 0."""
+    """Warns once when something has been wrong with the samples of ``patience`` steps in a row; never for 0."""
 
-    def __init__(
-        self,
-        patience: int = 3,
-        truncation_limit: float = 0.5,
-        truncated: str = "were cut off at the length limit",
-        remedy: str = "raise response_length, or check the stop tokens",
-        learns_from_scores: bool = True,
-    ) -> None:
-        self.patience = patience
-        self._learns_from_scores = learns_from_scores
-        self._truncated, self._remedy = truncated, remedy
-        self.truncation_limit = truncation_limit
-        self._steps = Counter[str]()
-        """Steps in a row with each problem."""
+    patience: int = 3
+    truncation_limit: float = 0.5
+    """Share of truncated responses beyond which they are a problem."""
+    truncated: str = "were cut off at the length limit"
+    remedy: str = "raise response_length, or check the stop tokens"
+    learns_from_scores: bool = True
+    _steps: Counter[str] = field(default_factory=Counter, init=False)
+    """Steps in a row with each problem."""
 
     def _persists(self, problem: str, is_there: bool) -> bool:
-        """Count a step; true where ``problem`` has been there for exactly ``patience`` steps in a row."""
+        """Count a step; tell whether ``problem`` has now been there for exactly ``patience`` steps in a row."""
         self._steps[problem] = self._steps[problem] + 1 if is_there else 0
         return self._steps[problem] == self.patience > 0
 
@@ -325,7 +226,7 @@ class BatchWatch:
         if scores.numel() == 0:
             return []
         messages = []
-        same = self._learns_from_scores and scores.numel() > 1 and bool((scores == scores[0]).all())
+        same = self.learns_from_scores and scores.numel() > 1 and bool((scores == scores[0]).all())
         if self._persists("equal scores", same):
             messages.append(
                 f"every response of the last {self.patience} steps got the score {float(scores[0]):g}: nothing can be "
@@ -335,7 +236,7 @@ class BatchWatch:
         if self._persists("truncation", share > self.truncation_limit):
             messages.append(
                 f"more than {self.truncation_limit:.0%} of the responses of the last {self.patience} steps "
-                f"{self._truncated} ({share:.0%} in this one); {self._remedy}"
+                f"{self.truncated} ({share:.0%} in this one); {self.remedy}"
             )
         return messages
 
@@ -349,18 +250,11 @@ class BatchWatch:
         """
         if advantages.numel() == 0:
             return []
-        nothing = _all_zero(advantages) or (not bool(used.all()) and _all_zero(advantages[used]))
-        if not self._persists("zero advantages", nothing) or self._steps["equal scores"] >= self.patience:
+        all_zero = bool((advantages[used].abs() <= ZERO).all())
+        if not self._persists("zero advantages", all_zero) or self._steps["equal scores"] >= self.patience:
             return []
         return [
             f"every advantage of the last {self.patience} steps was 0, so the policy has learned nothing: "
             f"adv_estimator {adv_estimator} found no difference between responses that the loss uses; look at "
             "group/mixed_groups_ratio (prompts all too easy or too hard? groups too small?) and at the masks"
         ]
-
-
-def _all_zero(values: Tensor) -> bool:
-    if values.numel() == 0:
-        return True
-    low, high = torch.aminmax(values)
-    return max(-float(low), float(high)) <= ZERO

@@ -10,53 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import (
-    Keep,
-    clear_,
-    level_log_ratio,
-    linearised,
-    masked_mean,
-    row_blocks,
-    row_mean,
-    within,
-)
+from roll.algorithms.aggregation import level_log_ratio, masked_mean, row_mean
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.registry import Registry
 from roll.config.algorithm import POLICY_LOSSES, PolicyLoss, PPOConfig
 
 LOG_RATIO_BOUND = 20.0
 """exp(20) is 5e8: a ratio beyond it carries no information and, multiplied on, would overflow float32."""
-
-
-class _MaskedDifference(torch.autograd.Function):
-    """clamp(a - b, +-20) where the mask holds, else 0; in place, since these passes are what a loss costs."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, keep: Keep) -> Tensor:
-        difference = torch.empty_like(a)
-        beyond = False
-        for out, a_rows, b_rows, bits in row_blocks(difference, a, b, keep.bits):
-            clear_(torch.sub(a_rows, b_rows, out=out), bits)
-            if not within(out, LOG_RATIO_BOUND):
-                out.clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-                beyond = True
-        ctx.keep, ctx.beyond = keep, beyond
-        ctx.save_for_backward(*((difference,) if beyond else ()))
-        return difference
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        if not ctx.beyond:
-            return ctx.keep(gradients[0]), None, None
-        # 1.0 and 0.0: comparisons that give booleans take four times as long.
-        alive = ctx.saved_tensors[0].abs().lt_(LOG_RATIO_BOUND)
-        return ctx.keep.in_place(alive.mul_(gradients[0])), None, None
 
 
 @dataclass(frozen=True)
@@ -112,7 +78,9 @@ class LossInputs:
     @cached_property
     def log_ratio(self) -> Tensor:
         """log pi - log pi_old with gradient, float (B, L), within +-20; exactly 0 outside the mask."""
-        return _MaskedDifference.apply(self.log_probs, self.proximal_log_probs, self.keep)
+        # torch.where, not a product with the mask: NaN outside the mask reaches neither the value nor the gradient.
+        difference = torch.where(self.mask, self.log_probs - self.proximal_log_probs, 0.0)
+        return difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
     @cached_property
     def ratio(self) -> Tensor:
@@ -120,19 +88,14 @@ class LossInputs:
         return self.log_ratio.detach().exp()
 
     @cached_property
-    def keep(self) -> Keep:
-        """Sets values outside the mask to 0."""
-        return Keep(self.mask, self.log_probs.dtype)
+    def lengths(self) -> Tensor:
+        """int64 (B,): masked tokens of each row."""
+        return self.mask.sum(-1)
 
     @cached_property
     def num_tokens(self) -> Tensor:
         """int64 scalar: masked tokens."""
         return self.lengths.sum()
-
-    @property
-    def lengths(self) -> Tensor:
-        """int64 (B,): masked tokens of each row."""
-        return self.keep.counts
 
 
 PolicyLossFunction = Callable[[LossInputs, Any, MetricBuilder], Tensor]
@@ -166,48 +129,33 @@ def _count_clipped(metrics: MetricBuilder, clipped: Tensor, inputs: LossInputs) 
     metrics.mean("actor/clipfrac", (clipped & inputs.mask).sum(), inputs.num_tokens)
 
 
-def _clipped_surrogate(inputs: LossInputs, log_ratio: Tensor, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
-    """PPO's loss of the ratio exp(log_ratio); the derivative is -A r where the clip does not bind, else 0."""
+def _clipped_surrogate(ratio: Tensor, inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), for negative A at most -c A (dual clip): float (B, L)."""
+    advantages = inputs.advantages
     low, high = 1.0 - options.clip_low, 1.0 + options.clip_high
+    loss = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
+    # Outside the mask the ratio is 1, which is neither.
+    above, below = ratio > high, ratio < low
+    clipped = (above & (advantages > 0)) | (below & (advantages < 0))
     bound = options.dual_clip_bound
-    with torch.no_grad():
-        ratio = inputs.ratio if log_ratio is inputs.log_ratio else log_ratio.exp()
-        # Of the wider type of the two: a product that is rounded to the narrower one compares as another number.
-        loss = torch.empty_like(ratio, dtype=torch.result_type(ratio, inputs.advantages))
-        slope = torch.empty_like(loss)
-        counts = []
-        # With -A in place of A the objective is a loss, and the smaller of two is the larger.
-        for r, advantages, surrogate, unclipped in row_blocks(ratio, inputs.advantages, loss, slope):
-            negated = advantages.neg()
-            torch.mul(r, negated, out=unclipped)
-            torch.mul(r.clamp(low, high), negated, out=surrogate)
-            torch.maximum(unclipped, surrogate, out=surrogate)
-            # 1.0 and 0.0: comparisons that give booleans take four times as long. Outside the mask the ratio is 1,
-            # where nothing is clipped.
-            scratch = torch.empty_like(surrogate)
-            above, below = torch.gt(r, high, out=scratch).sum(), torch.lt(r, low, out=scratch).sum()
-            alive = torch.le(surrogate, unclipped, out=scratch)
-            if bound is not None:
-                ceiling = torch.where(advantages < 0, bound * negated, torch.inf)
-                # By the ratio: its products with the advantage may round to the bound's. On the bound itself the
-                # gradient is that of ratios below it, where autograd takes half.
-                alive.masked_fill_((advantages < 0) & (r > bound), 0.0)
-                torch.minimum(surrogate, ceiling, out=surrogate)
-            counts.append((above, below, alive.sum()))
-            unclipped.mul_(alive)
-    above, below, alive = (reduce(torch.add, parts) for parts in zip(*counts, strict=True))
-    metrics.mean("actor/clipfrac", loss.numel() - alive, inputs.num_tokens)
-    metrics.mean("actor/ppo_ratio_high_clipfrac", above, inputs.num_tokens)
-    metrics.mean("actor/ppo_ratio_low_clipfrac", below, inputs.num_tokens)
-    metrics.mean("actor/ppo_ratio_clipfrac", above + below, inputs.num_tokens)
-    return linearised(log_ratio, loss, slope)
+    if bound is not None:
+        # By the ratio: where r A and c A round to the same number, torch.min would halve the gradient.
+        beyond = (advantages < 0) & (ratio > bound)
+        loss = torch.where(beyond, -bound * advantages, loss)
+        clipped = clipped | beyond
+    _count_clipped(metrics, clipped, inputs)
+    num_above, num_below = above.sum(), below.sum()
+    metrics.mean("actor/ppo_ratio_high_clipfrac", num_above, inputs.num_tokens)
+    metrics.mean("actor/ppo_ratio_low_clipfrac", num_below, inputs.num_tokens)
+    metrics.mean("actor/ppo_ratio_clipfrac", num_above + num_below, inputs.num_tokens)
+    return loss
 
 
 @register_policy_loss("ppo")
 def ppo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-min(r A, clip(r, 1 - low, 1 + high) A); arXiv 1707.06347 eq. 7, dual clip 1912.09729 eq. 5."""
     log_ratio = level_log_ratio(inputs.log_ratio, inputs.mask, options.importance_sampling, inputs.turn_ids)
-    return _clipped_surrogate(inputs, log_ratio, options, metrics)
+    return _clipped_surrogate(log_ratio.exp(), inputs, options, metrics)
 
 
 @register_policy_loss("vanilla")
@@ -222,15 +170,16 @@ def gspo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tens
 
     With seq-mean-token-sum each response counts by its length: LUSPO, arXiv 2602.05261 (TRL's ``luspo`` is the same).
     """
-    return _clipped_surrogate(inputs, level_log_ratio(inputs.log_ratio, inputs.mask, "seq"), options, metrics)
+    ratio = level_log_ratio(inputs.log_ratio, inputs.mask, "seq").exp()
+    return _clipped_surrogate(ratio, inputs, options, metrics)
 
 
 @register_policy_loss("gspo_token")
 def gspo_token(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """sg(s) pi / sg(pi): the value of GSPO's ratio with each token's own gradient; arXiv 2507.18071 eq. 13-14."""
-    sequence = level_log_ratio(inputs.log_ratio, inputs.mask, "seq").detach()
+    sequence = level_log_ratio(inputs.log_ratio.detach(), inputs.mask, "seq")
     own = torch.where(inputs.mask, inputs.log_probs - inputs.log_probs.detach(), 0.0)
-    return _clipped_surrogate(inputs, sequence + own, options, metrics)
+    return _clipped_surrogate((sequence + own).exp(), inputs, options, metrics)
 
 
 @register_policy_loss("tis")
@@ -298,7 +247,7 @@ def vespo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Ten
     k = torch.where(positive, options.vespo_k_pos, options.vespo_k_neg)
     decay = torch.where(positive, options.vespo_lambda_pos, options.vespo_lambda_neg)
     phi = (k * log_weight + decay * (1.0 - log_weight.exp())).exp()
-    metrics.mean("actor/vespo_weight_mean", inputs.keep(phi).sum(), inputs.num_tokens)
+    metrics.mean("actor/vespo_weight_mean", torch.where(inputs.mask, phi, 0.0).sum(), inputs.num_tokens)
     return -phi * inputs.advantages * inputs.log_probs
 
 
@@ -333,7 +282,7 @@ def kimi15(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Te
     With seq-mean-token-sum this is the paper's loss; with another mode both terms are scaled alike.
     """
     total = level_log_ratio(inputs.log_ratio, inputs.mask, "sequence")
-    lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
+    lengths = inputs.lengths.clamp(min=1)[:, None]
     return -inputs.advantages * inputs.log_probs + 0.5 * options.kimi15_tau * total.square() / lengths
 
 
@@ -341,8 +290,8 @@ def kimi15(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Te
 def sapo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-(4/tau) sigmoid(tau (r - 1)) A with tau by the sign of A: a soft gate instead of a clip; arXiv 2511.20347."""
     tau = torch.full_like(inputs.advantages, options.sapo_tau_neg)
-    tau = tau.masked_fill_(inputs.advantages > 0, options.sapo_tau_pos)
-    gate = torch.sigmoid(tau * (inputs.log_ratio.exp() - 1.0)) * (4.0 / tau)
+    tau = tau.masked_fill(inputs.advantages > 0, options.sapo_tau_pos)
+    gate = (4.0 / tau) * torch.sigmoid(tau * (inputs.log_ratio.exp() - 1.0))
     return -gate * inputs.advantages
 
 
@@ -371,7 +320,7 @@ def dro(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tenso
         log_ratio = torch.where(inputs.mask, inputs.log_probs - inputs.ref_log_probs, 0.0)
     advantage = row_mean(inputs.advantages, inputs.mask).unsqueeze(-1)
     residual = advantage - options.dro_tau * level_log_ratio(log_ratio, inputs.mask, "sequence")
-    return 0.5 * residual.square() / inputs.mask.sum(-1, keepdim=True).clamp(min=1)
+    return 0.5 * residual.square() / inputs.lengths.clamp(min=1)[:, None]
 
 
 @register_policy_loss("dppo")
@@ -415,30 +364,26 @@ def clip_cov(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> 
     """
     covariance = token_covariance(inputs)
     in_range = (covariance > options.clip_cov_low) & (covariance < options.clip_cov_high)
-    eligible = inputs.mask & in_range & ~_clipped_by_ppo(inputs, options)
+    clipped_ratio = inputs.ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
+    clipped_by_ppo = clipped_ratio * inputs.advantages < inputs.ratio * inputs.advantages
+    eligible = inputs.mask & in_range & ~clipped_by_ppo
     candidates = eligible.flatten().nonzero().squeeze(-1)
-    wanted = max(int(options.clip_cov_ratio * int(inputs.num_tokens)), 1)
-    chosen = candidates[torch.randperm(len(candidates), device=candidates.device)[:wanted]]
+    count = max(int(options.clip_cov_ratio * int(inputs.num_tokens)), 1)
+    chosen = candidates[torch.randperm(len(candidates), device=candidates.device)[:count]]
     keep = torch.ones(inputs.mask.numel(), device=inputs.mask.device).index_fill(0, chosen, 0.0)
     metrics.mean("actor/cov_clipfrac", float(len(chosen)), inputs.num_tokens)
     return ppo(inputs, options, metrics) * keep.view_as(inputs.mask)
-
-
-def _clipped_by_ppo(inputs: LossInputs, options: PPOConfig) -> Tensor:
-    """bool (B, L): the clipped surrogate is the smaller one."""
-    clipped = inputs.ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
-    return clipped * inputs.advantages < inputs.ratio * inputs.advantages
 
 
 @register_policy_loss("kl_cov")
 def kl_cov(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-r A, plus coef |log r| on the tokens of highest covariance in the micro-batch; arXiv 2505.22617 eq. 10-13."""
     covariance = token_covariance(inputs).masked_fill(~inputs.mask, -torch.inf).flatten()
-    count = int(inputs.num_tokens)
-    wanted = min(max(int(options.kl_cov_ratio * count), 1), count)
-    chosen = covariance.topk(wanted).indices
+    tokens = int(inputs.num_tokens)
+    count = min(max(int(options.kl_cov_ratio * tokens), 1), tokens)
+    chosen = covariance.topk(count).indices
     penalised = torch.zeros_like(covariance).index_fill(0, chosen, options.kl_cov_coef).view_as(inputs.mask)
-    metrics.mean("actor/kl_cov_frac", float(wanted), inputs.num_tokens)
+    metrics.mean("actor/kl_cov_frac", float(count), inputs.num_tokens)
     return -inputs.log_ratio.exp() * inputs.advantages + penalised * inputs.log_ratio.abs()
 
 

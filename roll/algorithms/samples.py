@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,17 +23,17 @@ EPS = 1e-6
 """Added to a spread before something is divided by it; a spread up to this counts as 0."""
 
 
+@dataclass
 class RunningMoments:
     """Mean and variance of all rewards seen so far, merged batch by batch (Chan, Golub, LeVeque 1979)."""
 
-    def __init__(self) -> None:
-        self.count = 0.0
-        self.mean = 0.0
-        self.squares = 0.0
-        """Sum of squared deviations from the mean."""
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+    """Sum of squared deviations from the mean."""
 
     def update(self, values: Tensor) -> None:
-        """Take in float (N,), finite ones: what is not would stay for the rest of the run."""
+        """Include float (N,), finite values only: any other would stay for the rest of the run."""
         values = values[values.isfinite()]
         count = float(values.numel())
         if count == 0:
@@ -50,12 +50,6 @@ class RunningMoments:
         """Bessel-corrected; 0 for fewer than two values."""
         return (self.squares / (self.count - 1.0)) ** 0.5 if self.count > 1 else 0.0
 
-    def state_dict(self) -> dict[str, float]:
-        return {"count": self.count, "mean": self.mean, "squares": self.squares}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
-
 
 @dataclass(frozen=True)
 class RewardOptions:
@@ -64,7 +58,7 @@ class RewardOptions:
     norm_mean_type: NormType = None
     """Whose mean is subtracted: batch, group, running (all batches so far) or none."""
     norm_std_type: NormType = None
-    """Whose standard deviation divides; none: no division (Dr. GRPO)."""
+    """Whose standard deviation is divided by; none: no division (Dr. GRPO)."""
     reward_clip: float | None = None
     """Normalised rewards stay within +- this bound."""
 
@@ -103,7 +97,7 @@ class RewardPostprocessor:
         return self.applied(raw, mean, std)
 
     def moments(self, raw: Tensor, group_ids: Tensor, domain: str = "") -> tuple[Tensor, Tensor]:
-        """Offset and divisor, each float64 (B,) or a scalar; running moments take in the rewards."""
+        """Offset and divisor, each float64 (B,) or a scalar; running moments include the rewards."""
         mean_type, std_type = self.options.norm_mean_type, self.options.norm_std_type
         running = self._running.setdefault(domain, RunningMoments())
         mean = std = raw.new_zeros(())
@@ -113,9 +107,9 @@ class RewardPostprocessor:
             std = raw.new_full((), running.std) if std_type == "running" else std
         if "group" in (mean_type, std_type):
             groups = Groups.of(group_ids)
-            means = groups.mean(raw)
-            mean = groups.of_rows(torch.where(groups.counts > 1, means, 0.0)) if mean_type == "group" else mean
-            std = groups.of_rows(groups.std(raw, means)) if std_type == "group" else std
+            means = torch.where(groups.counts > 1, groups.mean(raw), 0.0)
+            mean = means[groups.index] if mean_type == "group" else mean
+            std = groups.std(raw)[groups.index] if std_type == "group" else std
         if mean_type == "batch":
             mean = raw.mean()
         if std_type == "batch" and raw.numel() > 1:
@@ -133,13 +127,10 @@ class RewardPostprocessor:
         return normalised.float(), metrics.build()
 
     def state_dict(self) -> dict[str, Any]:
-        return {domain: moments.state_dict() for domain, moments in self._running.items()}
+        return {domain: asdict(moments) for domain, moments in self._running.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._running = {}
-        for domain, moments in state.items():
-            self._running[domain] = RunningMoments()
-            self._running[domain].load_state_dict(moments)
+        self._running = {domain: RunningMoments(**moments) for domain, moments in state.items()}
 
 
 def token_level_rewards(
@@ -198,7 +189,7 @@ def sample_mask(
     group_ids: Tensor,
     response_filter: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Responses to keep.
+    """Choose the responses that the loss uses.
 
     Args:
         scores: float (B,), raw; 1 or more is right.
@@ -208,7 +199,7 @@ def sample_mask(
         response_filter: bool (B,), False for responses that the user's own filter rejects; None: there is none.
 
     Returns:
-        bool (B,), True where the loss uses the response, and ``actor/*_mask_ratio`` (shares kept by each reason).
+        bool (B,), responses that the loss uses, and ``actor/*_mask_ratio`` (shares kept by each reason).
     """
     metrics = MetricBuilder()
     total = float(scores.numel())
@@ -217,7 +208,9 @@ def sample_mask(
     if options.max_len_mask:
         kept["max_len"] = ~truncated
     if options.difficulty_mask:
-        kept["difficulty"] = _mixed(options, scores, group_ids)
+        groups = Groups.of(group_ids)
+        mean = groups.mean(scores.double())[groups.index]
+        kept["difficulty"] = (mean > options.difficulty_low_threshold) & (mean < options.difficulty_high_threshold)
     if options.error_max_len_clip:
         kept["error_len"] = (scores >= 1.0) | (lengths <= options.error_max_len_threshold)
     if response_filter is not None:
@@ -231,12 +224,6 @@ def sample_mask(
     metrics.sum("actor/samples_total", total)
     metrics.sum("mask/final_mask_sum_eq_0", (used == 0).long())
     return keep, metrics.build()
-
-
-def _mixed(options: PPOConfig, scores: Tensor, group_ids: Tensor) -> Tensor:
-    groups = Groups.of(group_ids)
-    mean = groups.mean(scores.double())[groups.index]
-    return (mean > options.difficulty_low_threshold) & (mean < options.difficulty_high_threshold)
 
 
 def sample_weights(options: PPOConfig, scores: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor | None:

@@ -22,18 +22,20 @@ from roll.config.algorithm import PPOConfig
 def clip_cov(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """``clip_cov`` (arXiv 2505.22617) with bounds on the covariance with A times its row's weight: float (B, L).
 
-    With the weights of a mean these covariances are smaller by the number of what it is taken over.
+    Row weights of a mean over N tokens or samples make these covariances N times smaller.
     """
-    return _of_a_sum(policy_losses.clip_cov, inputs, options, metrics)
+    return _with_weighted_advantages(policy_losses.clip_cov, inputs, options, metrics)
 
 
 def kl_cov(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """``kl_cov`` (arXiv 2505.22617) whose penalty ``coef |log r|`` is summed over the chosen tokens: float (B, L)."""
-    return _of_a_sum(policy_losses.kl_cov, inputs, options, metrics)
+    return _with_weighted_advantages(policy_losses.kl_cov, inputs, options, metrics)
 
 
-def _of_a_sum(loss: PolicyLossFunction, inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
-    """The loss of weighted advantages, without the weight that aggregation multiplies onto it."""
+def _with_weighted_advantages(
+    loss: PolicyLossFunction, inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder
+) -> Tensor:
+    """The loss of advantages times row weights, divided by the weights that aggregation will multiply it with."""
     assert inputs.row_weights is not None, "actor_loss gives them"
     weights = inputs.row_weights[:, None]
     return loss(replace(inputs, advantages=inputs.advantages * weights), options, metrics) / weights

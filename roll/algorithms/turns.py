@@ -31,8 +31,7 @@ class Turns:
 
     @classmethod
     def of(cls, mask: Tensor, turn_ids: Tensor | None = None) -> Turns:
-        """From the response mask (B, L) and, where turns may follow one another without a token between them, their ids
-        (B, L)."""
+        """Find the turns of a response mask (B, L), by ids (B, L) where no token need lie between two turns."""
         starts = segment_starts(mask, turn_ids)
         return cls((starts.cumsum(-1) - 1).clamp(min=0), mask, starts)
 
@@ -53,7 +52,7 @@ class Turns:
         return self.sum(torch.where(self.starts, values, 0.0))
 
     def spread(self, per_turn: Tensor) -> Tensor:
-        """Give every masked token its turn's number: float (B, K) -> (B, L), 0 elsewhere."""
+        """Give every masked token the number of its turn: float (B, K) -> (B, L), 0 elsewhere."""
         return torch.where(self.mask, per_turn.gather(1, self.index), 0.0)
 
     def returns(self, rewards: Tensor, gamma: float) -> Tensor:
@@ -75,10 +74,13 @@ class TrajectoryLayout:
     """(B, L)."""
     lengths: Tensor
     """int64 (T,): sampled tokens."""
+    packed_shape: tuple[int, int]
+    """(T, W)."""
 
     @classmethod
     def of(cls, mask: Tensor, trajectory_ids: Tensor, turn_ids: Tensor) -> TrajectoryLayout:
-        """
+        """Order the sampled tokens of each trajectory by turn, and within a turn by position.
+
         Args:
             mask: bool (B, L), tokens that were sampled; each in one row only.
             trajectory_ids: int64 (B,).
@@ -94,12 +96,8 @@ class TrajectoryLayout:
         begins = lengths.cumsum(0) - lengths
         place = torch.arange(len(order), device=mask.device) - begins[owner[order]]
         sources = (rows * mask.shape[1] + columns)[order]
-        return cls(trajectories, sources, owner[order] * width + place, mask.shape, lengths)
-
-    @property
-    def packed_shape(self) -> tuple[int, int]:
-        """(T, W)."""
-        return len(self.lengths), max(int(self.lengths.max()), 1) if len(self.lengths) else 1
+        targets = owner[order] * width + place
+        return cls(trajectories, sources, targets, mask.shape, lengths, (len(lengths), width))
 
     @cached_property
     def mask(self) -> Tensor:
@@ -110,8 +108,8 @@ class TrajectoryLayout:
     def first_rows(self) -> Tensor:
         """int64 (T,): the first row of each trajectory."""
         rows = torch.arange(self.shape[0], device=self.lengths.device)
-        found = torch.full_like(self.lengths, self.shape[0])
-        return found.scatter_reduce_(0, self.trajectories.index, rows, "amin")
+        first = torch.empty_like(self.lengths)
+        return first.scatter_reduce_(0, self.trajectories.index, rows, "amin", include_self=False)
 
     def pack(self, column: Tensor, elsewhere: float = 0) -> Tensor:
         """(B, L) -> (T, W)."""

@@ -273,7 +273,7 @@ def variant_table() -> dict[str, Row]:
 
 
 def markdown(rows: Mapping[str, Row]) -> list[str]:
-    """The rows as they stand in the documentation."""
+    """The rows as they are in the documentation."""
     return [f"| {label} | {' | '.join(f'{abs(number):.3f}' for number in row)} |" for label, row in rows.items()]
 
 

@@ -113,7 +113,7 @@ def test_grpo_without_std_is_the_gradient_times_one_minus_one_over_n(group_size:
 
 
 def test_grpo_with_std_changes_the_direction(policy: TabularPolicy) -> None:
-    """Biased by design; the measured angle stands in the documentation."""
+    """Biased by design; the measured angle is in the documentation."""
     _, angle = relative_bias(policy, expected_group_gradient(policy, "grpo", 2))
     assert 0.01 < angle < 0.2
 
@@ -194,6 +194,6 @@ PAGE = (Path(__file__).parents[2] / "docs/algorithms.md").read_text(encoding="ut
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_rows_stand_in_the_documentation(table: Callable[[], Mapping[str, Row]]) -> None:
+def test_rows_are_in_the_documentation(table: Callable[[], Mapping[str, Row]]) -> None:
     missing = [line for line in markdown(table()) if line not in PAGE]
     assert not missing, "python -m tests.algorithms.tabular prints the tables: " + "; ".join(missing)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from roll.algorithms import aggregation
 from roll.algorithms.aggregation import (
     AGGREGATION_MODES,
     Groups,
@@ -23,7 +22,6 @@ from roll.algorithms.losses import (
     LossOutputs,
     actor_loss,
     actor_loss_options,
-    mismatch_metrics,
     option_names,
     register_policy_loss,
     value_loss,
@@ -382,58 +380,23 @@ def test_gradient() -> None:
     )
 
 
-@pytest.mark.parametrize("spread", [0.1, 30.0])
-@pytest.mark.parametrize("changes", [{}, {"dual_clip_loss": True}, {"pg_variant": "gspo_token"}])
-def test_blocks_of_rows_change_no_bit(
-    spread: float, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Loss, gradient and metrics of several blocks are those of one; garbage outside the mask, log-ratios beyond 20."""
+@pytest.mark.parametrize("variant", POLICY_LOSS_NAMES)
+@pytest.mark.parametrize("outside", [torch.nan, torch.inf])
+def test_values_outside_the_mask_are_ignored(variant: str, outside: float) -> None:
+    """Loss, gradient and metrics; log-ratios inside the mask go beyond their bound of 20."""
     batch = make_batch(30, 9, 31)
-    outside = torch.where(batch.mask, 0.0, torch.nan)
-    batch = replace(batch, old_log_probs=batch.old_log_probs * spread + outside, log_probs=batch.log_probs + outside)
-    batch = replace(batch, rollout_log_probs=batch.rollout_log_probs * spread + outside)
-    found = []
-    for block in (1, 64, 2**17):
-        monkeypatch.setattr(aggregation, "_BLOCK", block)
-        log_probs = batch.log_probs.float().requires_grad_()
-        inputs = inputs_of(batch, log_probs=log_probs)
-        inputs = replace(inputs, **{f.name: _single(getattr(inputs, f.name)) for f in fields(inputs)})
-        result = actor_loss(inputs, actor_loss_options(changes), whole(batch))
-        found.append((*torch.autograd.grad(result.loss, log_probs), result.loss, result.metrics))
-    for gradient, loss, metrics in found[1:]:
-        assert torch.equal(gradient, found[0][0])
-        assert loss == found[0][1]
-        assert metrics == found[0][2]
-    assert found[0][0].isfinite().all()
-
-
-def test_sums_of_blocks_add_up_to_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = make_batch(30, 9, 31)
-    inputs = inputs_of(batch, log_probs=batch.log_probs.detach())
-    found = []
-    for block in (1, 64, 2**17):
-        monkeypatch.setattr(aggregation, "SUMMED_BLOCK", block)
-        metrics = MetricBuilder()
-        mismatch_metrics(inputs, metrics, with_segments=True)
-        found.append({name: metric.value() for name, metric in metrics.build().items()})
-    assert len(found[0]) == 10
-    for values in found[1:]:
-        assert values == pytest.approx(found[0], rel=1e-12, abs=1e-14)
-
-
-def _single(value: object) -> object:
-    is_double = isinstance(value, torch.Tensor) and value.dtype == torch.float64
-    return value.float() if is_double else value  # type: ignore[attr-defined]
-
-
-def test_blocks_hold_all_rows_and_none_of_them_a_single_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row alone would be summed in another order by several threads."""
-    monkeypatch.setattr(aggregation, "_BLOCK", 1)
-    for rows in range(1, 8):
-        parts = list(aggregation.row_blocks(torch.arange(rows * 3).view(rows, 3), torch.arange(rows)))
-        assert torch.equal(torch.cat([second for _, second in parts]), torch.arange(rows))
-        assert all(len(first) == len(second) >= min(rows, 2) for first, second in parts)
-    assert len(list(aggregation.row_blocks(torch.empty(0, 3)))) == 1
+    batch = replace(batch, old_log_probs=30 * batch.old_log_probs, rollout_log_probs=30 * batch.rollout_log_probs)
+    columns = ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy")
+    dirty = {name: getattr(batch, name).masked_fill(~batch.mask, outside) for name in columns}
+    settings = {**EVERYTHING, "pg_variant": variant, "train_infer_correction": "tis"}
+    results = []
+    for columns_given in (batch, replace(batch, **dirty)):
+        torch.manual_seed(0)  # clip_cov draws tokens
+        results.append(with_gradient(columns_given, [slice(None)], settings))
+    (loss, gradient, metrics), (dirty_loss, dirty_gradient, dirty_metrics) = results
+    assert_close(dirty_loss, loss)
+    assert_close(dirty_gradient, gradient)
+    assert dirty_metrics == pytest.approx(metrics)
 
 
 @pytest.mark.parametrize("variant", ["ppo", "gspo"])

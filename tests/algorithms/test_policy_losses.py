@@ -181,7 +181,7 @@ def test_every_variant_has_a_formula() -> None:
     assert {name for name, _, _ in FORMULAS} | {"clip_cov", "kl_cov", "m2po"} == set(POLICY_LOSS_NAMES)
 
 
-# Their weights or values stand apart from what the gradient flows through.
+# Their gradient is not that of their value: weights, or the value itself, are without gradient.
 STOPS_GRADIENT = {"tis", "cispo", "topr", "gspo_token", "dppo", "clip_cov", "vespo"}
 
 
@@ -208,7 +208,7 @@ def test_clipped_tokens_are_those_of_float64(settings: dict[str, object], advant
     log_ratio[:, :4] = 1.1015625  # the nearest above log 3
     log_ratio[:, 4:8] = 1.09375
     values = torch.randn(shape, generator=generator).to(advantages)
-    found = []
+    gradients = []
     for dtype in (torch.bfloat16, torch.float64):
         variable = torch.zeros(shape, dtype=dtype).requires_grad_()
         log_probs = log_ratio.to(torch.bfloat16).to(dtype) + variable
@@ -218,8 +218,8 @@ def test_clipped_tokens_are_those_of_float64(settings: dict[str, object], advant
             advantages=values if dtype == torch.bfloat16 else values.double(),
             mask=torch.ones(shape, dtype=torch.bool),
         )
-        found.append(torch.autograd.grad(per_token("ppo", inputs, **settings).sum(), variable)[0].double())
-    ours, exact = found
+        gradients.append(torch.autograd.grad(per_token("ppo", inputs, **settings).sum(), variable)[0].double())
+    ours, exact = gradients
     ratio = log_ratio.to(torch.bfloat16).exp()
     bounds = torch.tensor([0.8, 1.2])
     inside = (ratio.float()[..., None] - bounds).abs().amin(-1) > 0.02  # exp in bfloat16 may round across a bound
@@ -263,7 +263,7 @@ def test_dro_uses_the_reference_where_there_is_one() -> None:
 def test_m2po_drops_the_largest_until_the_mean_of_the_rest_is_in_bounds(
     all_tokens: bool, threshold: float, batch: Batch
 ) -> None:
-    """One token after the other, as the paper says it."""
+    """One token after the other, as in the paper."""
     rows = [Row(batch, i) for i in range(len(batch.mask))]
     stays = {
         (i, t): row.log_ratio[position] ** 2

@@ -91,7 +91,7 @@ def test_padding_changes_nothing(batch: Batch, padding: int, left: bool) -> None
 
 
 @given(batch=batches)
-def test_what_stands_outside_the_mask_is_ignored(batch: Batch) -> None:
+def test_values_outside_the_mask_are_ignored(batch: Batch) -> None:
     dirty = torch.where(batch.mask, 0.0, torch.nan)
     clean, _ = generalized_advantages(batch.rewards, batch.values, batch.mask, 1.0, 0.95)
     noisy, returns = generalized_advantages(batch.rewards + dirty, batch.values + dirty, batch.mask, 1.0, 0.95)
@@ -107,3 +107,10 @@ def test_value_and_running_sum_are_carried_across_tool_output() -> None:
     last = 1.0 - 0.25
     first = (0.25 - 0.5) + 0.5 * last
     assert_close(advantages, torch.tensor([[first, 0.0, 0.0, last]]))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+def test_nothing_to_sum(shape: tuple[int, int]) -> None:
+    nothing, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    advantages, returns = generalized_advantages(nothing, nothing, mask, 1.0, 0.95)
+    assert advantages.shape == returns.shape == discounted_returns(nothing, mask, 0.9).shape == shape

@@ -31,7 +31,7 @@ PAIRS = list(itertools.product(NORM_TYPES, NORM_TYPES))
 
 
 def set_of(kind: str | None, rewards: list[float], group_ids: list[int], row: int, seen: list[float]) -> list[float]:
-    """The rewards that a norm type speaks of, for one row."""
+    """The rewards that a norm type means, for one row."""
     if kind == "group":
         return [rewards[i] for i in reference.members(group_ids, row)]
     return {"batch": rewards, "running": seen, None: []}[kind]
