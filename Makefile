@@ -36,23 +36,27 @@ $(PYTHON) -m venv --without-pip $(1)
 endef
 PYTEST := $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder
 # In a fresh clone, `make test` installs everything at once: to resolve the requirements twice takes half a minute.
-EXTRA := $(if $(filter test test-all test-rest test-long test-faults lint lock,$(MAKECMDGOALS)),[test])
+EXTRA := $(if $(filter test test-all test-rest test-long test-matrix test-faults lint lock,$(MAKECMDGOALS)),[test])
 REQUIREMENTS := setup.py constraints/cpu.txt
 
-.PHONY: gpu-bundle run test test-long test-rest test-all test-faults test-sglang test-cluster test-recipes lint docs install-vllm install-vllm-vision install-sglang test-vllm-parallel docker-test lock clean
+.PHONY: gpu-bundle run test test-long test-matrix test-rest test-all test-faults test-sglang test-cluster test-recipes lint docs install-vllm install-vllm-vision install-sglang test-vllm-parallel docker-test lock clean
 
 run: $(VENV)/.installed
 	$(BIN)/python $(RUN)
 
 test: $(VENV)/.installed-test $(VLLM) lint
 	$(BIN)/mypy > $(VENV)/mypy.log 2>&1 & mypy=$$!; \
-	$(PYTEST) -m 'not long' $(PYTEST_ARGS); tests=$$?; \
+	$(PYTEST) -m 'not long and not matrix' $(PYTEST_ARGS); tests=$$?; \
 	wait $$mypy; types=$$?; cat $(VENV)/mypy.log; exit $$((tests + types))
 
 test-long: $(VENV)/.installed-test $(VLLM) $(VISION)
 	$(PYTEST) -m long $(PYTEST_ARGS)
 
-# What `make test` leaves out. A failure of one part does not keep the others from running. Engines under Linux only.
+# Every row of every matrix, of which `make test` runs those that `default_rows` names.
+test-matrix: $(VENV)/.installed-test $(VLLM) $(VISION)
+	$(PYTEST) -m matrix $(PYTEST_ARGS)
+
+# What `make test` leaves out, matrices aside. A failure of one part does not keep the others from running. Engines under Linux only.
 test-rest:
 	$(MAKE) test-long; tests=$$?; \
 	$(if $(VLLM),$(MAKE) test-vllm-parallel,true); tests=$$((tests + $$?)); \
@@ -60,7 +64,7 @@ test-rest:
 	$(if $(VLLM),$(MAKE) test-cluster,true); exit $$((tests + $$?))
 
 test-all:
-	$(MAKE) test; tests=$$?; $(MAKE) test-rest; exit $$((tests + $$?))
+	$(MAKE) test; tests=$$?; $(MAKE) test-rest; tests=$$((tests + $$?)); $(MAKE) test-matrix; exit $$((tests + $$?))
 
 # Kill runs 100 times at random moments and compare (an hour on two cores); the table goes into docs/reliability.md.
 # `make test-faults KILLS=10 SEED=1` for fewer of them.

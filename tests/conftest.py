@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -67,9 +68,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{len(late)} tests were not run: {_LATE} (TESTS_UNTIL)")
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A test that was not run for want of time is a failure."""
+    reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", ()) if reporter is not None else ()
+    if any(_LATE in str(report.longrepr) for report in skipped):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.hookimpl(tryfirst=True)  # before ``-m "not long"`` is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _mark_long_rows(items, is_whole=not any("::" in argument for argument in config.args))
+    _mark_rows(items, is_whole=not any("::" in argument for argument in config.args))
     items.sort(key=_place)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
@@ -82,8 +91,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
 
 
-def _mark_long_rows(items: list[pytest.Item], is_whole: bool) -> None:
-    """Mark as ``long`` what ``default_rows`` does not name; where files are collected whole, a name without a row is a
+def _mark_rows(items: list[pytest.Item], is_whole: bool) -> None:
+    """Mark as ``matrix`` what ``default_rows`` does not name; where files are collected whole, a name without a row is a
     mistake."""
     unused: dict[str, set[str]] = {}
     for item in items:
@@ -93,7 +102,7 @@ def _mark_long_rows(items: list[pytest.Item], is_whole: bool) -> None:
         named = {row for row in mark.args if fnmatchcase(item.callspec.id, row)}
         unused.setdefault(item.nodeid.partition("[")[0], set(mark.args)).difference_update(named)
         if not named:
-            item.add_marker(pytest.mark.long)
+            item.add_marker(pytest.mark.matrix)
     if is_whole and (wrong := {test: sorted(rows) for test, rows in unused.items() if rows}):
         raise pytest.UsageError(f"default_rows names rows that the test does not have: {wrong}")
 
