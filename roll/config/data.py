@@ -87,8 +87,6 @@ class DataArguments:
     """Keep the prepared rows on disk and read them from there the next time; null: for files of 4 MiB and more."""
     cache_dir: str | None = None
     """Folder of prepared rows; null: ``$ROLL_CACHE_DIR``, else ``~/.cache/roll``, in the folder ``datasets``."""
-    dataset_dir: str | None = setting(None, inert="file names start from the working directory")
-    """Accepted for older files."""
     domain_interleave_probs: dict[str, float] | None = None
     """Share of each domain (a name under ``rewards``) in a rollout batch; the shares are divided by their sum. null: by
     data size."""
@@ -133,10 +131,6 @@ class DataArguments:
     """Larger frames are shrunk to about as many pixels; null: as the model's video processor says."""
     video_total_pixels: int | None = setting(None, ge=1)
     """Most pixels of all frames of a video together; null: as the model's video processor says."""
-    audio_folder: str | None = None
-    """Folder of audio files."""
-    custom_data_kwargs_func: str | None = None
-    """Dotted path of a function that gives further processor arguments for a row."""
 
 
 FORMATS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")

@@ -19,6 +19,7 @@ from roll.config.plan.plan import Plan
 from roll.config.reading.compose import Composed, compose_file
 from roll.config.reading.errors import ConfigError, Notice, Problem, Problems, closest
 from roll.config.reading.fields import DOTTED_PATH
+from roll.config.reading.legacy_keys import dead_keys
 from roll.config.reading.masking import register_secrets
 from roll.config.reading.schema import SchemaReader, build, known_keys
 from roll.config.run import RunConfig
@@ -138,7 +139,7 @@ def without_fragments(composed: Composed) -> dict[str, Any]:
     the files of a ``defaults`` list (presets, of which a file uses what it needs); and unless they look like a misspelt
     key, single values that stand in such a file with them, or that refer to another key themselves."""
     known = {key for entry in PIPELINES for key in entry.start_keys}
-    known |= {key for one in definitions() for key in known_keys(one.config_class)}
+    known |= {key for one in definitions() for key in (*known_keys(one.config_class), *dead_keys(one.config_class))}
     own = _own_definition(composed.data.get("pipeline"), Problems())
     known |= set(known_keys(own.config_class)) if own is not None else set()
     unknown = {key: value for key, value in composed.data.items() if key not in known}

@@ -56,7 +56,7 @@ SCORES = Task("scores responses", infer_strategies)
 _PLACE = frozenset(
     (
         *("name", "worker_cls", "model_args", "strategy_args", "device_mapping", "num_gpus_per_worker", "world_size"),
-        *("backend_timeout", "system_envs", "max_concurrency", "model_update_frequency"),
+        *("backend_timeout", "system_envs", "max_concurrency"),
     )
 )
 _FORWARD = frozenset(

@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -19,8 +19,8 @@ from roll.config.corrections import CorrectionConfig, CorrectionRule, Importance
 from roll.config.data import CurriculumArguments, DataArguments
 from roll.config.pipelines import definitions
 from roll.config.reading.errors import ConfigError, Problem, closest, plain_words
-from roll.config.reading.legacy_keys import legacy_of
-from roll.config.reading.schema import mapped_section, nested_section, rules_of, section_fields, type_hints
+from roll.config.reading.legacy_keys import dead_keys, dead_words
+from roll.config.reading.schema import mapped_section, nested_section, rules_of, type_hints
 from roll.config.roles import (
     GeneratingArguments,
     ModelArguments,
@@ -30,8 +30,9 @@ from roll.config.roles import (
     TrainingArguments,
     WorkerConfig,
 )
-from roll.config.run import CheckpointConfig, RolloutMockConfig, RunConfig, TransferBackendConfig
-from roll.config.strategies.fsdp import FSDP1, WrapPolicy
+from roll.config.run import CheckpointConfig, RolloutMockConfig, RunConfig
+from roll.config.strategies.base import EngineConfig, PackagedEngineConfig
+from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.config.strategies.registry import BACKENDS
 
 INTRODUCTION = """# Configuration reference
@@ -45,12 +46,17 @@ that would need it, with `not available yet: KEY`.
 
 
 def _strategy_options() -> Iterator[tuple[str, type, tuple[type, ...]]]:
-    """A table for the options of each backend, and for the section that the sharded ones have."""
+    """Tables of the options that several backends have, of those of each backend, and of the section of the sharded
+    ones."""
+    yield "`strategy_config` of `fsdp2_*` and `fsdp_*`", ShardedStrategyConfig, ()
+    yield "`strategy_config.wrap_policy`", WrapPolicy, ()
+    yield "`strategy_config` of `hf_infer`, `vllm` and `sglang`", EngineConfig, ()
+    yield "`strategy_config` of `vllm` and `sglang`", PackagedEngineConfig, (EngineConfig,)
     for backend in BACKENDS.rows:
         names = " and ".join(f"`{name}`" for name in backend.strategies)
-        yield f"`strategy_config` of {names}", backend.options, ()
-        if backend is FSDP1:
-            yield "`strategy_config.wrap_policy`", WrapPolicy, ()
+        shared = (ShardedStrategyConfig, EngineConfig, PackagedEngineConfig)
+        bases = tuple(base for base in shared if issubclass(backend.options, base))
+        yield f"{'further ' if bases else ''}`strategy_config` of {names}", backend.options, bases
 
 
 def tables() -> tuple[tuple[str, type, tuple[type, ...]], ...]:
@@ -75,17 +81,16 @@ def tables() -> tuple[tuple[str, type, tuple[type, ...]], ...]:
         ("`train_infer_correction.filters[]`", MismatchFilterConfig, ()),
         ("`train_infer_correction` as a list of rules", CorrectionRule, ()),
         ("`rollout_mock`", RolloutMockConfig, ()),
-        ("`transfer_backend`", TransferBackendConfig, ()),
     )
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """The string literal under each field of a dataclass, its bases included, and the texts of legacy keys."""
+    """The string literal under each field of a dataclass, its bases included."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if is_dataclass(base):
             texts |= _own_texts(base)
-    return texts | {name: row.text for name, row in legacy_of(cls).items()}
+    return texts
 
 
 @cache
@@ -131,8 +136,6 @@ def meaning(item: Field[Any], text: str) -> str:
     """The field's text with its bounds and other spellings."""
     rules = rules_of(item)
     parts = [text]
-    if rules.inert is not None:
-        parts.append(f"Has no effect: {rules.inert}." if rules.inert else "Has no effect.")
     if rules.choices is not None and not all(choice in text for choice in rules.choices):
         own = ", or a dotted path of your own" if rules.dotted_path else ""
         parts.append(f"One of {', '.join(f'`{choice}`' for choice in rules.choices)}{own}.")
@@ -161,9 +164,9 @@ class Explanation:
 
 def rows_of(heading: str, cls: type, elsewhere: tuple[type, ...]) -> Iterator[Explanation]:
     """The keys of one of the :func:`tables`."""
-    known = {item.name for other in elsewhere for item in section_fields(other)}
+    known = {item.name for other in elsewhere for item in fields(other)}
     texts, hints = field_texts(cls), type_hints(cls)
-    for item in section_fields(cls):
+    for item in fields(cls):
         if item.name not in known:
             hint, text = hints[item.name], meaning(item, texts[item.name])
             yield Explanation(heading.replace("`", ""), item.name, type_words(hint), default_words(item, hint), text)
@@ -194,7 +197,7 @@ def explain(word: str) -> list[Explanation]:
         ConfigError: no section has such a key; the nearest one is named.
     """
     *sections, name = word.split(".")
-    rows = [row for table in tables() for row in rows_of(*table)]
+    rows = [row for table in tables() for row in (*rows_of(*table), *_dead_rows(*table))]
     found = [row for row in rows if row.key == name or f"`{name}`" in row.text.partition("Also written")[2]]
     if sections:
         inner = sections[-1]
@@ -203,6 +206,13 @@ def explain(word: str) -> list[Explanation]:
         nearest = closest(name, {row.key for row in rows})
         raise ConfigError([Problem("roll explain", word, "no section has such a key", nearest)])
     return found
+
+
+def _dead_rows(heading: str, cls: type, elsewhere: tuple[type, ...]) -> Iterator[Explanation]:
+    known = {name for other in elsewhere for name in dead_keys(other)}
+    for name, decides in dead_keys(cls).items():
+        if name not in known:
+            yield Explanation(heading.replace("`", ""), name, "any value", "", dead_words(decides).capitalize())
 
 
 def _words(heading: str) -> set[str]:
@@ -232,13 +242,15 @@ def json_schema(cls: type, title: str) -> dict[str, Any]:
 def _section_schema(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
     texts, hints = field_texts(cls), type_hints(cls)
     properties: dict[str, Any] = {}
-    for item in section_fields(cls):
+    for item in fields(cls):
         entry = _value_schema(item, hints[item.name], definitions) | {"description": texts[item.name]}
         default = item.default if item.default_factory is MISSING else None
         if isinstance(default, bool | int | float | str):
             entry["default"] = default
         for name in (item.name, *rules_of(item).aliases):
             properties[name] = entry
+    for name, decides in dead_keys(cls).items():
+        properties[name] = {"deprecated": True, "description": dead_words(decides)}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 

@@ -89,8 +89,6 @@ class RewardConfig(WorkerConfig):
     """``llm_judge``: address of the service up to and with ``/v1``."""
     judge_api_key: str | None = None
     """``llm_judge``: its key. Write ``${oc.env:NAME}``; it is masked wherever the configuration is shown."""
-    reward_manager_config: dict[str, Any] = field(default_factory=dict)
-    """Options of a remote reward system."""
 
 
 REWARD_MODEL = "reward_model"

@@ -40,8 +40,6 @@ class ModelArguments:
     )
     """Head of a critic or reward model; ``trl`` is a scalar value head on a causal language model. null: the role's
     own."""
-    num_labels: int = setting(1, ge=1)
-    """Outputs of a classification head."""
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Overrides of entries of the model's ``config.json``, passed through as written."""
     freeze_module_prefix: str | list[str] | None = None
@@ -99,14 +97,10 @@ class TrainingArguments:
     """Optimizer steps of linear warm-up; 0: ``warmup_ratio`` counts."""
     warmup_ratio: float = setting(0.0, ge=0, le=1)
     """Warm-up as a share of all optimizer steps."""
-    max_steps: int | None = setting(None, ge=1, inert="the run's max_steps and the batch sizes decide")
-    """Optimizer steps of the learning-rate schedule; null: all that the run makes."""
     num_train_epochs: float = setting(1.0, gt=0)
     """Passes over the data in supervised training (fractions allowed); has no effect in RLVR."""
     max_grad_norm: float | None = setting(None, gt=0)
     """Gradients are clipped to this global norm; null: the pipeline's ``max_grad_norm``."""
-    seed: int | None = setting(None, ge=0, inert="the run's seed decides")
-    """null: the run's ``seed``."""
     save_hf_model: bool = False
     """Write the trained model in Hugging Face format to ``output_dir/model`` at the end."""
 
@@ -125,8 +119,6 @@ class GeneratingArguments:
     """Sample from the k most probable tokens; -1 or 0 is off. Training log-probs are not comparable when it is on."""
     min_p: float = setting(0.0, ge=0, le=1, read_if={"do_sample": (True,)})
     """Drop tokens less likely than this share of the most probable one; 0 is off."""
-    num_beams: int = setting(1, ge=1)
-    """Beams of a beam search; 1 is none."""
     max_new_tokens: int | None = setting(None, ge=1)
     """Most tokens of a response. The pipeline's ``response_length`` (or sequence minus prompt) counts where it is
     smaller; null: exactly that."""
@@ -142,8 +134,6 @@ class GeneratingArguments:
     """A response ends with one of these tokens, in addition to the model's own end-of-sequence tokens."""
     include_stop_str_in_output: bool = setting(False, read_if={"stop_strings": ()})
     """Keep the stop string at the end of the response."""
-    seed: int | None = setting(None, ge=0, inert="the run's seed decides")
-    """Seed of the sampling streams; null: the run's ``seed``."""
 
 
 @dataclass(frozen=True)
@@ -213,8 +203,6 @@ class WorkerConfig:
     num_gpus_per_worker: int = setting(1, ge=1)
     """Devices of one worker. A training strategy uses 1. For ``vllm`` and ``sglang`` the tensor-parallel size of an
     engine, where ``strategy_config`` does not say it."""
-    model_update_frequency: int = setting(1, ge=1)
-    """Steps between two weight transfers to this role."""
     infer_batch_size: int = setting(16, ge=1)
     """Samples of one micro-batch in passes without gradient, where no token budget forms the micro-batches."""
     backend_timeout: float = setting(30.0, gt=0)
@@ -252,8 +240,6 @@ class WorkerConfig:
     """Which sequences are packed together."""
     router_replay: RouterReplayArguments = field(default_factory=RouterReplayArguments)
     """Expert choices replayed in training."""
-    mtp_training_mode: str = setting("disabled", choices=("disabled", "joint", "detach"))
-    """Training of multi-token-prediction layers."""
     opd_kl_coef: float | None = setting(None, ge=0)
     """On-policy distillation: weight of this teacher's KL."""
     tag_included: list[str] | None = None

@@ -16,8 +16,6 @@ RESOLVED_CONFIG = "config.yaml"
 class CheckpointConfig:
     """``checkpoint_config``: where checkpoints go in addition to ``output_dir``."""
 
-    type: Literal["file_system"] = "file_system"
-    """Kind of store."""
     output_dir: str | None = None
     """Folder, or URL of object storage (``s3://bucket/runs``, ``gs://`` ... by fsspec), that every finished checkpoint
     is copied to; null: checkpoints stay under ``output_dir`` only."""
@@ -64,16 +62,6 @@ class SampleLogConfig:
     mismatch_steps: int = setting(0, ge=0, read_if={"enabled": (True,)})
     """Steps between those whose tokens get the trainer's log-probs, by a forward pass of its own where no other pass
     computes them before the update; 0: none. For policies (``rlvr``, ``agentic``)."""
-
-
-@dataclass(frozen=True)
-class TransferBackendConfig:
-    """``transfer_backend``: how batches travel between roles."""
-
-    backend_name: str | None = None
-    """null: Ray's object store."""
-    backend_config: dict[str, Any] = field(default_factory=dict)
-    """Options of another backend."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +131,6 @@ class RunConfig:
     """MiB of one bucket of weights on the way from trainer to engine."""
     num_gpus_per_node: int = setting(8, ge=1)
     """Devices of one node (logical CPU slots on a host without accelerators)."""
-    num_nodes: int | None = setting(None, ge=1, inert="as many nodes are used as the device ids need")
-    """Accepted from ROLL's files."""
     max_grad_norm: float | None = setting(1.0, gt=0)
     """Gradients are clipped to this global norm; null: not clipped."""
     is_offload_states: bool | None = None
@@ -163,16 +149,3 @@ class RunConfig:
     """Calls of each worker's methods that are recorded, from 0. Most methods are called once a step."""
     rollout_mock: RolloutMockConfig = field(default_factory=RolloutMockConfig)
     """Write rollouts to disk, or train on written ones."""
-    transfer_backend: TransferBackendConfig = field(default_factory=TransferBackendConfig)
-    """Transport of batches between roles."""
-    lora_rank: int | None = None
-    """A name for ``${lora_rank}`` in ``model_args``; has no effect by itself."""
-    lora_alpha: int | None = None
-    """A name for ``${lora_alpha}`` in ``model_args``; has no effect by itself."""
-    lora_target: str | None = None
-    """A name for ``${lora_target}`` in ``model_args``; has no effect by itself."""
-
-
-@dataclass(frozen=True)
-class OlderRLVRKeys:
-    """Keys at the top of older RLVR files: those of :mod:`roll.config.reading.legacy_keys`."""

@@ -135,7 +135,7 @@ def prepare(maker: RowMaker[Any]) -> tuple[RowStore, list[Path]]:
     """The prepared rows of ``data_args.file_name``, and its files."""
     data_args = maker.data_args
     assert data_args.file_name is not None, "checked by the maker"
-    paths = data_files(data_args.file_name, data_args.dataset_dir)
+    paths = data_files(data_args.file_name)
     settings = cache_settings(maker) if is_wanted(data_args, paths) else None
     if settings is None:
         return build_store(maker, paths, None), paths

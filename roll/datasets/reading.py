@@ -42,17 +42,14 @@ class SourceRow:
         return f"{self.path}, row {self.number}"
 
 
-def read_rows(file_names: str | Sequence[str], dataset_dir: str | None = None) -> list[SourceRow]:
+def read_rows(file_names: str | Sequence[str]) -> list[SourceRow]:
     """All rows of one or several files, see :func:`data_files` and :func:`stream_rows`."""
-    return list(stream_rows(data_files(file_names, dataset_dir)))
+    return list(stream_rows(data_files(file_names)))
 
 
-def data_files(file_names: str | Sequence[str], dataset_dir: str | None = None) -> list[Path]:
+def data_files(file_names: str | Sequence[str]) -> list[Path]:
     """The files that the names stand for: a folder for the data files in it, ``*`` and ``?`` for matching names,
     ``hub:OWNER/NAME[/CONFIG][:SPLIT]`` for the files that the hub's data set is kept in on this machine.
-
-    Args:
-        dataset_dir: where a relative name is looked for too, if it is not found from the working directory.
 
     Raises:
         DataError: no name, or one that nothing is found under.
@@ -60,7 +57,7 @@ def data_files(file_names: str | Sequence[str], dataset_dir: str | None = None) 
     names = [file_names] if isinstance(file_names, str) else list(file_names)
     if not names:
         raise DataError("data_args.file_name: no file given; for example file_name: data/train.jsonl")
-    return [path for name in names for path in expand(name, dataset_dir)]
+    return [path for name in names for path in expand(name)]
 
 
 def stream_rows(paths: Iterable[Path], bad_rows: BadRows | None = None) -> Generator[SourceRow, None, None]:
@@ -88,7 +85,7 @@ def stream_rows(paths: Iterable[Path], bad_rows: BadRows | None = None) -> Gener
             raise DataError(f"{path}: no rows in it")
 
 
-def expand(name: str, dataset_dir: str | None = None) -> list[Path]:
+def expand(name: str) -> list[Path]:
     """The files that one configured name stands for."""
     try:
         hub = hub_name(name)
@@ -97,18 +94,14 @@ def expand(name: str, dataset_dir: str | None = None) -> list[Path]:
     if hub is not None:
         return hub_files(name, hub)
     path = Path(name).expanduser()
-    places = [path] if dataset_dir is None else [path, Path(dataset_dir).expanduser() / path]
-    for place in places:
-        found = matching_files(place)
-        if found:
-            return found
-        if saved_splits(place):
-            splits = ", ".join(saved_splits(place))
-            raise DataError(f"{place}: holds the splits {splits}: name one, as in {place / saved_splits(place)[0]}")
-        if place.is_dir():
-            raise DataError(f"{place}: the folder holds no data file; expected one ending in {', '.join(FORMATS)}")
-    looked = " and ".join(str(Path.cwd() / place) for place in places)
-    raise DataError(f"data file {name!r} does not exist (looked for {looked})")
+    found, splits = matching_files(path), saved_splits(path)
+    if found:
+        return found
+    if splits:
+        raise DataError(f"{path}: holds the splits {', '.join(splits)}: name one, as in {path / splits[0]}")
+    if path.is_dir():
+        raise DataError(f"{path}: the folder holds no data file; expected one ending in {', '.join(FORMATS)}")
+    raise DataError(f"data file {name!r} does not exist (looked for {Path.cwd() / path})")
 
 
 def unique_names(paths: Sequence[Path], names: Sequence[str]) -> Sequence[str]:

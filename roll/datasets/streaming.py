@@ -54,7 +54,7 @@ class StreamedEpochs(Generic[T]):
         data_args = maker.data_args
         assert data_args.file_name is not None, "checked by the maker's maker"
         self._maker, self._build, self._seed, self._name = maker, build, seed, name
-        self._paths = data_files(data_args.file_name, data_args.dataset_dir)
+        self._paths = data_files(data_args.file_name)
         self._names = unique_names(self._paths, [path.name for path in self._paths])
         self._size = data_args.streaming_window
         self._files = [[path.name, edges_hash(path)] for path in self._paths]

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from roll.config.checks.base import Checks, check_columns, check_data_files, check_resume, check_schedule
 from roll.config.checks.keys import note_unread
 from roll.config.checks.roles import check_roles, note_positions
+from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.pipelines import PipelineDefinition, ReadableSet, Written
 from roll.config.plan.plan import Plan
 from roll.config.plan.planning import shared_plan, training_plan, validation_data
+from roll.config.reading.fields import setting
 from roll.config.roles import DataArguments, WorkerConfig
+from roll.config.run import RunConfig
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -25,6 +28,22 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class HeldOutConfig(WorkerConfig):
     """``validation`` of a run on given rows: held-out rows. Only ``data_args`` counts of the role's keys."""
+
+
+@dataclass(frozen=True)
+class SupervisedConfig(RunConfig):
+    """Keys that all runs on given rows have."""
+
+    max_steps: int | None = setting(None, ge=1)
+    """Optimizer steps; null: ``num_train_epochs`` passes over the data."""
+    sequence_length: int = setting(1024, ge=2)
+    """Most tokens of a prompt with one response; longer rows, and pairs with a longer side, are left out and
+    counted."""
+    global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
+    """Chat template; null: ``data_args.template`` of the role that learns. Distillation gives its token ids to the
+    teacher; of reward models it counts under ``score_input: tokens``."""
+    validation: HeldOutConfig | None = None
+    """Held-out rows, pairs or prompts; null: none."""
 
 
 @dataclass(frozen=True)

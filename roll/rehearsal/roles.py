@@ -14,13 +14,12 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from roll.config.lora import uses_lora
 from roll.config.plan.plan import RolePlan
-from roll.config.reading.schema import section_fields
 from roll.config.strategies.deepspeed import numbers, plan_zero
 from roll.config.strategies.registry import (
     DeepSpeedStrategyConfig,
@@ -74,7 +73,7 @@ def rehearse_role(role: RolePlan, task: Task, config: Mapping[str, Any]) -> Role
 
 def _as_fsdp1(task: Task) -> RoleRun:
     """FSDP1 shards the same units over the same ranks: run as FSDP2, with the options that both have."""
-    own = {item.name for item in section_fields(Fsdp2StrategyConfig)}
+    own = {item.name for item in fields(Fsdp2StrategyConfig)}
     arguments = task.role.strategy_args
     options = {key: value for key, value in arguments.strategy_config.items() if key in own}
     name = "fsdp2_train" if task.updates else "fsdp2_infer"

@@ -137,7 +137,7 @@ class ModelStrategy(ABC):
         """``max_grad_norm`` is the pipeline's, used unless the role sets its own."""
         self.role = role
         self.head = head
-        self.seed = seed if role.training_args.seed is None else role.training_args.seed
+        self.seed = seed
         self.trains = trains(role.strategy_args.strategy_name)
         own = role.training_args.max_grad_norm
         self.max_grad_norm = max_grad_norm if own is None else own

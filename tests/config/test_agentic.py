@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,10 +14,8 @@ import yaml
 from roll.config.algorithm import ADV_ESTIMATORS
 from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError
-from roll.config.reading.legacy_keys import legacy_of
+from roll.config.reading.legacy_keys import DEAD_KEYS
 from roll.config.reading.schema import rules_of
-from roll.config.reading.schema import section_fields as fields_of
-from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.pipelines.agentic.checks_entries import EXTERNAL_ENVIRONMENTS, TEMPLATE_FIELDS
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig
 from roll.pipelines.agentic.plan import MANAGERS, AgenticPlan, agentic_facts, batch_facts
@@ -353,8 +352,8 @@ def test_every_key_says_what_it_does() -> None:
 
     for cls in (AgenticConfig, CustomEnvConfig):
         texts = field_texts(cls)
-        assert [item.name for item in fields_of(cls) if not texts.get(item.name)] == []
-        assert all(rules_of(item) is not None for item in fields_of(cls))
+        assert [item.name for item in fields(cls) if not texts.get(item.name)] == []
+        assert all(rules_of(item) is not None for item in fields(cls))
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agentic.md").read_text(encoding="utf-8")
@@ -376,11 +375,11 @@ def test_the_configurations_of_the_page_load(tmp_path: Path) -> None:
 def test_the_tables_of_the_page(tmp_path: Path) -> None:
     for name, played in MANAGERS.items():
         assert f"| `{name}` | `context: {played.context}`, `samples: {played.samples}`" in PAGE
-    for name in legacy_of(AgenticConfig):
-        assert f"`{name}`" in PAGE or name == "model_name" or name in legacy_of(OlderRLVRKeys) | legacy_of(RunConfig)
+    for name in DEAD_KEYS["AgenticConfig"]:
+        assert f"`{name}`" in PAGE or name in ("model_name", "response_length", "batch_adjust_mode")
     for name in EXTERNAL_ENVIRONMENTS:
         assert f"`{name}`" in PAGE
-    for name in {field for fields in TEMPLATE_FIELDS.values() for field in fields}:
+    for name in {field for names in TEMPLATE_FIELDS.values() for field in names}:
         assert f"`{{{name}}}`" in PAGE
     for row in ADV_ESTIMATORS.rows:
         if row.works_in_turns:

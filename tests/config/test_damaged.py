@@ -306,7 +306,6 @@ DAMAGES: list[tuple[dict[str, Any], str, str]] = [
     ({"exp_name": "${pretrian}"}, "exp_name", "the nearest key is pretrain"),
     ({"exp_name": "???"}, "exp_name", "must be given"),
     ({"exp_name": "${oc.env:ROLL_TEST_NOT_THERE}"}, "exp_name", "cannot be resolved"),
-    ({"positive_loss_coef": 1.0, "postive_loss_coef": 2.0}, "postive_loss_coef", "another spelling"),
 ]
 
 

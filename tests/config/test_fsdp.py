@@ -105,10 +105,10 @@ def notices(tmp_path: Path, strategy: str, config: dict[str, Any]) -> dict[str, 
 
 
 def test_what_fsdp1_does_another_way_is_said(tmp_path: Path) -> None:
-    late = {"reduce_scatter_during_grad_accumulation": False, "use_orig_params": False}
+    late = {"reduce_scatter_during_grad_accumulation": False, "use_orig_params": True}
     said = notices(tmp_path, "fsdp_train", late)
     assert "in bf16" in said["reduce_scatter_during_grad_accumulation"]
-    assert "is taken as true" in said["use_orig_params"]
+    assert said["use_orig_params"] == "has no effect; parameters keep their names and weight decay"
     assert "reduce_scatter_during_grad_accumulation" not in notices(tmp_path, "fsdp2_train", late)
 
 

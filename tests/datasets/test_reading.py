@@ -93,20 +93,19 @@ def test_keys_that_a_table_fills_with_null_are_absent_again(tmp_path: Path, kind
     assert [source.number for source in rows] == [1, 2]
 
 
-def test_folders_patterns_lists_and_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_patterns_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "b.jsonl").write_text('{"id": 2}\n')
     (tmp_path / "a.jsonl").write_text('{"id": 1}\n')
     (tmp_path / "notes.md").write_text("no data")
 
-    def ids(*names: str, dataset_dir: str | None = None) -> list[int]:
-        return [source.row["id"] for source in read_rows(names, dataset_dir)]
+    def ids(*names: str) -> list[int]:
+        return [source.row["id"] for source in read_rows(names)]
 
     assert ids(str(tmp_path)) == [1, 2]
     assert ids(str(tmp_path / "*.jsonl")) == [1, 2]
     assert ids(str(tmp_path / "b.jsonl"), str(tmp_path / "a.jsonl")) == [2, 1]
-    assert ids("b.jsonl", dataset_dir=str(tmp_path)) == [2]
     monkeypatch.chdir(tmp_path)
-    assert ids("b.jsonl", dataset_dir="/nowhere") == [2]
+    assert ids("b.jsonl") == [2]
 
 
 def test_text_is_one_prompt_a_line(tmp_path: Path) -> None:
@@ -144,8 +143,8 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_missing_files_say_where_they_were_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"'no\.jsonl' does not exist \(looked for .* and .*no\.jsonl\)"):
-        read_rows("no.jsonl", str(tmp_path))
+    with pytest.raises(DataError, match=r"'no\.jsonl' does not exist \(looked for /.*no\.jsonl\)"):
+        read_rows("no.jsonl")
     with pytest.raises(DataError, match="no file given"):
         read_rows([])
     (tmp_path / "empty").mkdir()

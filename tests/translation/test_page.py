@@ -18,6 +18,7 @@ from torch import Tensor
 from roll import cli
 from roll.agents.agent_options import VerlOptions
 from roll.config.loader import load_config
+from roll.config.reading.legacy_keys import dead_keys
 from roll.config.reading.schema import known_keys
 from roll.config.reference import tables
 from roll.translation.engine import DIALECTS
@@ -129,7 +130,7 @@ def test_defaults_have_rules(name: str) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_our_keys_exist_and_what_has_none_says_why(dialect: str) -> None:
-    known = {key for _, cls, _ in tables() for key in known_keys(cls)}
+    known = {key for _, cls, _ in tables() for key in (*known_keys(cls), *dead_keys(cls))}
     known |= {field.name for field in dataclasses.fields(VerlOptions)}
     known |= {"reward_kwargs", "<name>", "gsm8k_rule", "project"}
     rules = [rule for name, rule in RULES if name == dialect]

@@ -110,8 +110,7 @@ def check_schedule(name: str, role: WorkerConfig, total_steps: int | None, check
         elif option != "decay_type" and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
             checks.add(path, value, "must be a number of at least 0", 0.5)
     warmup, key = role.training_args.warmup_steps, f"{name}.training_args.warmup_steps"
-    total = role.training_args.max_steps or total_steps
-    if total is not None and warmup >= total > 0:
+    if total_steps is not None and warmup >= total_steps > 0:
         checks.note(
-            key, f"{warmup} warm-up steps, but the run makes {total} optimizer steps: full rate is never reached"
+            key, f"{warmup} warm-up steps, but the run makes {total_steps} optimizer steps: full rate is never reached"
         )

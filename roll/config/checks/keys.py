@@ -66,9 +66,10 @@ class Refusal:
 
 
 WITH_MEGATRON = "images with Megatron, which has no vision tower; fsdp2_train, fsdp_train and deepspeed_train have one"
+COPIES = "copies inside an engine; every worker of the role is an engine of its own"
 
 
-def _sees_images(backend: Backend) -> bool:
+def _not_megatron(backend: Backend) -> bool:
     return not backend.name.startswith("megatron")
 
 
@@ -98,11 +99,14 @@ REFUSALS = (
         above(1),
         except_under=lambda backend: "tp_size" in backend.size_keys,
     ),
+    Refusal("**.strategy_config.optimizer", "other optimizers than Adam", "adam", other_than("adam"), _not_megatron),
+    Refusal("**.strategy_config.pp_size", "pipeline parallelism of an SGLang engine", 1, above(1)),
+    *(Refusal(f"**.strategy_config.{name}", COPIES, 1, above(1)) for name in ("data_parallel_size", "dp_size")),
     Refusal("**.generating_args.num_beams", "beam search", 1, above(1)),
-    Refusal("**.data_args.image_folder", WITH_MEGATRON, except_under=_sees_images),
-    Refusal("**.data_args.image_m*_pixels", WITH_MEGATRON, except_under=_sees_images),
-    Refusal("**.data_args.video_folder", WITH_MEGATRON, except_under=_sees_images),
-    Refusal("**.data_args.video_*_pixels", WITH_MEGATRON, except_under=_sees_images),
+    Refusal("**.data_args.image_folder", WITH_MEGATRON, except_under=_not_megatron),
+    Refusal("**.data_args.image_m*_pixels", WITH_MEGATRON, except_under=_not_megatron),
+    Refusal("**.data_args.video_folder", WITH_MEGATRON, except_under=_not_megatron),
+    Refusal("**.data_args.video_*_pixels", WITH_MEGATRON, except_under=_not_megatron),
     Refusal("**.data_args.audio_folder", "audio models"),
     Refusal("**.data_args.custom_data_kwargs_func", "data sets of sounds, and processor arguments of a row"),
 )
@@ -135,7 +139,7 @@ def _excepted(refusal: Refusal, data: Mapping[str, Any], path: str) -> bool:
     return refusal.except_under is not nowhere and (backend is None or refusal.except_under(backend))
 
 
-_ELSEWHERE = frozenset(("opd_kl_coef", "tag_included", "mtp_training_mode", "router_replay"))
+_ELSEWHERE = frozenset(("opd_kl_coef", "tag_included", "router_replay"))
 """Keys that other tables speak of, by name."""
 _TRAINING_MODEL = ("disable_gradient_checkpointing", "gradient_checkpointing_use_reentrant", "freeze_module_prefix")
 TRAINS = "only roles that train have use for it"
@@ -227,7 +231,7 @@ def unread_of_role(name: str, role: WorkerConfig, config: RunConfig, checks: Che
     reads = checks.pipeline.reads(name, role, config)
     for item in fields(WorkerConfig):
         key, value = f"{name}.{item.name}", getattr(role, item.name)
-        if item.name in reads or item.name in _ELSEWHERE or rules_of(item).inert is not None:
+        if item.name in reads or item.name in _ELSEWHERE:
             continue
         is_set = checks.written(key) and checks.is_own(key) and value != default_of(item)
         if is_set and not is_noted(key, checks):

@@ -18,7 +18,7 @@ import dacite
 
 from roll.config.reading.errors import Problems, closest
 from roll.config.reading.fields import DOTTED_PATH, NO_RULES, RULES, FieldRules
-from roll.config.reading.legacy_keys import legacy_fields, legacy_of
+from roll.config.reading.legacy_keys import dead_keys, dead_words
 
 T = TypeVar("T")
 LARGEST = 2**53
@@ -37,14 +37,8 @@ class Mismatch(Exception):
 
 @cache
 def type_hints(cls: type) -> dict[str, Any]:
-    """Types of a section's keys, legacy ones included."""
-    return get_type_hints(cls) | {name: row.hint for name, row in legacy_of(cls).items()}
-
-
-@cache
-def section_fields(cls: type) -> tuple[Field[Any], ...]:
-    """The fields behind a section's keys, and those of its legacy keys."""
-    return (*fields(cls), *legacy_fields(cls))
+    """Types of a section's keys."""
+    return get_type_hints(cls)
 
 
 def rules_of(item: Field[Any]) -> FieldRules:
@@ -56,12 +50,12 @@ def rules_of(item: Field[Any]) -> FieldRules:
 @cache
 def aliases_of(cls: type) -> dict[str, str]:
     """Other spellings of a section's keys, each with the field it stands for."""
-    return {alias: item.name for item in section_fields(cls) for alias in rules_of(item).aliases}
+    return {alias: item.name for item in fields(cls) for alias in rules_of(item).aliases}
 
 
 @cache
 def known_keys(cls: type) -> tuple[str, ...]:
-    return (*(item.name for item in section_fields(cls)), *aliases_of(cls))
+    return (*(item.name for item in fields(cls)), *aliases_of(cls))
 
 
 def nested_section(hint: Any) -> type | None:
@@ -91,7 +85,7 @@ def schema_paths(cls: type) -> dict[str, str]:
     queue: list[tuple[type, str]] = [(cls, "")]
     while queue:
         section, prefix = queue.pop(0)
-        for item in section_fields(section):
+        for item in fields(section):
             found.setdefault(item.name, f"{prefix}{item.name}")
             hint = type_hints(section)[item.name]
             inner, mapped = nested_section(hint), mapped_section(hint)
@@ -110,18 +104,22 @@ class SchemaReader:
         self.root = root
 
     def read(self, cls: type, data: Any, path: str) -> dict[str, Any]:
-        """The section's values under their field names, each of its field's type; wrong ones and legacy keys are left
-        out."""
+        """The section's values under their field names, each of its field's type; wrong ones and dead keys are left
+        out, the latter with a note."""
         if data is None:
             return {}
         if not isinstance(data, Mapping):
             self.problems.add(path or "(top level)", data, "must be a section of keys, not a single value")
             return {}
-        hints, items, aliases = type_hints(cls), {item.name: item for item in section_fields(cls)}, aliases_of(cls)
+        hints, items, aliases = type_hints(cls), {item.name: item for item in fields(cls)}, aliases_of(cls)
         values: dict[str, Any] = {}
         for key, value in data.items():
             name = aliases.get(str(key), str(key))
             full = f"{path}.{key}" if path else str(key)
+            if name in dead_keys(cls):
+                if value not in (None, False, "", [], {}) and dead_keys(cls)[name] is not None:
+                    self.problems.note(full, dead_words(dead_keys(cls)[name]))
+                continue
             if name not in items:
                 self._unknown(cls, full, str(key), value)
                 continue
@@ -129,7 +127,7 @@ class SchemaReader:
                 self.problems.add(full, value, f"is another spelling of {name}, which is set too: keep one of them")
                 continue
             self._read_field(values, items[name], hints[name], value, full)
-        return {name: value for name, value in values.items() if name not in legacy_of(cls)}
+        return values
 
     def _read_field(self, values: dict[str, Any], item: Field[Any], hint: Any, value: Any, path: str) -> None:
         rules = rules_of(item)
@@ -152,9 +150,6 @@ class SchemaReader:
             values[item.name] = convert_field(value, hint, rules)
         except Mismatch as error:
             self.problems.add(path, value, error.rule, error.example)
-            return
-        if rules.inert is not None and values[item.name] not in (None, False, {}, item.default):
-            self.problems.note(path, f"has no effect; {rules.inert}" if rules.inert else "has no effect")
 
     def _read_sections(self, cls: type, value: Any, path: str) -> dict[str, Any]:
         if value is None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from roll.config.reading.fields import setting
-from roll.config.reading.schema import section_fields
+from roll.config.reading.legacy_keys import dead_keys, dead_words
 
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
@@ -87,14 +87,15 @@ class PackagedEngineConfig(EngineConfig):
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
         """Report engine arguments that have a key of their own, and those that the strategy fills in."""
         path = f"{name}.strategy_args.strategy_config"
-        section: type = type(self)
-        own = {item.name for item in section_fields(section)}
+        own = {item.name for item in fields(self)}
         for key, value in self.engine_args.items():
             if key in own:
                 problems.add(f"{path}.engine_args.{key}", value, f"has a key of its own: write {path}.{key}")
             elif key in self.decided:
                 rule = f"is not yours to set: {self.decided[key]} decides"
                 problems.add(f"{path}.engine_args.{key}", value, rule)
+            elif key in dead_keys(type(self)):
+                problems.add(f"{path}.engine_args.{key}", value, dead_words(dead_keys(type(self))[key]))
 
     def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
         """Tensor-parallel ranks take whole heads; a key-value head may be held by several ranks."""

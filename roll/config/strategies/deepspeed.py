@@ -7,12 +7,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.reading.errors import Problems, closest
 from roll.config.reading.fields import setting
-from roll.config.reading.schema import MOST_KEYS_LISTED, section_fields
+from roll.config.reading.schema import MOST_KEYS_LISTED
 from roll.config.strategies.base import Backend, Package, StrategyConfig
 from roll.config.strategies.deepspeed_keys import KEYS, REMOVED, VERSION
 
@@ -223,8 +223,7 @@ def _check_keys(path: str, config: DeepSpeedStrategyConfig, problems: Problems) 
                 "(model_args.disable_gradient_checkpointing: false); leave it out"
             )
             problems.add(f"{path}.activation_checkpointing.{name}", value, rule, "~")
-    section: type = type(config)
-    own = {item.name for item in section_fields(section)}
+    own = {item.name for item in fields(config)}
     for name, value in config.deepspeed_config.items():
         key = f"{path}.deepspeed_config.{name}"
         if name in own:

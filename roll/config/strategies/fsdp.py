@@ -130,8 +130,6 @@ class Fsdp2StrategyConfig(ShardedStrategyConfig):
     Llama)."""
     tiled_num_shards: int = setting(4, ge=1, read_if={"apply_tiled_mlp": (True,)})
     """Tiles with ``apply_tiled_mlp``: so many times less memory for what is as wide as ``intermediate_size``."""
-    tp_size: int = setting(1, ge=1)
-    """Tensor-parallel ranks."""
     model_type: str | None = None
     """Model family for the patches above; null: from the model's config."""
     ep_size: int = setting(1, ge=1)
@@ -187,15 +185,11 @@ class Fsdp1StrategyConfig(ShardedStrategyConfig):
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = "BACKWARD_PRE"
     """When the next layer's parameters are gathered in the backward pass: before the current layer's gradients are
     computed (fastest), after, or only when they are needed (least memory)."""
-    use_orig_params: bool = setting(True, inert="parameters keep their names and weight decay")
-    """Accepted for older files."""
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
         """Report what FSDP1 cannot do as well."""
         super().check(name, role, world_size, trains, problems)
         path = f"{name}.strategy_args.strategy_config"
-        if not self.use_orig_params:
-            problems.note(f"{path}.use_orig_params", "is taken as true: parameters keep their names and weight decay")
         if not trains:
             return
         if self.offload_policy:

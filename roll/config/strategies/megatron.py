@@ -71,16 +71,6 @@ class MegatronStrategyConfig(StrategyConfig):
         "aux_loss", read_if={"moe_aux_loss_coeff": ()}
     )
     """That loss over all tokens of a micro-batch, or for each sequence."""
-    mtp_num_layers: int | None = None
-    """Multi-token-prediction layers."""
-    fp8: str | None = None
-    """fp8 computation."""
-    fp8_recipe: str | None = None
-    """Scaling of fp8."""
-    optimizer_cpu_offload: bool = False
-    """Keep optimizer states in host memory and update there."""
-    optimizer: Literal["adam"] = "adam"
-    """AdamW; ``training_args`` has its options."""
 
     def _expert_problems(self, path: str, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
         experts = model_size(model, "num_experts") or model_size(model, "num_local_experts") or 0

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from roll.config.reading.errors import ConfigError, Problems, closest
 from roll.config.reading.fields import Table
+from roll.config.reading.legacy_keys import dead_keys
 from roll.config.reading.schema import SchemaReader, build, known_keys
 from roll.config.roles import StrategyArguments, WorkerConfig
 from roll.config.strategies.base import Backend
@@ -81,7 +82,7 @@ def checkpoint_readers(strategy_name: str) -> tuple[str, ...]:
 def strategy_keys(strategy_name: str) -> frozenset[str]:
     """The option names of a strategy; empty for an unknown one."""
     options: type = backend_of(strategy_name).options
-    return frozenset(known_keys(options))
+    return frozenset((*known_keys(options), *dead_keys(options)))
 
 
 def owners_of(key: str) -> list[str]:

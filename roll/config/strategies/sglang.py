@@ -42,10 +42,6 @@ class SglangStrategyConfig(PackagedEngineConfig):
     """Longest piece of a prompt that is computed in one step; null: SGLang's choice."""
     tp_size: int = field(default=1, metadata=rules(ge=1, aliases=("tensor_parallel_size",)))
     """Ranks over which every matrix is sharded; a worker takes so many devices. Left out: ``num_gpus_per_worker``."""
-    pp_size: int = setting(1, ge=1)
-    """Stages into which the layers are divided."""
-    dp_size: int = setting(1, ge=1)
-    """Copies inside one engine. Leave it at 1: every worker of the role is an engine of its own."""
     mem_fraction_static: float | None = field(
         default=None, metadata=rules(gt=0, lt=1, example=0.8, aliases=("gpu_memory_utilization",))
     )
@@ -65,15 +61,8 @@ class SglangStrategyConfig(PackagedEngineConfig):
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
         """Report ranks that do not fit the role's devices as well."""
         super().check(name, role, world_size, trains, problems)
-        path = f"{name}.strategy_args.strategy_config"
-        several = {
-            "pp_size": "pipeline parallelism of an engine",
-            "dp_size": "copies inside an engine; every worker of the role is an engine of its own",
-        }
-        for key, feature in several.items():
-            if getattr(self, key) > 1:
-                problems.not_available(f"{path}.{key}", getattr(self, key), feature, 1)
         if role.num_gpus_per_worker not in (1, self.tp_size):
+            path = f"{name}.strategy_args.strategy_config"
             rule = f"must be the devices of one engine, {path}.tp_size ({self.tp_size}): leave one of them out"
             problems.add(f"{name}.num_gpus_per_worker", role.num_gpus_per_worker, rule, self.tp_size)
 

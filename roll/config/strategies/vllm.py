@@ -49,8 +49,6 @@ class VllmStrategyConfig(PackagedEngineConfig):
     out: what ``num_gpus_per_worker`` gives."""
     pipeline_parallel_size: int = setting(1, ge=1)
     """Stages into which the layers are divided."""
-    data_parallel_size: int = setting(1, ge=1)
-    """Copies inside one engine. Leave it at 1: every worker of the role is an engine of its own."""
     gpu_memory_utilization: float | None = setting(None, gt=0, le=1, example=0.8)
     """Share of a GPU's memory for weights and KV cache together; null: vLLM's choice. No effect on a CPU."""
     kv_cache_memory_bytes: int | None = setting(None, ge=1, example=1 << 30)
@@ -79,9 +77,6 @@ class VllmStrategyConfig(PackagedEngineConfig):
         """Report sizes that do not agree as well."""
         super().check(name, role, world_size, trains, problems)
         path = f"{name}.strategy_args.strategy_config"
-        if self.data_parallel_size > 1:
-            feature = "copies inside an engine; every worker of the role is an engine of its own"
-            problems.not_available(f"{path}.data_parallel_size", self.data_parallel_size, feature, 1)
         ranks = self.devices_per_worker
         if role.num_gpus_per_worker not in (1, ranks):
             text = (

@@ -13,7 +13,6 @@ from roll.config.policy import PolicyRunConfig
 from roll.config.reading.fields import parse_dotted_path, rules, setting
 from roll.config.rewards import FilterConfig
 from roll.config.roles import DataArguments, GenerationWorkerConfig, StrategyArguments, WorkerConfig
-from roll.config.run import OlderRLVRKeys
 
 NORMALIZATIONS = ("identity", "mean", "mean_std", "asym_clip")
 GROUPINGS = ("batch", "tags", "traj_group_id")
@@ -56,10 +55,6 @@ class EnvManagerConfig(WorkerConfig):
     max_env_num_per_worker: int = setting(0, ge=0)
     """Most environments of one process; 0: all in one. Environments that wait, whether for the policy or for a service,
     cost a process nothing."""
-    max_traj_per_env: int = setting(
-        -1, ge=-1, inert="rollout_batch_size decides: a place is taken by the next episode as soon as it is free"
-    )
-    """Episodes of a place and step."""
     group_filter_cls: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
     """Dotted path of your own class with ``filter(group_id, episode_id, group) -> bool``: true drops the group, and
     another is played in its place."""
@@ -186,7 +181,7 @@ class CustomEnvConfig:
 
 
 @dataclass(frozen=True)
-class AgenticConfig(PolicyRunConfig, OlderRLVRKeys):
+class AgenticConfig(PolicyRunConfig):
     """Configuration of an agentic run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
 
     group_key: ClassVar[str] = "train_env_manager.group_size"
@@ -197,8 +192,6 @@ class AgenticConfig(PolicyRunConfig, OlderRLVRKeys):
     """Episodes of one validation, a multiple of ``val_env_manager.group_size``."""
     sequence_length: int = setting(1024, ge=2)
     """Most tokens of a conversation: prompt and response of its longest model call."""
-    response_length: int | None = setting(None, ge=1, inert="custom_envs.<tag>.max_tokens_per_step decides")
-    """A name for ``${response_length}``."""
     global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
     """Chat template of all roles; null: ``actor_train.data_args.template``, else the model's own."""
     train_env_manager: EnvManagerConfig = field(default_factory=EnvManagerConfig)
@@ -230,10 +223,6 @@ class AgenticConfig(PolicyRunConfig, OlderRLVRKeys):
     ratio_type: Literal["token", "segment"] = "token"
     """Probability ratio of the policy loss: of each ``token``, or of each turn (``segment``: the mean log-ratio of its
     tokens)."""
-    batch_adjust_mode: Literal["copy", "delete", "auto", "random_sample"] = setting(
-        "copy", inert="a step trains on every sample once, in optimizer steps of as equal a size as their number allows"
-    )
-    """Way to make the number of samples divisible."""
     partial_gpu_mode: bool = True
     """Asynchronous rollout with engines on the trainer's devices and on others."""
 

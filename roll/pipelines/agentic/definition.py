@@ -23,7 +23,6 @@ from roll.config.pipelines import (
 )
 from roll.config.policy import PolicyRunConfig
 from roll.config.roles import WorkerConfig
-from roll.config.run import OlderRLVRKeys
 from roll.pipelines.agentic.checks import check_agentic
 from roll.pipelines.agentic.config import (
     AgenticConfig,
@@ -75,7 +74,7 @@ class Agentic(PipelineDefinition):
     )
     compares_log_probs = True
     reference: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
-        ("Agentic: batches, environments (top level)", AgenticConfig, (PolicyRunConfig, OlderRLVRKeys)),
+        ("Agentic: batches, environments (top level)", AgenticConfig, (PolicyRunConfig,)),
     )
     section_tables: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
         (

@@ -233,7 +233,7 @@ def read_data(plan: AgenticPlan) -> dict[str, list[dict[str, Any]]]:
     """
     sections = {tag: entry.section.data_args for tag, entry in plan.entries.items()}
     return {
-        tag: [source.row for source in read_rows(arguments.file_name, arguments.dataset_dir)]
+        tag: [source.row for source in read_rows(arguments.file_name)]
         for tag, arguments in sections.items()
         if arguments is not None and arguments.file_name
     }

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Literal
 from roll.config.checks.base import Checks
 from roll.config.losses import DivergenceConfig
 from roll.config.model_files import check_vocabularies
-from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.pipelines import TEACHES, TRAINS, Headline, Panel, Role, Written
 from roll.config.reading.fields import parse_dtype, setting
 from roll.config.roles import DataArguments, ReferenceWorkerConfig, WorkerConfig
-from roll.config.run import RunConfig
-from roll.pipelines.supervised import HeldOutConfig, SupervisedDefinition, SupervisedPlan
+from roll.pipelines.supervised import SupervisedConfig, SupervisedDefinition, SupervisedPlan
 from roll.pipelines.teachers import check_teachers, check_temperature, finished_teacher
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ INDEX = "index.json"
 
 
 @dataclass(frozen=True)
-class DistillConfig(DivergenceConfig, RunConfig):
+class DistillConfig(DivergenceConfig, SupervisedConfig):
     """The keys of a distillation run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
 
     student_pretrain: str = ""
@@ -38,12 +36,6 @@ class DistillConfig(DivergenceConfig, RunConfig):
     the optimizer step."""
     distill_on_prompt: bool = False
     """Both terms also count the prompt's tokens (all but the first, which nothing predicts)."""
-    max_steps: int | None = setting(None, ge=1)
-    """Optimizer steps; null: ``num_train_epochs`` passes over the data."""
-    sequence_length: int = setting(1024, ge=2)
-    """Longest prompt plus response in tokens; longer rows are left out and counted."""
-    global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
-    """Chat template; null: ``data_args.template`` of the student, whose token ids the teacher is given."""
     system_key: str | None = None
     """Column of the system message of rows that have none in their ``messages``; null: ``data_args.system_prompt``."""
     question_key: str = "question"
@@ -59,8 +51,6 @@ class DistillConfig(DivergenceConfig, RunConfig):
     """The model that learns; its ``data_args`` name the rows."""
     teacher: ReferenceWorkerConfig | None = None
     """The model that it learns from; not needed where ``teacher_cache`` has every row."""
-    validation: HeldOutConfig | None = None
-    """Held-out rows; null: none."""
 
 
 class Distill(SupervisedDefinition):
@@ -86,7 +76,7 @@ class Distill(SupervisedDefinition):
     )
     published_workers = ("StudentWorker", "TeacherWorker")
     reference = (
-        ("Distillation (top level)", DistillConfig, (RunConfig, DivergenceConfig)),
+        ("Distillation (top level)", DistillConfig, (SupervisedConfig, DivergenceConfig)),
         ("Distillation: divergences (top level)", DivergenceConfig, ()),
     )
 

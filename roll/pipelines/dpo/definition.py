@@ -9,26 +9,17 @@ from roll.config.checks.base import Checks
 from roll.config.checks.roles import note_needless_reference
 from roll.config.lora import uses_lora
 from roll.config.losses import PreferenceLossConfig, needs_reference, preference_problems
-from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.pipelines import COMPUTES_LOG_PROBS, TRAINS, Headline, Panel, Role, Written
-from roll.config.reading.fields import setting
 from roll.config.roles import ReferenceWorkerConfig, WorkerConfig
-from roll.config.run import RunConfig
-from roll.pipelines.supervised import HeldOutConfig, SupervisedDefinition, SupervisedPlan
+from roll.pipelines.supervised import SupervisedConfig, SupervisedDefinition, SupervisedPlan
 
 
 @dataclass(frozen=True)
-class DPOConfig(PreferenceLossConfig, RunConfig):
+class DPOConfig(PreferenceLossConfig, SupervisedConfig):
     """The keys of a DPO run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
 
     pretrain: str = ""
     """Model that policy and reference start from: a folder or a hub name."""
-    max_steps: int | None = setting(None, ge=1)
-    """Optimizer steps; null: ``num_train_epochs`` passes over the data."""
-    sequence_length: int = setting(1024, ge=2)
-    """Most tokens of a prompt with one response; pairs with a longer side are left out and counted."""
-    global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
-    """Chat template; null: ``data_args.template`` of the role."""
     chosen_key: str = "chosen"
     """Column of the preferred response: a text, or a conversation that ends with it."""
     rejected_key: str = "rejected"
@@ -43,8 +34,6 @@ class DPOConfig(PreferenceLossConfig, RunConfig):
     """The model that learns; its ``data_args`` name the pairs. ``per_device_train_batch_size`` counts pairs."""
     reference: ReferenceWorkerConfig | None = None
     """The model that it is tied to; not needed with LoRA, whose base is the reference, and for ``simpo``, ``orpo``."""
-    validation: HeldOutConfig | None = None
-    """Held-out pairs; null: none."""
 
 
 def runs_reference(config: DPOConfig) -> bool:
@@ -80,7 +69,7 @@ class DPO(SupervisedDefinition):
     )
     published_workers = ("ActorWorker",)
     reference = (
-        ("DPO (top level)", DPOConfig, (RunConfig, PreferenceLossConfig)),
+        ("DPO (top level)", DPOConfig, (SupervisedConfig, PreferenceLossConfig)),
         ("DPO: losses (top level)", PreferenceLossConfig, ()),
     )
 

@@ -16,7 +16,6 @@ from roll.config.roles import (
     StrategyArguments,
     WorkerConfig,
 )
-from roll.config.run import OlderRLVRKeys
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class ValidationConfig(WorkerConfig):
 
 
 @dataclass(frozen=True)
-class RLVRConfig(PolicyRunConfig, OlderRLVRKeys):
+class RLVRConfig(PolicyRunConfig):
     """Configuration of an RLVR run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
 
     group_key: ClassVar[str] = "num_return_sequences_in_group"

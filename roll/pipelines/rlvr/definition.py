@@ -44,7 +44,7 @@ from roll.config.rewards import (
     section_of,
 )
 from roll.config.roles import WorkerConfig
-from roll.config.run import OlderRLVRKeys, RunConfig
+from roll.config.run import RunConfig
 from roll.config.strategies.base import own_weights
 from roll.pipelines.policy import is_taught, needs_critic, needs_reference, pg_variant, taught_by_advantage
 from roll.pipelines.policy_checks import build_own_filter, check_transport, policy_functions
@@ -95,11 +95,10 @@ class RLVR(PipelineDefinition):
     compares_log_probs = True
     section_aliases: ClassVar[Mapping[str, str]] = {"student_train": "actor_train", "student_infer": "actor_infer"}
     reference: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
-        ("RLVR: batches, lengths, roles (top level)", RLVRConfig, (PolicyRunConfig, OlderRLVRKeys)),
+        ("RLVR: batches, lengths, roles (top level)", RLVRConfig, (PolicyRunConfig,)),
         ("RLVR and agentic: roles, engines, asynchronous rollout (top level)", PolicyRunConfig, (RunConfig, PPOConfig)),
         ("RLVR and agentic: algorithm (top level)", PPOConfig, (PolicyLossConfig,)),
         ("RLVR and agentic: options of single policy losses (top level)", PolicyLossConfig, ()),
-        ("RLVR and agentic: keys of older files (top level)", OlderRLVRKeys, ()),
     )
     section_tables: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
         ("`rewards.<name>` (in addition to the keys of a role)", RewardConfig, (WorkerConfig,)),

@@ -13,27 +13,18 @@ from roll.config.losses import (
     ScoreInput,
     reward_loss_problems,
 )
-from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.pipelines import TRAINS, Headline, Panel, Role
-from roll.config.reading.fields import setting
 from roll.config.rewards import CLASSIFIER
 from roll.config.roles import WorkerConfig
-from roll.config.run import RunConfig
-from roll.pipelines.supervised import HeldOutConfig, SupervisedDefinition
+from roll.pipelines.supervised import SupervisedConfig, SupervisedDefinition
 
 
 @dataclass(frozen=True)
-class RMConfig(RewardLossConfig, RunConfig):
+class RMConfig(RewardLossConfig, SupervisedConfig):
     """The keys of an rm run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
 
     pretrain: str = ""
     """Model that the reward model starts from: a folder or a hub name. A language model gets a new head."""
-    max_steps: int | None = setting(None, ge=1)
-    """Optimizer steps; null: ``num_train_epochs`` passes over the data."""
-    sequence_length: int = setting(1024, ge=2)
-    """Most tokens of a prompt with one response; rows with a longer side are left out and counted."""
-    global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
-    """Chat template under ``score_input: tokens``; null: ``data_args.template`` of the role."""
     score_input: ScoreInput = SCORE_INPUT_DEFAULT
     """Tokens that are scored: ``chat``, the conversation by the tokenizer's chat template; ``tokens``, the rendered
     prompt, the response and the end-of-turn token, as the policy has them. The reward ``reward_model`` must say the
@@ -53,8 +44,6 @@ class RMConfig(RewardLossConfig, RunConfig):
     """``process``: text behind every step but the last."""
     reward_train: WorkerConfig = field(default_factory=WorkerConfig)
     """The reward model; its ``data_args`` name the rows. ``per_device_train_batch_size`` counts prompts."""
-    validation: HeldOutConfig | None = None
-    """Held-out rows; null: none."""
 
 
 class RewardModel(SupervisedDefinition):
@@ -79,7 +68,7 @@ class RewardModel(SupervisedDefinition):
         Panel("Calibration error and correlation with length", ("val/ece", "val/length_correlation")),
     )
     reference = (
-        ("Reward models (top level)", RMConfig, (RunConfig, RewardLossConfig)),
+        ("Reward models (top level)", RMConfig, (SupervisedConfig, RewardLossConfig)),
         ("Reward models: losses (top level)", RewardLossConfig, ()),
     )
 

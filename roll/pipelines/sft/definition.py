@@ -6,26 +6,18 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from roll.config.checks.base import Checks
-from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.pipelines import TRAINS, Headline, Panel, Role
-from roll.config.reading.fields import setting
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
-from roll.pipelines.supervised import HeldOutConfig, SupervisedDefinition
+from roll.pipelines.supervised import SupervisedConfig, SupervisedDefinition
 
 
 @dataclass(frozen=True)
-class SFTConfig(RunConfig):
+class SFTConfig(SupervisedConfig):
     """The keys of an SFT run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
 
     pretrain: str = ""
     """Model to start from: a folder or a hub name."""
-    max_steps: int | None = setting(None, ge=1)
-    """Optimizer steps; null: ``num_train_epochs`` passes over the data."""
-    sequence_length: int = setting(1024, ge=2)
-    """Longest prompt plus response in tokens; longer rows are left out."""
-    global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
-    """Chat template; null: ``data_args.template`` of the role."""
     system_key: str | None = None
     """Column of the system message of rows that have none in their ``messages``; null: ``data_args.system_prompt``."""
     prompt_key: str | None = None
@@ -39,8 +31,6 @@ class SFTConfig(RunConfig):
     turn of the ``assistant``, tool calls included, with tools from the column ``tools``."""
     sft_train: WorkerConfig = field(default_factory=WorkerConfig)
     """The model that learns; its ``data_args`` name the demonstrations."""
-    validation: HeldOutConfig | None = None
-    """Held-out demonstrations; null: none."""
 
 
 class SFT(SupervisedDefinition):
@@ -64,7 +54,10 @@ class SFT(SupervisedDefinition):
         Panel("Gradient norm", ("sft_train/grad_norm",), smooth=True),
     )
     published_workers = ("SFTWorker",)
-    reference = (("SFT (top level)", SFTConfig, (RunConfig,)),)
+    reference = (
+        ("SFT, preferences, distillation, reward models (top level)", SupervisedConfig, (RunConfig,)),
+        ("SFT (top level)", SFTConfig, (SupervisedConfig,)),
+    )
 
     def training_data(self, config: SFTConfig) -> DataArguments:
         own = config.sft_train.data_args
