@@ -1,4 +1,4 @@
-"""Generate small repositories with a fault and tests that fail: a JSON line each, for ``agent: repository``.
+"""Generate small repositories with a fault and tests that fail: a JSON line each, for the agent of repository_agent.py.
 
 python examples/agentic_demo/toy_repositories.py data/repositories/train.jsonl 2000
 python examples/agentic_demo/toy_repositories.py data/repositories/val.jsonl 200 --seed 1

@@ -17,7 +17,7 @@ from roll.config.reading.schema import Mismatch, convert
 from roll.config.rewards import CLUSTER, LLM_JUDGE
 
 T = TypeVar("T")
-AGENTS = ("tools", "black_box", "repository", "verl")
+AGENTS = ("tools", "black_box", "verl")
 """Names of the built-in agents."""
 Context = Literal["append", "observation", "last", "own", "response"]
 """Contents of an environment's next prompt: everything so far; the current observation with the last turns in a
@@ -31,7 +31,7 @@ ToolChoice = Literal["enforce", "auto"]
 
 def uses_tools(agent: str | None) -> bool:
     """True where conversations of the agent may have tool messages, which the chat template must then support."""
-    return agent in ("tools", "repository", "verl")
+    return agent in ("tools", "verl")
 
 
 class AgentOptionError(ValueError):
@@ -89,24 +89,6 @@ class ToolWrapperArguments:
     """Added once at the end of an episode that succeeds and has used a tool."""
     max_tool_uses: int = setting(10, ge=0)
     """Calls of an episode; further ones are actions of the environment."""
-
-
-@dataclass(frozen=True)
-class RepositoryOptions:
-    """``agent_config`` of ``agent: repository``."""
-
-    partial: bool = False
-    """The reward is the share of tests that pass; false: 1 where all do, else 0."""
-    timeout: float = 10.0
-    """Seconds of a program, and of a test."""
-    memory_mb: int = 512
-    """Address space of a program."""
-    parallel: int = 4
-    """Programs at a time, over all episodes."""
-    max_result: int = 10_000
-    """Characters of a tool's result; longer ones lose their middle."""
-    require: list[str] | None = None
-    """Protections of the sandbox without which nothing runs; null: those of the reward ``code_sandbox``."""
 
 
 @dataclass(frozen=True)

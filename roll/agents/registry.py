@@ -10,7 +10,6 @@ from roll.agents.agent_options import (
     AGENTS,
     AgentOptionError,
     BlackBoxOptions,
-    RepositoryOptions,
     ToolAgentOptions,
     VerifierOptions,
     VerlOptions,
@@ -57,7 +56,7 @@ def make_agent(
     """Build an agent; nothing is started yet.
 
     Args:
-        agent: ``tools``, ``black_box``, ``repository``, ``verl``, or a coroutine's dotted path.
+        agent: ``tools``, ``black_box``, ``verl``, or a coroutine's dotted path.
         config: options of the agent; of a coroutine its keyword arguments.
         system: system message, for ``tools``.
         template: text of the question, for ``tools``.
@@ -72,8 +71,6 @@ def make_agent(
             return _tool_agent(read_options(ToolAgentOptions, options), system, template, judge)
         if agent == "black_box":
             return _black_box(read_options(BlackBoxOptions, options), judge)
-        if agent == "repository":
-            return _repository(read_options(RepositoryOptions, options), system, template)
         if agent == "verl":
             return _verl(read_options(VerlOptions, options), judge)
         if "." not in agent:
@@ -102,14 +99,6 @@ def _black_box(options: BlackBoxOptions, judge: Mapping[str, str] | None) -> Age
 
     options.check()
     return BlackBoxAgent(options, make_verifier(options.verifier, judge) if options.verifier else None)
-
-
-def _repository(options: RepositoryOptions, system: str | None, template: str | None) -> Agent:
-    from roll.agents.repository import TEMPLATE, RepositoryAgent
-
-    agent = RepositoryAgent(options, system, template or TEMPLATE)
-    agent.check_host()
-    return agent
 
 
 def _verl(options: VerlOptions, judge: Mapping[str, str] | None) -> Agent:

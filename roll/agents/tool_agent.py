@@ -131,13 +131,15 @@ class FunctionAgent:
         self._path = path
         self._arguments = dict(arguments or {})
         self._function: Any = load_function(path, "agent")
+        agent: Any = None
         if inspect.isclass(self._function):
             try:
-                agent: Any = self._function(**self._arguments)
+                agent = self._function(**self._arguments)
                 self._function = agent.run
             except (TypeError, ValueError, AttributeError) as error:
                 raise ToolError(f"agent: {path} cannot be made: {error}") from error
             self._arguments = {}
+        self._close = getattr(agent, "close", None)
         self._takes_episode = _check_signature(path, self._function, self._arguments)
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
@@ -158,6 +160,11 @@ class FunctionAgent:
         if not isinstance(result, int | float) or not math.isfinite(result):
             raise TypeError(f"{self._path} returned {result!r}; a reward is a finite number")
         return float(result)
+
+    async def close(self) -> None:
+        """End what an agent's own ``async def close()`` ends."""
+        if self._close is not None:
+            await self._close()
 
 
 def _check_signature(path: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:

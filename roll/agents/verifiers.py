@@ -155,16 +155,6 @@ class CommandVerifier:
         """Nothing to release."""
 
 
-class NoVerdict:
-    """Verifier of an agent that scores its episodes itself."""
-
-    async def __call__(self, task: Task, model: Model, episode: Episode, folder: str | None = None) -> float:
-        return 0.0
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
 class ScoredAgent:
     """Adds a verifier's score of the whole episode to the reward of an agent's last turn.
 

@@ -126,12 +126,8 @@ def check_agent_keys(key: str, agent: str, section: CustomEnvConfig, checks: Che
         if getattr(section, name) and name in section.agent_config:
             rule = f"is set by agent_config.{name}, too: keep one of them"
             checks.add(f"{key}.{name}", getattr(section, name), rule)
-    if agent in ("tools", "repository", "verl") and section.data_args is None and section.env_type is None:
-        columns = {
-            "tools": "messages, prompt or question",
-            "verl": "prompt",
-            "repository": "issue, with files, tests and imports",
-        }
+    columns = {"tools": "messages, prompt or question", "verl": "prompt"}
+    if agent in columns and section.data_args is None and section.env_type is None:
         rule = f"is needed by agent: {agent}: the questions, in a column {columns[agent]}"
         checks.missing(f"{key}.data_args.file_name", rule, "[data/train.jsonl]")
     for name in ("context", "history_length", "env_config", "use_thread_lock", "max_env_step_concurrent"):

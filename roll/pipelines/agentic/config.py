@@ -111,9 +111,8 @@ class CustomEnvConfig:
     """Arguments of the environment; checked by the environment itself."""
     agent: str | None = setting(None, choices=AGENTS, dotted_path=True)
     """In place of ``env_type``, who works on the task: ``tools`` (the policy with tools, until it answers),
-    ``black_box`` (a program that speaks to the policy over HTTP), ``repository`` (the policy with files, programs and
-    tests in the sandbox), ``verl`` (the policy with tools and interactions of verl's files, in verl's loop), or the
-    dotted path of a coroutine ``run(task, model)`` of your own."""
+    ``black_box`` (a program that speaks to the policy over HTTP), ``verl`` (the policy with tools and interactions of
+    verl's files, in verl's loop), or the dotted path of a coroutine ``run(task, model)`` of your own."""
     agent_config: dict[str, Any] = field(default_factory=dict)
     """Options of the agent; of a coroutine its keyword arguments. Checked by the agent itself."""
     tools: list[Any] = field(default_factory=list)

@@ -5,23 +5,21 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from examples.agentic_demo import toy_repositories
+from examples.agentic_demo.repository_agent import Repository, files_of
 from roll.agents.agent_options import AgentOptionError
 from roll.agents.episode import Episode, Limits, Task
 from roll.agents.registry import make_agent
-from roll.agents.repository import Repository, files_of
 from tests.agents.playing import Recorded, assert_trained_as_sampled, played
 from tests.agents.templates import WRITTEN_HERE
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "agentic_demo"))
-
-import toy_repositories
+AGENT = "examples.agentic_demo.repository_agent.RepositoryAgent"
 
 
 def called(name: str, **arguments: object) -> str:
@@ -36,7 +34,7 @@ def repaired(row: dict[str, Any]) -> list[str]:
 
 def play(rows: list[dict[str, Any]], says: Callable[[dict[str, Any]], list[str]], turns: int = 10) -> list[Episode]:
     """An episode of each row with one agent; behind what it ``says`` the policy is done."""
-    agent = make_agent("repository", {"timeout": 10})
+    agent = make_agent(AGENT, {"timeout": 10})
     found = []
     for row in rows:
         text = iter([*says(row), *["done"] * turns])
@@ -115,6 +113,6 @@ def test_files_of_a_task(tmp_path: Path) -> None:
 
 
 def test_options() -> None:
-    with pytest.raises(AgentOptionError, match="did you mean 'timeout'"):
-        make_agent("repository", {"timeuot": 1})
+    with pytest.raises(AgentOptionError, match="timeuot"):
+        make_agent(AGENT, {"timeuot": 1})
     assert toy_repositories.task(3, 1) == toy_repositories.task(3, 1) != toy_repositories.task(3, 0)

@@ -1,5 +1,6 @@
-"""Repairing small repositories: files that the policy reads and writes by tools, programs in the sandbox, tests as the
-reward.
+"""An agent that repairs small repositories, ``agent: examples.agentic_demo.repository_agent.RepositoryAgent``.
+
+The policy reads and writes files by tools and runs programs in the sandbox; tests are the reward.
 
 A task is a row with ``issue``, ``files`` (path to text) or ``folder``, ``tests`` (a text of asserts, shown to the
 policy and run at its wish), ``hidden_tests`` (the same, for the verdict alone) and ``imports`` (what both begin
@@ -12,18 +13,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from roll.agents.agent_options import RepositoryOptions, ToolAgentOptions
+from roll.agents.agent_options import ToolAgentOptions
 from roll.agents.built_in_tools import PythonTool, ToolSet
 from roll.agents.episode import Episode, EpisodeOver, Model, Task
 from roll.agents.tool_agent import ToolAgent
 from roll.agents.tools import Tool, ToolBox, ToolError, ToolResult
-from roll.agents.verifiers import NoVerdict
 from roll.rewards.base import GuardedReward, RewardSample
 from roll.rewards.registry import build_reward
 
@@ -102,26 +102,51 @@ def files_of(row: Mapping[str, Any]) -> dict[str, str]:
     return {str(_name(path)): str(text) for path, text in files.items()}
 
 
+class NoVerdict:
+    """Verifier of an agent that scores its episodes itself."""
+
+    async def __call__(self, task: Task, model: Model, episode: Episode, folder: str | None = None) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
 class RepositoryAgent(ToolAgent):
     """Lets the policy work on a repository until a response calls no tool or a limit ends the episode; the reward is
-    the tests' verdict in both cases."""
+    the tests' verdict in both cases.
 
-    def __init__(self, options: RepositoryOptions, system: str | None = None, template: str | None = None) -> None:
-        inner = ToolAgentOptions(timeout=options.timeout + 30, max_result=options.max_result)
-        super().__init__(ToolSet([]), NoVerdict(), inner, system, template)
-        self._own = options
-        require = {} if options.require is None else {"require": tuple(options.require)}
-        self._python = PythonTool(options.timeout, options.memory_mb, options.parallel, **require)
-        judged = {"timeout": options.timeout * 3, "case_timeout": options.timeout, "memory_mb": options.memory_mb}
-        self._judge = GuardedReward("code_sandbox", build_reward("code_sandbox", judged | require))
-        self._threads = ThreadPoolExecutor(int(getattr(self._judge, "concurrent_calls", 1)), thread_name_prefix="tests")
+    Args:
+        partial: the reward is the share of tests that pass; false: 1 where all do, else 0.
+        timeout: seconds of a program, and of a test.
+        memory_mb: address space of a program.
+        parallel: programs at a time, over all episodes.
+        max_result: characters of a tool's result; longer ones lose their middle.
+        require: protections of the sandbox without which nothing runs; None: those of the reward ``code_sandbox``.
+        template: of the first message, with ``{issue}``, ``{file_names}``, ``{tests}`` and every other column.
 
-    def check_host(self) -> None:
-        """
-        Raises:
-            ToolError: this host does not give the protections that ``require`` names.
-        """
+    Raises:
+        ToolError: this host does not give the protections that ``require`` names.
+    """
+
+    def __init__(
+        self,
+        partial: bool = False,
+        timeout: float = 10.0,
+        memory_mb: int = 512,
+        parallel: int = 4,
+        max_result: int = 10_000,
+        require: Sequence[str] | None = None,
+        template: str = TEMPLATE,
+    ) -> None:
+        super().__init__(ToolSet([]), NoVerdict(), ToolAgentOptions(), None, template)
+        self._partial, self._limits = partial, (timeout + 30, max_result)
+        required = {} if require is None else {"require": tuple(require)}
+        self._python = PythonTool(timeout, memory_mb, parallel, **required)
         self._python.check_host()
+        judged = {"timeout": timeout * 3, "case_timeout": timeout, "memory_mb": memory_mb}
+        self._judge = GuardedReward("code_sandbox", build_reward("code_sandbox", judged | required))
+        self._threads = ThreadPoolExecutor(int(getattr(self._judge, "concurrent_calls", 1)), thread_name_prefix="tests")
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
         """Work until it is done; returns the share of tests that pass, or with ``partial: false`` whether all do.
@@ -170,7 +195,7 @@ class RepositoryAgent(ToolAgent):
             tool("run", "Run a Python program in the repository and see what it prints.", run, code=text),
             tool("run_tests", "Run the tests.", run_tests),
         ]
-        return ToolBox(tools, self._own.timeout + 30, self._own.max_result)
+        return ToolBox(tools, *self._limits)
 
     async def _verdict(self, row: Mapping[str, Any], repository: Repository, episode: Episode) -> float:
         """Verdict of the tests, each assert a case; by the code reward, whose verdict no program can forge."""
@@ -183,7 +208,7 @@ class RepositoryAgent(ToolAgent):
         if result.error is not None or result.score is None:
             raise episode.fault(f"tests: {result.error}")
         episode.metrics["tests_passed"] = result.score
-        return result.score if self._own.partial else float(result.score >= 1)
+        return result.score if self._partial else float(result.score >= 1)
 
     async def close(self) -> None:
         """End the sandboxes."""
