@@ -317,7 +317,8 @@ class TextArenaEnvironment(_Wrapped):
         """Play the others' turns until it is the policy's turn or the game is over."""
         while not done:
             player, observation = self.inner.get_observation()
-            text = _game_text(observation)
+            # TextArena's observation: a text, or messages as (sender, text, kind).
+            text = observation if isinstance(observation, str) else "\n".join(str(entry[1]) for entry in observation)
             if player == self._player:
                 return text, False
             done, _ = self.inner.step(self._opponent(text))
@@ -389,10 +390,3 @@ def _plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_plain(one) for one in value)
     return value
-
-
-def _game_text(observation: Any) -> str:
-    """TextArena's observation: a text, or messages as (sender, text, kind)."""
-    if isinstance(observation, str):
-        return observation
-    return "\n".join(str(entry[1]) for entry in observation)

@@ -59,10 +59,6 @@ def last_code_block(text: str, languages: Sequence[str] = PYTHON) -> str | None:
     return (programs or plain)[-1].text if plain else None
 
 
-def has_code_block(text: str) -> bool:
-    return bool(code_blocks(text))
-
-
 def is_wanted(language: str, languages: Sequence[str]) -> bool:
     return language in languages or ("python" in languages and _ANY_PYTHON.fullmatch(language) is not None)
 
@@ -77,7 +73,10 @@ def code_blocks(text: str) -> list[Block]:
         if opened is None:
             opened, lines = opening_fence(line), []
             continue
-        rest = closing_fence(line, opened.mark)
+        # Text before the closing fence on its line; None if it does not close the block.
+        stripped = line.rstrip()
+        before = stripped.rstrip(opened.mark[0])
+        rest = before if len(stripped) - len(before) >= len(opened.mark) else None
         if rest is None:
             lines.append(line)
             continue
@@ -101,13 +100,6 @@ def opening_fence(line: str) -> Fence | None:
     if marker and not _LIST_ITEM.fullmatch(marker) and not info.strip().isalnum():
         return None
     return Fence(before, rest[: len(rest) - len(info)], info)
-
-
-def closing_fence(line: str, fence: str) -> str | None:
-    """Text before the closing fence on its line; None if it does not close the block."""
-    stripped = line.rstrip()
-    before = stripped.rstrip(fence[0])
-    return before if len(stripped) - len(before) >= len(fence) else None
 
 
 def finished(opened: Fence, lines: list[str]) -> Block:
@@ -295,4 +287,4 @@ def find_program(sample: RewardSample, languages: Sequence[str]) -> str | None:
     text = after_thought(sample.response, sample.prompt)
     if text is None:
         return None
-    return last_code_block(text, languages) if has_code_block(text) else text.strip()
+    return last_code_block(text, languages) if code_blocks(text) else text.strip()

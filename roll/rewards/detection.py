@@ -57,7 +57,8 @@ def read_boxes(text: str) -> list[Box]:
     """Boxes as models write them, in order: JSON (a list of objects or of four numbers), ``<box>`` tags, else every
     ``[x1, y1, x2, y2]`` or ``(x1, y1), (x2, y2)`` in the text."""
     fenced = _FENCE.findall(text)
-    inner = _outermost_list(text)
+    # From the first opening to the last closing square bracket.
+    inner = text[max(0, text.find("[")) : text.rfind("]") + 1]
     for candidate in (fenced[-1] if fenced else text, inner if "{" in inner else ""):
         found = boxes_in_json(candidate)
         if found:
@@ -108,11 +109,6 @@ def make_box(corners: Any, label: str | None = None, confidence: float = 1.0) ->
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _outermost_list(text: str) -> str:
-    """From the first opening to the last closing square bracket."""
-    return text[max(0, text.find("[")) : text.rfind("]") + 1]
 
 
 def _label_before(text: str, position: int) -> str | None:

@@ -42,11 +42,7 @@ def holds(found: int, relation: str, wanted: int) -> bool:
 
 @instruction("keywords:existence")
 def existence(text: str, *, keywords: Sequence[str]) -> bool:
-    return all(_occurs(keyword, text) for keyword in keywords)
-
-
-def _occurs(keyword: str, text: str) -> bool:
-    return keyword.lower() in text.lower()
+    return all(keyword.lower() in text.lower() for keyword in keywords)
 
 
 @instruction("keywords:frequency")

@@ -102,13 +102,9 @@ def find_answer(response: str, prompt: str, sources: Sequence[str]) -> str | Non
 @lru_cache(maxsize=4096)
 def read_truth(ground_truth: str) -> tuple[str, bool]:
     """The ground truth as it is compared, and whether it is a numeral."""
-    gold = canonical(clean_truth(ground_truth))
+    # A ground truth may itself be a worked solution that ends in a box or behind `####`.
+    gold = canonical((last_boxed(ground_truth) or last_marked(ground_truth) or ground_truth).strip().strip("$").strip())
     return gold, parse_number(plain(gold)) is not None
-
-
-def clean_truth(ground_truth: str) -> str:
-    """A ground truth may itself be a worked solution that ends in a box or behind ``####``."""
-    return (last_boxed(ground_truth) or last_marked(ground_truth) or ground_truth).strip().strip("$").strip()
 
 
 def equivalent(gold: str, answer: str, verifier: MathVerifier) -> Verdict:

@@ -181,7 +181,7 @@ class PromptCodec:
             texts=state["texts"],
             weight_versions=_tuples(state["weight_versions"]),
             given=state.get("given"),
-            routes=_split_routes(state),
+            routes=[] if "routes" not in state else np.split(state["routes"], np.cumsum(state["routes_lengths"])[:-1]),
         )
         rewards = [RewardResult(**result) for result in state["rewards"]]
         return SampleGroup(int(state["order"]), self._prompt(state), finished, rewards)
@@ -192,12 +192,6 @@ class PromptCodec:
 
 def _prompt_state(prompt: PromptRow) -> State:
     return {"domain": prompt.domain, "prompt_id": prompt.prompt_id}
-
-
-def _split_routes(state: Mapping[str, Any]) -> list[np.ndarray]:
-    if "routes" not in state:
-        return []
-    return np.split(state["routes"], np.cumsum(state["routes_lengths"])[:-1])
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,10 @@ class Endpoint:
             try:
                 return await handler(request)
             except BadRequest as error:
-                return JSONResponse(error_body(str(error), "invalid_request_error", error.field), _status_of(error))
+                return JSONResponse(
+                    error_body(str(error), "invalid_request_error", error.field),
+                    413 if isinstance(error, TooLong) else 404 if error.field == "model" else 400,
+                )
             except (Refused, Overloaded, Unavailable) as error:
                 return _failed(error)
             except ClientDisconnect:
@@ -250,12 +253,6 @@ class Endpoint:
 
 def _has_failed(task: asyncio.Task[FinishedGroup]) -> bool:
     return task.done() and task.exception() is not None
-
-
-def _status_of(error: BadRequest) -> int:
-    if isinstance(error, TooLong):
-        return 413
-    return 404 if error.field == "model" else 400
 
 
 def _failed(error: Exception) -> Response:

@@ -116,7 +116,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("faulty")
 def test_a_trial_that_hangs() -> None:
-    hung = trials.trial("hang", deadline=10.0)
+    (hung,) = trials.trials([("hang",)], 10.0)
     assert hung.error == "no end within 10 s; it hung after 'began'"
     assert not is_alive(hung.words[0]["pid"])
 
@@ -154,4 +154,4 @@ def test_a_collective_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(trials, "trials", without_rank_1)
     (found,) = trials.try_collectives(2)
     assert found.severity is Severity.ERROR
-    assert "rank 0: no end within 15 s" in found.value and "hung after 'copy'" in found.value
+    assert "rank 0: no end within 15 s" in found.value and "hung after 'allocated'" in found.value

@@ -73,11 +73,6 @@ def mapped_section(hint: Any) -> type | None:
     return None
 
 
-def listed_section(hint: Any) -> type | None:
-    """The dataclass behind the entries of a ``list[X]`` field, if they are sections."""
-    return nested_section(get_args(hint)[0]) if get_origin(hint) is list else None
-
-
 @cache
 def schema_paths(cls: type) -> dict[str, str]:
     """Every key of a configuration class, by its own name, with one full path where it belongs."""
@@ -142,7 +137,8 @@ class SchemaReader:
             else:
                 values[item.name] = self._read_sections(mapped, value, path)
             return
-        listed = listed_section(hint)
+        # The dataclass behind the entries of a `list[X]` field, if they are sections.
+        listed = nested_section(get_args(hint)[0]) if get_origin(hint) is list else None
         if listed is not None and isinstance(value, list):
             values[item.name] = [self.read(listed, entry, f"{path}[{index}]") for index, entry in enumerate(value)]
             return

@@ -221,15 +221,11 @@ def reaches_sockets_of_this_host() -> bool:
         try:
             ours.sendto(b"", "\0roll-sandbox-nobody")
         except ConnectionRefusedError:
-            return not is_isolated_from_names()
+            # Names of sockets belong to a network namespace, and to the files of a mount namespace.
+            return os.path.exists("/run")
         except OSError:
             return False
     return True
-
-
-def is_isolated_from_names() -> bool:
-    """Names of sockets belong to a network namespace, and to the files of a mount namespace."""
-    return not os.path.exists("/run")
 
 
 def can_disturb(pid: int) -> bool:

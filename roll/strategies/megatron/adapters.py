@@ -363,7 +363,8 @@ def add_to_chunk(
         has_shared = is_sparse and layer.mlp.shared_experts is not None
         for path in LINEARS[:2] + (SHARED_LINEARS if has_shared else ()) if is_sparse else LINEARS:
             sources, layout = in_layer(f"{path}.weight", hf)
-            weights = {_projection(name): f"model.layers.{layer.layer_number - 1}.{name}" for name in sources}
+            # `q_proj` of `self_attn.q_proj.weight`.
+            weights = {name.split(".")[-2]: f"model.layers.{layer.layer_number - 1}.{name}" for name in sources}
             adapted = {name: weight for name, weight in weights.items() if weight in scalings}
             if not adapted:
                 continue
@@ -391,11 +392,6 @@ def _adapt_experts(
     whole = {name: stored.live_shape(weight) for name, weight in weights.items()}
     ranks = {name: shapes[adapter_names(weight)[0]][0] // whole[name][0] for name, weight in weights.items()}
     experts.adapt(ranks, {name: scalings[weight] for name, weight in weights.items()}, whole)
-
-
-def _projection(weight: str) -> str:
-    """``q_proj`` of ``self_attn.q_proj.weight``."""
-    return weight.split(".")[-2]
 
 
 @contextmanager

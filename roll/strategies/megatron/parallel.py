@@ -175,15 +175,11 @@ def _architecture(hf: PretrainedConfig) -> dict[str, Any]:
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": has_qkv_bias(hf),
+        "add_qkv_bias": hf.model_type == "qwen2" or (hf.model_type == "qwen2_moe" and getattr(hf, "qkv_bias", True)),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         **_experts(hf),
     }
-
-
-def has_qkv_bias(hf: PretrainedConfig) -> bool:
-    return hf.model_type == "qwen2" or (hf.model_type == "qwen2_moe" and getattr(hf, "qkv_bias", True))
 
 
 def num_experts(hf: PretrainedConfig) -> int:
