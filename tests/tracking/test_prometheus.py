@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from examples.monitoring.dashboard import dashboard
 from roll.config.pipelines import NAMES, definition_of
 from roll.tracking import TrackedRun, build_trackers
-from roll.tracking.prometheus import dashboard, series_name
+from roll.tracking.prometheus import series_name
 
 pytest.importorskip("prometheus_client")
 
@@ -53,7 +54,7 @@ def test_taken_port_and_address(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rlvr", "agentic"])
 def test_dashboards_are_up_to_date(name: str) -> None:
-    """Write it again with ``python -m roll.tracking.prometheus NAME > examples/monitoring/grafana-NAME.json``."""
+    """Write it again with ``python examples/monitoring/dashboard.py NAME > examples/monitoring/grafana-NAME.json``."""
     written = json.loads((MONITORING / f"grafana-{name}.json").read_text(encoding="utf-8"))
     assert written == dashboard(definition_of(name))
 
