@@ -25,10 +25,10 @@ from starlette.routing import Route
 
 from roll.agents.chat_ids import TemplateError
 from roll.agents.session import Refusal, Session, episode_over
-from roll.agents.wire_chat import Reply, chat_body, chat_events, read_chat_request
+from roll.agents.wire_chat import chat_body, chat_events, read_chat_request
 from roll.agents.wire_messages import messages_body, messages_events, read_messages_request
 from roll.agents.wire_responses import read_responses_request, responses_body, responses_events
-from roll.serving.app import CLIENT_HAS_GONE, DISCONNECT_POLL_SECONDS
+from roll.serving.app import CLIENT_HAS_GONE, DISCONNECT_POLL_SECONDS, while_connected
 from roll.serving.requests import BadRequest, TooLong, read_json
 from roll.serving.responses import error_body
 from roll.serving.server import HttpServer
@@ -211,19 +211,19 @@ class AgentEndpoint:
 
     async def _chat(self, request: Request, session: Session) -> Response:
         call = read_chat_request(await read_json(request))
-        reply = await _while_connected(request, session, session.answer(call))
+        (reply,) = await while_connected(request, _on_loop(session, session.answer(call)))
         return _events(chat_events(reply, call.include_usage)) if call.stream else JSONResponse(chat_body(reply))
 
     async def _responses(self, request: Request, session: Session) -> Response:
         call = read_responses_request(await read_json(request), session.responses)
-        reply = await _while_connected(request, session, session.answer(call))
+        (reply,) = await while_connected(request, _on_loop(session, session.answer(call)))
         body = responses_body(reply, call)
         session.responses[body["id"]] = [*call.messages[call.own_messages :], reply.message]
         return _events(responses_events(body)) if call.stream else JSONResponse(body)
 
     async def _messages(self, request: Request, session: Session) -> Response:
         call = read_messages_request(await read_json(request))
-        reply = await _while_connected(request, session, session.answer(call))
+        (reply,) = await while_connected(request, _on_loop(session, session.answer(call)))
         body = messages_body(reply, call.stops[0] if len(call.stops) == 1 else None)
         return _events(messages_events(reply, body)) if call.stream else JSONResponse(body)
 
@@ -341,20 +341,3 @@ async def _on_loop(session: Session, coroutine: Coroutine[Any, Any, T]) -> T:
 def _is_cancelling() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-async def _while_connected(request: Request, session: Session, call: Coroutine[Any, Any, Reply]) -> Reply:
-    """Make a call and return its reply.
-
-    Raises:
-        ClientDisconnect: the client has gone; the call is dropped.
-    """
-    task = asyncio.create_task(_on_loop(session, call))
-    try:
-        while not task.done():
-            await asyncio.wait([task], timeout=DISCONNECT_POLL_SECONDS)
-            if not task.done() and await request.is_disconnected():
-                raise ClientDisconnect
-        return task.result()
-    finally:
-        task.cancel()

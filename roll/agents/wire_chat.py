@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from roll.agents.chat_ids import Message
 from roll.agents.episode import Response
 from roll.serving.requests import CHAT, NO_LIMIT, BadRequest, Fields, read_message
-from roll.strategies.engines.requests import SamplingParams, check_sampling_params, visible_text
+from roll.serving.responses import event, usage_of
+from roll.strategies.engines.requests import SamplingParams, visible_text
 
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
@@ -83,6 +84,10 @@ class Reply:
     model: str
 
     @property
+    def usage(self) -> dict[str, int]:
+        return usage_of(self.prompt_tokens, self.completion_tokens)
+
+    @property
     def message(self) -> Message:
         """The message that a client puts into its conversation."""
         message: Message = {"role": "assistant", "content": self.content}
@@ -113,13 +118,12 @@ def read_chat_request(body: Any) -> ChatRequest:
     Raises:
         BadRequest: a field that is missing, unknown, not available, of a wrong type or out of range.
     """
-    refuse_unavailable(body, _UNAVAILABLE)
-    fields = Fields(body, {*_CHAT, *_UNAVAILABLE}, None)
+    fields = Fields(body, _CHAT, None, _UNAVAILABLE)
     messages = fields.get("messages", list, [])
     if not messages:
         raise BadRequest("messages: is needed, a list of messages", "messages")
     shared = fields.shared(NO_LIMIT, 0, "top_logprobs")
-    tools = [_tool(tool) for tool in fields.get("tools", list, [])]
+    tools = [_chat_tool(tool) for tool in fields.get("tools", list, [])]
     return ChatRequest(
         messages=named_tools([_plain(read_message(message, tools=True, images=True)) for message in messages]),
         tools=tools,
@@ -129,30 +133,6 @@ def read_chat_request(body: Any) -> ChatRequest:
         include_usage=shared["include_usage"],
         **read_tool_choice(fields.get("tool_choice", (str, dict), "auto"), tools),
     )
-
-
-def refuse_unavailable(body: Any, neutral: Mapping[str, Collection[Any]]) -> None:
-    """
-    Raises:
-        BadRequest: a field of ``neutral`` has a value that asks for something.
-    """
-    for name in neutral.keys() & (body.keys() if isinstance(body, Mapping) else set()):
-        if body[name] not in neutral[name]:
-            raise BadRequest(f"{name}: is not available in an episode", name)
-
-
-def sampling_params(**params: Any) -> SamplingParams:
-    """Checked sampling parameters.
-
-    Raises:
-        BadRequest: one is out of range.
-    """
-    checked = SamplingParams(**params)
-    try:
-        check_sampling_params(checked, "request")
-    except ValueError as error:
-        raise BadRequest(str(error)) from error
-    return checked
 
 
 def sampling_options(fields: Fields, params: SamplingParams) -> dict[str, Any]:
@@ -223,23 +203,28 @@ def _plain(message: Message) -> Message:
     return {"role": role, "content": ""} | kept
 
 
-def _tool(tool: Any) -> Message:
-    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
-    if not isinstance(function, Mapping):
-        raise BadRequest("tools: each must be an object of type function", "tools")
-    return tool_schema(function, function.get("parameters"))
+def _chat_tool(tool: Any) -> Message:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return tool_schema({**function, "type": tool.get("type")} if isinstance(function, Mapping) else None, "function")
 
 
-def tool_schema(tool: Mapping[str, Any], parameters: Any) -> Message:
+def tool_schema(tool: Any, kind: str, parameters: str = "parameters") -> Message:
     """The schema of a function, without the fields that only its interface knows.
 
+    Args:
+        kind: the ``type`` that it must have; ``custom`` may be left out.
+        parameters: its field with the schema of the arguments.
+
     Raises:
-        BadRequest: it has no name.
+        BadRequest: it has another type, or no name.
     """
+    if not isinstance(tool, Mapping) or (tool.get("type") or "custom") != kind:
+        found = tool.get("type") if isinstance(tool, Mapping) else tool
+        raise BadRequest(f"tools: only tools of type {kind} are available, not {found!r}", "tools")
     name = tool.get("name")
     if not isinstance(name, str) or not name:
         raise BadRequest("tools: each must have a name", "tools")
-    schema = parameters or {"type": "object", "properties": {}}
+    schema = tool.get(parameters) or {"type": "object", "properties": {}}
     function = {"name": name, "description": tool.get("description") or "", "parameters": schema}
     return {"type": "function", "function": function}
 
@@ -252,7 +237,7 @@ def chat_body(reply: Reply) -> dict[str, Any]:
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}
-    return _head(reply, "chat.completion") | {"choices": [choice], "usage": _usage(reply)}
+    return _head(reply, "chat.completion") | {"choices": [choice], "usage": reply.usage}
 
 
 def chat_events(reply: Reply, include_usage: bool) -> Iterator[bytes]:
@@ -271,7 +256,7 @@ def chat_events(reply: Reply, include_usage: bool) -> Iterator[bytes]:
         yield chunk({"tool_calls": [{"index": index} | _call(call)]})
     yield chunk({}, reply.finish_reason)
     if include_usage:
-        yield event(head | {"choices": [], "usage": _usage(reply)})
+        yield event(head | {"choices": [], "usage": reply.usage})
     yield b"data: [DONE]\n\n"
 
 
@@ -279,12 +264,6 @@ def pieces(text: str, size: int = 64) -> Iterator[str]:
     """Pieces of a text for a stream, which begins once the whole response is generated."""
     for begin in range(0, len(text), size):
         yield text[begin : begin + size]
-
-
-def event(body: Mapping[str, Any], name: str = "") -> bytes:
-    """A server-sent event."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
 
 
 def arguments_text(call: Mapping[str, Any]) -> str:
@@ -304,11 +283,6 @@ def _head(reply: Reply, kind: str) -> dict[str, Any]:
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = {"name": call["function"]["name"], "arguments": arguments_text(call)}
     return {"id": call["id"], "type": "function", "function": function}
-
-
-def _usage(reply: Reply) -> dict[str, int]:
-    prompt, completion = reply.prompt_tokens, reply.completion_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def joined_texts(parts: Any, kinds: Sequence[str], field_name: str) -> str:

@@ -11,18 +11,15 @@ from roll.agents.wire_chat import (
     ChatRequest,
     Reply,
     demanded_tools,
-    event,
     identifier,
     joined_texts,
     named_tools,
     pieces,
-    refuse_unavailable,
     sampling_options,
-    sampling_params,
     tool_schema,
 )
-from roll.serving.requests import MAX_STOP_LENGTH, MAX_STOPS, BadRequest, Fields
-from roll.strategies.engines.requests import SamplingParams
+from roll.serving.requests import BadRequest, Fields
+from roll.serving.responses import event
 
 _KNOWN = (
     *("max_tokens", "messages", "model", "stop_sequences", "stream", "system", "temperature", "tool_choice", "tools"),
@@ -50,8 +47,7 @@ def read_messages_request(body: Any, counting: bool = False) -> ChatRequest:
     Raises:
         BadRequest: a field that is missing, unknown, not available, of a wrong type or out of range.
     """
-    refuse_unavailable(body, _UNAVAILABLE)
-    fields = Fields(body, {*_KNOWN, *_HINTS, *_UNAVAILABLE}, None)
+    fields = Fields(body, {*_KNOWN, *_HINTS}, None, _UNAVAILABLE)
     listed = fields.get("messages", list, [])
     if not listed:
         raise BadRequest("messages: is needed, a list of messages", "messages")
@@ -61,28 +57,14 @@ def read_messages_request(body: Any, counting: bool = False) -> ChatRequest:
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for message in listed:
         messages += _read_message(message)
-    tools = [_tool(tool) for tool in fields.get("tools", list, [])]
+    tools = [tool_schema(tool, "custom", "input_schema") for tool in fields.get("tools", list, [])]
     return ChatRequest(
         messages=named_tools(messages),
         tools=tools,
-        **sampling_options(fields, _params(fields)),
+        **sampling_options(fields, fields.sampling(fields.get("max_tokens", int, 1), "stop_sequences")),
         model=fields.model,
         stream=fields.get("stream", bool, False),
         **_read_choice(fields.get("tool_choice", dict, {"type": "auto"}), tools),
-    )
-
-
-def _params(fields: Fields) -> SamplingParams:
-    stops = fields.get("stop_sequences", list, [])
-    if len(stops) > MAX_STOPS or not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in stops):
-        rule = f"at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters"
-        raise BadRequest(f"stop_sequences: must be {rule}", "stop_sequences")
-    return sampling_params(
-        max_new_tokens=fields.get("max_tokens", int, 1),
-        temperature=float(fields.get("temperature", (int, float), 1.0)),
-        top_p=float(fields.get("top_p", (int, float), 1.0)),
-        top_k=fields.get("top_k", int, -1),
-        stop_strings=tuple(stops),
     )
 
 
@@ -96,13 +78,6 @@ def _read_choice(choice: Mapping[str, Any], tools: list[Message]) -> dict[str, A
     offered = [tool["function"]["name"] for tool in tools]
     names = offered if kind == "any" else [choice.get("name")] if kind == "tool" else []
     return {"parse_calls": kind != "none", "must_call": demanded_tools(names, offered, kind == "any")}
-
-
-def _tool(tool: Any) -> Message:
-    if not isinstance(tool, Mapping) or tool.get("type", "custom") != "custom":
-        kind = tool.get("type") if isinstance(tool, Mapping) else tool
-        raise BadRequest(f"tools: only tools of the client's own are available, not {kind!r}", "tools")
-    return tool_schema(tool, tool.get("input_schema"))
 
 
 def _read_message(message: Any) -> list[Message]:

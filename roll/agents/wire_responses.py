@@ -13,18 +13,16 @@ from roll.agents.wire_chat import (
     ChatRequest,
     Reply,
     arguments_text,
-    event,
     identifier,
     joined_texts,
     named_tools,
     pieces,
     read_tool_choice,
-    refuse_unavailable,
     sampling_options,
-    sampling_params,
     tool_schema,
 )
 from roll.serving.requests import BadRequest, Fields, read_arguments
+from roll.serving.responses import event
 
 _KNOWN = (
     *("input", "instructions", "max_output_tokens", "model", "previous_response_id", "stream", "stream_options"),
@@ -52,8 +50,7 @@ def read_responses_request(body: Any, earlier: Mapping[str, list[Message]]) -> C
     Raises:
         BadRequest: a field that is missing, unknown, not available, of a wrong type or out of range.
     """
-    refuse_unavailable(body, _UNAVAILABLE)
-    fields = Fields(body, {*_KNOWN, *_HINTS, *_UNAVAILABLE}, None)
+    fields = Fields(body, {*_KNOWN, *_HINTS}, None, _UNAVAILABLE)
     kind = (fields.get("text", dict, {}).get("format") or {"type": "text"}).get("type")
     if kind != "text":
         raise BadRequest(f"text.format: {kind!r} is not available in an episode", "text")
@@ -70,28 +67,16 @@ def read_responses_request(body: Any, earlier: Mapping[str, list[Message]]) -> C
     instructions = fields.get("instructions", str, "")
     if instructions:
         messages.insert(0, {"role": "system", "content": instructions})
-    params = sampling_params(
-        max_new_tokens=fields.get("max_output_tokens", int, 1),
-        temperature=float(fields.get("temperature", (int, float), 1.0)),
-        top_p=float(fields.get("top_p", (int, float), 1.0)),
-    )
-    tools = [_tool(tool) for tool in fields.get("tools", list, [])]
+    tools = [tool_schema(tool, "function") for tool in fields.get("tools", list, [])]
     return ChatRequest(
         messages=named_tools(messages),
         tools=tools,
-        **sampling_options(fields, params),
+        **sampling_options(fields, fields.sampling(fields.get("max_output_tokens", int, 1))),
         model=fields.model,
         stream=fields.get("stream", bool, False),
         own_messages=int(bool(instructions)),
         **read_tool_choice(fields.get("tool_choice", (str, dict), "auto"), tools),
     )
-
-
-def _tool(tool: Any) -> Message:
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        kind = tool.get("type") if isinstance(tool, Mapping) else tool
-        raise BadRequest(f"tools: only functions are available, not {kind!r}", "tools")
-    return tool_schema(tool, tool.get("parameters"))
 
 
 def _read_items(items: str | list[Any]) -> list[Message]:

@@ -7,17 +7,16 @@ import hmac
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from roll.rollout.groups import FinishedGroup
 from roll.serving.requests import (
     MAX_PROMPT_LOG_PROBS,
     MAX_TOP_LOG_PROBS,
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 RETRY_AFTER = "1"
 DISCONNECT_POLL_SECONDS = 0.2
@@ -162,9 +162,9 @@ class Endpoint:
     ) -> Response:
         if parsed.stream:
             return await self._stream(request, parsed, prompts, writer)
-        groups = await self._while_connected(request, parsed, prompts)
-        if groups is None:
-            return Response(status_code=CLIENT_HAS_GONE)
+        groups = await while_connected(
+            request, *(self._service.generate(prompt, parsed.params, parsed.num_samples) for prompt in prompts)
+        )
         echoed = scored = None
         # The engines have accepted these prompts: they refuse one that is too long, or has what is no token.
         if isinstance(parsed, ParsedCompletion) and parsed.echo:
@@ -207,25 +207,6 @@ class Endpoint:
             raise
         return StreamingResponse(live.events(writer, self._tokenizer), media_type="text/event-stream")
 
-    async def _while_connected(
-        self, request: Request, parsed: ParsedRequest, prompts: Sequence[Sequence[int]]
-    ) -> list[FinishedGroup] | None:
-        """Samples of all prompts; None where the client has disconnected."""
-        tasks = [
-            asyncio.create_task(self._service.generate(prompt, parsed.params, parsed.num_samples)) for prompt in prompts
-        ]
-        try:
-            while not all(task.done() for task in tasks) and not any(map(_has_failed, tasks)):
-                await asyncio.wait(tasks, timeout=DISCONNECT_POLL_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
-                if await request.is_disconnected():
-                    return None
-            for task in filter(_has_failed, tasks):
-                task.result()
-            return [task.result() for task in tasks]
-        finally:
-            for task in tasks:
-                task.cancel()
-
     def _guarded(self, handler: Handler) -> Handler:
         """The handler behind the API key, with errors as OpenAI's clients expect them."""
 
@@ -251,8 +232,23 @@ class Endpoint:
         return guarded
 
 
-def _has_failed(task: asyncio.Task[FinishedGroup]) -> bool:
-    return task.done() and task.exception() is not None
+async def while_connected(request: Request, *work: Coroutine[Any, Any, T]) -> list[T]:
+    """Results of concurrent work, all of which is dropped when one fails.
+
+    Raises:
+        ClientDisconnect: the client has gone; the work is dropped.
+    """
+    tasks = [asyncio.ensure_future(one) for one in work]
+    done = asyncio.gather(*tasks)
+    try:
+        while not done.done():
+            await asyncio.wait([done], timeout=DISCONNECT_POLL_SECONDS)
+            if not done.done() and await request.is_disconnected():
+                raise ClientDisconnect
+        return done.result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _failed(error: Exception) -> Response:

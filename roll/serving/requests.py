@@ -244,23 +244,26 @@ class Fields:
     """A body's fields, checked by type as they are read.
 
     Args:
+        known: fields that are understood.
         model: the model that is served; None: any name is accepted.
+        neutral: fields that are understood, too, and the only values that they may have.
 
     Raises:
-        BadRequest: no object, an unknown field, or another model.
+        BadRequest: no object, an unknown field, a value of a field that is not available, or another model.
     """
 
-    def __init__(self, body: Any, known: Collection[str], model: str | None) -> None:
+    def __init__(
+        self, body: Any, known: Collection[str], model: str | None, neutral: Mapping[str, Collection[Any]] | None = None
+    ) -> None:
         if not isinstance(body, Mapping):
             raise BadRequest("the body must be a JSON object")
         self._body = body
+        only = {**{name: values for name, values in NEUTRAL.items() if name not in known}, **(neutral or {})}
         for name, value in body.items():
-            if name in known or name in IGNORED:
-                continue
-            if name in NEUTRAL:
-                if value not in NEUTRAL[name]:
+            if name in only:
+                if value not in only[name]:
                     raise BadRequest(f"{name}: is not available here", name)
-            else:
+            elif name not in known and name not in IGNORED:
                 hint = did_you_mean(name, known, "; did you mean {!r}?")
                 raise BadRequest(f"{name}: unknown field{hint}", name)
         self.model = self.get("model", str, model or "")
@@ -305,26 +308,7 @@ class Fields:
         Args:
             top_field: the field that has asked for ``top_log_probs``.
         """
-        number = (int, float)
         limit = self.get("max_completion_tokens", int, self.get("max_tokens", int, default_tokens))
-        params = SamplingParams(
-            max_new_tokens=limit,
-            min_new_tokens=self.get("min_tokens", int, 0),
-            temperature=float(self.get("temperature", number, 1.0)),
-            top_p=float(self.get("top_p", number, 1.0)),
-            top_k=self.get("top_k", int, -1),
-            min_p=float(self.get("min_p", number, 0.0)),
-            repetition_penalty=float(self.get("repetition_penalty", number, 1.0)),
-            stop_token_ids=self._stop_token_ids(),
-            stop_strings=self._stops(),
-            include_stop_str_in_output=self.get("include_stop_str_in_output", bool, False),
-            top_log_probs=top_log_probs,
-            seed=self.get("seed", int, None),
-        )
-        try:
-            check_sampling_params(params, "request")
-        except ValueError as error:
-            raise BadRequest(str(error)) from error
         num_samples = self.get("n", int, 1)
         if not 1 <= num_samples <= MAX_SAMPLES:
             raise BadRequest(f"n: must be from 1 to {MAX_SAMPLES}", "n")
@@ -334,20 +318,47 @@ class Fields:
                 f"{top_field}: {rule}, not {top_log_probs} for each of {num_samples * num_prompts}", top_field
             )
         return {
-            "params": params,
+            "params": self.sampling(limit, "stop", top_log_probs),
             "num_samples": num_samples,
             "stream": self.get("stream", bool, False),
             "include_usage": bool(self.get("stream_options", dict, {}).get("include_usage")),
             "return_token_ids": self.get("return_token_ids", bool, False),
         }
 
-    def _stops(self) -> tuple[str, ...]:
-        stop = self.get("stop", (str, list), [])
+    def sampling(self, max_new_tokens: int, stop_field: str = "stop", top_log_probs: int = 0) -> SamplingParams:
+        """Sampling parameters, as far as the body has them.
+
+        Raises:
+            BadRequest: one is out of range.
+        """
+        number = (int, float)
+        params = SamplingParams(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=self.get("min_tokens", int, 0),
+            temperature=float(self.get("temperature", number, 1.0)),
+            top_p=float(self.get("top_p", number, 1.0)),
+            top_k=self.get("top_k", int, -1),
+            min_p=float(self.get("min_p", number, 0.0)),
+            repetition_penalty=float(self.get("repetition_penalty", number, 1.0)),
+            stop_token_ids=self._stop_token_ids(),
+            stop_strings=self._stops(stop_field),
+            include_stop_str_in_output=self.get("include_stop_str_in_output", bool, False),
+            top_log_probs=top_log_probs,
+            seed=self.get("seed", int, None),
+        )
+        try:
+            check_sampling_params(params, "request")
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+        return params
+
+    def _stops(self, name: str) -> tuple[str, ...]:
+        stop = self.get(name, (str, list), [])
         stops = [stop] if isinstance(stop, str) else stop
         valid = all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in stops)
         if len(stops) > MAX_STOPS or not valid:
             rule = f"a text or a list of at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters"
-            raise BadRequest(f"stop: must be {rule}", "stop")
+            raise BadRequest(f"{name}: must be {rule}", name)
         return tuple(stops)
 
     def _stop_token_ids(self) -> tuple[int, ...]:

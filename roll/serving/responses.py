@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,7 @@ class ResponseBody:
     def usage(self) -> dict[str, int]:
         prompt = sum(len(token_ids) for token_ids in self.prompts)
         completion = int(sum(group.lengths.sum() for group in self.groups))
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return usage_of(prompt, completion)
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,14 @@ def _finite(log_prob: float) -> float:
     return max(log_prob, -9999.0)
 
 
-def event(body: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
+def usage_of(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def event(body: Mapping[str, Any], name: str = "") -> bytes:
+    """A server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
 
 
 def error_body(message: str, kind: str, field: str | None = None) -> dict[str, Any]:
