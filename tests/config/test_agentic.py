@@ -177,7 +177,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"custom_envs.lake.config": {"sandbox_base_url": "x"}}, "custom_envs.lake.config.sandbox_base_url", "command"),
     ({"custom_envs.lake.config": {"trajectory_mode": "x"}}, "custom_envs.lake.config.trajectory_mode", "traj"),
     ({"train_env_manager.llm_proxy.proxy_type": "openai"}, "train_env_manager.llm_proxy.proxy_type", "no samples"),
-    ({"val_env_manager.llm_proxy.proxy_type": "random"}, "val_env_manager.llm_proxy.proxy_type", "measures the policy"),
+    ({"val_env_manager.llm_proxy.proxy_type": "random"}, "val_env_manager.llm_proxy.proxy_type", "another player"),
     ({"train_env_manager.group_filter_cls": "roll.pipeline.agentic.F"}, "train_env_manager.group_filter_cls",
      "group_filter_config"),
     ({"adv_estimator": "remax"}, "adv_estimator", "greedy baseline"),

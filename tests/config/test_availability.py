@@ -81,7 +81,7 @@ def test_every_refusal_can_happen() -> None:
 
     known = {*schema_paths(RLVRConfig), *schema_paths(SFTConfig), *schema_paths(AgenticConfig)}
     known |= {path for options in {backend.options for backend in BACKENDS.values()} for path in schema_paths(options)}
-    known |= {"backend_name", *(key for keys in DEAD_KEYS.values() for key in keys)}
+    known |= {"backend_name", "proxy_type", *(key for keys in DEAD_KEYS.values() for key in keys)}
     for refusal in REFUSALS:
         last = refusal.pattern.rsplit(".", 1)[-1]
         assert last in known or "*" in last, refusal.pattern

@@ -66,6 +66,7 @@ class Refusal:
 
 
 WITH_MEGATRON = "images with Megatron, which has no vision tower; fsdp2_train, fsdp_train and deepspeed_train have one"
+NO_POLICY = "responses of another player than the policy, which are no samples of it"
 COPIES = "copies inside an engine; every worker of the role is an engine of its own"
 
 
@@ -83,6 +84,13 @@ REFUSALS = (
     Refusal("**.mtp_training_mode", "multi-token prediction", "disabled", other_than("disabled")),
     Refusal(
         "**.model_args.ulysses_size", "context parallelism", 1, above(1), except_under=lambda backend: backend.ulysses
+    ),
+    Refusal("*_env_manager.llm_proxy.proxy_type", NO_POLICY, "policy", other_than("policy")),
+    Refusal(
+        "custom_envs.*.agent_runner_cls",
+        "agents behind ROLL's proxy: command (a program) or agent (a coroutine) is the way here",
+        "~",
+        lambda value: is_set(value) and not str(value).endswith("GEMRunner"),
     ),
     Refusal("**.model_args.num_labels", "classification heads", 1, above(1)),
     *(

@@ -62,7 +62,12 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
         "response_length": "custom_envs.<tag>.max_tokens_per_step decides",
         "batch_adjust_mode": "a step trains on every sample once, in optimizer steps as equal as their number allows",
     },
+    "CustomEnvConfig": {
+        "agent_runner_cls": "the environment is played without a proxy",
+        "http_timeout": "time_limit ends an episode, rpc_timeout a call",
+    },
     "EnvManagerConfig": {
+        "llm_proxy": None,
         "format_penalty": "custom_envs.<tag>.env_config.format_penalty decides",
         "max_traj_per_env": "rollout_batch_size decides: a place is taken by the next episode as soon as it is free",
     },

@@ -79,7 +79,9 @@ def check_managers(config: AgenticConfig, checks: Checks) -> None:
             continue
         check_tags(key, section, config, checks)
         check_shares(key, section, checks)
-        check_answers(key, section, checks)
+        if (section.group_filter_cls or "").startswith(PUBLISHED_PREFIX):
+            rule = "is a class of another code base; group_filter_config has filters by mean and spread of a group"
+            checks.add(f"{key}.group_filter_cls", section.group_filter_cls, rule, "~")
         if section.system_envs and not section.max_env_num_per_worker:
             text = "has no effect without max_env_num_per_worker: the environments live in the driver's process"
             checks.note(f"{key}.system_envs", text)
@@ -131,22 +133,6 @@ def check_shares(key: str, section: EnvManagerConfig, checks: Checks) -> None:
     elif sum(shares) != section.num_env_groups:
         rule = f"sums to {sum(shares)}, and num_env_groups is {section.num_env_groups}: they must agree"
         checks.add(path, shares, f"{rule}; left out, the tags get equal shares")
-
-
-def check_answers(key: str, section: EnvManagerConfig, checks: Checks) -> None:
-    kind, path = section.llm_proxy.proxy_type, f"{key}.llm_proxy.proxy_type"
-    if kind == "policy":
-        if section.llm_proxy.proxy_config:
-            checks.note(f"{key}.llm_proxy.proxy_config", "has no effect with proxy_type: policy")
-    elif key == "train_env_manager":
-        rule = f"must be policy: responses of {'another model' if kind == 'openai' else 'a random player'} "
-        checks.add(path, kind, f"{rule}are no samples of the policy, so it cannot learn from them", "policy")
-    else:
-        other = "" if kind == "random" else "; an agent that asks the model (agent: dotted.path) is the way"
-        checks.add(path, kind, f"must be policy: a validation measures the policy{other}", "policy")
-    if (section.group_filter_cls or "").startswith(PUBLISHED_PREFIX):
-        rule = "is a class of another code base; group_filter_config has filters by mean and spread of a group"
-        checks.add(f"{key}.group_filter_cls", section.group_filter_cls, rule, "~")
 
 
 def training_entries(config: AgenticConfig, checks: Checks) -> list[EntryPlan]:

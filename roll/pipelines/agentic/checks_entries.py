@@ -32,8 +32,6 @@ EXTERNAL_ENVIRONMENTS = {
     "roll_code": "its test cases have a form of their own",
 }
 """Environments of ROLL's files that need something that is not part of this package."""
-GEM_RUNNER = "GEMRunner"
-"""Runner of ROLL's proxy: plays the environment as it is played here without a proxy."""
 PROXY_OPTIONS = {
     "trajectory_mode": "",
     "enable_fork": "every branch is trained, each sampled token once",
@@ -60,15 +58,7 @@ def check_entries(config: AgenticConfig, checks: Checks) -> None:
 
 
 def check_proxy(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    """Keys of ROLL's files for agents behind its proxy; its runner of environments is not needed here."""
-    runner = (section.agent_runner_cls or GEM_RUNNER).rpartition(".")[2]
-    if runner != GEM_RUNNER:
-        rule = "drives an agent behind ROLL's proxy; command (a program) or agent (a coroutine) is the way here"
-        checks.add(f"{key}.agent_runner_cls", section.agent_runner_cls, rule, "~")
-    elif section.agent_runner_cls is not None:
-        checks.note(f"{key}.agent_runner_cls", "has no effect: the environment is played without a proxy")
-    if section.http_timeout is not None:
-        checks.note(f"{key}.http_timeout", "has no effect: time_limit ends an episode, rpc_timeout a call")
+    """Options of ROLL's files for agents behind its proxy."""
     for name, value in section.config.items():
         path = f"{key}.config.{name}"
         if name == "trajectory_mode" and value not in ("traj", "step"):

@@ -22,17 +22,6 @@ Samples = Literal["trajectory", "step"]
 
 
 @dataclass(frozen=True)
-class LLMProxyConfig:
-    """``llm_proxy``: who answers the model calls of the episodes."""
-
-    proxy_type: Literal["policy", "openai", "random"] = "policy"
-    """``policy``: the engines of ``actor_infer``. ``openai`` (another model behind a URL) and ``random`` (random
-    actions) give nothing to train on and are refused."""
-    proxy_config: dict[str, Any] = field(default_factory=dict)
-    """Options of ``openai``."""
-
-
-@dataclass(frozen=True)
 class EnvManagerConfig(WorkerConfig):
     """``train_env_manager`` and ``val_env_manager``: which environments are played, and how many of them at a time.
 
@@ -60,8 +49,6 @@ class EnvManagerConfig(WorkerConfig):
     another is played in its place."""
     group_filter_config: FilterConfig = field(default_factory=FilterConfig)
     """Which groups are kept for training, by the rewards of their episodes; others are played in place of the rest."""
-    llm_proxy: LLMProxyConfig = field(default_factory=LLMProxyConfig)
-    """Who answers the model calls."""
 
 
 @dataclass(frozen=True)
@@ -167,10 +154,6 @@ class CustomEnvConfig:
     """Where the chat template drops thoughts of earlier turns: ``keep`` them in the ids, or begin a ``new_sample``."""
     tool_wrapper: ToolWrapperConfig | None = None
     """Tools around the environment, in ROLL's form."""
-    agent_runner_cls: str | None = None
-    """Of ROLL's files: who drives an agent behind a proxy; ``command`` and ``agent`` are the keys here."""
-    http_timeout: float | None = setting(None, gt=0)
-    """Of ROLL's files: seconds that a model call of such an agent may wait."""
     config: dict[str, Any] = field(default_factory=dict)
     """Of ROLL's files: options of agents in sandboxes."""
     pre_step_template: str | None = None
