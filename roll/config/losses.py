@@ -46,7 +46,6 @@ PREFERENCE_LOSSES = Table(
     PreferenceLoss("kto", is_unpaired=True),
     PreferenceLoss("apo_zero_unpaired", is_unpaired=True),
 )
-F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
 def losses_with(attribute: str) -> dict[str, tuple[str, ...]]:

@@ -12,7 +12,7 @@ from roll.config.reading.errors import did_you_mean
 from roll.environments.base import Environment
 from roll.environments.off_loop import says_instant
 
-_BUILT_IN: dict[str, tuple[str, str]] = {
+BUILT_IN: dict[str, tuple[str, str]] = {
     "frozen_lake": ("roll.environments.frozen_lake", "FrozenLake"),
     "sokoban": ("roll.environments.sokoban", "Sokoban"),
     "questions": ("roll.environments.questions", "Questions"),
@@ -30,12 +30,8 @@ _ADAPTERS: dict[str, tuple[str, str]] = {
 }
 """Prefix of ``PREFIX:ID`` to the function that wraps an environment of another library: ``(id, **config)``."""
 
-ADAPTER_PREFIXES = tuple(_ADAPTERS)
-
 _GEM_PREFIXES = ("game", "math", "code", "qa", "logic", "rg", "eval")
 """ROLL's files name GEM's environments without ``gem:``."""
-
-_REGISTERED: dict[str, Callable[..., Environment]] = {}
 
 
 class EnvironmentOptionError(ValueError):
@@ -50,32 +46,11 @@ class EnvironmentOptionError(ValueError):
         self.option = option
 
 
-def register_environment(name: str) -> Callable[[Callable[..., Environment]], Callable[..., Environment]]:
-    """Register your own environment class under a short name.
-
-    Raises:
-        ValueError: the name is taken.
-    """
-
-    def decorate(target: Callable[..., Environment]) -> Callable[..., Environment]:
-        if name in _BUILT_IN or name in _REGISTERED:
-            raise ValueError(f"environment name {name!r} is taken")
-        _REGISTERED[name] = target
-        return target
-
-    return decorate
-
-
-def environment_names() -> list[str]:
-    """The short names that ``env_type`` takes, without the prefixes of adapters."""
-    return sorted({*_BUILT_IN, *_REGISTERED})
-
-
 def make_environment(env_type: str, env_config: Mapping[str, Any] | None = None) -> Environment:
     """Build one environment.
 
     Args:
-        env_type: a built-in or registered name, ``gymnasium:ID``, ``gem:ID``, ``textarena:ID``, ``skyrl:ID``,
+        env_type: a built-in name, ``gymnasium:ID``, ``gem:ID``, ``textarena:ID``, ``skyrl:ID``,
             ``openenv:URL``, or the dotted path of your own class or function.
 
     Raises:
@@ -105,7 +80,7 @@ def check_environment_options(env_type: str, env_config: Mapping[str, Any]) -> N
         return
     target = load_environment_class(env_type)
     _check_options(env_type, target, env_config)
-    if env_type in _BUILT_IN:
+    if env_type in BUILT_IN:
         _build(env_type, lambda: target(**env_config))
 
 
@@ -123,13 +98,11 @@ def load_environment_class(env_type: str) -> Callable[..., Environment]:
     Raises:
         EnvironmentOptionError: there is none.
     """
-    if env_type in _REGISTERED:
-        return _REGISTERED[env_type]
-    if env_type in _BUILT_IN:
-        return _load(*_BUILT_IN[env_type])
+    if env_type in BUILT_IN:
+        return _load(*BUILT_IN[env_type])
     module, _, attribute = env_type.replace(":", ".").rpartition(".")
     if not module:
-        known = environment_names()
+        known = sorted(BUILT_IN)
         hint = did_you_mean(env_type, known)
         raise EnvironmentOptionError(
             f"env_type {env_type!r} is not known; {hint}known: {', '.join(known)}; {', '.join(_ADAPTERS)} with an id, "
