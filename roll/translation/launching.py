@@ -155,14 +155,6 @@ def is_program(text: str) -> bool:
     return PROGRAM.search(text) is not None
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of a word under one kind of quotes (``'``, ``"``, or none)."""
-
-    text: str
-    quote: str
-
-
 @dataclass
 class Variables:
     """Shell variables that a text sets, and the names that it uses without setting them."""
@@ -189,33 +181,6 @@ class Variables:
         return VARIABLE.sub(replace, ARGUMENTS.sub("", text))
 
 
-def commands(text: str, variables: Variables) -> Iterator[list[str]]:
-    """The words of each command, expanded. Assignments take effect when the caller has put them into ``variables``.
-
-    Raises:
-        ValueError: a quote that is not closed.
-    """
-    for command in split_commands(text):
-        words = [word for pieces in command for word in expand_word(pieces, variables)]
-        if words:
-            yield words
-
-
-def expand_word(pieces: list[Piece], variables: Variables) -> list[str]:
-    """One word; several, or none, where an unquoted variable holds several words or none."""
-    words, opened = [""], False
-    for piece in pieces:
-        if piece.quote:
-            words[-1] += piece.text if piece.quote == "'" else variables.expand(piece.text)
-            opened = True
-            continue
-        expanded = variables.expand(piece.text)
-        first, *more = re.split(r"\s+", expanded) if expanded != piece.text else [expanded]
-        words[-1] += first
-        words += more
-    return [word for word in words if word or (opened and len(words) == 1)]
-
-
 TOKEN = re.compile(
     r"(?P<comment>(?<![^ \t\r\n;&|])#[^\n]*)"
     r"|'(?P<single>[^']*)'"
@@ -227,35 +192,34 @@ TOKEN = re.compile(
 """``#`` begins a comment only where a word would begin; ``${...}`` belongs to a word whatever it holds."""
 
 
-def split_commands(text: str) -> list[list[list[Piece]]]:
-    """Commands as lists of words, each a list of pieces. Newlines, ``;``, ``&`` and ``|`` end a command.
+def commands(text: str, variables: Variables) -> Iterator[list[str]]:
+    """The words of each command, expanded; a newline, ``;``, ``&`` and ``|`` end one. Assignments take effect when the
+    caller has put them into ``variables``.
 
     Raises:
         ValueError: a quote that is not closed.
     """
-    found: list[list[list[Piece]]] = [[]]
-    word: list[Piece] = []
-    position = 0
-    text = re.sub(r"\\\r?\n", " ", text)
+    text = re.sub(r"\\\r?\n", " ", text) + "\n"
+    words: list[str] = []
+    word: list[str] = []  # several where an unquoted variable holds several words
+    quoted, position = False, 0
     while position < len(text):
         token = TOKEN.match(text, position)
         if token is None:
             line = text.count("\n", 0, position) + 1
             raise ValueError(f"the quote {text[position]} in line {line} is not closed")
         position = token.end()
-        match token.lastgroup:
-            case "plain":
-                word.append(Piece(token[0], ""))
-            case "single":
-                word.append(Piece(token["single"], "'"))
-            case "double":
-                word.append(Piece(re.sub(r'\\(["$`\\])', r"\1", token["double"]), '"'))
-            case "separator":
-                if word:
-                    found[-1].append(word)
-                    word = []
-                if token[0] in "\n;&|":
-                    found.append([])
-    if word:
-        found[-1].append(word)
-    return [command for command in found if command]
+        kind, part = token.lastgroup, token[token.lastgroup or 0]
+        if kind == "separator":
+            words += [one for one in word if one or (quoted and len(word) == 1)]
+            word, quoted = [], False
+            if part in "\n;&|" and words:
+                yield words
+                words = []
+        elif kind != "comment":
+            if kind == "double":
+                part = re.sub(r'\\(["$`\\])', r"\1", part)
+            expanded = part if kind == "single" else variables.expand(part)
+            more = re.split(r"\s+", expanded) if kind == "plain" and expanded != part else [expanded]
+            word[-1:] = ["".join(word[-1:]) + more[0], *more[1:]]
+            quoted = quoted or kind != "plain"
