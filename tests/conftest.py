@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_rows(items: list[pytest.Item], is_whole: bool) -> None:
-    """Mark as ``matrix`` what ``default_rows`` does not name; where files are collected whole, a name without a row is a
+    """Mark as ``matrix`` what ``default_rows`` does not name; of whole files, a name without a row is a
     mistake."""
     unused: dict[str, set[str]] = {}
     for item in items:
