@@ -11,22 +11,17 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.agents.images import ChatImages
+from roll.rewards.thoughts import decode_responses, without_thoughts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
-
-_THOUGHTS = re.compile(
-    r"<think>.*?(?:</think>\s*|$)|<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?:<\|start\|>assistant)?", re.DOTALL
-)
-"""Thinking of a response as chat templates write it: Qwen, DeepSeek and their kin; gpt-oss."""
 
 _MARKER = "Zq7Response{}Zq7"
 """Stands for a response: plain ASCII, so that neither JSON nor a template's ``trim`` changes it."""
@@ -119,9 +114,10 @@ class ChatTemplate:
         return ids
 
     def decode(self, token_ids: Sequence[int], special: bool = True) -> str:
-        """The text of sampled ids, with or without special tokens."""
-        text: Any = self._tokenizer.decode(list(token_ids), skip_special_tokens=not special)
-        return str(text)
+        """The text of sampled ids, with or without special tokens; marks of thoughts stay."""
+        if not special:
+            return decode_responses(self._tokenizer, [token_ids])[0]
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids of messages with the generation prompt."""
@@ -261,11 +257,6 @@ def _with_json_arguments(messages: Sequence[Message]) -> list[Message]:
             calls.append(call | {"function": call["function"] | {"arguments": text}})
         rendered.append(message | {"tool_calls": calls} if calls else message)
     return rendered
-
-
-def without_thoughts(text: str) -> str:
-    """A text without the thinking in it."""
-    return _THOUGHTS.sub("", text)
 
 
 def common_prefix(texts: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from roll.agents.agent_options import Context
 from roll.agents.chat_ids import Message
 from roll.agents.episode import Episode, EpisodeOver, Model, Response, Task
 from roll.agents.images import content_text, has_images, is_image
+from roll.agents.text_tools import ToolEnvironment
 from roll.environments.base import AGGREGATIONS, Environment, Turn, read_reset, read_step, reset_arguments
 from roll.environments.off_loop import call_off_loop, in_own_process
 
@@ -96,7 +97,10 @@ class EnvironmentAgent:
             response.call.state = turn.state
             before = turn
             try:
-                answer = await self._timed(episode, self._options.step_seconds, environment.step, response.text)
+                # Calls of tools are looked for outside of thoughts, also of those that the prompt opened.
+                opened = {"opened": response.opened} if isinstance(environment, ToolEnvironment) else {}
+                step = environment.step
+                answer = await self._timed(episode, self._options.step_seconds, step, response.text, **opened)
                 turn = read_step(self._name, answer)
             except Exception as error:
                 raise self._fault(episode, "step", error) from error

@@ -118,6 +118,8 @@ class Response:
     """As sampled, without the token that ended the turn."""
     finish_reason: str
     call: Call
+    opened: str = ""
+    """The mark with which the prompt opened a thought; empty: it opened none."""
 
 
 @dataclass
@@ -327,9 +329,8 @@ class Model:
         ids = sampled.token_ids
         text = self.text_of([*call.whole_response, *ids], ended=True)
         prompt = self.conversations.prompt_ids(call)
-        tail = self.text_of(prompt[: len(prompt) - call.opening][-_TAIL:])
-        tools = call.tools or self._template.tools
-        parsed = parse_response(text, self._tool_format, tools, opened_thought(tail))
+        opened = opened_thought(self.text_of(prompt[: len(prompt) - call.opening][-_TAIL:]))
+        parsed = parse_response(text, self._tool_format, call.tools or self._template.tools, opened)
         functions = [{"name": one.name, "arguments": one.arguments} for one in parsed.calls]
         if demanded is not None and not functions:
             # The tool has been called, with arguments that cannot be parsed: the client gets them as text.
@@ -343,7 +344,7 @@ class Model:
                 for number, function in enumerate(functions)
             ]
         self.conversations.answer(call, ids, sampled.log_probs, sampled.versions, sampled.finish_reason, message)
-        return Response(message, parsed, text, sampled.finish_reason, call)
+        return Response(message, parsed, text, sampled.finish_reason, call, opened)
 
 
 class Agent(Protocol):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from roll.agents.agent_options import ToolWrapperArguments
 from roll.agents.built_in_tools import PythonTool, ToolSet
-from roll.agents.tool_calls import parse_response
+from roll.agents.tool_calls import ParsedResponse, parse_response
 from roll.agents.tools import ToolError, ToolResult
 from roll.environments.base import Environment, reset_arguments
 from roll.environments.off_loop import call_off_loop
@@ -106,7 +106,8 @@ class SearchText:
 
 
 class CallText:
-    """Tools of an MCP server, or a function, called as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+    """Tools of an MCP server, or a function, called as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, or
+    in another form that families write between these marks."""
 
     def __init__(self, spec: Any, instruction: str | None = None) -> None:
         self._tools = ToolSet([spec])
@@ -114,19 +115,27 @@ class CallText:
             'To use a tool, write <tool_call>{"name": NAME, "arguments": {...}}</tool_call>. Its result comes back.'
         )
 
-    def find(self, text: str) -> Any:
-        parsed = parse_response(text, "hermes")
-        return parsed if parsed.calls or parsed.errors else None
+    def find(self, text: str) -> str | None:
+        parsed = _parsed(text, None)
+        return text if parsed.calls or parsed.errors else None
 
-    async def call(self, found: Any) -> ToolResult:
-        if not found.calls:
-            return ToolResult(f"Error: the tool call cannot be read: {found.errors[0]}", True)
-        results = await (await self._tools.box()).call_all(found.calls)
+    async def call(self, found: str) -> ToolResult:
+        box = await self._tools.box()
+        parsed = _parsed(found, box.schemas)
+        if not parsed.calls:
+            return ToolResult(f"Error: the tool call cannot be read: {parsed.errors[0]}", True)
+        results = await box.call_all(parsed.calls)
         text = "\n".join(f"<tool_response>\n{result.text}\n</tool_response>" for result in results)
         return ToolResult(text, any(result.failed for result in results))
 
     async def close(self) -> None:
         await self._tools.close()
+
+
+def _parsed(text: str, schemas: Sequence[Mapping[str, Any]] | None) -> ParsedResponse:
+    """The calls in the first of the formats that has any; in none, the fault of the one that tools ask for."""
+    found = [parse_response(text, name, schemas) for name in ("hermes", "qwen_xml", "glm")]
+    return next((one for one in found if one.calls), found[0])
 
 
 def _mcp(server_url: str, tool_names_subset: Sequence[str] = (), custom_prompt: str | None = None) -> CallText:
@@ -161,14 +170,14 @@ class TextTools:
 
     def around(self, make: Callable[[], Environment]) -> Environment:
         """Build an environment with the tools."""
-        return _ToolEnvironment(make(), self._tools, self._options)
+        return ToolEnvironment(make(), self._tools, self._options)
 
     async def close(self) -> None:
         for tool in self._tools:
             await tool.close()
 
 
-class _ToolEnvironment:
+class ToolEnvironment:
     """An environment, with tools in front of it."""
 
     def __init__(self, inner: Environment, tools: Sequence[TextTool], options: ToolWrapperArguments) -> None:
@@ -184,10 +193,15 @@ class _ToolEnvironment:
             return f"{observation}\n\n{instructions}", info
         return [{"role": "system", "content": instructions}, *observation], info
 
-    async def step(self, action: str) -> Any:
+    async def step(self, action: str, opened: str = "") -> Any:
+        """Call a tool, or take a step of the environment.
+
+        Args:
+            opened: the mark with which the prompt opened a thought; the action begins within it.
+        """
         if self._uses < self._options.max_tool_uses:
             for tool in self._tools:
-                found = tool.find(action)
+                found = tool.find(opened + action)
                 if found is not None:
                     return await self._use(tool, found)
         observation, reward, terminated, truncated, info = await call_off_loop(self._inner.step, action)

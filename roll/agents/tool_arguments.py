@@ -15,6 +15,8 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
     "string": (str,),
 }
+_PYTHON_WORDS = {"True": ("boolean", "true"), "False": ("boolean", "false"), "None": ("null", "null")}
+"""Words that templates write for values, to the JSON type and its word."""
 
 
 def parameters_of(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
@@ -26,15 +28,16 @@ def parameters_of(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mappin
 def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
     """The value of the argument ``name``.
 
-    A string stays the text as it is written, quotes included. What may be of another type is read as JSON (a boolean
-    also with a capital letter); where that gives no value of the schema's types it stays the text, which the tool's
+    A string stays the text as it is written, quotes included. What may be of another type is read as JSON (``True``,
+    ``False`` and ``None`` too); where that gives no value of the schema's types it stays the text, which the tool's
     own check refuses. An argument that the schema does not type is JSON or the text.
     """
     properties = schema.get("properties")
     allowed = _types(properties.get(name) if isinstance(properties, Mapping) else None, schema)
     if allowed == {"string"}:
         return text
-    spelled = text.strip().lower() if "boolean" in allowed and text.strip() in ("True", "False") else text
+    kind, word = _PYTHON_WORDS.get(text.strip(), ("", text))
+    spelled = word if kind in allowed else text
     try:
         value = json.loads(spelled, parse_constant=_no_constant)
     except (ValueError, RecursionError):

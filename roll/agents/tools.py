@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from roll.agents.call_formats import ToolCall
 from roll.agents.chat_ids import Message
 from roll.agents.programs import program_environment
-from roll.agents.tool_calls import ToolCall
 from roll.environments.off_loop import call_off_loop
 
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from roll.agents.chat_ids import without_thoughts
 from roll.agents.conversation import Call
 from roll.agents.episode import Agent, Episode, EpisodeOver, Model, Task
 from roll.agents.programs import ProgramError, program_environment, running
@@ -17,6 +16,7 @@ from roll.datasets.prompts import read_ground_truth
 from roll.rewards.base import GuardedReward, RewardSample
 from roll.rewards.custom import Limits
 from roll.rewards.registry import build_reward
+from roll.rewards.thoughts import opened_thought, said_by
 
 TRUTH = "ground_truth"
 """The column with the right answer; without it, the columns of verl's and SkyRL's data sets are looked up."""
@@ -190,6 +190,8 @@ def _transcript(model: Model, episode: Episode) -> tuple[str, str]:
     """The first prompt, and everything after it: responses without thoughts, and the observations in between."""
     texts = []
     for call in episode.calls:
-        texts.append(model.text_of(call.new_ids[: len(call.new_ids) - call.opening]))
-        texts.append(without_thoughts(model.text_of(call.whole_response)))
+        prompt = model.text_of(call.new_ids[: len(call.new_ids) - call.opening])
+        opened = opened_thought(prompt)
+        texts.append(prompt.rpartition(opened)[0] if opened else prompt)
+        texts.append(said_by(model.text_of(call.whole_response), opened))
     return texts[0], "".join(texts[1:])

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.agents.agent_options import AgentOptionError, VerlOptions
+from roll.agents.call_formats import ToolCall
 from roll.agents.chat_ids import ChatTemplate, Message
 from roll.agents.episode import Episode, EpisodeOver, Model, Response, Task
 from roll.agents.images import digests
-from roll.agents.tool_calls import ToolCall
 from roll.agents.verifiers import Verifier
 from roll.datasets.images import IMAGE_MARK, ImageReader
 from roll.datasets.reading import SourceRow

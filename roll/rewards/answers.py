@@ -53,7 +53,7 @@ def after_thought(response: str, prompt: str = "") -> str | None:
 
     A thought is opened in the response, or by the end of the prompt (templates that open it themselves).
     """
-    return split_thought(response, opened_thought(prompt), at_last=True)[1]
+    return split_thought(response, opened_thought(prompt))[1]
 
 
 def last_marked(text: str) -> str | None:

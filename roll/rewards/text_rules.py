@@ -15,6 +15,7 @@ import regex  # type: ignore[import-untyped]
 
 from roll.rewards.answers import NUMERAL, after_thought, last_boxed, last_marked, parse_number, tagged_answer
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
+from roll.rewards.thoughts import opened_thought, split_thought
 
 TAIL = 300
 """Characters at the end of a response in which the answer is looked for: it comes last, and searching is then quick."""
@@ -197,7 +198,7 @@ def answer_text(sample: RewardSample, source: Source) -> str | None:
     return None if text is None else _SOURCES[source](text)
 
 
-THINK_THEN_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
+_TAGGED = r"\s*<answer>.*?</answer>\s*"
 
 
 @dataclass
@@ -206,8 +207,9 @@ class FormatRule(RewardRule):
 
     numbers: ClassVar[tuple[str, ...]] = ("format",)
     client_options: ClassVar[tuple[str, ...]] = ("*",)
-    pattern: str = THINK_THEN_ANSWER
-    """Regular expression; ``.`` matches line ends too. The default asks for ``<think>`` and then ``<answer>``."""
+    pattern: str | None = None
+    """Regular expression; ``.`` matches line ends too. null: a thought, in the marks of the model's family (the prompt
+    may open it), and then ``<answer>``."""
     mode: Literal["full", "search"] = "full"
     """``full``: the whole response must match; ``search``: some part of it."""
     score: float = 1.0
@@ -217,14 +219,18 @@ class FormatRule(RewardRule):
 
     def __post_init__(self) -> None:
         try:
-            compiled = regex.compile(self.pattern, regex.DOTALL)
+            compiled = regex.compile(_TAGGED if self.pattern is None else self.pattern, regex.DOTALL)
         except regex.error as error:
             raise RewardOptionError(f"pattern = {self.pattern!r}: not a regular expression: {error}") from error
         self._match = compiled.fullmatch if self.mode == "full" else compiled.search
 
     def judge(self, sample: RewardSample) -> RewardResult:
+        text: str | None = sample.response
+        if self.pattern is None:
+            thought, answer = split_thought(sample.response, opened_thought(sample.prompt))
+            text = None if thought is None else answer
         try:
-            matched = self._match(sample.response, timeout=self.timeout) is not None
+            matched = text is not None and self._match(text, timeout=self.timeout) is not None
         except TimeoutError:
             return failure(f"format: timeout: the pattern took more than {self.timeout:g} s")
         return RewardResult(self.score if matched else self.miss_score, {"format": float(matched)})

@@ -1,10 +1,16 @@
-"""The reader of responses: what is thought, and what is said, in the marks that model families write."""
+"""The reader of responses: what is thought, and what is said, in the marks that model families write.
+
+Rewards, votes, judges and agents all read with :func:`split_thought`.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from roll.agents.call_formats import call_spans, harmony_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,15 +23,14 @@ _PAIRS = (
 )
 """Begin and end of a thought: Qwen and DeepSeek, Magistral, Seed-OSS, Kimi-VL."""
 _ENDS = dict(_PAIRS)
-THOUGHT_BEGIN = re.compile("|".join(re.escape(begin) for begin, _ in _PAIRS))
-"""The mark that begins a thought."""
-_END = re.compile("|".join(re.escape(end) for _, end in _PAIRS))
-HARMONY = re.compile(
-    r"(?:<\|start\|>assistant)?(?P<to>[^<]*)<\|channel\|>(?P<channel>\w+)(?P<rest>[^<]*)(?:<\|constrain\|>\w+)?"
-    r"<\|message\|>(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|$)",
+_MARK = re.compile("|".join(re.escape(mark) for pair in _PAIRS for mark in pair))
+_QUOTES = frozenset("\"'`")
+_ANALYSIS = "<|channel|>analysis<|message|>"
+_RENDERED = re.compile(
+    "|".join(rf"{re.escape(begin)}.*?(?:{re.escape(end)}\s*|$)" for begin, end in _PAIRS)
+    + rf"|{re.escape(_ANALYSIS)}.*?<\|end\|>(?:<\|start\|>assistant)?",
     re.DOTALL,
 )
-"""A message of gpt-oss: its channel, recipient and text."""
 _KEPT = frozenset(
     [mark for pair in _PAIRS for mark in pair]
     + [f"<|{name}|>" for name in ("channel", "message", "start", "end", "call", "return", "constrain")]
@@ -34,37 +39,96 @@ _KEPT = frozenset(
 
 def opened_thought(prompt: str) -> str:
     """The mark with which the end of a prompt opens a thought; empty: it opens none."""
-    return next((begin for begin, _ in _PAIRS if prompt.rstrip().endswith(begin)), "")
+    return next((mark for mark in (*_ENDS, _ANALYSIS) if prompt.rstrip().endswith(mark)), "")
 
 
-def split_thought(response: str, opened: str = "", at_last: bool = False) -> tuple[str, str | None]:
-    """The thought of a response and the answer after it, which is None where the thought never ended.
+def split_thought(response: str, opened: str = "") -> tuple[str | None, str | None]:
+    """The thought of a response, None where it has none, and the answer, None where the thought never ended.
+
+    A thought ends at the *first* end mark: so do all reasoning parsers of vLLM (0.32), and what is scored here is
+    thereby what a client of a server gets as ``content``. Up to the last one, an answer that mentions the mark would
+    vanish, with its calls. What stands in front of the first end mark is thought wherever it began, since templates
+    open thoughts in the prompt. A later begin mark begins another thought, as for vLLM's parsers of GLM and Mistral;
+    those of Qwen and DeepSeek take it for text, and a box or a call that is only thought would count. A response that
+    ends within a thought, since the length cut it, has no answer and no calls. Marks in arguments of calls are text,
+    and so are those in quotes.
+
+    The messages of gpt-oss are thought in the channel ``analysis``, and said in the others unless they are calls.
 
     Args:
-        response: with the marks of thoughts, special tokens or not.
+        response: with the marks of thoughts, special tokens or not. Calls stay in the answer (not those of gpt-oss).
         opened: the mark with which the prompt opened the thought (:func:`opened_thought`).
-        at_last: the answer begins after the last end mark, not the first: a response that thinks several times.
     """
-    if "<|channel|>" in response:
-        messages = list(HARMONY.finditer(response))
-        said = [match["body"] for match in messages if match["channel"] == "final"]
-        thoughts = [match["body"] for match in messages if match["channel"] == "analysis"]
-        return "\n".join(thoughts).strip(), "".join(said) if said else None
-    begun = THOUGHT_BEGIN.match(response.lstrip())
-    mark = opened or (begun.group() if begun else "")
-    ends = list((re.compile(re.escape(_ENDS[mark])) if mark else _END).finditer(response))
-    if not ends:
-        unended = bool(mark) or (at_last and THOUGHT_BEGIN.search(response) is not None)
-        return (_thought(response), None) if unended else ("", response)
-    end = ends[-1 if at_last else 0]
-    answer = response[end.end() :]
-    reopened = at_last and THOUGHT_BEGIN.search(answer) is not None
-    return _thought(response[: end.start()]), None if reopened else answer
+    messages = list(harmony_messages(opened + response if opened == _ANALYSIS else response))
+    if messages:
+        own = [one for one in messages if one.recipient is None]
+        thoughts = [one.body for one in own if one.channel == "analysis"]
+        said = [one.body for one in own if one.channel != "analysis"]
+    else:
+        thoughts, said = _pieces(response, _ENDS.get(opened, ""))
+    return "\n".join(map(_bare, thoughts)) if thoughts else None, "".join(said) if said else None
 
 
-def _thought(text: str) -> str:
-    begun = THOUGHT_BEGIN.match(text.lstrip())
-    return (text.lstrip()[begun.end() :] if begun else text).strip()
+def said_by(response: str, opened: str = "") -> str:
+    """A response without its thoughts: the answer, and all calls."""
+    text = opened + response if opened == _ANALYSIS else response
+    messages = list(harmony_messages(text))
+    if messages:
+        return "".join(text[one.begin : one.end] for one in messages if one.recipient or one.channel != "analysis")
+    return split_thought(response, opened)[1] or ""
+
+
+def _pieces(response: str, wanted: str) -> tuple[list[str], list[str]]:
+    """The pieces of a response that are thought, and those that are said.
+
+    Args:
+        wanted: the end mark of the thought that is open; empty: none is.
+    """
+    thoughts: list[str] = []
+    said: list[str] = []
+    begin = answer = 0
+
+    @cache
+    def calls(start: int) -> list[tuple[int, int]]:
+        return [(start + first, start + end) for first, end in call_spans(response[start:])]
+
+    for match in _MARK.finditer(response):
+        mark, at = match.group(), match.start()
+        if wanted:
+            if mark == wanted:
+                thoughts.append(response[begin:at])
+                begin, wanted = match.end(), ""
+                answer = answer or begin
+        elif (thoughts and mark not in _ENDS) or _is_quoted(match) or any(a < at < b for a, b in calls(answer)):
+            continue
+        elif mark in _ENDS:
+            wanted = _ENDS[mark]
+            if thoughts:
+                said.append(response[begin:at])
+                begin = match.end()
+        else:
+            thoughts.append(response[:at])
+            begin = answer = match.end()
+    return ([*thoughts, response[begin:]], []) if wanted else (thoughts, [*said, response[begin:]])
+
+
+def _is_quoted(match: re.Match[str]) -> bool:
+    start, end = match.span()
+    before, behind = match.string[max(0, start - 1) : start], match.string[end : end + 1]
+    # A thought may end with a quotation.
+    return before in _QUOTES and (behind in _QUOTES or match.group() in _ENDS)
+
+
+def _bare(thought: str) -> str:
+    """A thought without its begin mark."""
+    text = thought.strip()
+    begun = _MARK.match(text)
+    return text[begun.end() :].lstrip() if begun and begun.group() in _ENDS else text
+
+
+def without_thoughts(text: str) -> str:
+    """A rendered conversation without the thoughts in it."""
+    return _RENDERED.sub("", text)
 
 
 def decode_responses(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[Sequence[int]]) -> list[str]:

@@ -167,3 +167,43 @@ def test_tools_that_do_not_exist() -> None:
         text_tool("search", {"url": "x"})
     with pytest.raises(ToolError, match="no_such_module"):
         text_tool("no_such_module.tool", {})
+
+
+def add(count: int, text: str) -> str:
+    """Join a number and a text.
+
+    Args:
+        count: The number.
+        text: The text.
+    """
+    return f"{count + 1}|{text}"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '<tool_call>{"name": "add", "arguments": {"count": 41, "text": "90210"}}</tool_call>',
+        "<tool_call>\n<function=add>\n<parameter=count>\n41\n</parameter>\n<parameter=text>\n90210\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "<tool_call>add\n<arg_key>count</arg_key>\n<arg_value>41</arg_value>\n<arg_key>text</arg_key>\n"
+        "<arg_value>90210</arg_value>\n</tool_call>",
+    ],
+)
+def test_arguments_in_a_text_are_typed_by_the_tool(call: str) -> None:
+    tool = text_tool(f"{__name__}.add", {})
+    result = asyncio.run(tool.call(tool.find(f"So: {call}")))
+    assert "42|90210" in result.text and not result.failed
+
+
+def test_no_call_of_a_thought_is_made(questions: str) -> None:
+    tools = TextTools([text_tool(f"{__name__}.reverse", {})], ToolWrapperArguments())
+    wrapped = tools.around(lambda: make_environment("roll_math", {"dataset_name": questions}))
+    call = '<tool_call>{"name": "reverse", "arguments": {"text": "abc"}}</tool_call>'
+
+    async def step(action: str, opened: str) -> Any:
+        await wrapped.reset(3)  # type: ignore[misc]
+        return await wrapped.step(action, opened=opened)  # type: ignore[misc, call-arg]
+
+    for action, opened in ((f"hm {call}", "<think>"), (f"<think>hm {call}", ""), (f"hm {call}</think>7", "<think>")):
+        assert "tool_calls" not in asyncio.run(step(action, opened))[4].get("metrics", {})
+    assert "cba" in asyncio.run(step(f"hm</think>{call}", "<think>"))[0]

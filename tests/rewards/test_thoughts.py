@@ -1,4 +1,4 @@
-"""One reader of responses: rewards, maj@k and agents find the same thought and the same answer."""
+"""One reader of responses: rewards, maj@k, judges and agents find the same thought and the same answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from transformers import PreTrainedTokenizerFast
 from roll.agents.tool_calls import parse_response
 from roll.pipelines.rlvr.accuracy import voted_answer
 from roll.rewards.answers import after_thought
-from roll.rewards.thoughts import decode_responses
+from roll.rewards.base import RewardSample
+from roll.rewards.code_sandbox import find_program
+from roll.rewards.judge_reading import NoScore
+from roll.rewards.judge_reading import answer_text as judged_text
+from roll.rewards.registry import build_reward
+from roll.rewards.thoughts import decode_responses, opened_thought, said_by, split_thought
 
 WRITTEN = {
     "<think>": "<think>{}</think>{}",
@@ -34,6 +39,81 @@ def test_the_answer_is_read_after_the_thought(mark: str) -> None:
         opened = text.removeprefix(mark)
         assert after_thought(opened, f"question {mark}\n") == answer
         assert after_thought(thought, f"question {mark}\n") is None
+
+
+CALL = '<tool_call>\n{"name": "calc", "arguments": {"text": "a %s b"}}\n</tool_call>'
+ANALYSIS = "<|channel|>analysis<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("response", "opened", "thought", "answer"),
+    [
+        # The first end mark, as in vLLM's parsers.
+        ("<think>a</think>b</think>c", "", "a", "b</think>c"),
+        ("a</think>b</think>c", "<think>", "a", "b</think>c"),
+        ("a</think>b</think>c", "", "a", "b</think>c"),
+        ("<think>a</think>b <think>c</think>d", "", "a\nc", "b d"),
+        ("<think>a</think>b <think>c", "", "a\nc", None),
+        ("<think></think>\n<think>a</think>b", "", "\na", "\nb"),
+        ("<think>a</think>b", "<think>", "a", "b"),
+        ("x <think>a</think>b", "", "x <think>a", "b"),
+        ("[THINK]a</think>b", "", "a</think>b", None),
+        ("[THINK]a</think>b[/THINK]c", "", "a</think>b", "c"),
+        ("<think>a", "", "a", None),
+        ("a", "<think>", "a", None),
+        ("a", "", None, "a"),
+        # Mentioned, not meant.
+        ("Write `</think>` last.", "", None, "Write `</think>` last."),
+        ('x = "<think>(.*)"', "", None, 'x = "<think>(.*)"'),
+        ('<think>a</think>x = "<think>"', "", "a", 'x = "<think>"'),
+        ('<think>"a"</think>"b"', "", '"a"', '"b"'),
+        # Arguments of calls.
+        (CALL % "</think>", "", None, CALL % "</think>"),
+        (CALL % "<think>", "", None, CALL % "<think>"),
+        ("<think>a</think>" + CALL % "<think>", "", "a", CALL % "<think>"),
+        ("<think>" + CALL % "x" + "</think>b", "", CALL % "x", "b"),
+        (CALL % "x", "<think>", CALL % "x", None),
+        ("<think>a</think>b <think>" + CALL % "x", "", "a\n" + CALL % "x", None),
+        # Channels.
+        (f"{ANALYSIS}a<|end|><|start|>assistant<|channel|>commentary<|message|>b<|end|>", "", "a", "b"),
+        (f"{ANALYSIS}a", "", "a", None),
+        ("a<|end|><|start|>assistant<|channel|>final<|message|>b", ANALYSIS, "a", "b"),
+        ("a", ANALYSIS, "a", None),
+    ],
+)
+def test_every_reader_finds_the_same(response: str, opened: str, thought: str | None, answer: str | None) -> None:
+    prompt = f"question\n{opened}\n"
+    assert opened_thought(prompt) == opened
+    assert split_thought(response, opened) == (thought, answer)
+    assert after_thought(response, prompt) == answer
+    for tool_format in ("hermes", "gpt_oss"):
+        parsed = parse_response(response, tool_format, opened=opened)
+        assert parsed.reasoning == (thought or "")
+        assert (not parsed.calls) or (answer is not None and CALL[:11] in answer)
+        if not parsed.calls:
+            assert parsed.content == (answer or "").strip()
+    assert said_by(response, opened) == (answer or "") or "<|channel|>" in opened + response
+    assert find_program(RewardSample(prompt, response), ["python"]) == (None if answer is None else answer.strip())
+    if not opened and answer is None:
+        with pytest.raises(NoScore, match="never ended"):
+            judged_text({"text": response})
+    elif not opened:
+        assert judged_text({"text": response}) == answer
+
+
+@pytest.mark.parametrize("mark", WRITTEN)
+def test_the_format_rule_reads_thoughts_of_every_family(mark: str) -> None:
+    rule = build_reward("format", {})
+    text = WRITTEN[mark].format("a", "<answer>7</answer>")
+    opened = mark or ANALYSIS
+    samples = [
+        RewardSample("q", text),
+        RewardSample(f"q{opened}", text.removeprefix(opened)),
+        RewardSample("q", text.removeprefix(opened).partition("<answer>")[1]),
+        RewardSample("q", WRITTEN[mark].format("a", "7")),
+        RewardSample(f"q{opened}", "<answer>7</answer>"),
+    ]
+    assert [result.score for result in rule(samples)] == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from roll.agents.agent_options import AGENTS, Context, ToolWrapperArguments
-from roll.agents.tool_calls import TOOL_FORMATS
+from roll.agents.call_formats import TOOL_FORMATS
 from roll.config.algorithm import estimator, estimators
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.policy import PolicyRunConfig

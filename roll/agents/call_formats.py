@@ -1,0 +1,314 @@
+"""Tool calls in texts, in the formats that model families write: where each begins and ends, and what it says."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from roll.agents.tool_arguments import typed_value
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A function and its arguments as the model wrote them."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class BadCall(ValueError):
+    """A call that cannot be read."""
+
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Tool to the JSON schema of its arguments."""
+Found = Iterator[tuple[int, int, Callable[[], list[ToolCall]]]]
+"""Begin and end of calls in a text, and a function that parses them or raises ``BadCall``."""
+
+_CALL_BEGIN, _CALL_END = "<tool_call>", "</tool_call>"
+_FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>")
+_FUNCTION_END = re.compile(r"(?:</parameter>|\A)\s*(?P<end></function>(?:\s*</tool_call>)?)")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*)", re.DOTALL)
+_NEXT_PARAMETER = re.compile(r"</parameter>\s*(?=<parameter=[^>\n]+>)")
+_GLM = re.compile(r"<tool_call>(?P<name>[^<]*)")
+_GLM_END = re.compile(r"(?:</arg_value>|\A)\s*(?P<end></tool_call>)")
+_NEXT_PAIR = re.compile(r"</arg_value>\s*(?=<arg_key>[^<]*</arg_key>\s*<arg_value>)")
+_PAIR_BEGIN = re.compile(r"<arg_key>[^<]*</arg_key>\s*<arg_value>")
+_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*)", re.DOTALL)
+_NAME = re.compile(r"[^\s{}<>\"]+")
+_CALLS = "[TOOL_CALLS]"
+_NAMED = re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?P<marked>\[ARGS\])?\s*")
+_DEEPSEEK = re.compile(
+    r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?P<before>[^<]*)<｜tool▁sep｜>(?:(?P<name>[^\n{]*)\n```json\n)?"
+)
+_DEEPSEEK_END = re.compile(r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?")
+_PYTHON_TAG = "<|python_tag|>"
+_MOST_BROKEN = 256
+"""Braces that begin no JSON, after which no more is looked for: a text of braces must not take quadratic time."""
+_BETWEEN = re.compile(r"[;\s]*")
+_JSON_NAME = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"')
+_HARMONY = re.compile(r"<\|channel\|>(?P<channel>\w+)(?P<rest>[^<]*)(?:<\|constrain\|>\w+)?<\|message\|>")
+_HARMONY_BEGIN = re.compile(r"\s*(?:<\|start\|>assistant\s*)?(?:to=[\w.-]+\s*)?<\|channel\|>")
+_HARMONY_END = re.compile(r"<\|(?:end|call|return)\|>")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+_SPACE = re.compile(r"\s*")
+_DECODER = json.JSONDecoder()
+
+
+def _json_end(text: str, start: int) -> int:
+    """The end of the JSON value at ``start``, whose strings may hold any mark; ``start`` where there is none."""
+    try:
+        return _DECODER.raw_decode(text, _after(_SPACE, text, start))[1]
+    except (ValueError, RecursionError):
+        return start
+
+
+def _after(pattern: re.Pattern[str], text: str, start: int) -> int:
+    match = pattern.match(text, start)
+    return start if match is None else match.end()
+
+
+def _hermes(text: str, schemas: Schemas | None) -> Found:
+    """``<tool_call>{...}</tool_call>``; the call ends after the JSON."""
+    begin = text.find(_CALL_BEGIN)
+    while begin >= 0:
+        start = begin + len(_CALL_BEGIN)
+        closing = text.find(_CALL_END, _json_end(text, start))
+        stop = len(text) if closing < 0 else closing + len(_CALL_END)
+        body = text[start : len(text) if closing < 0 else closing]
+        yield begin, stop, functools.partial(_hermes_call, body, closing >= 0)
+        begin = text.find(_CALL_BEGIN, stop)
+
+
+def _hermes_call(body: str, closed: bool) -> list[ToolCall]:
+    if not closed:
+        raise _unended(body)
+    return [_call_of(_json(body))]
+
+
+def _unquoted(
+    opening: re.Pattern[str],
+    ending: re.Pattern[str],
+    read: Callable[[str, str, Mapping[str, Any]], ToolCall],
+) -> Callable[[str, Schemas | None], Found]:
+    """A finder of calls whose arguments are written without quotes, so that any mark may be a part of one.
+
+    A call ends at the last end mark before the next call, and a next call begins only after an end mark that follows
+    an argument's.
+    """
+
+    def find(text: str, schemas: Schemas | None) -> Found:
+        match = opening.search(text)
+        while match is not None:
+            start, following, first = match.end(), None, ending.search(text[match.end() :])
+            if first is not None:
+                following = opening.search(text, start + first.end())
+            body = text[start : len(text) if following is None else following.start()]
+            ends = list(ending.finditer(body))
+            stop = start + (ends[-1].end() if ends else len(body))
+            yield match.start(), stop, functools.partial(one, match["name"].strip(), body, ends, schemas)
+            match = following
+
+    def one(name: str, body: str, ends: list[re.Match[str]], schemas: Schemas | None) -> list[ToolCall]:
+        if not ends:
+            raise _unended(body)
+        if _NAME.fullmatch(name) is None:
+            raise BadCall(f"a tool call without a name: {name[:80]!r}")
+        return [read(name, body[: ends[-1].start("end")], (schemas or {}).get(name, {}))]
+
+    return find
+
+
+def _arguments(
+    body: str, between: re.Pattern[str], pair: re.Pattern[str], end: str, begin: re.Pattern[str]
+) -> Iterator[list[str]]:
+    """Names and texts of arguments; each text reaches to the last end mark before the next argument.
+
+    Args:
+        begin: beginning of an argument, of which a text has none without an end mark.
+    """
+    pieces = between.split(body) if body.strip() else []
+    for number, piece in enumerate(pieces, 1):
+        match = pair.fullmatch(piece)
+        value, closed = (match[2], end) if match and number < len(pieces) else ("", "")
+        if match and number == len(pieces):
+            value, closed, _ = match[2].rpartition(end)
+        if match is None or not closed or len(begin.findall(value)) > value.count(end):
+            raise BadCall(f"an argument that does not end with {end}: {piece.strip()[:80]!r}")
+        yield [match[1].strip(), value]
+
+
+def _qwen_xml(name: str, body: str, schema: Mapping[str, Any]) -> ToolCall:
+    # A name that the tool does not have begins no argument: it is a text that mentions the mark.
+    names = "|".join(map(re.escape, schema.get("properties") or ())) or "(?!)"
+    begin = re.compile(f"<parameter=(?:{names})>")
+    pairs = _arguments(body, _NEXT_PARAMETER, _PARAMETER, "</parameter>", begin)
+    return ToolCall(name, {key: typed_value(value.removesuffix("\n"), key, schema) for key, value in pairs})
+
+
+def _glm(name: str, body: str, schema: Mapping[str, Any]) -> ToolCall:
+    pairs = _arguments(body, _NEXT_PAIR, _PAIR, "</arg_value>", _PAIR_BEGIN)
+    return ToolCall(name, {key: typed_value(value, key, schema) for key, value in pairs})
+
+
+def _mistral(text: str, schemas: Schemas | None) -> Found:
+    """``[TOOL_CALLS] [{...}, ...]``, and ``[TOOL_CALLS]name{...}`` or ``name[ARGS]{...}`` of later versions."""
+    begin = text.find(_CALLS)
+    while begin >= 0:
+        start = begin + len(_CALLS)
+        named = _NAMED.match(text, start)
+        at = start if named is None else named.end()
+        stop = _json_end(text, at)
+        if stop == at:  # no JSON: all up to the next call is its text
+            following = text.find(_CALLS, at)
+            stop = len(text) if following < 0 else following
+        yield begin, stop, functools.partial(_mistral_calls, named, text[at:stop].strip())
+        begin = text.find(_CALLS, stop)
+
+
+def _mistral_calls(named: re.Match[str] | None, body: str) -> list[ToolCall]:
+    if named is not None and (body or named["marked"]):
+        return [_call_of({"name": named["name"], "arguments": body})]
+    calls = _json(body) if body.startswith("[") else None
+    if not isinstance(calls, list):
+        raise BadCall(f"{_CALLS} is followed by neither a list of calls nor name{{arguments}}: {body[:80]!r}")
+    return [_call_of(call) for call in calls]
+
+
+def _deepseek(text: str, schemas: Schemas | None) -> Found:
+    """V3 and R1: ``function<sep>name`` and a fenced JSON; V3.1: ``name<sep>{...}``."""
+    opening = _DEEPSEEK.search(text)
+    while opening is not None:
+        closing = _DEEPSEEK_END.search(text, _json_end(text, opening.end()))
+        stop = len(text) if closing is None else closing.end()
+        body = text[opening.end() : len(text) if closing is None else closing.start()]
+        yield opening.start(), stop, functools.partial(_deepseek_call, opening, body, closing is not None)
+        opening = _DEEPSEEK.search(text, stop)
+
+
+def _deepseek_call(opening: re.Match[str], body: str, closed: bool) -> list[ToolCall]:
+    if not closed:
+        raise _unended(body)
+    fenced: str | None = opening["name"]
+    if fenced is None:
+        return [_call_of({"name": opening["before"].strip(), "arguments": body})]
+    return [_call_of({"name": fenced.strip(), "arguments": body.rstrip().removesuffix("```")})]
+
+
+def _llama3(text: str, schemas: Schemas | None) -> Found:
+    """``{"name": ..., "parameters": {...}}``, several with ``;`` between; text may stand around them.
+
+    JSON that names no tool that was offered is an answer, unless the mark of a call is in front of it. Where the tools
+    are not known, any name will do.
+    """
+    is_next = schemas is None
+    position = end = broken = 0
+    while (begin := text.find("{", position)) >= 0 and broken < _MOST_BROKEN:
+        joined = _after(_BETWEEN, text, end) == begin
+        tag = text.find(_PYTHON_TAG, max(end, begin - 2 * len(_PYTHON_TAG)), begin)
+        is_next = tag >= 0 or (is_next and joined)
+        first = tag if tag >= 0 else end if joined else begin
+        stop = _json_end(text, begin)
+        named = _JSON_NAME.match(text, begin)
+        if stop > begin:
+            value = json.loads(text[begin:stop])
+            is_call = (schemas is None or value.get("name") in schemas) and value.keys() & {"parameters", "arguments"}
+            if is_next or is_call:
+                yield first, stop, functools.partial(_llama3_call, text[begin:stop])
+                end = stop
+        elif named is not None and (is_next or (schemas is not None and named[1] in schemas)):
+            yield first, len(text), functools.partial(_llama3_call, text[begin:])
+            return
+        broken += stop == begin
+        position = max(stop, begin + 1)
+
+
+def _llama3_call(body: str) -> list[ToolCall]:
+    return [_call_of(_json(body))]
+
+
+@dataclass(frozen=True)
+class HarmonyMessage:
+    """A message of gpt-oss."""
+
+    channel: str
+    recipient: str | None
+    """Name of the tool that is called, without ``functions.``; None: the message calls none."""
+    body: str
+    begin: int
+    end: int
+
+
+def harmony_messages(text: str) -> Iterator[HarmonyMessage]:
+    """The messages of a response that begins with one; the last one may be cut."""
+    at = 0 if _HARMONY_BEGIN.match(text) else len(text)
+    while (match := _HARMONY.search(text, at)) is not None:
+        to = _RECIPIENT.search(text[at : match.start()] + match["rest"])
+        start = match.end()
+        ending = _HARMONY_END.search(text, start if to is None else _json_end(text, start))
+        stop, end = (len(text), len(text)) if ending is None else ending.span()
+        yield HarmonyMessage(match["channel"], to and to[1], text[start:stop], at, end)
+        at = end
+
+
+def _gpt_oss(text: str, schemas: Schemas | None) -> Found:
+    """Messages with a recipient; their other channels are no calls."""
+    for message in harmony_messages(text):
+        if message.recipient is not None:
+            yield message.begin, message.end, functools.partial(_gpt_oss_call, message)
+
+
+def _gpt_oss_call(message: HarmonyMessage) -> list[ToolCall]:
+    return [_call_of({"name": message.recipient, "arguments": message.body})]
+
+
+TOOL_FORMATS: dict[str, Callable[[str, Schemas | None], Found]] = {
+    "hermes": _hermes,
+    "qwen_xml": _unquoted(_FUNCTION, _FUNCTION_END, _qwen_xml),
+    "glm": _unquoted(_GLM, _GLM_END, _glm),
+    "mistral": _mistral,
+    "deepseek": _deepseek,
+    "llama3": _llama3,
+    "gpt_oss": _gpt_oss,
+}
+"""Name to the finder of calls."""
+
+
+def call_spans(text: str) -> list[tuple[int, int]]:
+    """Begin and end of all calls that can be read, in whatever format."""
+    return [(begin, end) for find in TOOL_FORMATS.values() for begin, end, read in find(text, None) if _can_be(read)]
+
+
+def _can_be(read: Callable[[], list[ToolCall]]) -> bool:
+    try:
+        return bool(read())
+    except BadCall:
+        return False
+
+
+def _unended(body: str) -> BadCall:
+    return BadCall(f"a tool call that does not end: {body[:80]!r}")
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadCall(f"{text.strip()[:80]!r} is no JSON: {error}") from None
+
+
+def _call_of(value: Any) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        raise BadCall(f"a tool call needs a name: {str(value)[:80]}")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _json(arguments) if arguments.strip() else {}
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise BadCall(f"arguments of {value['name']} must be an object, got {str(arguments)[:80]}")
+    return ToolCall(value["name"], arguments)
