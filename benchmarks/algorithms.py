@@ -23,9 +23,9 @@ from roll.algorithms.aggregation import denominators_from, denominators_of
 from roll.algorithms.losses import actor_loss, actor_loss_options
 from roll.algorithms.policy_losses import LossInputs
 from roll.algorithms.returns import generalized_advantages
+from roll.methods.policy import PolicyMethod
 from roll.models.partitions import balance_partitions, pack_sequences
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.protocol import DataProto
 
 Row = tuple[str, float, float | None, float | None]
@@ -92,7 +92,7 @@ def advantage_rows(repeats: int) -> list[Row]:
     rows = length = 1024
     batch = scored_step(rows, length)
     config = RLVRConfig(adv_estimator="grpo", num_return_sequences_in_group=8)
-    advantages = AdvantageComputer(config, (config.norm_mean_type, config.norm_std_type), length)
+    advantages = PolicyMethod(config, (config.norm_mean_type, config.norm_std_type), length)
     mask, group_ids, scores = (batch.batch[name] for name in ("response_mask", "group_ids", "scores"))
     lengths, holes, full = mask.sum(-1), tool_mask(rows, length), torch.ones_like(mask)
     rewards, values = torch.randn(2, rows, length).unbind(0)
@@ -110,7 +110,7 @@ def advantage_rows(repeats: int) -> list[Row]:
             lambda: advantages.add_advantages(batch, lengths),
             lambda: grpo_by_hand(scores, mask, group_ids, rows // 8),
         ),
-        row("all that comes before the update, with its metrics", repeats, lambda: advantages(batch)),
+        row("all that comes before the update, with its metrics", repeats, lambda: advantages.credit(batch)),
         row("GAE, tool output between turns", repeats, ours(holes), loop(holes)),
         row("GAE, no holes", repeats, ours(full), loop(full)),
     ]

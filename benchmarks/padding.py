@@ -17,7 +17,7 @@ from rich.table import Table
 
 from roll.config.plan.plan import MicroBatching
 from roll.models.partitions import workload
-from roll.pipelines.row_order import balanced_order
+from roll.pipelines.model_calls import balanced_order
 from roll.strategies.base import TensorBatch
 from roll.strategies.training.micro_batches import lay_out, micro_batch, plan_micro_batches
 

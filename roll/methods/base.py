@@ -11,13 +11,14 @@ backward pass, and each micro-batch contributes its share of the whole (:meth:`L
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
 from roll.models.layouts import TopTokens
+from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
 from roll.protocol.vision import IMAGES
 from roll.strategies.base import Comparison, Output, TensorBatch
@@ -80,3 +81,38 @@ class Ask:
 LOG_PROBS, VALUES = Ask(), Ask((Output.VALUES,))
 """``log_probs`` float32 (B, L) of every response token; ``values`` float32 (B, L): a critic's, of the state in which
 each response token was sampled, or a reward model's scores."""
+
+
+@dataclass(frozen=True)
+class RoleAsk:
+    """Columns that a role computes of a batch before credit is assigned."""
+
+    role: str
+    ask: Ask
+    phase: str
+    """Name of the step's phase; roles of one phase that have no device in common compute at the same time."""
+    into: Mapping[str, str] = field(default_factory=dict)
+    """Names of the batch's columns by those of the answer."""
+    tags: Sequence[str] | None = None
+    """Only rows with one of these tags; None: all rows."""
+    view: Callable[[DataProto], DataProto] | None = None
+    """The rows as the role sees them."""
+
+    @property
+    def replays_routes(self) -> bool:
+        """It is the policy's own pass, in which tokens go to the experts that they were sampled with."""
+        return self.role == "actor_train" and not self.ask.without_adapters
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A role's columns for the rows that it was asked about."""
+
+    asked: RoleAsk
+    rows: Tensor
+    """bool (B,)."""
+    part: DataProto
+    """Those rows."""
+    seen: DataProto
+    """The same as the role saw them."""
+    columns: Mapping[str, Tensor]

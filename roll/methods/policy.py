@@ -1,132 +1,342 @@
-"""Policy gradients (PPO, GRPO and relatives) and the critic: losses over tokens that the policy has sampled."""
+"""Policy gradients (PPO, GRPO and relatives) as a method: what it asks of which model, credit, and losses.
+
+One training step: reference, policy, teachers and critic compute the columns that something needs; scores become
+advantages; policy and critic learn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+import logging
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any
 
-from torch import Tensor
+import torch
 
-from roll.algorithms.aggregation import (
-    LossDenominators,
-    denominators_from,
-    denominators_of,
-    group_tokens_of,
-    needs_groups,
+from roll.algorithms.advantages import (
+    AdvantageInputs,
+    AdvantageOptions,
+    AdvantageOutputs,
+    estimate_advantages,
+    resolve_norm_types,
 )
-from roll.algorithms.losses import ActorLossOptions, actor_loss, value_loss
-from roll.algorithms.policy_losses import LossInputs
-from roll.methods.base import MODEL_COLUMNS, POLICY_COLUMNS, Loss, Totals
-from roll.protocol.metrics import Metrics
-from roll.strategies.base import Output, TensorBatch
-
-LOSS_COLUMNS = (
-    "loss_mask",
-    "advantages",
-    "old_log_probs",
-    "ref_log_probs",
-    "rollout_log_probs",
-    "sample_weights",
-    "policy_mask",
-    "group_ids",
-    "turn_ids",
-    "sequence_tokens",
+from roll.algorithms.aggregation import masked_mean, row_mean
+from roll.algorithms.kl import EntropyController, KLOptions, finite_mean, kl_estimate, make_kl_controller
+from roll.algorithms.losses import actor_loss_options, options_from, rejection_mask, weight_scale
+from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics
+from roll.algorithms.samples import (
+    RewardOptions,
+    RewardPostprocessor,
+    overlong_penalty,
+    sample_mask,
+    sample_weights,
+    token_level_rewards,
+    top_entropy_mask,
 )
+from roll.config.corrections import correction_options
+from roll.config.policy import PolicyRunConfig
+from roll.methods.base import MODEL_COLUMNS, VALUES, Answer, Ask, RoleAsk
+from roll.methods.losses import PolicyLoss, SampledLoss, ValueLoss
+from roll.methods.opd import OPD, TEACHING
+from roll.methods.policy_plan import PolicyPlan, actor_keys, is_taught
+from roll.protocol import DataProto
+from roll.protocol.metrics import Mean, Metrics, merge_metrics
+from roll.rollout.filters import build_filter, response_mask
+from roll.strategies.base import Output
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class SampledLoss(Loss):
-    """A loss over tokens that were sampled, aggregated by modes over tokens, samples or prompts."""
+class PolicyMethod:
+    """The columns that are computed of the samples, how scores become credit, and the losses of policy and critic.
 
-    num_groups: int = 1
-    """Prompts of the whole batch, whose rows ``group_ids`` count."""
-    norm_length: float | None = None
-    """Denominator of the modes that divide by a fixed length."""
+    What it remembers from step to step (moments of rewards, adaptive coefficients) is in :meth:`state_dict`.
 
-    @property
-    def modes(self) -> Collection[str | None]:
-        """Aggregation modes in use; None: a term that the loss does not have."""
-        return ()
+    Args:
+        norm_types: ``norm_mean_type`` and ``norm_std_type``, each perhaps ``auto``.
+        max_new_tokens: the length limit of a response, which the over-long punishment ends at.
+    """
 
-    def counts(self, batch: TensorBatch) -> Totals:
-        mask = batch["loss_mask"]
-        counts = {"rows": denominators_of(mask, batch.get("sequence_tokens"))}
-        if any(mode is not None and needs_groups(mode) for mode in self.modes):
-            counts["groups"] = group_tokens_of(mask, batch["group_ids"], self.num_groups)
-        return counts
-
-    def denominators(self, totals: Totals) -> LossDenominators:
-        found = denominators_from(totals["rows"], self.norm_length)
-        return replace(found, group_tokens=totals["groups"]) if "groups" in totals else found
-
-
-@dataclass(frozen=True)
-class PolicyLoss(SampledLoss):
-    """The loss of the policy: policy gradient, KL to the reference, entropy; see
-    :func:`roll.algorithms.losses.actor_loss`."""
-
-    options: ActorLossOptions = field(default_factory=ActorLossOptions)
-    old_is_rollout: bool = False
-    """Its old log-probs are the engine's."""
-    prefix: str = field(default="actor/", kw_only=True)
-    columns: ClassVar[tuple[str, ...]] = (*POLICY_COLUMNS, *LOSS_COLUMNS)
-
-    @property
-    def modes(self) -> Collection[str | None]:
-        options = self.options
-        return (options.loss_agg_mode, options.kl_loss_agg_mode, options.entropy_loss_agg_mode)
-
-    @property
-    def outputs(self) -> Sequence[Output]:
-        wanted = self.options.needs_entropy or self.options.log_entropy
-        return (Output.LOG_PROBS, Output.ENTROPY) if wanted else (Output.LOG_PROBS,)
-
-    def inputs(self, outputs: TensorBatch, batch: TensorBatch) -> LossInputs:
-        given: Any = {name: batch.get(name) for name in LOSS_COLUMNS if name != "loss_mask"}
-        return LossInputs(
-            log_probs=outputs[Output.LOG_PROBS],
-            entropy=outputs.get(Output.ENTROPY),
-            mask=batch["loss_mask"],
-            old_is_rollout=self.old_is_rollout,
-            **given,
+    def __init__(self, config: PolicyRunConfig, norm_types: tuple[str | None, str | None], max_new_tokens: int) -> None:
+        self._config = config
+        self._max_new_tokens = max_new_tokens
+        mean_type, std_type = resolve_norm_types(config.adv_estimator, *norm_types)
+        self._normalise = RewardPostprocessor(RewardOptions(mean_type, std_type, config.reward_clip))
+        self._kl_controller = make_kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
+        self._entropy_controller = None
+        if config.target_entropy is not None:
+            bounds = config.entropy_coef_delta, config.entropy_coef_max
+            self._entropy_controller = EntropyController(config.entropy_loss_coef, config.target_entropy, *bounds)
+        self.entropy_coef = config.entropy_loss_coef
+        """Weight of the entropy bonus in the update of the batch that was scored last."""
+        self._advantages = options_from(AdvantageOptions, vars(config))
+        self._correction = correction_options(config.train_infer_correction)
+        self.teaching = OPD(config) if is_taught(config) else None
+        self._losses: dict[str, SampledLoss] = {}
+        self._ignores_rewards = is_taught(config) and config.is_pure_opd
+        if self._ignores_rewards:
+            self._advantages = replace(self._advantages, adv_estimator="reinforce", gamma=config.opd_gamma)
+        self._watch = BatchWatch(
+            config.warn_after_steps, config.warn_truncated_share, learns_from_scores=not self._ignores_rewards
         )
+        self._response_filters = {
+            name: build_filter(section.response_filter_config.type, section.response_filter_config.filter_args)
+            for name, section in getattr(config, "rewards", {}).items()
+            if section.response_filter_config.type != "no_filter"
+        }
 
-    def __call__(self, outputs: TensorBatch, batch: TensorBatch, totals: Totals) -> tuple[Tensor, Metrics]:
-        result = actor_loss(self.inputs(outputs, batch), self.options, self.denominators(totals))
-        return result.loss, result.metrics
+    def asks(self, plan: PolicyPlan, temperature: float) -> list[RoleAsk]:
+        """The columns that something consumes: log-probs by reference, policy and teachers, values by the critic.
 
+        Args:
+            temperature: of sampling.
+        """
+        asks = []
+        if plan.needs_reference:
+            # Under LoRA the policy without its adapters is the one that it started from.
+            is_policy = "reference" not in plan.roles
+            ask = Ask(temperature=temperature, without_adapters=is_policy)
+            role = "actor_train" if is_policy else "reference"
+            asks.append(RoleAsk(role, ask, "ref_log_probs_values", {Output.LOG_PROBS: "ref_log_probs"}))
+        if plan.needs_old_log_probs:
+            into: dict[str, str] = {Output.LOG_PROBS: "old_log_probs"}
+            if plan.needs_old_entropy:
+                into[Output.ENTROPY] = "old_entropy"
+            if plan.needs_sum_of_squares:
+                into[Output.SUM_OF_SQUARES] = "old_sum_of_squares"
+            if self._config.actor_train.router_replay.mode == "R2":
+                into[Output.ROUTES] = Output.ROUTES
+            asks.append(RoleAsk("actor_train", Ask(tuple(map(Output, into)), temperature), "old_log_probs", into))
+        if self.teaching is not None:
+            asks += self.teaching.asks(plan, temperature)
+        if plan.needs_critic:
+            asks.append(RoleAsk("critic", VALUES, "values", {Output.VALUES: "values"}, view=_with_bootstrap))
+        return asks
 
-@dataclass(frozen=True)
-class ValueLoss(SampledLoss):
-    """The critic's loss; see :func:`roll.algorithms.losses.value_loss`."""
+    def receive(self, batch: DataProto, answers: Iterable[Answer], phase: str) -> Metrics:
+        """Add the columns of a phase to the batch; return what they tell."""
+        if phase == TEACHING:
+            assert self.teaching is not None
+            return self.teaching.receive(batch, answers)
+        for answer in answers:
+            for name, column in answer.asked.into.items():
+                batch.batch[column] = answer.columns[name]
+        return {}
 
-    value_clip: float | None = None
-    """Bound of the change of a value in one update."""
-    value_loss_type: str = "mse"
-    loss_agg_mode: str = "token-mean"
-    prefix: str = field(default="critic/", kw_only=True)
-    columns = (*MODEL_COLUMNS, "loss_mask", "values", "returns", "group_ids", "sequence_tokens")
+    def losses(self, plan: PolicyPlan, temperature: float) -> dict[str, SampledLoss]:
+        """The losses of this step's update by role, in the order of the updates."""
+        if not self._losses:
+            self._losses = self._build_losses(plan, temperature)
+        actor = self._losses["actor_train"]
+        assert isinstance(actor, PolicyLoss)
+        options = replace(actor.options, entropy_loss_coef=self.entropy_coef)
+        return self._losses | {"actor_train": replace(actor, options=options)}
 
-    @property
-    def modes(self) -> Collection[str | None]:
-        return (self.loss_agg_mode,)
-
-    @property
-    def outputs(self) -> Sequence[Output]:
-        return (Output.VALUES,)
-
-    def __call__(self, outputs: TensorBatch, batch: TensorBatch, totals: Totals) -> tuple[Tensor, Metrics]:
-        result = value_loss(
-            values=outputs[Output.VALUES],
-            old_values=batch["values"],
-            returns=batch["returns"],
-            mask=batch["loss_mask"],
-            value_clip=self.value_clip,
-            value_loss_type=self.value_loss_type,
-            loss_agg_mode=self.loss_agg_mode,
-            denominators=self.denominators(totals),
-            group_ids=batch.get("group_ids"),
-            sequence_tokens=batch.get("sequence_tokens"),
+    def _build_losses(self, plan: PolicyPlan, temperature: float) -> dict[str, SampledLoss]:
+        config, norm_length = self._config, float(plan.norm_length)
+        losses: dict[str, SampledLoss] = {}
+        if plan.needs_critic:
+            clip, kind, mode = config.value_clip, config.value_loss_type, config.value_loss_agg_mode
+            losses["critic"] = ValueLoss(
+                norm_length=norm_length, value_clip=clip, value_loss_type=kind, loss_agg_mode=mode
+            )
+        actor = PolicyLoss(
+            norm_length=norm_length,
+            temperature=temperature,
+            options=actor_loss_options(actor_keys(config)),
+            old_is_rollout=plan.engine_log_probs_as_old,
         )
-        return result.loss, result.metrics
+        losses["actor_train"] = actor if self.teaching is None else self.teaching.loss(actor)
+        return losses
+
+    def credit(self, batch: DataProto) -> Metrics:
+        """Add ``loss_mask``, ``response_level_rewards``, ``token_level_rewards``, ``advantages`` and ``returns`` to
+        ``batch`` (``sample_weights`` where samples weigh differently, ``policy_mask`` where tokens are chosen by their
+        entropy); return the metrics of the step's samples.
+
+        Samples without a score take part in nothing, neither in a baseline nor in a mean: their columns are zero."""
+        scored = ~batch.batch["scores"].isnan()
+        unscored = {"critic/unscored_ratio": Mean(float((~scored).sum()), len(batch))}
+        if bool(scored.all()):
+            return self._score(batch) | unscored
+        part = batch[scored.numpy()]
+        metrics = self._score(part)
+        for name in part.batch.keys() - batch.batch.keys():
+            column = part.batch[name]
+            batch.batch[name] = column.new_zeros(len(batch), *column.shape[1:])
+            batch.batch[name][scored] = column
+        return metrics | unscored
+
+    def _score(self, batch: DataProto) -> Metrics:
+        lengths = batch.batch["response_mask"].sum(-1)
+        used, masked = self._add_loss_mask(batch, lengths)
+        inputs, outputs, rewarded = self.add_advantages(batch, lengths)
+        batch.batch["token_level_rewards"] = inputs.token_level_rewards
+        for message in self._watch.observe_advantages(outputs.advantages, used, self._config.adv_estimator):
+            logger.warning("%s", message)
+        metrics = [masked, rewarded, outputs.metrics, _data_metrics(batch, outputs)]
+        if self._entropy_controller is not None:
+            entropy = float(masked_mean(batch.batch["old_entropy"], batch.batch["loss_mask"]))
+            self.entropy_coef = self._entropy_controller.step(entropy, int(batch.batch["loss_mask"].sum()))
+            metrics.append({"actor/old_entropy": Mean(entropy), "actor/entropy_coef": Mean(self.entropy_coef)})
+        return merge_metrics(metrics)
+
+    def _add_loss_mask(self, batch: DataProto, lengths: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        """bool (B,): the responses that the loss uses."""
+        tensors = batch.batch
+        scores, group_ids = tensors["scores"], tensors["group_ids"]
+        truncated = _truncated(batch)
+        for message in self._watch.observe(scores, truncated):
+            logger.warning("%s", message)
+        filtered = None
+        if self._response_filters:
+            domains = batch.non_tensor_batch["domain"]
+            filtered = torch.from_numpy(response_mask(scores.numpy(), domains, self._response_filters))
+        keep, metrics = sample_mask(self._config, scores, lengths, truncated, group_ids, filtered)
+        mask = tensors["response_mask"]
+        tensors["loss_mask"] = mask if bool(keep.all()) else mask & keep[:, None]
+        correction = self._correction
+        if correction.rejections:
+            old, sampled, turns = tensors["old_log_probs"], tensors["rollout_log_probs"], tensors.get("turn_ids")
+            kept, rejected = rejection_mask(old, sampled, mask, correction, turns)
+            tensors["loss_mask"], metrics = tensors["loss_mask"] & kept, metrics | rejected
+        weights = sample_weights(self._config, scores, lengths, group_ids)
+        if correction.normalized:
+            old, sampled, turns = tensors["old_log_probs"], tensors["rollout_log_probs"], tensors.get("turn_ids")
+            scale, scaled = weight_scale(old, sampled, mask, correction, turns)
+            weights = scale.expand(len(batch)).clone() if weights is None else weights * scale
+            metrics |= scaled
+        if weights is not None:
+            tensors["sample_weights"] = weights
+        if self._config.top_entropy_quantile < 1.0:
+            entropy = tensors["old_entropy"]
+            chosen = top_entropy_mask(entropy, tensors["loss_mask"], self._config.top_entropy_quantile)
+            tensors["policy_mask"] = chosen
+            metrics |= {"actor/top_entropy_mean": Mean(float(entropy[chosen].sum()), int(chosen.sum()))}
+        return keep, metrics
+
+    def add_advantages(
+        self, batch: DataProto, lengths: torch.Tensor
+    ) -> tuple[AdvantageInputs, AdvantageOutputs, Metrics]:
+        """Add ``response_level_rewards``, ``advantages`` and ``returns``; ``lengths`` int64 (B,), response tokens."""
+        rewards, metrics = self._add_rewards(batch, lengths)
+        tensors = batch.batch
+        penalties = tensors.get("teacher_kl")
+        if self._ignores_rewards:
+            shape = tensors["response_mask"].shape
+            rewards, penalties = -penalties if penalties is not None else torch.zeros(shape), None
+        inputs = AdvantageInputs(
+            rewards=rewards,
+            penalties=penalties,
+            mask=tensors["response_mask"],
+            group_ids=tensors["group_ids"],
+            scores=tensors["scores"],
+            values=tensors.get("values"),
+            baseline_rewards=self._baseline_rewards(batch),
+            reward_components=tensors.get("reward_components"),
+            old_log_probs=tensors.get("old_log_probs"),
+            old_sum_of_squares=tensors.get("old_sum_of_squares"),
+            **self.more_inputs(batch, rewards),
+        )
+        outputs = estimate_advantages(inputs, self._advantages)
+        tensors["advantages"], tensors["returns"] = outputs.advantages, outputs.returns
+        return inputs, outputs, metrics
+
+    def more_inputs(self, batch: DataProto, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Further fields of :class:`AdvantageInputs`, by the ``rewards`` in it."""
+        return {}
+
+    def _add_rewards(self, batch: DataProto, lengths: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        """The rewards that advantages are made from: (B,), or (B, L) with a divergence in them."""
+        tensors = batch.batch
+        shaped = self._penalised(tensors["scores"], lengths)
+        metrics: list[Metrics] = []
+        if self._config.overlong_buffer_length is not None:
+            metrics.append({"critic/overlong_penalty": Mean(float((tensors["scores"] - shaped).mean()))})
+        rewards, measured = self.normalised(batch, shaped)
+        metrics.append(measured)
+        tensors["response_level_rewards"] = rewards
+        rewards = self.placed(batch, rewards)
+        if self._config.add_token_level_kl:
+            kl_coef = self._kl_controller.value
+            options = KLOptions(estimator=self._config.kl_penalty)
+            kl = kl_estimate(tensors["old_log_probs"], tensors["ref_log_probs"], options)
+            mean_kl = float(masked_mean(kl, tensors["response_mask"]))
+            # The controller follows the mean over responses, whatever their lengths, as published ones do.
+            mask = tensors["response_mask"]
+            self._kl_controller.update(*finite_mean(row_mean(kl, mask), mask.any(-1)))
+            metrics.append({"critic/kl": Mean(mean_kl), "critic/kl_coef": Mean(kl_coef)})
+            at_end, tokens = (rewards, None) if rewards.dim() == 1 else (torch.zeros_like(rewards[:, 0]), rewards)
+            rewards = token_level_rewards(at_end, tensors["response_mask"], kl, kl_coef)
+            rewards = rewards if tokens is None else rewards + tokens
+        return rewards, merge_metrics(metrics)
+
+    def normalised(self, batch: DataProto, shaped: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        """Rewards (B,), normalised within their domain."""
+        rewards = torch.empty_like(shaped)
+        metrics: list[Metrics] = []
+        domains = batch.non_tensor_batch["domain"]
+        names = sorted(set(domains))
+        for domain in names:
+            rows = torch.from_numpy(domains == domain) if len(names) > 1 else slice(None)
+            rewards[rows], measured = self._normalise(shaped[rows], batch.batch["group_ids"][rows], domain)
+            metrics.append(measured)
+        return rewards, merge_metrics(metrics)
+
+    def placed(self, batch: DataProto, rewards: torch.Tensor) -> torch.Tensor:
+        """Normalised rewards where they are earned: (B,) at the end of each response, or (B, L)."""
+        return rewards
+
+    def _penalised(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Raw scores (B,) less the over-long punishment of responses with ``lengths`` tokens."""
+        buffer = self._config.overlong_buffer_length
+        if buffer is None:
+            return scores
+        return scores + overlong_penalty(lengths, self._max_new_tokens, buffer, self._config.overlong_penalty_factor)
+
+    def _baseline_rewards(self, batch: DataProto) -> torch.Tensor | None:
+        """float (B,): the greedy response's reward, made as a sample's is."""
+        if "baseline_scores" not in batch.batch:
+            return None
+        shaped = self._penalised(batch.batch["baseline_scores"], batch.batch["baseline_lengths"])
+        bound = self._config.reward_clip
+        return shaped if bound is None else shaped.clamp(-bound, bound)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        state = {"rewards": self._normalise.state_dict(), "kl": self._kl_controller.state_dict()}
+        if self._entropy_controller is not None:
+            state["entropy"] = self._entropy_controller.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._normalise.load_state_dict(state["rewards"])
+        self._kl_controller.load_state_dict(state["kl"])
+        if self._entropy_controller is not None and "entropy" in state:
+            self._entropy_controller.load_state_dict(state["entropy"])
+
+
+def _with_bootstrap(batch: DataProto) -> DataProto:
+    """Rows whose values are also wanted where ``bootstrap_mask`` asks for one after a response."""
+    if "bootstrap_mask" not in batch.batch:
+        return batch
+    seen = batch.select(
+        [name for name in (*MODEL_COLUMNS, "bootstrap_mask") if name in batch.batch],
+        [name for name in (*MODEL_COLUMNS, "prompt_id") if name in batch.non_tensor_batch],
+    )
+    for name in ("attention_mask", "response_mask"):
+        seen.batch[name] = batch.batch[name] | batch.batch["bootstrap_mask"]
+    return seen
+
+
+def _truncated(batch: DataProto) -> torch.Tensor:
+    """bool (B,): responses truncated at the length limit."""
+    return torch.from_numpy(batch.non_tensor_batch["finish_reason"] == "length")
+
+
+def _data_metrics(batch: DataProto, outputs: AdvantageOutputs) -> Metrics:
+    tensors = batch.batch
+    columns = {column.name: tensors.get(column.name) for column in fields(BatchColumns)}
+    columns["truncated"] = _truncated(batch)
+    columns["raw_advantages"] = outputs.raw_advantages
+    return compute_data_metrics(BatchColumns(**columns))

@@ -14,10 +14,13 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from roll.config.policy import PolicyRunConfig
 from roll.datasets import DataError
 from roll.distributed.failures import NotFinite
+from roll.methods.policy_plan import recorded_rollouts, rollout_file
 from roll.protocol import DataProto
 from roll.protocol.columns import object_array
+from roll.protocol.metrics import Mean, Metrics
 from roll.protocol.vision import IMAGES, VisionInputs
 
 logger = logging.getLogger(__name__)
@@ -155,3 +158,42 @@ def stored_images(batch: DataProto) -> DataProto:
         batch.non_tensor_batch[IMAGES] = object_array(IMAGES, [place.get(id(one)) for one in images])
         batch.meta_info = {**batch.meta_info, IMAGES: [one.to_plain() for one in distinct.values()]}
     return batch
+
+
+class RecordedRollouts:
+    """The batches of a run's steps in a folder, one safetensors file a step.
+
+    Args:
+        output_dir: of the run; holds the folder where the configuration names none.
+        num_samples: rows of a step's batch; None: it varies.
+    """
+
+    def __init__(self, config: PolicyRunConfig, output_dir: Path, num_samples: int | None) -> None:
+        section = config.rollout_mock
+        self._folder = recorded_rollouts(config, output_dir)
+        self._num_samples = num_samples
+        self.writes = section.enable and section.mode == "dump"
+        self.replays = section.enable and section.mode == "mock"
+
+    def write(self, step: int, batch: DataProto) -> None:
+        """Keep the batch as the rewards have left it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stored_images(batch).save(rollout_file(self._folder, step))
+
+    def read(self, step: int) -> tuple[DataProto, Metrics]:
+        """The batch that was written for this step, and its size.
+
+        Raises:
+            DataError: no such file, one that holds no batch, or one of another size.
+        """
+        file = rollout_file(self._folder, step)
+        if not file.is_file():
+            raise DataError(f"{file}: no rollout was written for step {step} (rollout_mock.mode: mock reads it)")
+        batch = load_batch(file)
+        if self._num_samples is not None and len(batch) != self._num_samples:
+            raise DataError(
+                f"{file}: {len(batch)} samples, but rollout_batch_size x num_return_sequences_in_group is "
+                f"{self._num_samples}"
+            )
+        tokens = float(batch.batch["attention_mask"].sum())
+        return batch, {"system/samples": Mean(len(batch)), "system/tokens": Mean(tokens)}

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from roll.config.plan.plan import RolePlan
 from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, DriverLoop
-from roll.pipelines.policy import PolicyPlan
+from roll.methods.policy_plan import PolicyPlan
 from roll.pipelines.sample_records import Notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics

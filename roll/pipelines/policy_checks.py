@@ -20,7 +20,7 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.yaml_files import shown
 from roll.config.strategies.registry import BACKENDS, backend_of
-from roll.pipelines.policy import (
+from roll.methods.policy_plan import (
     actor_keys,
     corrects_batches,
     corrects_old_log_probs,

@@ -9,35 +9,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.checkpoint import Checkpoint
 from roll.config.loader import LoadedConfig
-from roll.config.model_files import model_number
 from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import REWARD_MODEL
 from roll.distributed import Cluster, ResourceManager
 from roll.methods.base import Ask
-from roll.models.layouts import TopTokens
-from roll.pipelines.batches import RecordedBatch
+from roll.methods.policy import PolicyMethod
+from roll.methods.policy_plan import PolicyPlan
+from roll.pipelines.batches import RecordedBatch, RecordedRollouts
+from roll.pipelines.clusters import Clusters, ClusterStarter, StartingClusters
 from roll.pipelines.engine_rollout import EngineRollout
 from roll.pipelines.files import export_model
-from roll.pipelines.policy import PolicyPlan, taught_by_advantage
-from roll.pipelines.rlvr.clusters import Clusters, ClusterStarter, StartingClusters
-from roll.pipelines.rlvr.data import RecordedRollouts
-from roll.pipelines.rlvr.distillation import add_teacher_divergence, add_teacher_targets
-from roll.pipelines.rlvr.phases import (
-    AdvantageComputer,
-    add_old_log_probs,
-    add_reference_log_probs,
-    add_values,
-    computed_by_policy,
-    critic_loss,
-    policy_loss,
-    update_model,
-)
-from roll.pipelines.rlvr.teachers import opd_divergence
+from roll.pipelines.model_calls import answers, start_computing, update_model
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency, RunContext, moves_states
 from roll.protocol import DataProto
 from roll.strategies.base import Output
@@ -66,9 +54,12 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         self.plan = plan
         self.recorded = recorded
         self.context = RunContext(loaded)
-        generating = loaded.config.actor_infer.generating_args
-        self.temperature = generating.temperature if generating.do_sample else 1.0
-        self.loss = policy_loss(loaded.config, plan, self.temperature)
+
+    @property
+    def temperature(self) -> float:
+        """Of sampling, at which models compute log-probs."""
+        generating = self.config.actor_infer.generating_args
+        return generating.temperature if generating.do_sample else 1.0
 
     def run(self) -> None:
         """Train until ``max_steps``; everything that was started is stopped again, however it ends."""
@@ -110,14 +101,14 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         """The rollout, on top of clusters and data."""
 
     @abstractmethod
-    def build_scoring(self) -> AdvantageComputer:
-        """The phase that turns scores into advantages."""
+    def build_method(self) -> PolicyMethod:
+        """The algorithm."""
 
     def connect(self) -> None:
         """Build the phases on top of clusters and data."""
         self.rollout = self.build_rollout()
         self.context.at_end(self.rollout.close)
-        self.scoring = self.build_scoring()
+        self.method = self.build_method()
         options = sync_options(self.config, self.config.weight_sync, self.config.actor_infer, self.plan)
         self.weight_sync = WeightSync(self.clusters.actor_train, self.clusters.actor_infer, options)
 
@@ -130,12 +121,12 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             if self.is_validation_due(step) and not concurrent:
                 self.validate(step)
             batch = self.generate(step)
-        self.context.hold_batch(step, batch, self.scoring.state_dict())
+        self.context.hold_batch(step, batch, self.method.state_dict())
         with self.validating(step) if concurrent else nullcontext():
             with self.context.interruptible():
                 self.add_model_columns(batch)
                 with self.context.phase("adv"):
-                    self.context.record(self.scoring(batch))
+                    self.context.record(self.method.credit(batch))
                 self.record_samples(batch, step)
             if not self.context.is_left_out(step):
                 self.learn(batch, step)
@@ -180,61 +171,22 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
                 judge.pause()
 
     def add_model_columns(self, batch: DataProto) -> None:
-        """Log-probs by reference, actor and teachers, and values by the critic, where something consumes them."""
-        if self.plan.needs_reference:
-            reference = self.clusters.reference or self.clusters.actor_train
-            without_adapters = reference is self.clusters.actor_train
-
-            def work() -> None:
-                self.residency.bring({reference.name: WEIGHTS})
-                add_reference_log_probs(batch, reference, self.temperature, without_adapters)
-
-            with self.context.phase("ref_log_probs_values"):
-                if without_adapters:
-                    work()
-                else:
-                    self.replacing(reference, work)
-        if self.plan.needs_old_log_probs:
-            with self.context.phase("old_log_probs"):
-                self.residency.bring({"actor_train": WEIGHTS})
-                wanted = {
-                    Output.ENTROPY: self.plan.needs_old_entropy,
-                    Output.SUM_OF_SQUARES: self.plan.needs_sum_of_squares,
-                    Output.ROUTES: self.config.actor_train.router_replay.mode == "R2",
-                }
-                more = tuple(name for name, needed in wanted.items() if needed)
-                add_old_log_probs(batch, self.clusters.actor_train, self.temperature, more)
-        elif self.plan.engine_log_probs_as_old:
+        """Columns that the models compute of the samples, where something consumes them."""
+        if self.plan.engine_log_probs_as_old:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        if self.clusters.teachers:
-            with self.context.phase("teachers"):
-                self.add_teacher_columns(batch)
-        if self.clusters.critic is not None:
-            with self.context.phase("values"):
-                self.residency.bring({"critic": WEIGHTS})
-                add_values(batch, self.clusters.critic)
+        for phase, asks in groupby(self.method.asks(self.plan, self.temperature), key=attrgetter("phase")):
+            with self.context.phase(phase):
+                found = answers(batch, list(asks), self.clusters.of, self.bring, self.replacing)
+                self.context.record(self.method.receive(batch, found, phase))
 
-    def add_teacher_columns(self, batch: DataProto) -> None:
-        """Teachers' columns for the samples, as ``opd_form`` needs them."""
-        teachers = self.clusters.teachers
-
-        def bring(cluster: Cluster) -> None:
-            self.residency.bring({cluster.name: WEIGHTS})
-
-        if taught_by_advantage(self.config):
-            metrics = add_teacher_divergence(batch, teachers, self.config, self.temperature, bring, self.replacing)
-            self.context.record(metrics)
-            return
-        paths = [
-            self.plan.roles[cluster.name].model_path for cluster in (self.clusters.actor_train, *teachers.values())
-        ]
-        limit = min(model_number(path, "vocab_size") or 2**31 - 1 for path in paths)
-        count = opd_divergence(self.config).logits_topk
-        top = TopTokens(count, limit)
-        add_teacher_targets(batch, teachers, self.config, self.temperature, top, bring, self.replacing)
+    def bring(self, cluster: Cluster) -> None:
+        """Bring a model onto its devices for a pass without gradient."""
+        self.residency.bring({cluster.name: WEIGHTS})
 
     def replacing(self, cluster: Cluster, work: Callable[[], R]) -> R:
-        """See :meth:`roll.pipelines.run_context.RunContext.replacing`."""
+        """See :meth:`roll.pipelines.run_context.RunContext.replacing`; a model that learns is not replaced."""
+        if cluster.name in self.plan.training:
+            return work()
         return self.context.replacing(cluster, self.models[cluster.name].initialize, work)
 
     def record_samples(self, batch: DataProto, step: int) -> None:
@@ -245,24 +197,21 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         if trainer is None and every and step % every == 0 and not self.recorded.replays:
             with self.context.phase("sample_log"):
                 self.residency.bring({"actor_train": WEIGHTS})
-                columns = computed_by_policy(batch, self.clusters.actor_train, Ask(temperature=self.temperature))
+                columns = start_computing(batch, self.clusters.actor_train, Ask(temperature=self.temperature))()
                 trainer = columns[Output.LOG_PROBS]
         self.context.samples.policy(step, batch, notes, self.tokenizer, trainer)
 
     def learn(self, batch: DataProto, step: int) -> None:
         """All optimizer steps of actor and critic on this batch."""
         seed = (self.config.seed, step) if self.config.shuffle_mini_batches else None
+        warms_up = self.plan.needs_critic and step < self.config.critic_warmup
         with self.context.phase("step_train"):
-            if self.clusters.critic is not None:
-                self.residency.bring({"critic": TRAINING})
-                values = critic_loss(self.config, self.plan)
-                training = self.plan.training["critic"]
-                self.context.record(update_model(batch, self.clusters.critic, values, training, seed))
-            if step >= self.config.critic_warmup or self.clusters.critic is None:
-                self.residency.bring({"actor_train": TRAINING})
-                options = replace(self.loss.options, entropy_loss_coef=self.scoring.entropy_coef)
-                loss, training = replace(self.loss, options=options), self.plan.training["actor_train"]
-                self.context.record(update_model(batch, self.clusters.actor_train, loss, training, seed))
+            for role, loss in self.method.losses(self.plan, self.temperature).items():
+                if role == "actor_train" and warms_up:
+                    continue
+                self.residency.bring({role: TRAINING})
+                training = self.plan.training[role]
+                self.context.record(update_model(batch, self.clusters.of(role), loss, training, seed))
 
     def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
         """Repeat the step of a recorded batch, without engines and rewards.
@@ -279,10 +228,10 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             self.begin_loading(starting, clusters.computing())
             self.clusters = starting.finish(self.residency)
             checkpoint = self.restore_models()
-            self.scoring = self.build_scoring()
-            self.scoring.load_state_dict(recorded.state)
+            self.method = self.build_method()
+            self.method.load_state_dict(recorded.state)
             self.add_model_columns(recorded.batch)
-            self.context.record(self.scoring(recorded.batch))
+            self.context.record(self.method.credit(recorded.batch))
             self.learn(recorded.batch, recorded.step)
             return checkpoint.step if checkpoint is not None else 0, self.context.recorded()
 
@@ -366,12 +315,12 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
 
     def state_dict(self) -> dict[str, Any]:
         """State of the driver: plain JSON values."""
-        return {"rollout": self.rollout.state_dict(), "scoring": self.scoring.state_dict()}
+        return {"rollout": self.rollout.state_dict(), "scoring": self.method.state_dict()}
 
     def state_between_steps(self) -> dict[str, Any]:
         """As :meth:`state_dict`, without interrupting the engines: what they have begun is sampled again."""
-        return {"rollout": self.rollout.state_between_steps(), "scoring": self.scoring.state_dict()}
+        return {"rollout": self.rollout.state_between_steps(), "scoring": self.method.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rollout.load_state_dict(state["rollout"])
-        self.scoring.load_state_dict(state["scoring"])
+        self.method.load_state_dict(state["scoring"])

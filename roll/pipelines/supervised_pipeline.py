@@ -22,11 +22,11 @@ from roll.datasets.streaming import Drawn
 from roll.datasets.vision_model import VisionModel
 from roll.distributed import Cluster, ResourceManager
 from roll.methods.base import Loss
+from roll.methods.teachers import teacher_worker
 from roll.pipelines.batches import RecordedBatch
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
 from roll.pipelines.run_context import TRAINING, WEIGHTS, Residency, RunContext, moves_states, start_cluster
 from roll.pipelines.supervised import SupervisedPlan
-from roll.pipelines.teachers import teacher_worker
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
 from roll.protocol.vision import IMAGES, VisionInputs

@@ -18,8 +18,8 @@ from roll.config.plan.plan import Plan, RolePlan
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.strategies.registry import backend_of, generation_strategies
-from roll.pipelines.policy import is_taught, taught_by_advantage
-from roll.pipelines.rlvr.teachers import TEACHER, opd_divergence
+from roll.methods.opd_keys import TEACHER, opd_divergence
+from roll.methods.policy_plan import is_taught, taught_by_advantage
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.rehearsal.catalog import GIB, KNOWN, Hardware, find_config
 from roll.rehearsal.formulas import EngineUse, ModelShape, engine_use, generation_time, model_shape

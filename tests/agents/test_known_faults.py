@@ -23,11 +23,11 @@ from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Task, run_
 from roll.agents.tool_calls import parse_response
 from roll.agents.tools import ToolError
 from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
+from roll.methods.episodes import EpisodeMethod
 from roll.pipelines.agentic.config import AgenticConfig
-from roll.pipelines.agentic.learning import EpisodeAdvantageComputer
 from roll.pipelines.agentic.plan import AgenticPlan
 from roll.pipelines.agentic.players import TaskSource
-from roll.pipelines.row_order import even_mini_batches
+from roll.pipelines.model_calls import even_mini_batches
 from roll.protocol import DataProto
 from roll.rollout.episode_batch import build_episode_batch
 from tests.agents.playing import Recorded, byte_soup, opened
@@ -82,7 +82,7 @@ def grouped(*episodes: Episode) -> list[EpisodeGroup]:
 
 
 def learned(batch: DataProto, norm: Any = ("auto", "auto"), **keys: Any) -> torch.Tensor:
-    EpisodeAdvantageComputer(AgenticConfig(**{"gamma": 1.0} | keys), norm, 100)(batch)
+    EpisodeMethod(AgenticConfig(**{"gamma": 1.0} | keys), norm, 100).credit(batch)
     advantages: torch.Tensor = batch.batch["advantages"]
     return advantages
 

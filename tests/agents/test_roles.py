@@ -13,8 +13,8 @@ from roll.agents.episode import EpisodeGroup, Limits, Model, Task, run_episode
 from roll.agents.registry import check_agent
 from roll.agents.session import Refusal, Session
 from roll.agents.wire_chat import ChatRequest
+from roll.methods.episodes import EpisodeMethod
 from roll.pipelines.agentic.config import AgenticConfig
-from roll.pipelines.agentic.learning import EpisodeAdvantageComputer
 from roll.rollout.episode_batch import build_episode_batch
 from tests.agents.playing import Recorded
 from tests.agents.templates import WRITTEN_HERE
@@ -67,7 +67,7 @@ def test_each_role_has_rewards_and_baselines_of_its_own() -> None:
     batch = build_episode_batch([group], "trajectory", 0)
     assert batch.non_tensor_batch["role"].tolist() == ["asker", "solver"] * 2
     assert batch.batch["scores"].tolist() == [1.0, -1.0, -1.0, 1.0]
-    EpisodeAdvantageComputer(AgenticConfig(adv_estimator="grpo"), ("group", None), 100)(batch)
+    EpisodeMethod(AgenticConfig(adv_estimator="grpo"), ("group", None), 100).credit(batch)
     advantages, mask = batch.batch["advantages"], batch.batch["loss_mask"]
     torch.testing.assert_close((advantages * mask).sum(-1) / mask.sum(-1), torch.tensor([1.0, -1.0, -1.0, 1.0]))
     alone = build_episode_batch([group], "trajectory", 0, roles=["solver"])

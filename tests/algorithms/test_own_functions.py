@@ -192,7 +192,7 @@ from roll.algorithms.aggregation import LossDenominators
 from roll.algorithms.policy_losses import LossInputs
 from roll.algorithms.losses import actor_loss, actor_loss_options
 from roll.config.loader import load_config
-from roll.pipelines.policy import actor_keys
+from roll.methods.policy_plan import actor_keys
 
 config = load_config(None, sys.argv[1], overrides=sys.argv[2:], check_files=False).config
 ones = torch.ones(1, 2)

@@ -13,7 +13,7 @@ from roll.algorithms.advantages import resolve_norm_types
 from roll.algorithms.losses import actor_loss_options
 from roll.config.corrections import CORRECTION_PRESETS
 from roll.config.loader import LoadedConfig, load_config
-from roll.pipelines.policy import actor_keys
+from roll.methods.policy_plan import actor_keys
 
 FOLDER = Path(__file__).parents[2] / "examples/algorithms"
 BASES = ("base_config", "with_reference")

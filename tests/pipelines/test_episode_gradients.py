@@ -11,12 +11,11 @@ import torch
 
 from roll.agents.episode import EpisodeGroup, Task
 from roll.algorithms.losses import actor_loss_options
-from roll.methods.policy import PolicyLoss
+from roll.methods.episodes import EpisodeMethod
+from roll.methods.losses import PolicyLoss
+from roll.methods.policy_plan import actor_keys
 from roll.pipelines.agentic.config import AgenticConfig
-from roll.pipelines.agentic.learning import EpisodeAdvantageComputer
-from roll.pipelines.policy import actor_keys
-from roll.pipelines.rlvr.phases import shuffled_rows
-from roll.pipelines.row_order import even_mini_batches, num_samples
+from roll.pipelines.model_calls import even_mini_batches, num_samples, shuffled_rows
 from roll.protocol import DataProto
 from roll.rollout.episode_batch import SampleRule, build_episode_batch
 from roll.strategies.base import Output
@@ -52,7 +51,7 @@ def settings(**keys: Any) -> AgenticConfig:
 def learned(groups: list[EpisodeGroup], rule: SampleRule, config: AgenticConfig) -> DataProto:
     batch = build_episode_batch(groups, rule, 0)
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-    EpisodeAdvantageComputer(config, ("auto", "auto"), 100)(batch)
+    EpisodeMethod(config, ("auto", "auto"), 100).credit(batch)
     return batch
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from roll.agents.episode import EpisodeGroup, Task
+from roll.methods.episodes import EpisodeMethod
 from roll.pipelines.agentic.config import AgenticConfig
-from roll.pipelines.agentic.learning import EpisodeAdvantageComputer
 from roll.protocol import DataProto
 from roll.protocol.metrics import to_floats
 from roll.rollout.episode_batch import SampleRule, build_episode_batch
@@ -77,7 +77,7 @@ def learn(
         batch.batch["values"][place] = value_of(key)
     for row, column in batch.batch["bootstrap_mask"].nonzero().tolist():
         batch.batch["values"][row, column] = value_of((int(batch.batch["episode_ids"][row]), -1, 0))
-    metrics = EpisodeAdvantageComputer(config, norm, 100)(batch)
+    metrics = EpisodeMethod(config, norm, 100).credit(batch)
     return batch, to_floats(metrics)
 
 
@@ -289,7 +289,7 @@ def test_tags_may_be_normalised_apart() -> None:
     config = AgenticConfig(adv_estimator="reinforce")
     for by_tag, expected in ((True, [-0.5, 0.5, -10.0, 10.0]), (False, [-10.25, -9.25, -0.25, 19.75])):
         batch = build_episode_batch(groups, "step", 0)
-        EpisodeAdvantageComputer(config, ("batch", None), 100, by_tag)(batch)
+        EpisodeMethod(config, ("batch", None), 100, by_tag).credit(batch)
         assert batch.batch["advantages"][:, 1].tolist() == expected
 
 
@@ -324,11 +324,11 @@ def test_truncated_trajectories_may_be_left_out_and_failed_ones_are() -> None:
 
 def test_limits_that_end_most_episodes_are_named(caplog: pytest.LogCaptureFixture) -> None:
     episodes = [make_episode(said([1], [2], reward=r), outcome="turn_limit") for r in (0.0, 1.0)]
-    computer = EpisodeAdvantageComputer(AgenticConfig(warn_after_steps=2), ("auto", "auto"), 100)
+    computer = EpisodeMethod(AgenticConfig(warn_after_steps=2), ("auto", "auto"), 100)
     for _ in range(2):
         batch = build_episode_batch([EpisodeGroup(0, Task("env", 1), episodes)], "step", 0)
         batch.batch["values"] = torch.zeros(2, 2)
-        computer(batch)
+        computer.credit(batch)
     assert "ended by a limit" in caplog.text and "max_steps" in caplog.text
 
 
@@ -343,7 +343,7 @@ def test_the_divergence_costs_its_tokens_what_it_costs() -> None:
         mask = batch.batch["response_mask"]
         batch.batch["old_log_probs"] = torch.where(mask, -1.0, 0.0)
         batch.batch["ref_log_probs"] = torch.where(mask, -3.0, 0.0)
-        EpisodeAdvantageComputer(config, norm, 100)(batch)
+        EpisodeMethod(config, norm, 100).credit(batch)
         found = by_key(batch, "advantages")
         for turns in turns_of(groups):
             keys = [key for turn in turns for key in turn.tokens()]

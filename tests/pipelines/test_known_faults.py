@@ -25,11 +25,11 @@ from roll.evaluate import load_evaluation
 from roll.methods.base import Ask
 from roll.methods.preferences import PairLoss
 from roll.models.layouts import shared_prompt_layout
+from roll.pipelines.clusters import Scorers
 from roll.pipelines.distill.pipeline import DistillPipeline
 from roll.pipelines.dpo.pipeline import DPOPipeline, pair_batch
 from roll.pipelines.evaluate.config import models_of
 from roll.pipelines.evaluate.pipeline import EvaluatePipeline
-from roll.pipelines.rlvr.clusters import Scorers
 from roll.pipelines.rlvr.definition import OPDConfig
 from roll.pipelines.sft.pipeline import SFTPipeline, demonstration_batch
 from roll.protocol import DataProto

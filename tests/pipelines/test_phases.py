@@ -8,8 +8,8 @@ import torch
 from roll.config.plan.plan import TrainingPlan
 from roll.config.roles import WorkerConfig
 from roll.methods.base import LOG_PROBS
-from roll.methods.policy import PolicyLoss
-from roll.pipelines.rlvr.phases import computed, update_model
+from roll.methods.losses import PolicyLoss
+from roll.pipelines.model_calls import start_computing, update_model
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
 from roll.workers.model import ModelWorker
@@ -33,7 +33,7 @@ def test_what_ranks_compute_comes_back_in_the_order_of_the_batch(dp_size: int) -
         return SimpleNamespace(result=lambda: answer)
 
     cluster: Any = SimpleNamespace(dp_size=dp_size, role=WorkerConfig(), call=call)
-    assert torch.equal(computed(batch, cluster, LOG_PROBS)["log_probs"], ids * 2.0)
+    assert torch.equal(start_computing(batch, cluster, LOG_PROBS)()["log_probs"], ids * 2.0)
     if dp_size == 2:
         work = seen[0].batch["attention_mask"].view(2, 4, 6).sum((1, 2))
         assert work.max() - work.min() <= 1, "each rank's share in tokens"

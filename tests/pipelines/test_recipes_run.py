@@ -92,7 +92,7 @@ def one_step(pipeline: RLVRPipeline, step: int) -> dict[str, float]:
     pipeline.update_engines(step)
     batch = pipeline.generate(step)
     pipeline.add_model_columns(batch)
-    pipeline.context.record(pipeline.scoring(batch))
+    pipeline.context.record(pipeline.method.credit(batch))
     pipeline.learn(batch, step)
     metrics = to_floats(merge_metrics(pipeline.context._recorded))
     pipeline.context._recorded = []

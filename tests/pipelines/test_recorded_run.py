@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from roll.config.run import RolloutMockConfig
 from roll.datasets import DataError
-from roll.pipelines.rlvr.data import RecordedRollouts
+from roll.pipelines.batches import RecordedRollouts
 from roll.protocol import DataProto
 from tests.config.good import changed, load
 from tests.pipelines.conftest import Run

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.models.partitions import workload
-from roll.pipelines.row_order import balanced_order, length_metrics, order_for
+from roll.pipelines.model_calls import balanced_order, length_metrics, order_for
 from roll.protocol import DataProto
 
 

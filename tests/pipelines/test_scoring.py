@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from roll.config.rewards import FilterConfig, RewardConfig
+from roll.methods.policy import PolicyMethod
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.protocol import DataProto
 from roll.protocol.metrics import to_floats
 from roll.rollout.groups import build_batch
@@ -51,8 +51,8 @@ def test_failed_samples_change_nothing_for_the_others(settings: dict[str, Any]) 
     config = RLVRConfig(**settings)
     norm_types = (config.norm_mean_type, config.norm_std_type)
     with_failures, without = scored_batch(True), scored_batch(False)
-    scoring, expected_scoring = AdvantageComputer(config, norm_types, 3), AdvantageComputer(config, norm_types, 3)
-    metrics, expected = scoring(with_failures), expected_scoring(without)
+    scoring, expected_scoring = PolicyMethod(config, norm_types, 3), PolicyMethod(config, norm_types, 3)
+    metrics, expected = scoring.credit(with_failures), expected_scoring.credit(without)
     scored = ~with_failures.batch["scores"].isnan()
     assert scored.tolist() == [True, False, False, True, True, True, True, True, True]
     columns = [*COLUMNS, *(["sample_weights"] if "difficulty_loss_weight" in settings else [])]
@@ -71,7 +71,7 @@ def settled(settings: dict[str, Any], limit: int, **columns: torch.Tensor) -> tu
     config = RLVRConfig(**settings)
     batch = scored_batch(False)
     batch.batch.update(columns)
-    metrics = AdvantageComputer(config, (config.norm_mean_type, config.norm_std_type), limit)(batch)
+    metrics = PolicyMethod(config, (config.norm_mean_type, config.norm_std_type), limit).credit(batch)
     return batch, to_floats(metrics)
 
 
@@ -129,11 +129,11 @@ def test_pass_at_k_takes_right_and_wrong_from_the_raw_score(kl_coef: float) -> N
 def test_steps_without_advantages_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     """Scores differ, but not within a group."""
     config = RLVRConfig(adv_estimator="grpo", warn_after_steps=2)
-    scoring = AdvantageComputer(config, (config.norm_mean_type, config.norm_std_type), 4)
+    scoring = PolicyMethod(config, (config.norm_mean_type, config.norm_std_type), 4)
     for _ in range(3):
         batch = scored_batch(False)
         batch.batch["scores"] = torch.tensor([1.0, 1.0, 0.1, 0.1, 0.1, 0.5, 0.5])
-        scoring(batch)
+        scoring.credit(batch)
     assert [record.message for record in caplog.records if "every advantage of the last 2 steps" in record.message]
     assert len(caplog.records) == 1
 
@@ -147,16 +147,16 @@ def test_the_entropy_bonus_follows_a_target_and_survives_a_checkpoint() -> None:
         "entropy_coef_max": 0.015,
     }
     config = RLVRConfig(adv_estimator="grpo", **settings)
-    scoring = AdvantageComputer(config, (config.norm_mean_type, config.norm_std_type), 4)
+    scoring = PolicyMethod(config, (config.norm_mean_type, config.norm_std_type), 4)
     weights = []
     for entropy in (0.2, 0.3, 0.4, 0.9, 0.9, 0.1, 0.5, 0.5):
         batch = scored_batch(False)
         batch.batch["old_entropy"] = torch.where(batch.batch["response_mask"], entropy, 77.0)
-        metrics = to_floats(scoring(batch))
+        metrics = to_floats(scoring.credit(batch))
         weights.append(scoring.entropy_coef)
         assert metrics["actor/old_entropy"] == pytest.approx(entropy)
         assert metrics["actor/entropy_coef"] == scoring.entropy_coef
-        resumed = AdvantageComputer(config, (config.norm_mean_type, config.norm_std_type), 4)
+        resumed = PolicyMethod(config, (config.norm_mean_type, config.norm_std_type), 4)
         resumed.load_state_dict(scoring.state_dict())
         scoring = resumed
     assert weights == pytest.approx([0.01, 0.014, 0.015, 0.0, 0.0, 0.007, 0.011, 0.011])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,23 +11,20 @@ import pytest
 import torch
 
 from roll.algorithms.kl import KLOptions, kl_estimate
+from roll.config.policy import PolicyRunConfig
 from roll.config.roles import DataArguments, ReferenceWorkerConfig, WorkerConfig
+from roll.datasets.templates import TemplateChoice
 from roll.datasets.types import PromptRow
 from roll.methods.base import Ask
+from roll.methods.opd import OPD, PROMPT_LENGTHS, TEACHER_PROMPTS, with_teacher_prompts
+from roll.methods.opd_keys import teacher_role
+from roll.methods.opd_rows import TeacherPrompts, is_off_policy
+from roll.methods.policy import PolicyMethod
+from roll.pipelines.model_calls import answers, rows_with_tags
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.definition import OPDConfig
-from roll.pipelines.rlvr.distillation import (
-    PROMPT_LENGTHS,
-    TEACHER_PROMPTS,
-    TeacherPrompts,
-    add_teacher_divergence,
-    is_off_policy,
-    rows_with_tags,
-    with_teacher_prompts,
-)
-from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.protocol import DataProto
-from roll.protocol.metrics import to_floats
+from roll.protocol.metrics import Metrics, to_floats
 from tests.agents.tiny import make_tokenizer
 from tests.pipelines.test_scoring import scored_batch
 
@@ -37,6 +35,7 @@ class Teacher:
     """A cluster of one worker that gives the same log-prob to every token, and keeps what it was asked."""
 
     dp_size = 1
+    role = WorkerConfig()
 
     def __init__(self, log_prob: float) -> None:
         self.log_prob = log_prob
@@ -55,10 +54,21 @@ def undisturbed(teacher: Any, work: Callable[[], Any]) -> Any:
     return work()
 
 
+def taught(
+    batch: DataProto, config: PolicyRunConfig, teachers: dict[str, Any], temperature: float, entered: Any = None
+) -> Metrics:
+    """The teachers' columns, as the driver has them added."""
+    opd, plan = OPD(config), SimpleNamespace(roles={teacher_role(name): None for name in teachers})
+    clusters = {teacher_role(name): teacher for name, teacher in teachers.items()}
+    bring = (lambda cluster: None) if entered is None else entered.append
+    asks = opd.asks(plan, temperature)  # type: ignore[arg-type]
+    return opd.receive(batch, answers(batch, asks, clusters.__getitem__, bring, undisturbed))
+
+
 def scored(config: RLVRConfig, teachers: dict[str, Any]) -> tuple[DataProto, dict[str, float]]:
     batch = scored_batch(False)
-    metrics = add_teacher_divergence(batch, teachers, config, 0.7, lambda teacher: None, undisturbed)
-    return batch, to_floats(metrics | AdvantageComputer(config, (None, None), 3)(batch))
+    metrics = taught(batch, config, teachers, 0.7)
+    return batch, to_floats(metrics | PolicyMethod(config, (None, None), 3).credit(batch))
 
 
 def test_alone_the_advantage_is_minus_the_log_ratio_whatever_the_rewards() -> None:
@@ -82,7 +92,7 @@ def test_in_addition_to_rewards_it_comes_before_whitening_and_clipping() -> None
     settings: dict[str, Any] = {"adv_estimator": "grpo", "use_opd": True, "teacher": TEACHERS, "opd_kl_coef": 0.1}
     teachers: Any = {"teacher": Teacher(-1.0)}
     plain = scored_batch(False)
-    AdvantageComputer(RLVRConfig(adv_estimator="grpo"), (None, None), 3)(plain)
+    PolicyMethod(RLVRConfig(adv_estimator="grpo"), (None, None), 3).credit(plain)
     mixed, _ = scored(RLVRConfig(**settings), teachers)
     difference = plain.batch["advantages"] - mixed.batch["advantages"]
     torch.testing.assert_close(difference, mixed.batch["teacher_kl"])
@@ -98,7 +108,7 @@ def test_rows_go_to_teachers_by_tag_and_several_add_up() -> None:
     teachers: Any = {"all": Teacher(-1.0), "some": Teacher(-2.0)}
     config = OPDConfig(teacher=sections)
     entered: list[Any] = []
-    add_teacher_divergence(batch, teachers, config, 1.0, entered.append, undisturbed)
+    taught(batch, config, teachers, 1.0, entered)
     assert entered == list(teachers.values())
     mask, own = batch.batch["response_mask"], batch.batch["old_log_probs"]
     wanted = (own + 1.0) * mask
@@ -160,7 +170,7 @@ def test_teachers_read_their_own_prompts_in_front_of_the_same_responses() -> Non
     columns |= {TEACHER_PROMPTS: torch.tensor([[1, 2, 3], [4, -1, -1]]), PROMPT_LENGTHS: torch.tensor([2, 1])}
     batch = DataProto.from_dict(columns, non_tensors={"tag": np.array(["a", "a"], dtype=object)})
     reader: Any = {"teacher": Reader(0.0)}
-    add_teacher_divergence(batch, reader, OPDConfig(teacher=TEACHERS), 1.0, lambda teacher: None, undisturbed)
+    taught(batch, OPDConfig(teacher=TEACHERS), reader, 1.0)
     wanted = torch.zeros(2, 6)
     for row, prompt, own in ((0, [1, 2, 3], 2), (1, [4], 1)):
         for place in counted[row].nonzero()[:, 0].tolist():
@@ -172,14 +182,14 @@ def test_teachers_read_their_own_prompts_in_front_of_the_same_responses() -> Non
 
 def test_prompts_of_teachers_are_those_of_their_rows_whatever_the_ids() -> None:
     """A user's ids may have an @, and may repeat."""
-    actor = WorkerConfig(data_args=DataArguments(prompt="prompt"))
-    config = OPDConfig(teacher=TEACHERS, opd_teacher_prompt="{prompt} {hint}", global_template="raw", actor_train=actor)
+    data = DataArguments(prompt="prompt")
+    templates = TemplateChoice.of_settings(data, "raw", None)
     tokenizer = make_tokenizer()
     prompts = [
         PromptRow(name, "math", "t", [1], "6 + 6 =", "12", {"prompt": "6 + 6 =", "hint": hint})
         for name, hint in (("mail@1", "1"), ("mail@2", "2"), ("mail@2", "12"))
     ]
-    found = TeacherPrompts(config, tokenizer).token_ids(prompts)
+    found = TeacherPrompts("{prompt} {hint}", data, templates, tokenizer).token_ids(prompts)
     assert found == [tokenizer(f"6 + 6 = {hint}")["input_ids"] for hint in ("1", "2", "12")]
 
 

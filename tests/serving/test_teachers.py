@@ -29,9 +29,9 @@ from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.config.strategies.remote import RemoteStrategyConfig
 from roll.distributed import WorkerContext
 from roll.methods.base import Ask
+from roll.methods.teachers import check_teachers, probe_ids, service_problems
 from roll.models.distributions import top_tokens
 from roll.models.layouts import TopTokens
-from roll.pipelines.teachers import check_teachers, probe_ids, service_problems
 from roll.protocol import DataProto
 from roll.rehearsal.formulas import quick_lines
 from roll.strategies.engines.scoring import listed_tokens

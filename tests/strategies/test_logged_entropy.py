@@ -13,7 +13,7 @@ import torch
 
 from roll.algorithms.losses import actor_loss_options
 from roll.config.roles import WorkerConfig
-from roll.methods.policy import PolicyLoss
+from roll.methods.losses import PolicyLoss
 from roll.protocol.metrics import to_floats
 from roll.strategies.base import ModelHead, Output
 from roll.strategies.factory import create_strategy

@@ -20,8 +20,8 @@ from roll.config.loader import LoadedConfig, load_composed
 from roll.config.reading.compose import Composed
 from roll.config.reading.errors import ConfigError, Problems
 from roll.config.reading.yaml_files import SourceFile
-from roll.methods.policy import SampledLoss
-from roll.pipelines.rlvr.phases import AdvantageComputer, critic_loss, policy_loss
+from roll.methods.losses import PolicyLoss, SampledLoss
+from roll.methods.policy import PolicyMethod
 from roll.protocol import DataProto
 from roll.rollout.groups import build_batch
 from roll.strategies.base import Output
@@ -106,7 +106,7 @@ class OurSide:
         self.config, self.plan, self._responses = loaded.config, loaded.plan, responses
         self.batch = self._build()
         self.mask: Tensor = self.batch.batch["response_mask"]
-        self.scoring = AdvantageComputer(self.config, self.plan.norm_types, self.plan.max_new_tokens)
+        self.method = PolicyMethod(self.config, self.plan.norm_types, self.plan.max_new_tokens)
         self._add_columns()
 
     def _build(self) -> DataProto:
@@ -139,10 +139,11 @@ class OurSide:
         if self.plan.needs_greedy_baseline:
             tensors["baseline_scores"] = there.greedy_scores.float()
             tensors["baseline_lengths"] = torch.ones(len(there.scores), dtype=torch.int64)
-        self.scoring(self.batch)
+        self.method.credit(self.batch)
 
     def actor_loss(self) -> Tensor:
-        loss = policy_loss(self.config, self.plan, 1.0)
+        loss = self.method.losses(self.plan, 1.0)["actor_train"]
+        assert isinstance(loss, PolicyLoss)
         outputs = {Output.LOG_PROBS: self.spread(self._responses.log_probs)}
         if loss.options.needs_entropy:
             outputs[Output.ENTROPY] = self.spread(self._responses.entropy)
@@ -150,7 +151,7 @@ class OurSide:
 
     def critic_loss(self) -> Tensor:
         outputs = {Output.VALUES: self.spread(self._responses.new_values)}
-        return self.value(critic_loss(self.config, self.plan), outputs)
+        return self.value(self.method.losses(self.plan, 1.0)["critic"], outputs)
 
     def value(self, loss: SampledLoss, outputs: dict[str, Tensor]) -> Tensor:
         loss, rows = replace(loss, num_groups=len(LENGTHS)), self.batch.batch
@@ -528,10 +529,10 @@ def test_an_adaptive_weight_follows_the_mean_over_responses(
     base: str, settings: Settings, translated: Translate
 ) -> None:
     """``masked_mean`` of each response, then their mean; the reward has the weight of before."""
-    assert_follows(OurSide(compare(translated, base, settings), RESPONSES).scoring, 0.2, 0.3, 50)
+    assert_follows(OurSide(compare(translated, base, settings), RESPONSES).method, 0.2, 0.3, 50)
 
 
-def assert_follows(scoring: AdvantageComputer, weight: float, target: float, horizon: int) -> None:
+def assert_follows(scoring: PolicyMethod, weight: float, target: float, horizon: int) -> None:
     """The weight after one batch, of k1."""
     current = float(((RESPONSES.old - RESPONSES.reference).sum(-1) / RESPONSES.mask.sum(-1)).mean())
     expected = weight * (1 + min(max(current / target - 1, -0.2), 0.2) * len(RESPONSES.scores) / horizon)

@@ -12,10 +12,8 @@ from torch import Tensor
 from roll.algorithms.distillation import divergence
 from roll.config.loader import LoadedConfig
 from roll.methods.distill import TEACHER
-from roll.methods.opd import TEACHER_WEIGHTS, TaughtPolicyLoss
-from roll.pipelines.rlvr.distillation import clamped_kl
-from roll.pipelines.rlvr.phases import policy_loss
-from roll.pipelines.rlvr.teachers import coefficients, opd_divergence
+from roll.methods.opd import TEACHER_WEIGHTS, TaughtPolicyLoss, clamped_kl
+from roll.methods.opd_keys import coefficients, opd_divergence
 from roll.strategies.base import Output
 from tests.translation.conftest import Translate
 from tests.translation.source_formulas import Responses, verl_distilled, verl_topk
@@ -57,7 +55,7 @@ class Taught(OurSide):
             of_teacher = self.spread(self._responses.reference)
             (weight,) = coefficients(self.config).values()
             tensors["teacher_kl"] = weight * clamped_kl(tensors["old_log_probs"], of_teacher, self.config) * self.mask
-            self.scoring(self.batch)
+            self.method.credit(self.batch)
 
 
 def loaded_of(translated: Translate, settings: Settings) -> LoadedConfig[Any]:
@@ -121,7 +119,7 @@ def topk_loss(loaded: LoadedConfig[Any], logits: Tensor, teacher: Tensor, respon
     ours = Taught(loaded, responses)
     (weight,) = coefficients(loaded.config).values()
     tensors = ours.batch.batch
-    loss = replace(policy_loss(loaded.config, loaded.plan, 1.0), names=())
+    loss = replace(ours.method.losses(loaded.plan, 1.0)["actor_train"], names=())
     assert isinstance(loss, TaughtPolicyLoss)
     tensors[TEACHER_WEIGHTS] = torch.full((len(ours.batch),), weight)
     outputs = {

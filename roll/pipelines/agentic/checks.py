@@ -12,6 +12,8 @@ from roll.config.reading.errors import closest, count
 from roll.config.rewards import LLM_JUDGE, generates_otherwise
 from roll.config.strategies.base import StrategyConfig
 from roll.config.strategies.registry import backend_of
+from roll.methods.opd_keys import check_opd, check_teacher_tags
+from roll.methods.policy_plan import is_async, policy_training_plans
 from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
 from roll.pipelines.agentic.plan import (
@@ -25,7 +27,6 @@ from roll.pipelines.agentic.plan import (
     training_sampling,
     used_entries,
 )
-from roll.pipelines.policy import is_async, policy_training_plans
 from roll.pipelines.policy_checks import (
     check_algorithm,
     check_async,
@@ -34,7 +35,6 @@ from roll.pipelines.policy_checks import (
     check_weight_sync,
     note_distribution,
 )
-from roll.pipelines.rlvr.teachers import check_opd, check_teacher_tags
 
 
 def check_agentic(config: AgenticConfig, checks: Checks) -> None:

@@ -23,6 +23,8 @@ from roll.config.pipelines import (
 )
 from roll.config.policy import PolicyRunConfig
 from roll.config.roles import WorkerConfig
+from roll.methods.opd_keys import TEACHER, check_teachers_of, check_vocabularies_of
+from roll.methods.policy_plan import is_taught, needs_critic, needs_reference, pg_variant, taught_by_advantage
 from roll.pipelines.agentic.checks import check_agentic
 from roll.pipelines.agentic.config import (
     AgenticConfig,
@@ -34,9 +36,7 @@ from roll.pipelines.agentic.config import (
 )
 from roll.pipelines.agentic.plan import REWARD, AgenticPlan, agentic_facts, batch_facts, model_roles, plan_agentic
 from roll.pipelines.agentic.preflight import check_chat_template, check_environments, own_functions
-from roll.pipelines.policy import is_taught, needs_critic, needs_reference, pg_variant, taught_by_advantage
 from roll.pipelines.policy_checks import check_transport
-from roll.pipelines.rlvr.teachers import TEACHER, check_teachers_of, check_vocabularies_of
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig

@@ -19,8 +19,8 @@ from roll.config.loader import LoadedConfig
 from roll.config.plan.plan import RunAhead
 from roll.distributed import ResourceManager
 from roll.environments.off_loop import EnvironmentProcesses
+from roll.methods.episodes import EpisodeMethod
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
-from roll.pipelines.agentic.learning import EpisodeAdvantageComputer
 from roll.pipelines.agentic.metrics import dumped_episodes, episode_metrics, token_checks, validation_metrics
 from roll.pipelines.agentic.plan import REWARD, AgenticPlan, ManagerPlan
 from roll.pipelines.agentic.players import (
@@ -32,11 +32,11 @@ from roll.pipelines.agentic.players import (
     tags_in_order,
 )
 from roll.pipelines.agentic.preflight import own_group_filter
+from roll.pipelines.batches import RecordedRollouts
+from roll.pipelines.clusters import Clusters, StartingClusters, start_policy_clusters
 from roll.pipelines.engine_rollout import EngineRollout, RunsAhead
 from roll.pipelines.files import load_tokenizer, pad_token_id
 from roll.pipelines.policy_pipeline import PolicyPipeline
-from roll.pipelines.rlvr.clusters import Clusters, StartingClusters, start_policy_clusters
-from roll.pipelines.rlvr.data import RecordedRollouts
 from roll.pipelines.sample_records import episode_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics
@@ -303,8 +303,11 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig, AgenticPlan, EpisodeValidati
         config, plan = loaded.config, loaded.plan
         assert isinstance(plan, AgenticPlan)
         super().__init__(loaded, plan, RecordedRollouts(config, plan.output_dir, None))
-        sampling = plan.train.generating_args
-        self.temperature = sampling.temperature if sampling.do_sample else 1.0
+
+    @property
+    def temperature(self) -> float:
+        sampling = self.plan.train.generating_args
+        return sampling.temperature if sampling.do_sample else 1.0
 
     def start_clusters(self, resources: ResourceManager) -> StartingClusters[Clusters]:
         starting = start_policy_clusters(self.config, self.plan, resources, REWARD)
@@ -321,9 +324,9 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig, AgenticPlan, EpisodeValidati
         phase = AsyncEpisodeRollout if self.plan.is_async else EpisodeRollout
         return phase(self.config, self.plan, self.clusters, self.data)
 
-    def build_scoring(self) -> EpisodeAdvantageComputer:
+    def build_method(self) -> EpisodeMethod:
         most = max(entry.turns * entry.new_tokens for entry in self.plan.entries.values())
-        return EpisodeAdvantageComputer(self.config, self.plan.norm_types, most, self.plan.normalizes_by_tag)
+        return EpisodeMethod(self.config, self.plan.norm_types, most, self.plan.normalizes_by_tag)
 
     def is_validation_due(self, step: int) -> bool:
         """Every ``eval_steps`` steps, the first before any training."""

@@ -20,16 +20,16 @@ from roll.config.rewards import judge_length
 from roll.config.roles import GeneratingArguments, WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import generation_strategies, with_engine_size
-from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, EnvManagerConfig, Samples
-from roll.pipelines.policy import (
+from roll.methods.opd_keys import TEACHER, teacher_roles
+from roll.methods.policy_plan import (
     PolicyPlan,
     policy_plan,
     policy_roles,
     policy_training_plans,
     with_adapter,
 )
-from roll.pipelines.rlvr.teachers import TEACHER, teacher_roles
-from roll.pipelines.teachers import finished_teacher
+from roll.methods.teachers import finished_teacher
+from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, EnvManagerConfig, Samples
 
 REWARD = "reward"
 """The role that judges episodes."""

@@ -32,7 +32,7 @@ from roll.methods.distill import TEACHER, DistillLoss
 from roll.models.layouts import TopTokens
 from roll.models.loading import adapter_fingerprint, fingerprint
 from roll.pipelines.distill.definition import INDEX, DistillConfig
-from roll.pipelines.row_order import balanced_order
+from roll.pipelines.model_calls import balanced_order
 from roll.pipelines.run_context import WEIGHTS
 from roll.pipelines.sft.pipeline import demonstration_batch
 from roll.pipelines.supervised_pipeline import SupervisedPipeline

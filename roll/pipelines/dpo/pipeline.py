@@ -26,7 +26,7 @@ from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow, J
 from roll.methods.base import Ask, Loss
 from roll.methods.preferences import preference_step
 from roll.pipelines.dpo.definition import DPOConfig, has_base
-from roll.pipelines.row_order import balanced_order
+from roll.pipelines.model_calls import balanced_order
 from roll.pipelines.run_context import WEIGHTS
 from roll.pipelines.supervised_pipeline import SupervisedPipeline, image_column, right_padded
 from roll.protocol import DataProto

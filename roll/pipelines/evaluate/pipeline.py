@@ -25,10 +25,10 @@ from roll.datasets.columns import Columns
 from roll.datasets.reading import SourceRow
 from roll.datasets.templates import TemplateChoice
 from roll.datasets.types import PromptRow
+from roll.pipelines.clusters import Scorers, start_scorers
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, Pass
 from roll.pipelines.evaluate.models import ModelRun
 from roll.pipelines.evaluate.samples import sample_records, settings_of
-from roll.pipelines.rlvr.clusters import Scorers, start_scorers
 from roll.pipelines.rlvr.data import read_prompts
 from roll.pipelines.run_context import GENERATION, WEIGHTS
 from roll.rollout.engines import EngineClient

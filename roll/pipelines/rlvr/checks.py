@@ -21,7 +21,8 @@ from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.plan.plan import explain_indivisible, working_values
 from roll.config.reading.errors import closest
 from roll.config.rewards import section_of
-from roll.pipelines.policy import is_async, policy_training_plans
+from roll.methods.opd_keys import check_opd
+from roll.methods.policy_plan import is_async, policy_training_plans
 from roll.pipelines.policy_checks import (
     check_algorithm,
     check_async,
@@ -33,7 +34,6 @@ from roll.pipelines.policy_checks import (
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig
 from roll.pipelines.rlvr.plan import max_new_tokens, sharing_roles, started_roles
-from roll.pipelines.rlvr.teachers import check_opd
 
 PROBABILITY_TOLERANCE = 1e-6
 SET_NAME = re.compile(r"[A-Za-z0-9][\w-]*")

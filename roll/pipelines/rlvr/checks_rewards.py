@@ -36,7 +36,7 @@ from roll.config.rewards import (
     own_judges,
     section_of,
 )
-from roll.pipelines.policy import is_async
+from roll.methods.policy_plan import is_async
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import started_roles
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll.config.names import REWARDS
 from roll.config.pipelines import worker_name
 from roll.config.plan.plan import Plan
-from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import count
 from roll.config.rewards import RewardConfig
 from roll.config.roles import DataArguments, WorkerConfig
@@ -18,14 +16,11 @@ from roll.config.strategies.registry import typed_strategy_config
 from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.datasets import DataError, DomainSampler, LoadCounts, PromptDataset
 from roll.datasets.vision_model import VisionModel
-from roll.pipelines.batches import load_batch, stored_images
+from roll.methods.opd_keys import unrouted
+from roll.methods.policy_plan import is_taught
 from roll.pipelines.files import load_tokenizer
-from roll.pipelines.policy import is_taught, recorded_rollouts, rollout_file
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.teachers import unrouted
-from roll.protocol import DataProto
-from roll.protocol.metrics import Mean, Metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -167,42 +162,3 @@ def truth_reward(name: str, section: RewardConfig) -> str | None:
     rewards = [part.worker_cls or key for key, part in section.components.items()] or [section.worker_cls or name]
     found = (worker_name(reward) for reward in rewards)
     return next((each for each in found if each is not None and each in REWARDS and REWARDS[each].needs_truth), None)
-
-
-class RecordedRollouts:
-    """The batches of a run's steps in a folder, one safetensors file a step.
-
-    Args:
-        output_dir: of the run; holds the folder where the configuration names none.
-        num_samples: rows of a step's batch; None: it varies.
-    """
-
-    def __init__(self, config: PolicyRunConfig, output_dir: Path, num_samples: int | None) -> None:
-        section = config.rollout_mock
-        self._folder = recorded_rollouts(config, output_dir)
-        self._num_samples = num_samples
-        self.writes = section.enable and section.mode == "dump"
-        self.replays = section.enable and section.mode == "mock"
-
-    def write(self, step: int, batch: DataProto) -> None:
-        """Keep the batch as the rewards have left it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        stored_images(batch).save(rollout_file(self._folder, step))
-
-    def read(self, step: int) -> tuple[DataProto, Metrics]:
-        """The batch that was written for this step, and its size.
-
-        Raises:
-            DataError: no such file, one that holds no batch, or one of another size.
-        """
-        file = rollout_file(self._folder, step)
-        if not file.is_file():
-            raise DataError(f"{file}: no rollout was written for step {step} (rollout_mock.mode: mock reads it)")
-        batch = load_batch(file)
-        if self._num_samples is not None and len(batch) != self._num_samples:
-            raise DataError(
-                f"{file}: {len(batch)} samples, but rollout_batch_size x num_return_sequences_in_group is "
-                f"{self._num_samples}"
-            )
-        tokens = float(batch.batch["attention_mask"].sum())
-        return batch, {"system/samples": Mean(len(batch)), "system/tokens": Mean(tokens)}

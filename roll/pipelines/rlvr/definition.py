@@ -46,7 +46,8 @@ from roll.config.rewards import (
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.base import own_weights
-from roll.pipelines.policy import is_taught, needs_critic, needs_reference, pg_variant, taught_by_advantage
+from roll.methods.opd_keys import TEACHER, check_teachers_of, check_vocabularies_of
+from roll.methods.policy_plan import is_taught, needs_critic, needs_reference, pg_variant, taught_by_advantage
 from roll.pipelines.policy_checks import build_own_filter, check_transport, policy_functions
 from roll.pipelines.rlvr.checks import check_rlvr
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig, ValidationConfig, ValidationSetConfig
@@ -57,7 +58,6 @@ from roll.pipelines.rlvr.plan import (
     reward_pretrain,
     reward_roles,
 )
-from roll.pipelines.rlvr.teachers import TEACHER, check_teachers_of, check_vocabularies_of
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from roll.config.loader import LoadedConfig
 from roll.distributed import ResourceManager
+from roll.methods.policy import PolicyMethod
+from roll.pipelines.batches import RecordedRollouts
+from roll.pipelines.clusters import Clusters, StartingClusters, start_clusters
 from roll.pipelines.engine_rollout import EngineRollout
 from roll.pipelines.files import dumped_table
 from roll.pipelines.policy_pipeline import PolicyPipeline
-from roll.pipelines.rlvr.clusters import Clusters, StartingClusters, start_clusters
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig
-from roll.pipelines.rlvr.data import RecordedRollouts, load_data
-from roll.pipelines.rlvr.phases import AdvantageComputer
+from roll.pipelines.rlvr.data import load_data
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.rollout import AsyncRolloutPhase, RolloutPhase, Validation
 from roll.protocol.metrics import Mean
@@ -43,8 +44,8 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan, Validation]):
         phase = AsyncRolloutPhase if self.plan.is_async else RolloutPhase
         return phase(self.config, self.plan, self.clusters, self.data)
 
-    def build_scoring(self) -> AdvantageComputer:
-        return AdvantageComputer(self.config, self.plan.norm_types, self.plan.max_new_tokens)
+    def build_method(self) -> PolicyMethod:
+        return PolicyMethod(self.config, self.plan.norm_types, self.plan.max_new_tokens)
 
     def is_validation_due(self, step: int) -> bool:
         """Every ``eval_steps`` steps, the first of them before any training unless ``before_train`` is false."""

@@ -24,7 +24,8 @@ from roll.config.rewards import (
 from roll.config.roles import DataArguments, GeneratingArguments, WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import generation_strategies, with_engine_size
-from roll.pipelines.policy import (
+from roll.methods.opd_keys import TEACHER, teacher_roles
+from roll.methods.policy_plan import (
     PolicyPlan,
     needs_greedy_baseline,
     policy_plan,
@@ -32,9 +33,8 @@ from roll.pipelines.policy import (
     policy_training_plans,
     with_adapter,
 )
+from roll.methods.teachers import finished_teacher
 from roll.pipelines.rlvr.config import RLVRConfig, ValidationSetConfig
-from roll.pipelines.rlvr.teachers import TEACHER, teacher_roles
-from roll.pipelines.teachers import finished_teacher
 from roll.rewards.base import RewardOptionError
 from roll.rewards.composition import concurrent_calls
 

@@ -15,15 +15,16 @@ import numpy as np
 
 from roll.config.plan.plan import RunAhead
 from roll.config.rewards import model_inputs
+from roll.datasets.templates import TemplateChoice
 from roll.datasets.types import PromptRow
+from roll.methods.opd_rows import DatasetResponses, TeacherPrompts, is_off_policy
+from roll.methods.policy_plan import is_taught
+from roll.pipelines.clusters import Clusters
 from roll.pipelines.engine_rollout import EngineRollout, RunsAhead
 from roll.pipelines.files import dumped_table, pad_token_id
-from roll.pipelines.policy import is_taught
 from roll.pipelines.rlvr.accuracy import Answers, overall, pass_metrics
-from roll.pipelines.rlvr.clusters import Clusters
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData
-from roll.pipelines.rlvr.distillation import DatasetResponses, TeacherPrompts, is_off_policy
 from roll.pipelines.rlvr.plan import RLVRPlan, ValidationSet
 from roll.pipelines.sample_records import sample_notes
 from roll.protocol import DataProto
@@ -161,10 +162,16 @@ class RolloutPhase(EngineRollout[Validation]):
         self._loop = None if path is None else rollout_loops.resolve(path)()
         self._dataset_responses = None
         if config.lmbda < 1.0 and is_taught(config):
-            self._dataset_responses = DatasetResponses(config, data.tokenizer, plan.max_new_tokens)
+            self._dataset_responses = DatasetResponses(
+                config.actor_train.data_args, config.lmbda, data.tokenizer, plan.max_new_tokens
+            )
             self._loop = self._dataset_responses
-        privileged = config.opd_teacher_prompt is not None and is_taught(config)
-        self._teacher_prompts = TeacherPrompts(config, data.tokenizer) if privileged else None
+        self._teacher_prompts = None
+        if config.opd_teacher_prompt is not None and is_taught(config):
+            data_args = config.actor_train.data_args
+            templates = TemplateChoice.of_settings(data_args, config.global_template, config.tag_to_template)
+            template = config.opd_teacher_prompt
+            self._teacher_prompts = TeacherPrompts(template, data_args, templates, data.tokenizer)
         self.num_drawn = 0
         """Prompts drawn since the run began."""
 

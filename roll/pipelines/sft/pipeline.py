@@ -20,7 +20,7 @@ from roll.datasets.templates import TemplateChoice
 from roll.datasets.vision_model import VisionModel
 from roll.distributed import PendingCall
 from roll.methods.sft import SftLoss
-from roll.pipelines.row_order import balanced_order
+from roll.pipelines.model_calls import balanced_order
 from roll.pipelines.sft.definition import SFTConfig
 from roll.pipelines.supervised import SupervisedPlan
 from roll.pipelines.supervised_pipeline import SupervisedPipeline, image_column, right_padded

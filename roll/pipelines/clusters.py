@@ -17,13 +17,13 @@ from roll.config.plan.plan import Plan
 from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import REWARD_MODEL, judge_role, model_inputs
 from roll.distributed import Cluster, PendingCall, ResourceManager
+from roll.methods.opd_keys import teacher_role
+from roll.methods.policy_plan import PolicyPlan
+from roll.methods.teachers import teacher_worker
 from roll.pipelines.files import load_tokenizer
-from roll.pipelines.policy import PolicyPlan
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan, judge_roles
-from roll.pipelines.rlvr.teachers import teacher_role
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency, start_cluster
-from roll.pipelines.teachers import teacher_worker
 from roll.serving.server import FrontOptions, HttpFront
 from roll.strategies.base import ModelHead, StateKind
 from roll.workers import (
@@ -136,6 +136,10 @@ class Clusters(Scorers):
 
     def all(self) -> list[Cluster]:
         return [*self.computing(), self.actor_infer, *super().all()]
+
+    def of(self, role: str) -> Cluster:
+        """The cluster of a role that learns or looks at samples."""
+        return next(cluster for cluster in self.computing() if cluster.name == role)
 
     def computing(self) -> list[Cluster]:
         """The roles that learn or look at samples."""

@@ -17,7 +17,7 @@ from roll.algorithms.metrics import BatchWatch, MetricBuilder
 from roll.algorithms.samples import token_level_rewards
 from roll.algorithms.turns import TrajectoryLayout, Turns
 from roll.config.policy import PolicyRunConfig
-from roll.pipelines.rlvr.phases import AdvantageComputer
+from roll.methods.policy import PolicyMethod
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics
 
@@ -36,7 +36,7 @@ PER_TRAJECTORY = ("response_level_rewards", "sample_weights")
 LENGTHS_OF_ROWS = ("token/prompt_length", "token/total_length")
 
 
-class EpisodeAdvantageComputer(AdvantageComputer):
+class EpisodeMethod(PolicyMethod):
     """Everything between the rewards of episodes and the update.
 
     Each role has its own baselines. ``running`` moments are kept by tag and role.
@@ -64,13 +64,13 @@ class EpisodeAdvantageComputer(AdvantageComputer):
             config.warn_after_steps, config.warn_truncated_share, ended, remedy, not self._ignores_rewards
         )
 
-    def __call__(self, batch: DataProto) -> Metrics:
-        """Add the columns of :class:`AdvantageComputer`, and ``sequence_tokens`` int64 (B,): the number of tokens in
+    def credit(self, batch: DataProto) -> Metrics:
+        """Add the columns of :class:`PolicyMethod`, and ``sequence_tokens`` int64 (B,): the number of tokens in
         the loss over all rows of a row's trajectory."""
         tensors = batch.batch
         layout = TrajectoryLayout.of(tensors["response_mask"], tensors["trajectory_ids"], tensors["turn_ids"])
         trajectories = as_trajectories(batch, layout)
-        metrics = super().__call__(trajectories)
+        metrics = super().credit(trajectories)
         columns, index = trajectories.batch, layout.trajectories.index
         for name in PER_TOKEN:
             if name in columns:

@@ -1,7 +1,7 @@
 """Teachers of on-policy distillation: their roles, and the checks of their keys. Torch-free.
 
 The student samples; at every token that it sampled, or for every distribution that it sampled from, a teacher says what
-it would have done. Arithmetic is in :mod:`roll.pipelines.rlvr.distillation`.
+it would have done. Arithmetic is in :mod:`roll.methods.opd_rows`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from roll.config.model_files import check_vocabularies
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import closest
 from roll.config.roles import GeneratingArguments, WorkerConfig
-from roll.pipelines.policy import is_taught, taught_by_advantage
-from roll.pipelines.teachers import check_teachers, check_temperature
+from roll.methods.policy_plan import is_taught, taught_by_advantage
+from roll.methods.teachers import check_teachers, check_temperature
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -68,7 +68,7 @@ def _started(loaded: LoadedConfig[Any]) -> list[str]:
 
 
 def check_teachers_of(pipeline: PipelineDefinition, loaded: LoadedConfig[Any]) -> None:
-    """:func:`~roll.pipelines.teachers.check_teachers` of a run that learns on its own samples."""
+    """:func:`~roll.methods.teachers.check_teachers` of a run that learns on its own samples."""
     roles, config = loaded.plan.roles, loaded.config
     names = _started(loaded)
     if not names:

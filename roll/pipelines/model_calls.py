@@ -1,0 +1,286 @@
+"""Calls of the models of a run: columns computed before the update, and the optimizer steps.
+
+A batch goes to the ranks of a role in equal shares of rows, and as equal as possible in work.
+
+Ranks that share gradients wait for the slowest.  Which rank computes a row changes no sum, so the rows of every
+mini-batch are dealt out by their :func:`~roll.models.partitions.workload`, always where there are several ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from roll.config.plan.plan import TrainingPlan
+from roll.distributed import Cluster, WorkerDied
+from roll.methods.base import POLICY_COLUMNS, Answer, Ask, RoleAsk
+from roll.methods.losses import SampledLoss
+from roll.models.partitions import balance_partitions, workload
+from roll.protocol import DataProto
+from roll.protocol.metrics import Max, Mean, Metrics, Min, merge_metrics
+from roll.strategies.base import Output
+from roll.workers.model import ModelWorker
+from roll.workers.training import TrainWorker
+
+RowOrder = NDArray[np.int64]
+
+
+def balanced_order(
+    lengths: Sequence[int] | NDArray[np.int64],
+    dp_size: int,
+    num_mini_batches: int = 1,
+    groups: Sequence[object] | None = None,
+) -> RowOrder:
+    """The order of rows in which consecutive equal shares give every rank its part of every mini-batch.
+
+    Mini-batch m consists of rows [m * n, (m + 1) * n) of the batch, whatever the number of ranks; rank r holds part r
+    of each.
+
+    Args:
+        lengths: (N,) tokens of each row; ``num_mini_batches`` divides N.
+        groups: (N,) what a row shares its prompt with. Adjacent rows of a group then stay adjacent, on one rank, where
+            groups are of one size that divides a rank's part; elsewhere rows keep their order.
+
+    Returns:
+        int64 (N,). Where ranks do not divide a mini-batch, the rows as they are.
+    """
+    length = np.asarray(lengths, dtype=np.int64)
+    rows_per_mini = len(length) // num_mini_batches
+    assert rows_per_mini * num_mini_batches == len(length), (len(length), num_mini_batches)
+    if rows_per_mini % dp_size:
+        return np.arange(len(length))
+    unit = 1 if groups is None else _size_of_groups(groups)
+    in_order = bool(rows_per_mini // dp_size % unit)
+    order = np.arange(len(length)).reshape(num_mini_batches, dp_size, -1)
+    if not in_order and dp_size > 1:
+        cost = workload(length).reshape(num_mini_batches, -1, unit).sum(2)
+        for mini in range(num_mini_batches):
+            parts = np.array(balance_partitions(cost[mini], dp_size, equal_counts=True))
+            rows = parts[..., None] * unit + np.arange(unit)
+            order[mini] = mini * rows_per_mini + rows.reshape(dp_size, -1)
+    return order.transpose(1, 0, 2).reshape(-1)
+
+
+def _size_of_groups(groups: Sequence[object]) -> int:
+    """Rows of each group where adjacent rows form groups of one size; else all rows."""
+    starts = [row for row in range(len(groups)) if row == 0 or groups[row] != groups[row - 1]]
+    size = len(groups) // len(starts)
+    return size if starts == list(range(0, len(groups), size)) else len(groups)
+
+
+def order_for(batch: DataProto, role_shares_prompts: bool, dp_size: int, num_mini_batches: int = 1) -> RowOrder:
+    """:func:`balanced_order` of a batch; rows of one ``prompt_id`` stay together for a role that shares prompts."""
+    lengths = batch.batch["attention_mask"].sum(1).numpy()
+    prompt_ids = batch.non_tensor_batch.get("prompt_id") if role_shares_prompts else None
+    return balanced_order(lengths, dp_size, num_mini_batches, None if prompt_ids is None else list(prompt_ids))
+
+
+def num_samples(batch: DataProto) -> int:
+    """Rows; episodes, where a sample may have several rows."""
+    if "episode_ids" not in batch.batch:
+        return len(batch)
+    return len(np.unique(batch.batch["episode_ids"].numpy()))
+
+
+def even_mini_batches(batch: DataProto, num_mini_batches: int, dp_size: int) -> DataProto:
+    """A batch whose rows divide into mini-batches of equally many episodes, or one fewer, and each of them onto
+    ``dp_size`` ranks.
+
+    Consecutive episodes form a mini-batch.  Where one has fewer rows than the largest, rows of a single token fill it
+    up, with all masks empty, so that they weigh nothing.  A batch without episodes stays as it is.
+    """
+    if "episode_ids" not in batch.batch:
+        return batch
+    episodes = batch.batch["episode_ids"].numpy()
+    starts = np.flatnonzero(np.diff(episodes, prepend=-1))
+    begins = np.append([part[0] for part in np.array_split(starts, num_mini_batches)], len(batch))
+    parts = [np.arange(begin, end) for begin, end in pairwise(begins)]
+    most = max(len(part) for part in parts)
+    most += -most % dp_size
+    fillers = [np.full(most - len(part), part[-1]) for part in parts]
+    filled = batch[np.concatenate([rows for pair in zip(parts, fillers, strict=True) for rows in pair])]
+    empty = np.concatenate([np.arange(most) >= len(part) for part in parts])
+    empty_rows(filled, torch.from_numpy(empty))
+    return filled
+
+
+def empty_rows(batch: DataProto, rows: torch.Tensor) -> None:
+    """Take from ``rows`` (bool (B,)) all that they hold: of a row nothing is left but its first token, which no loss,
+    no image and no statistic counts.
+
+    Masks are cleared, numbers are zero, and objects other than names are None; ids say which episode the row fills up.
+    """
+    first = torch.zeros(batch.batch["attention_mask"].shape[1], dtype=torch.bool)
+    first[0] = True
+    for name, column in list(batch.batch.items()):
+        emptied = column.clone()
+        if name == "attention_mask":
+            emptied[rows] = first
+        elif column.dtype == torch.bool or column.is_floating_point():
+            emptied[rows] = 0
+        batch.batch[name] = emptied
+    for name, objects in batch.non_tensor_batch.items():
+        if not all(isinstance(one, str | int | float | np.generic) for one in objects[rows.numpy()]):
+            batch.non_tensor_batch[name] = objects.copy()
+            batch.non_tensor_batch[name][rows.numpy()] = None
+
+
+def length_metrics(batch: DataProto, order: RowOrder, role: str, dp_size: int) -> Metrics:
+    """Tokens of a rank's share, in the order of the rows and in ``order``."""
+    lengths = batch.batch["attention_mask"].sum(1).numpy()
+    if len(lengths) % dp_size:
+        return {}
+    plain, balanced = (values.reshape(dp_size, -1).sum(1) for values in (lengths, lengths[order]))
+    name = f"global_seqlen/{role}/"
+    return {
+        f"{name}mean": Mean(float(plain.mean())),
+        f"{name}min": Min(float(plain.min())),
+        f"{name}max": Max(float(plain.max())),
+        f"{name}minmax_diff": Max(float(plain.max() - plain.min())),
+        f"{name}balanced_min": Min(float(balanced.min())),
+        f"{name}balanced_max": Max(float(balanced.max())),
+    }
+
+
+Values = Mapping[str, torch.Tensor]
+
+
+def answers(
+    batch: DataProto,
+    asks: Sequence[RoleAsk],
+    cluster_of: Callable[[str], Cluster],
+    bring: Callable[[Cluster], None],
+    replacing: Callable[[Cluster, Callable[[], Values]], Values],
+) -> Iterator[Answer]:
+    """The answers of the roles of a phase, in their order. Roles without a device in common compute concurrently,
+    others take turns; a role that has no rows is not asked.
+
+    Args:
+        bring: brings a role onto its devices, which several may share.
+        replacing: runs the work of a role, once more where its workers have to be replaced.
+    """
+    pending: list[Callable[[], Answer]] = []
+    busy: set[int] = set()
+    for asked in asks:
+        rows = rows_with_tags(batch, asked.tags)
+        if not rows.any():
+            continue
+        cluster = cluster_of(asked.role)
+        devices = set(cluster.role.device_mapping or ())
+        if devices & busy:
+            yield from (answer() for answer in pending)
+            pending, busy = [], set()
+        part = batch if rows.all() else batch[rows]
+        seen = part if asked.view is None else asked.view(part)
+        read = seen if asked.replays_routes else without_routes(seen)
+        work = partial(replacing, cluster, _Work(cluster, read, asked.ask, bring))
+        pending.append(partial(_answer, asked, torch.from_numpy(rows), part, seen, work))
+        busy |= devices
+    yield from (answer() for answer in pending)
+
+
+def _answer(asked: RoleAsk, rows: torch.Tensor, part: DataProto, seen: DataProto, work: Callable[[], Values]) -> Answer:
+    return Answer(asked, rows, part, seen, work())
+
+
+class _Work:
+    """A computation that begins now and is waited for when it is called; called again, it begins again."""
+
+    def __init__(self, cluster: Cluster, rows: DataProto, ask: Ask, bring: Callable[[Cluster], None]) -> None:
+        self._cluster, self._rows, self._ask, self._bring = cluster, rows, ask, bring
+        self._begun: Callable[[], Values] | None = None
+        with suppress(WorkerDied):  # found again by the one who waits
+            self._begun = self._begin()
+
+    def _begin(self) -> Callable[[], Values]:
+        self._bring(self._cluster)
+        return start_computing(self._rows, self._cluster, self._ask)
+
+    def __call__(self) -> Values:
+        begun, self._begun = self._begun or self._begin(), None
+        return begun()
+
+
+def rows_with_tags(batch: DataProto, tags: Sequence[str] | None) -> np.ndarray:
+    """bool (B,): rows with one of ``tags``; all where there are none."""
+    if not tags:
+        return np.ones(len(batch), dtype=bool)
+    return np.isin(batch.non_tensor_batch["tag"].astype(str), list(tags))
+
+
+def start_computing(batch: DataProto, cluster: Cluster, ask: Ask) -> Callable[[], Values]:
+    """Start to compute columns (B, L), on each rank an equal share of the work.
+
+    Returns:
+        A function that waits for the columns and gives them in the order of ``batch``.
+    """
+    if cluster.dp_size == 1:
+        call = cluster.call(ModelWorker.forward, batch, ask)
+        return lambda: call.result().batch
+    order = order_for(batch, cluster.role.use_prefix_sharing, cluster.dp_size)
+    shares = cluster.call(ModelWorker.forward, _selected(batch, *POLICY_COLUMNS)[order], ask)
+    return lambda: shares.result()[np.argsort(order)].batch
+
+
+def without_routes(batch: DataProto) -> DataProto:
+    """``batch`` less the policy's recorded routes, for other models."""
+    names = list(batch.batch.keys())  # keys() unpacks no column
+    return batch.select([name for name in names if name != Output.ROUTES]) if Output.ROUTES in names else batch
+
+
+def _selected(batch: DataProto, *names: str) -> DataProto:
+    """The columns among ``names`` that the batch has."""
+    tensors = [name for name in names if name in batch.batch.keys()]  # noqa: SIM118 (keys() unpacks no column)
+    return batch.select(tensors, [name for name in names if name in batch.non_tensor_batch])
+
+
+def update_model(
+    batch: DataProto,
+    cluster: Cluster,
+    loss: SampledLoss,
+    training: TrainingPlan,
+    shuffle_seed: tuple[int, ...] | None = None,
+) -> Metrics:
+    """All optimizer steps of one model on one batch: ``epochs`` passes over its mini-batches.
+
+    Mini-batches are of equally many samples, or episodes, whose rows stay in one; of episodes that do not divide, some
+    have one fewer than others.
+
+    Args:
+        shuffle_seed: seed of the mini-batches, which are drawn again for every pass; None: consecutive rows, each pass
+            the same.
+    """
+    loss = replace(loss, num_groups=int(batch.batch["group_ids"].max()) + 1)
+    num_mini_batches = -(-num_samples(batch) // training.mini_batch_size)
+    by_prompt = cluster.role.use_prefix_sharing
+    passes = [batch]
+    if shuffle_seed is not None:
+        seeds = [(*shuffle_seed, epoch) for epoch in range(training.epochs)]
+        passes = [batch[shuffled_rows(batch, seed, by_prompt)] for seed in seeds]
+    metrics: list[Metrics] = []
+    for ordered in passes:
+        rows = even_mini_batches(ordered, num_mini_batches, training.dp_size)
+        order = order_for(rows, by_prompt, training.dp_size, num_mini_batches)
+        share, epochs = rows[order] if training.dp_size > 1 else rows, training.epochs // len(passes)
+        call = cluster.call(TrainWorker.step, share, loss, mini_batches=num_mini_batches, epochs=epochs)
+        metrics.append(call.result())
+    return merge_metrics(metrics) | length_metrics(rows, order, cluster.name, training.dp_size)
+
+
+def shuffled_rows(batch: DataProto, seed: tuple[int, ...], by_prompt: bool) -> np.ndarray:
+    """int64 (B,): the rows in an order drawn from ``seed``; those of an episode stay together, and with ``by_prompt``
+    those of a prompt."""
+    generator = np.random.default_rng(seed)
+    if not by_prompt and "episode_ids" not in batch.batch:
+        return generator.permutation(len(batch))
+    together = "group_ids" if by_prompt else "episode_ids"
+    _, prompt = np.unique(batch.batch[together].numpy(), return_inverse=True)
+    place: np.ndarray = generator.permutation(int(prompt.max()) + 1)
+    return np.argsort(place[prompt], kind="stable")
