@@ -15,8 +15,8 @@ import torch
 from roll.config.loader import LoadedConfig
 from roll.config.rewards import JUDGE_ROLE
 from roll.distributed import WorkerContext, WorkerDied
+from roll.pipelines import clusters as clusters_module
 from roll.pipelines.clusters import JudgeService, StartingClusters, start_clusters
-from roll.pipelines.rlvr import clusters as clusters_module
 from roll.pipelines.rlvr.pipeline import RLVRPipeline
 from roll.pipelines.run_context import GENERATION
 from roll.rewards import RewardSample

@@ -14,11 +14,12 @@ from PIL import Image as PilImage
 
 from roll.distributed.cluster import spread
 from roll.distributed.worker import Dispatch, Registration
+from roll.methods.base import MODEL_COLUMNS
 from roll.protocol import DataProto
 from roll.protocol.images import EncodedImage, ImageError
 from roll.protocol.metrics import RankInfo
 from roll.protocol.vision import IMAGES, VisionInputs
-from roll.workers.model import MODEL_COLUMNS, columns_of
+from roll.workers.model import columns_of
 from roll.workers.training import equal_parts
 from tests.protocol.test_wire import num_bytes, send
 from tests.strategies import vision_cases
