@@ -298,13 +298,21 @@ def cache_key(paths: Sequence[Path], settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def edges_hash(path: Path, most: int = 1 << 20) -> str:
-    """Of a file that is too large to be read twice: its size, its beginning and its end."""
-    size = path.stat().st_size
+def blocks_hash(path: Path, blocks: int = 64, size: int = 1 << 18) -> str:
+    """A hash of a file that is too large to be read twice.
+
+    Up to ``blocks * size`` bytes (16 MiB) it is the whole file. Of a larger one it is the length and ``blocks`` evenly
+    spaced blocks, the first and the last bytes among them: any change of length is seen, and any change that reaches
+    over more than a ``blocks``-th of the file, such as other rows, another order or another file of the same length. A
+    change of the same length that lies between two blocks is not.
+    """
+    total = path.stat().st_size
+    whole = total <= blocks * size
+    digest = hashlib.blake2b(str(total).encode(), digest_size=16)
     with path.open("rb") as file:
-        digest = hashlib.blake2b(str(size).encode() + file.read(most), digest_size=16)
-        file.seek(max(0, size - most))
-        digest.update(file.read(most))
+        for number in range(blocks):
+            file.seek(number * size if whole else number * (total - size) // (blocks - 1))
+            digest.update(file.read(size))
     return digest.hexdigest()
 
 

@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from roll.datasets.columns import build_filter
 from roll.datasets.making import RowMaker, Tally
-from roll.datasets.preparation import Selection, edges_hash, nothing_left
+from roll.datasets.preparation import Selection, blocks_hash, nothing_left
 from roll.datasets.reading import SourceRow, data_files, stream_rows, unique_names
 from roll.datasets.store import StoredRow
 from roll.datasets.types import BadRows, DataError, LoadCounts
@@ -57,7 +57,7 @@ class StreamedEpochs(Generic[T]):
         self._paths = data_files(data_args.file_name)
         self._names = unique_names(self._paths, [path.name for path in self._paths])
         self._size = data_args.streaming_window
-        self._files = [[path.name, edges_hash(path)] for path in self._paths]
+        self._files = [[path.name, blocks_hash(path)] for path in self._paths]
         self._epoch, self._window, self._taken = 0, -1, 0
         """Place of the next row; window -1: none is open."""
         self._sources: Iterator[SourceRow] | None = None

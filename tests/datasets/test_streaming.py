@@ -12,6 +12,7 @@ import pytest
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, SftDataset, SftRow
 from roll.datasets.images import ImageReader
+from roll.datasets.preparation import blocks_hash
 from roll.datasets.sft import sft_maker
 from roll.datasets.streaming import StreamedEpochs
 from roll.datasets.templates import TemplateChoice
@@ -71,3 +72,20 @@ def test_a_stream_without_rows_ends(tokenizer: Any, write_jsonl: Write) -> None:
     file = write_jsonl([{"prompt": "How?", "solution": "1" * 200}])
     with pytest.raises(DataError, match="none of 1 demonstrations fits into sequence_length = 60"):
         stream(tokenizer, file).next_batch(1)
+
+
+@pytest.mark.parametrize("kib", [12, 640])
+def test_a_change_anywhere_in_a_file_is_seen(tmp_path: Path, kib: int) -> None:
+    """Of a file beyond the blocks, one that reaches from a block to the next."""
+    file, content = tmp_path / "rows.jsonl", bytearray(b"0123456789abcdef" * 64 * kib)
+    file.write_bytes(content)
+    hashed = [blocks_hash(file, blocks=16, size=1 << 10)]
+    for place in (0, len(content) // 2, len(content) * 2 // 3, len(content) - 1):
+        changed = bytearray(content)
+        reach = 1 if kib <= 16 else len(content) // 15
+        changed[place : place + reach] = b"x" * len(changed[place : place + reach])
+        file.write_bytes(changed)
+        hashed.append(blocks_hash(file, blocks=16, size=1 << 10))
+    file.write_bytes(content + b"\n")
+    hashed.append(blocks_hash(file, blocks=16, size=1 << 10))
+    assert len(set(hashed)) == 6
