@@ -11,9 +11,10 @@ others :func:`build_on_meta` gives None, and the model is loaded whole.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from roll.config.model_files import model_config, model_folder
 from roll.config.roles import ModelArguments
 from roll.config.weight_files import file_of_each_tensor
 from roll.models.build import (
@@ -140,15 +142,42 @@ def fingerprint(name_or_path: str | None) -> str | None:
         return None
 
 
+def content_identity(name_or_path: str | None) -> dict[str, str | None]:
+    """Hashes of a model's weights and of its ``config.json``, whatever its folder is called.
+
+    ``pytorch_model*.bin`` is read whole, where there are no safetensors; without either, the name itself stands for the
+    weights.  The configuration's notes on where and with what it was saved do not count.
+    """
+    folder, config = model_folder(name_or_path), model_config(name_or_path)
+    weights = fingerprint(name_or_path)
+    if weights is None and folder is not None:
+        weights = _digest_of(folder.glob("pytorch_model*.bin"))
+    counted = {key: value for key, value in (config or {}).items() if key not in _NOTES}
+    text = json.dumps(counted, sort_keys=True)
+    return {
+        "weights": weights or name_or_path,
+        "config": None if config is None else hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
+    }
+
+
+_NOTES = ("_name_or_path", "transformers_version")
+
+
 def adapter_fingerprint(name_or_path: str | None) -> str | None:
     """A hash of an adapter's files; the name itself where it is not on this machine, None for no adapter."""
     if name_or_path is None or not Path(name_or_path).is_dir():
         return name_or_path
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(Path(name_or_path).glob("adapter_*")):
+    return _digest_of(Path(name_or_path).glob("adapter_*"))
+
+
+def _digest_of(paths: Iterable[Path]) -> str | None:
+    """A hash of the names and the whole contents of files; None where there are none."""
+    digest, found = hashlib.blake2b(digest_size=16), sorted(paths)
+    for path in found:
         digest.update(path.name.encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest() if found else None
 
 
 @dataclass(frozen=True)

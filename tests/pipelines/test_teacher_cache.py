@@ -111,3 +111,21 @@ def test_a_teacher_is_known_by_its_weights(tmp_path: Path) -> None:
         identity(folder("teacher", 0), model_config_kwargs={"rope_theta": 1.0}),
     ]
     assert len({first, adapted, *others}) == 5
+
+
+def test_a_teacher_is_known_by_its_config_and_by_weights_of_other_formats(tmp_path: Path) -> None:
+    def identity(name: str, config: dict[str, Any], weights: torch.Tensor) -> str:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        torch.save({"w": weights}, tmp_path / name / "pytorch_model-00001-of-00001.bin")
+        return json.dumps(weights_identity(str(tmp_path / name), ModelArguments()))
+
+    weights = torch.zeros(64, 1024)
+    other = weights.clone()
+    other[40, 3] = 1.0
+    first = identity("teacher", {"rope_theta": 1e4, "_name_or_path": "a"}, weights)
+    assert str(tmp_path) not in first
+    assert identity("copy", {"_name_or_path": "b", "rope_theta": 1e4}, weights) == first
+    assert (
+        len({first, identity("copy", {"rope_theta": 1e6}, weights), identity("copy", {"rope_theta": 1e4}, other)}) == 3
+    )

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from roll.algorithms.losses import options_from
 from roll.config.loader import LoadedConfig
 from roll.config.losses import DivergenceConfig
-from roll.config.model_files import check_vocabularies, model_number, vocabulary_hash
+from roll.config.model_files import check_vocabularies, model_folder, model_number, vocabulary_hash
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.roles import ModelArguments
 from roll.datasets import SftDataset
@@ -30,7 +30,7 @@ from roll.distributed import PendingCall, ResourceManager
 from roll.methods.base import Ask
 from roll.methods.distill import TEACHER, DistillLoss
 from roll.models.layouts import TopTokens
-from roll.models.loading import adapter_fingerprint, fingerprint
+from roll.models.loading import adapter_fingerprint, content_identity
 from roll.pipelines.distill.definition import INDEX, DistillConfig
 from roll.pipelines.model_calls import balanced_order
 from roll.pipelines.run_context import WEIGHTS
@@ -109,8 +109,8 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
             }
             if TEACHER in self.plan.roles:
                 made_with |= weights_identity(teacher, self.plan.roles[TEACHER].section.model_args)
-            elif weights := fingerprint(teacher):
-                made_with["weights"] = weights
+            elif model_folder(teacher) is not None:
+                made_with |= content_identity(teacher)
             self.cache = TeacherCache(config.teacher_cache, made_with)
 
     def next_batch(self, step: int) -> DataProto:
@@ -236,10 +236,9 @@ def row_key(input_ids: np.ndarray, counted: np.ndarray, images: Sequence[str] = 
 
 
 def weights_identity(path: str | None, args: ModelArguments) -> dict[str, Any]:
-    """Properties of a model that its numbers depend on, whatever its folder is called; where there are no safetensors,
-    the path itself."""
+    """Properties of a model that its numbers depend on, whatever its folder is called."""
     return {
-        "weights": fingerprint(path) or path,
+        **content_identity(path),
         "adapter": adapter_fingerprint(args.adapter_name_or_path),
         "model_config_kwargs": args.model_config_kwargs,
         "dtype_of_teacher": args.dtype,
