@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from roll import __version__
+from roll.config.checks.base import check_output
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.pipelines import NAMES, definition_of
 from roll.config.plan.render import filled_in, line, render_plan
@@ -256,6 +257,7 @@ def check(arguments: argparse.Namespace) -> int:
     )
     check_parts(loaded)
     if not arguments.skip_files:
+        check_output(loaded.plan.output_dir, loaded.source)
         check_resumption(loaded)
     if arguments.gpu is not None and (problems := misfits(loaded.plan, find_gpu(arguments.gpu))):
         raise ConfigError(problems)

@@ -25,6 +25,7 @@ from roll.checkpoint.contents import (
 from roll.checkpoint.folders import CheckpointDamagedError
 from roll.checkpoint.manager import probable_checkpoint
 from roll.checkpoint.store import ObjectStore, is_url, store_problem
+from roll.config.checks.base import check_output
 from roll.config.checks.roles import family_problem
 from roll.config.loader import LoadedConfig
 from roll.config.lora import uses_lora
@@ -245,8 +246,8 @@ def check_parts(loaded: LoadedConfig[Any]) -> None:
 
 
 def prepared(load: Callable[[], LoadedConfig[Any]], say: Callable[[str], None]) -> LoadedConfig[Any]:
-    """A configuration after :func:`check_parts`, :func:`check_resumption`, :func:`require_packages` and
-    :func:`find_models`.
+    """A configuration after :func:`~roll.config.checks.base.check_output`, :func:`check_parts`,
+    :func:`check_resumption`, :func:`require_packages` and :func:`find_models`.
 
     Args:
         load: loads it; once more where the hub has given a model's ``config.json``, which the plan depends on.
@@ -256,6 +257,7 @@ def prepared(load: Callable[[], LoadedConfig[Any]], say: Callable[[str], None]) 
         ConfigError: every mistake.
     """
     loaded = load()
+    check_output(loaded.plan.output_dir, loaded.source)
     check_parts(loaded)
     check_resumption(loaded)
     require_packages(loaded)

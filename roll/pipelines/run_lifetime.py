@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from roll.config.checks.base import unwritable
 from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import masked, masked_text
@@ -65,10 +66,14 @@ def sole_writer(folder: Path, source: Any) -> Iterator[None]:
     """Hold the lock of an output folder, which ends with this process however it ends.
 
     Raises:
-        ConfigError: another run holds it.
+        ConfigError: another run holds it, or nothing can be written there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise unwritable(folder, error.strerror, source) from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -132,6 +132,16 @@ def test_run_hands_the_loaded_configuration_to_the_pipeline(monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("good")
+def test_an_output_folder_under_a_file_is_one_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    for file in ("train.jsonl", "val.jsonl", "taken"):
+        Path(file).touch()
+    for command in ("run", "check"):
+        assert cli.main([command, "good.yaml", "output_dir=taken/run"]) == 2
+        error = capsys.readouterr().err
+        assert "1 mistake" in error and "output_dir = 'taken/run'" in error and "name another folder" in error
+
+
+@pytest.mark.usefixtures("good")
 def test_a_checkpoint_of_an_unknown_backend_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from roll.config.checks.base import check_output
 from roll.config.reading.errors import ConfigError
 from roll.pipelines.policy_checks import OWN_FUNCTION_KEYS
 from roll.pipelines.rlvr.definition import check_rewards
@@ -124,3 +125,18 @@ def test_a_judge_that_cannot_be_asked_is_named_and_its_key_is_not_shown(tmp_path
         check_rewards(load(tmp_path, changed(changes)))
     assert "judge_api_url must be set" in str(caught.value)
     assert "top-secret" not in str(caught.value)
+
+
+def test_an_output_folder_under_a_file_or_without_the_right_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "run.yaml"
+    check_output(tmp_path / "new" / "run", source)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"1 mistake.*\n.*output_dir = .*file is a file.*name another folder"):
+        check_output(tmp_path / "file" / "run", source)
+    (tmp_path / "foreign").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path / "foreign")  # root may write anywhere
+    with pytest.raises(ConfigError, match=r"1 mistake.*\n.*output_dir = .*no right to write in .*/foreign"):
+        check_output(tmp_path / "foreign" / "run", source)

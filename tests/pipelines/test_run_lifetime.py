@@ -39,6 +39,17 @@ def test_a_folder_has_one_run_and_a_killed_one_leaves_it(tmp_path: Path) -> None
             assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run" / ".lock").mkdir(parents=True)  # as a folder that is not one's own refuses, root included
+    for folder, reason in ((tmp_path / "file" / "run", "Not a directory"), (tmp_path / "run", "Is a directory")):
+        with (
+            pytest.raises(ConfigError, match=f"output_dir = '{folder}': .*{reason}.*name another folder"),
+            sole_writer(folder, Path("run.yaml")),
+        ):
+            pass
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_a_full_disk_is_told_from_other_failures(number: int) -> None:
     refused = OutputRefused.of(RuntimeError(f"rank 0: SafetensorError: I/O error: {os.strerror(number)} (os error)"))

@@ -14,7 +14,8 @@ from typing import Any
 from roll.config.data import name_problem
 from roll.config.names import DECAY_TYPES, LR_SCHEDULER_OPTIONS, TEMPLATE_ENDINGS
 from roll.config.pipelines import PipelineDefinition, Written
-from roll.config.reading.errors import Problems
+from roll.config.reading.errors import ConfigError, Problem, Problems
+from roll.config.reading.yaml_files import shown
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
 
@@ -95,6 +96,27 @@ def check_resume(config: RunConfig, checks: Checks) -> None:
         return  # a URL is looked up in its store, by roll.preflight.check_resumption
     if not os.path.isdir(Path(path).expanduser()):
         checks.add("resume_from_checkpoint", path, "no such checkpoint folder; true continues from the newest", "true")
+
+
+def check_output(folder: Path, source: Path) -> None:
+    """Check that this user may create files in ``output_dir``, or the folder itself; nothing is created.
+
+    Raises:
+        ConfigError: a file stands in its way, or the right to write is missing.
+    """
+    nearest = folder.absolute()
+    while not os.path.exists(nearest):
+        nearest = nearest.parent
+    if not os.path.isdir(nearest):
+        raise unwritable(folder, f"{nearest} is a file", source)
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise unwritable(folder, f"no right to write in {nearest}, or a read-only disk", source)
+
+
+def unwritable(folder: Path, reason: str | None, source: Path) -> ConfigError:
+    """The mistake of an ``output_dir`` that cannot be written."""
+    rule = f"cannot be written ({reason}): give the user of the run the right to write there, or name another folder"
+    return ConfigError([Problem("output_dir", str(folder), rule, "./output", shown(source))])
 
 
 def check_schedule(name: str, role: WorkerConfig, total_steps: int | None, checks: Checks) -> None:
