@@ -159,12 +159,13 @@ def run(loaded: LoadedConfig[Any], work: Callable[[], int | None] | None = None)
 def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
     render_plan(loaded, Console(emoji=False))
     from roll.datasets.types import DataError
-    from roll.distributed.failures import NodeError, NotFinite, OutputRefused, RayLost, RemoteError
+    from roll.distributed.failures import NodeError, NotFinite, OutputRefused, RayLost, RemoteError, needing_room
     from roll.distributed.restarts import FAILED, REWIND, WRONG, supervised
     from roll.rollout.flow import RolloutExhausted, RolloutStalled
 
     try:
-        return int(work() or 0)
+        with needing_room(loaded.plan.output_dir):
+            return int(work() or 0)
     except NotFinite as error:
         supervised.tell(end=REWIND if error.rewinds else WRONG, cause=str(error))
         show_error(error)

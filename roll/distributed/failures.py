@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from roll.config.reading.masking import masked_text
 
@@ -50,15 +55,16 @@ class NotFinite(RuntimeError):
         self.rewinds = rewinds
 
 
-_REFUSALS = tuple(os.strerror(n) for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES))
+_NO_ROOM = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+_REFUSALS = (*_NO_ROOM, *map(os.strerror, (errno.EROFS, errno.EACCES)))
 
 
 class OutputRefused(RuntimeError):
-    """The run is done, and the disk did not take its model: starting again would end in the same way."""
+    """The disk does not take what the run writes: starting again would end in the same way."""
 
     @classmethod
     def of(cls, error: BaseException) -> OutputRefused | None:
-        """None: something else was wrong."""
+        """Refusal of the trained model, when all steps are done; None: something else was wrong."""
         reason = next((text for text in _REFUSALS if text in str(error)), None)
         if reason is None:
             return None
@@ -66,6 +72,45 @@ class OutputRefused(RuntimeError):
             f"all steps are done, but the trained model could not be written: {reason}. Make room, then write it from "
             f"the newest checkpoint with `roll export` (without a checkpoint, run again with save_steps)\n{error}"
         )
+
+
+def missing_room(error: BaseException) -> str | None:
+    """The reason where the driver or a worker had no room for a file (none left, beyond a quota, or beyond the largest
+    allowed); None: something else was wrong."""
+    if isinstance(error, WorkerFailed):
+        texts = [report.error for report in error.reports]
+    else:  # safetensors has an error of its own, which only says in words what the system did.
+        texts = [str(error)] if isinstance(error, OSError | SafetensorError) else []
+        texts += [os.strerror(error.errno)] if isinstance(error, OSError) and error.errno else []
+    return next((reason for reason in _NO_ROOM for text in texts if reason in text), None)
+
+
+def free_room(folder: Path) -> str:
+    """``1.5 GB are free in <folder>``."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
+    return f"{shutil.disk_usage(there).free / 1e9:.1f} GB are free in {folder}"
+
+
+@contextmanager
+def needing_room(folder: Path) -> Iterator[None]:
+    """Say what is missing where the block fails for want of room.
+
+    Raises:
+        OutputRefused: in place of that error, with its notes.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = missing_room(error)
+        if reason is None:
+            raise
+        refused = OutputRefused(
+            f"the disk takes no more of what the run writes: {reason}; {free_room(folder)}. Make room there, or raise "
+            f"the quota or the limit of file sizes (ulimit -f), then go on from the newest checkpoint\n{error}"
+        )
+        for note in getattr(error, "__notes__", ()):
+            refused.add_note(note)
+        raise refused from error
 
 
 class NodeError(RuntimeError):

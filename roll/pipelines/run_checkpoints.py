@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,22 +15,12 @@ from roll.checkpoint.state import save_state
 from roll.config.plan.plan import Plan
 from roll.config.run import RunConfig
 from roll.distributed import Cluster, PendingCall, RemoteError, WorkerFailed
+from roll.distributed.failures import free_room, missing_room
 from roll.protocol.metrics import Metrics, Sum
 
 logger = logging.getLogger(__name__)
 
 STATE_FOLDER = "pipeline"
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """The driver, or a worker, had no room for a file (none left, beyond a quota, or beyond the largest allowed)."""
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        return True
-    texts = (report.error for report in error.reports) if isinstance(error, WorkerFailed) else ()
-    return any(os.strerror(number) in text for text in texts for number in _NO_ROOM)
-
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class PendingCheckpoint:
@@ -76,7 +64,7 @@ class PendingCheckpoint:
             for call in self._poll(wait=True):
                 call.result()
         except BaseException as error:
-            if is_disk_full(error):
+            if missing_room(error):
                 self.settle()
             self.discard()
             raise
@@ -161,7 +149,7 @@ class RunCheckpoints:
             yield pending.path
             save_state(pending.path / STATE_FOLDER, state)
         except BaseException as error:
-            if is_disk_full(error):
+            if missing_room(error):
                 pending.settle()
             pending.discard()
             self._go_on_without(pending, error)
@@ -176,7 +164,7 @@ class RunCheckpoints:
             written = pending is not None and pending.is_written()
         except RemoteError as error:
             assert pending is not None
-            if is_disk_full(error):
+            if missing_room(error):
                 self.pending = None
                 pending.settle()
                 pending.discard()
@@ -199,11 +187,14 @@ class RunCheckpoints:
 
     def _go_on_without(self, pending: PendingCheckpoint, error: BaseException) -> None:
         """A full disk costs a checkpoint, nothing else; any other error is raised."""
-        if not is_disk_full(error):
+        reason = missing_room(error)
+        if reason is None:
             raise error
         self._record({"system/lost_checkpoints": Sum(1.0)})
         logger.error(
-            "the disk is full: the checkpoint after %d steps is lost, and the run goes on without it: %s",
+            "the disk is full: the checkpoint after %d steps is lost, and the run goes on without it (%s; %s): %s",
             pending.steps_done,
+            reason,
+            free_room(self.manager.root),
             error,
         )

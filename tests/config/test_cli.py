@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +14,11 @@ import yaml
 
 from roll import cli, preflight
 from roll.checkpoint.contents import ModelContents
-from roll.config.loader import LoadedConfig
+from roll.config.loader import LoadedConfig, load_config
 from roll.config.pipelines import definitions
 from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.masking import MASK, is_secret
+from roll.distributed import restarts
 from roll.pipelines.rlvr.definition import RLVR
 from tests.checkpoint.test_contents import write_checkpoint
 from tests.config.good import GOOD, GOOD_SFT, changed
@@ -139,6 +142,21 @@ def test_an_output_folder_under_a_file_is_one_mistake(capsys: pytest.CaptureFixt
         assert cli.main([command, "good.yaml", "output_dir=taken/run"]) == 2
         error = capsys.readouterr().err
         assert "1 mistake" in error and "output_dir = 'taken/run'" in error and "name another folder" in error
+
+
+@pytest.mark.usefixtures("good")
+def test_a_full_disk_is_said_and_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "checkpoints")
+
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(restarts.supervised, "tell", lambda **facts: told.update(facts))
+    assert cli.run(load_config(None, "good.yaml", check_files=False), work) == cli.EXIT_FAILED
+    assert told == {"end": restarts.WRONG}
+    error = capsys.readouterr().err
+    assert "No space left on device" in error and "GB are free in" in error and "Traceback" not in error
 
 
 @pytest.mark.usefixtures("good")

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from roll.checkpoint import CheckpointManager
-from roll.pipelines.run_checkpoints import PendingCheckpoint
+from roll.config.run import RunConfig
+from roll.distributed.failures import OutputRefused, needing_room
+from roll.pipelines.run_checkpoints import PendingCheckpoint, RunCheckpoints
+from roll.protocol.metrics import Metrics
 from roll.workers.training import TrainWorker
 
 
@@ -94,3 +103,42 @@ def discarding(checkpoint: PendingCheckpoint) -> Iterator[None]:
     except BaseException:
         checkpoint.discard()
         raise
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """As a quota does, or a disk with so much room left."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("state", [{"rows": "x" * 9000}, {"rows": np.zeros(9000)}], ids=["json", "safetensors"])
+def test_the_drivers_state_without_room_costs_one_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, state: dict[str, Any]
+) -> None:
+    plan: Any = SimpleNamespace(checkpoint_dir=tmp_path)
+    recorded: list[Metrics] = []
+    published: list[int] = []
+    checkpoints = RunCheckpoints(RunConfig(), plan, recorded.append, published.append)
+    with largest_file(4096), caplog.at_level(logging.ERROR), checkpoints.writing(2, state, []):
+        pass
+    with checkpoints.writing(4, state, []):
+        pass
+    assert names(checkpoints.manager) == ["checkpoint-4"] and published == [4] and len(recorded) == 1
+    assert "the checkpoint after 2 steps is lost" in caplog.text
+    assert f"({os.strerror(errno.EFBIG)}; " in caplog.text and f"GB are free in {tmp_path}" in caplog.text
+
+
+def test_what_a_run_cannot_do_without_ends_it(tmp_path: Path) -> None:
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "file"))
+    error.add_note("3 of 5 steps are done")
+    with pytest.raises(OutputRefused, match=r"No space left on device; .* GB are free in .*Make room") as refused:  # noqa: SIM117
+        with needing_room(tmp_path / "not" / "yet"):
+            raise error
+    assert refused.value.__notes__ == ["3 of 5 steps are done"]
+    with pytest.raises(OSError, match="No such file"), needing_room(tmp_path):
+        (tmp_path / "gone").read_text()
