@@ -20,8 +20,8 @@ from roll.config.reading.compose import Composed, compose_file
 from roll.config.reading.errors import ConfigError, Notice, Problem, Problems, closest
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.legacy_keys import dead_keys
-from roll.config.reading.masking import register_secrets
-from roll.config.reading.schema import SchemaReader, build, known_keys
+from roll.config.reading.masking import know_keys, register_secrets
+from roll.config.reading.schema import SchemaReader, build, declared_secrets, known_keys
 from roll.config.run import RunConfig
 
 C = TypeVar("C", bound=RunConfig)
@@ -81,6 +81,8 @@ def load_composed(
     Raises:
         ConfigError: as :func:`load_config`.
     """
+    for known in definitions():
+        know_keys(declared_secrets(known.config_class))
     register_secrets(composed.data)
     if not composed.data and not problems.errors:
         problems.missing("(file)", "is empty")
@@ -107,6 +109,7 @@ def _load(
     if pipeline is None:
         return None
     cls = pipeline.config_class
+    know_keys(declared_secrets(cls))
     written = with_own_names(data, pipeline, problems)
     values = SchemaReader(problems, root=cls).read(cls, written, "")
     refuse_unavailable(written, problems)

@@ -87,7 +87,7 @@ class RewardConfig(WorkerConfig):
     """``llm_judge``: the model's name at the service."""
     judge_api_url: str | None = None
     """``llm_judge``: address of the service up to and with ``/v1``."""
-    judge_api_key: str | None = None
+    judge_api_key: str | None = setting(None, secret=True)
     """``llm_judge``: its key. Write ``${oc.env:NAME}``; it is masked wherever the configuration is shown."""
 
 

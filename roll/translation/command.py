@@ -21,7 +21,7 @@ from rich.text import Text
 
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.reading.errors import ConfigError, Problem
-from roll.config.reading.masking import MASK, is_secret
+from roll.config.reading.masking import masked
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.translation.engine import DIALECTS, Translation, dialect_of, show, translate
 from roll.translation.launching import is_program
@@ -119,8 +119,7 @@ def render_notes(translation: Translation, console: Console) -> None:
         )
     console.print(table)
     lines = [
-        f"stays in the environment: {name}={MASK if is_secret(name, value) else value}"
-        for name, value in translation.environment.items()
+        f"stays in the environment: {name}={value}" for name, value in masked(translation.environment, "env").items()
     ]
     lines += list(translation.remarks)
     lines += [f"must be in the environment: {name}" for name in translation.unset]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from roll.config.reading.masking import MASK, is_secret, masked, masked_text
+from roll.config.reading.masking import MASK, masked, masked_text
 
 MAX_VALUE_LENGTH = 120
 SHORTEST_PREFIX = 3
@@ -26,7 +26,8 @@ class Problem:
 
     def __str__(self) -> str:
         where = f"{self.source}: " if self.source else ""
-        is_hidden = is_secret(self.key.rsplit(".", 1)[-1], self.value) and isinstance(self.value, str) and self.value
+        name = self.key.rsplit(".", 1)[-1]
+        is_hidden = isinstance(self.value, str) and masked({name: self.value})[name] == MASK
         written = f" = {MASK if is_hidden else shorten(self.value)}" if self.has_value else ""
         works = f"; for example {show_example(self.key, self.example)}" if self.example is not None else ""
         # Apart: a quoted value and what follows it would read as a name and its value, {'token': ...}.

@@ -107,6 +107,8 @@ class FieldRules:
     """Turns the written value into one of the field's type; raises ValueError with the rule that was broken."""
     example: Any = None
     """A value that would work, for error messages."""
+    secret: bool = False
+    """A credential: hidden wherever it is shown or written."""
     or_one: bool = False
     """For a mapping of names to sections: a single section may be written instead, which then gets the key's name."""
     read_if: Mapping[str, Sequence[Any]] = field(default_factory=dict)

@@ -1,74 +1,55 @@
 """Hides secrets wherever a configuration, an error or a log is shown or written.
 
-Three things are known to be secret: the value of a key or variable whose name says so, or leaves it open while the
-value looks random; a credential in any text (a token of a well-known form, or shuffled letters and digits, the password
-of a URL, an ``Authorization`` header); and, in any text, the values that were met under such names
-(:func:`register_secrets`, and the environment)."""
+Four things are known to be secret: what stands under a key or in a variable whose name says so; what has the form of a
+credential (a token of a well-known form, the password of a URL, an ``Authorization`` header); a random text under any
+key that the schema does not know (:mod:`roll.config.reading.secrecy`), and every header; and, in any text, the values
+that were met there (:func:`register_secrets`, and the environment).  Where the schema knows a key, it decides: see
+:func:`know_keys`."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import yaml
 
-MASK = "********"
-WORKING_DIRECTORY = frozenset({"PWD", "OLDPWD"})
-"""The shell's variables, whose names look like a password's."""
-_ALWAYS = frozenset(
-    (
-        *("password", "passwd", "passwor", "passphrase", "pwd", "pgpassword", "secret", "credential", "cred"),
-        *("cookie", "authorization", "bearer", "apikey", "apitoken", "accesstoken", "authtoken", "refreshtoken"),
-    )
+from roll.config.reading.secrecy import (
+    ENVIRONMENT,
+    SHORT,
+    Secrecy,
+    is_digest,
+    looks_random,
+    secrecy,
+    tells_secret,
+    word_set,
 )
-"""Words, in the singular, that say it wherever they are in a name."""
-_OF_SERVICES = frozenset(
-    (
-        *("api", "access", "private", "secret", "auth", "signing", "encryption", "master", "ssh", "service", "account"),
-        *("session", "refresh", "webhook", "license", "client"),
-    )
-)
-"""Before ``key`` or ``token``: a credential's."""
-_AT_THE_END = frozenset({"token", "pat", "pass", "auth", "sig"})
-"""Say it as the last word of a name, but for a stage or number after it."""
-_OPEN = frozenset({"key", "token", "signature", *_AT_THE_END})
-"""Of a service, of text or of a table: the value tells."""
-_STAGES = frozenset({"old", "new", "dev", "prod", "live", "test", "ci", "main", "backup", "b64", "base64"})
-_REFERS = frozenset({"env", "name", "file", "path", "dir", "id", "ids", "length", "limit", "count", "type"})
-"""At the end of a name: it says where a secret is, or something about it."""
-_OF_TEXT = frozenset(
-    (
-        *("eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "video", "audio", "stop", "boi", "eoi", "think"),
-        *("thinking", "start", "end", "begin", "turn", "special", "vision", "tool", "assistant", "user", "system"),
-    )
-)
-"""Before ``token``: a token of a vocabulary."""
-_CREDENTIALS_LIVE_IN = frozenset({"env", "envs", "environment", "environ", "header", "headers", "secrets"})
-"""Last word of a section whose values are credentials where they look random, whatever their names."""
-_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_ENVIRONMENT = re.compile(r"[A-Z][A-Z0-9_]*")
 
+MASK = "********"
 _LEAST_LENGTH = 8
 """Of a value that is hidden in any text: shorter ones are parts of words."""
-_NO_WORD = 20
-"""Letters in a row, without a break, that no word has."""
+_OF_VARIABLES = 12
+"""Letters and digits in a row that make a variable's value suspicious; its name is nobody's column."""
+_HEADERS = re.compile(r"(^|_)headers?$", re.IGNORECASE)
+_VARIABLES = re.compile(r"(^|_)(envs?|environ|environment|env_?vars|environment_variables)$", re.IGNORECASE)
+_PUBLIC_HEADERS = word_set(
+    """
+    accept accept-charset accept-encoding accept-language cache-control connection content-encoding content-length
+    content-type host origin referer user-agent
+    """
+)
 _SHAPES = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|\Z)"
-    r"|https://hooks\.slack\.com/(?:services|workflows|triggers)/[\w/]+"
-    r"|https://(?:\w+\.)?discord(?:app)?\.com/api/webhooks/[\w/-]+"
-    r"|\bya29\.[\w-]{16,}|\bhv[sb]\.[\w-]{16,}|\bSG\.[\w-]{16,}\.[\w-]{16,}|\b(?:xai|pplx|sk|key|tok)-[\w-]{16,}"
-    r"|\b(?:npm|gsk|pypi|dop_v1|shp(?:at|ss)|sq0\w{3}|[rs]k_(?:live|test)|whsec|tgp_v1|r8|nvapi|glsa|lin_api|figd)[_-][\w-]{16,}"
-    r"|\bhf_\w{16,}|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bxox[abeprs]-[\w-]{10,}|\bxapp-[\w-]{16,}"
-    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}|\bAIza[\w-]{30,}|\bdapi[0-9a-f]{32}|\b\d{8,10}:AA[\w-]{30,}"
-    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
+    r"|\b(?:sk-[\w-]{16,}|hf_\w{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,}"
+    r"|(?:npm|gsk|xai|pplx|glsa|pypi|nvapi|r8|dop_v1|tgp_v1|shp(?:at|ss)|sq0\w{3}|[rs]k_(?:live|test))[_-][\w-]{16,}"
+    r"|(?:ya29|hv[sb]|SG)\.[\w.-]{16,}|(?:AKIA|ASIA|AIDA|AROA)[0-9A-Z]{16}|AIza[\w-]{30,}"
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*){0,3})",
     re.DOTALL,
 )
-_RUN = re.compile(r"(?<![\w/.-])[\w+-]*?(?P<run>[A-Za-z0-9]{24,})[\w+-]*={0,2}(?![\w/.-])")
-"""A word with many letters and digits in a row; see :func:`_is_shuffled`."""
+_PREFIXED = re.compile(r"(?<![\w/.-])(?:[A-Za-z][A-Za-z0-9]{1,9}[_-]){1,3}(?P<random>[A-Za-z0-9]{16,})")
+"""The form that most services have chosen, those to come as well: a short prefix, then a random text."""
+_WEBHOOK = re.compile(r"(?P<host>\bhttps?://(?:hooks\.[\w.-]+|[\w.-]+/(?:api/)?webhooks?))/[^\s'\"]+")
 _URL = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)(?P<user>[^\s/@:'\"]*)(?P<password>:[^\s/@'\"]+)?@")
 _LONG_USER = 20
 """A URL's user without a password is a token from this length on."""
@@ -85,106 +66,60 @@ _EVERYDAY = frozenset({"key", "pass", "pat", "sig", "signature", "auth"})
 """Names that are a secret's in the query of a URL, and an argument's like any other in a traceback."""
 
 _registered: set[str] = set()
+_known: dict[str, bool] = {}
 
 
-@lru_cache(maxsize=4096)
-def _secrecy(name: str) -> str:
-    """``yes``, ``perhaps`` (the value tells; without one it is taken for a secret's), ``hardly`` (only a value that
-    looks random is one) or ``no``."""
-    words = [_singular(word.lower()) for word in _WORDS.findall(name)]
-    is_variable = _ENVIRONMENT.fullmatch(name) is not None
-    if name in WORKING_DIRECTORY or not words or (_REFERS & {words[-1]} and len(words) > 1):
-        return "no"
-    pairs = set(pairwise(words))
-    if _ALWAYS & set(words) or any(first in _OF_SERVICES and last in ("key", "token") for first, last in pairs):
-        return "hardly" if _counts(words, name) else "yes"
-    if not _OPEN & set(words):
-        return "no"
-    if any(word in _OF_TEXT for word in words) and "token" in words:
-        return "no"
-    while len(words) > 1 and (
-        words[-1] in _STAGES or words[-1].isdigit() or (len(words[-1]) == 1 and words[-2] != "pass")
-    ):
-        words.pop()
-    if _counts(words, name) or (name.islower() and name.endswith("tokens")):
-        return "hardly"
-    if words[-1] in _AT_THE_END or (is_variable and _AT_THE_END & set(words)):
-        return "yes"
-    return "perhaps" if words[-1] == "key" or (is_variable and "key" in words) else "hardly"
-
-
-def _singular(word: str) -> str:
-    return word[:-1] if word.endswith("s") and word[:-1] in _ALWAYS | _OPEN else word
-
-
-def _counts(words: list[str], name: str) -> bool:
-    """``num_access_tokens``: a number of something."""
-    return bool({"num", "max", "min", "total", "per", "count", "length"} & set(words)) and name.lower().endswith("s")
+def know_keys(keys: Mapping[str, bool]) -> None:
+    """Take over the keys of a schema: those that are declared secret are hidden, and what another one holds is hidden
+    only where it has the form of a credential."""
+    _known.update(keys)
 
 
 def is_secret(key: str, value: object = None) -> bool:
-    """True for the names of secrets, such as ``judge_api_key``, ``WANDB_API_KEY``, ``my_token_x``, ``dbPassword2``.
+    """True for the names of secrets, such as ``judge_api_key``, ``WANDB_API_KEY``, ``GITHUB_TOKEN_2``, ``PASSWORD_DB``.
 
     Args:
         value: decides where the name leaves it open: ``system_key: system`` names a column, ``service_key: 7f3a...``
             does not. None: such a name counts as a secret's.
     """
-    secrecy = _secrecy(key)
-    if secrecy in ("yes", "no"):
-        return secrecy == "yes"
-    return _is_random(value) if value is not None or secrecy == "hardly" else True
+    return _known[key] if key in _known else tells_secret(key, value)
 
 
-def _is_random(value: object) -> bool:
-    """A value that is no word, name, path or number."""
-    if isinstance(value, list | tuple):
-        return any(map(_is_random, value))
-    if isinstance(value, Mapping):
-        return any(map(_is_random, value.values()))
-    if not isinstance(value, str) or len(value) < _LEAST_LENGTH or "://" in value:
-        return False
-    words = re.split(r"[^A-Za-z0-9]+", value)
-    if any(character.isspace() for character in value.strip()) or value.startswith(("/", "./", "~")):
-        return False
-    return any(
-        len(word) >= _NO_WORD
-        or (len(word) >= _LEAST_LENGTH and any(map(str.isdigit, word)) and any(map(str.isalpha, word)))
-        for word in words
-    )
-
-
-def _is_shuffled(run: str) -> bool:
-    """Digits and letters of both cases that change places more often than in any name made of words."""
-    kinds = ["digit" if c.isdigit() else "upper" if c.isupper() else "lower" for c in run]
-    changes = sum(first != last for first, last in pairwise(kinds))
-    return len(set(kinds)) == 3 and changes > 0.42 * len(run)
-
-
-def masked(data: Any, of_credentials: bool = False) -> Any:
+def masked(data: Any, key: str = "") -> Any:
     """A copy of a configuration tree with the values of secret keys, and secrets in other texts, replaced.
 
     Args:
-        of_credentials: ``data`` is in a section such as ``env`` or ``headers``, where all that looks random is such.
+        key: under which it stands.
     """
     if isinstance(data, Mapping):
         return {
-            key: MASK
-            if value and (is_secret(str(key), value) or (of_credentials and _is_long_random(value)))
-            else masked(value, of_credentials or _holds_credentials(str(key)))
-            for key, value in data.items()
+            name: MASK if value and _is_hidden(str(name), value, key) else masked(value, str(name))
+            for name, value in data.items()
         }
     if isinstance(data, list | tuple):
-        return [masked(entry, of_credentials) for entry in data]
+        options = ["", *(entry if isinstance(entry, str) else "" for entry in data)]
+        return [
+            MASK if entry and (_is_argument(option, entry) or _is_hidden(key, entry)) else masked(entry, key)
+            for option, entry in zip(options, data, strict=False)
+        ]
     return masked_text(data) if isinstance(data, str) else data
 
 
-def _holds_credentials(key: str) -> bool:
-    words = _WORDS.findall(key)
-    return bool(words) and words[-1].lower() in _CREDENTIALS_LIVE_IN
+def _is_hidden(key: str, value: object, section: str = "") -> bool:
+    """A value is a secret, by its key, the section in which that stands, or its form."""
+    if isinstance(value, str) and _HEADERS.search(section):
+        return key.lower() not in _PUBLIC_HEADERS
+    if is_secret(key, value):
+        return True
+    if not isinstance(value, str) or not key or key in _known or is_digest(key, value):
+        return False
+    is_variable = ENVIRONMENT.fullmatch(key) or _VARIABLES.search(section)
+    return looks_random(value, _OF_VARIABLES) if is_variable else looks_random(value)
 
 
-def _is_long_random(value: object) -> bool:
-    return isinstance(value, str) and len(value) >= 2 * _LEAST_LENGTH and _is_random(value)
+def _is_argument(option: str, value: object) -> bool:
+    """The value of a command line's ``--token``."""
+    return option.startswith("-") and "=" not in option and isinstance(value, str) and is_secret(option, value)
 
 
 def masked_text(text: str) -> str:
@@ -194,15 +129,16 @@ def masked_text(text: str) -> str:
         if value in text:
             text = text.replace(value, MASK)
     text = _URL.sub(_masked_url, text)
+    text = _WEBHOOK.sub(rf"\g<host>/{MASK}", text)
     text = _HEADER.sub(rf"\g<name>\g<between>\g<scheme>{MASK}", text)
     text = _BEARER.sub(rf"\g<scheme>{MASK}", text)
     text = _ASSIGNED.sub(_masked_assignment, text)
     text = _SHAPES.sub(MASK, text)
-    return _RUN.sub(lambda found: MASK if _is_shuffled(found["run"]) else found[0], text)
+    return _PREFIXED.sub(_masked_prefixed, text)
 
 
 def register_secrets(data: Any) -> None:
-    """Remember what stands under secret keys of a tree, so that :func:`masked_text` hides it wherever it turns up."""
+    """Remember what is hidden in a tree, so that :func:`masked_text` hides it wherever it turns up."""
     _registered.update(_values(data))
 
 
@@ -211,13 +147,14 @@ def dump_yaml(data: Mapping[str, Any]) -> str:
     return yaml.safe_dump(masked(data), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _values(data: Any, name: str = "") -> Iterator[str]:
+def _values(data: Any, key: str = "", name: str = "") -> Iterator[str]:
+    """Values to hide wherever they occur: ``key`` is where they stand, ``name`` the one that makes them secret."""
     if isinstance(data, Mapping):
-        for key, value in data.items():
-            yield from _values(value, str(key) if is_secret(str(key), value) else name)
+        for own, value in data.items():
+            yield from _values(value, str(own), str(own) if _is_hidden(str(own), value, key) else name)
     elif isinstance(data, list | tuple):
         for entry in data:
-            yield from _values(entry, name)
+            yield from _values(entry, key, name)
     elif isinstance(data, str):
         if name and _is_telling(name, data):
             yield data
@@ -230,7 +167,7 @@ def _is_telling(name: str, value: str) -> bool:
     """A value to hide wherever it occurs; the value of a key may be an everyday word."""
     if len(value) < _LEAST_LENGTH or value == MASK:
         return False
-    return _secrecy(name) == "yes" or _is_random(value)
+    return secrecy(name) is Secrecy.YES or looks_random(value, SHORT)
 
 
 def _of_environment() -> Iterator[str]:
@@ -243,6 +180,12 @@ def _masked_url(found: re.Match[str]) -> str:
     if found["password"]:
         return f"{found['scheme']}{found['user']}:{MASK}@"
     return f"{found['scheme']}{MASK}@" if len(found["user"]) >= _LONG_USER else found[0]
+
+
+def _masked_prefixed(found: re.Match[str]) -> str:
+    random = found["random"]
+    is_mixed = any(map(str.isdigit, random)) and not re.fullmatch(r"[0-9a-f]+", random) and looks_random(random)
+    return MASK if is_mixed else found[0]
 
 
 def _masked_assignment(found: re.Match[str]) -> str:

@@ -91,6 +91,26 @@ def schema_paths(cls: type) -> dict[str, str]:
     return found
 
 
+@cache
+def declared_secrets(cls: type) -> dict[str, bool]:
+    """Every key of a configuration class, by whatever spelling, and whether it is declared secret."""
+    found: dict[str, bool] = {}
+    seen: set[type] = set()
+    queue = [cls]
+    while queue:
+        section = queue.pop()
+        if section in seen:
+            continue
+        seen.add(section)
+        for item in fields(section):
+            own = rules_of(item)
+            for name in (item.name, *own.aliases):
+                found[name] = found.get(name, False) or own.secret
+            hint = type_hints(section)[item.name]
+            queue += filter(None, (nested_section(hint), mapped_section(hint)))
+    return found
+
+
 class SchemaReader:
     """Checks and normalises one tree of plain data against a dataclass; mistakes go to ``problems``."""
 
