@@ -277,6 +277,10 @@ class DriverLoop:
     def is_running(self) -> bool:
         return self._loop.is_running()
 
+    @property
+    def is_closed(self) -> bool:
+        return self._loop.is_closed()
+
     def run(self, awaitable: Awaitable[R]) -> R:
         """Run the loop until ``awaitable`` is done, and return its result.
 

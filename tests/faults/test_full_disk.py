@@ -39,14 +39,12 @@ def test_a_line_without_room_is_lost_and_no_other(tmp_path: Path, caplog: pytest
 def test_the_rank_that_is_twice_as_slow() -> None:
     assert stragglers([1.0, 1.1, 2.3, 0.9]) == [2]
     assert stragglers([1.0, 2.0]) == [1]
-    assert stragglers([0.01, 0.05]) == [], "too short to say"
+    assert stragglers([0.16, 0.9]) == [], "too short to say"
 
 
 @pytest.mark.long
 @pytest.mark.e2e
-def test_a_rank_that_is_held_up_is_named_by_the_log_and_the_diagnosis(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_is_held_up_is_named_by_the_diagnosis(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """Its process is stopped most of the time; its peer waits for it, so that their calls take equally long."""
     finished = run(
         {
@@ -60,8 +58,6 @@ def test_a_rank_that_is_held_up_is_named_by_the_log_and_the_diagnosis(
     names = [f"time/step_train/actor_train/rank_{rank}" for rank in (0, 1)]
     own, late = (finished.values(name)[1:] for name in names)
     assert sum(late) > 2 * sum(own)
-    log = (finished.logs / "run.log").read_text()
-    assert "actor_train rank 1 (pid " in log and " is slow: it needed " in log
     assert main(["diagnose", str(finished.output)]) == 1
     assert "Rank 1 of actor_train is slower than the others" in capsys.readouterr().out
 

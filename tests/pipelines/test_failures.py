@@ -16,7 +16,15 @@ import yaml
 from roll.distributed import DeadlineExceeded, WorkerFailed
 from tests.pipelines.conftest import Run
 from tests.pipelines.subprocess_runs import Driver, Start, left_of
-from tests.pipelines.tiny_runs import HERE, TinyWorld, load_changed, rlvr_settings, sft_settings, training_args
+from tests.pipelines.tiny_runs import (
+    HERE,
+    TinyWorld,
+    agentic_settings,
+    load_changed,
+    rlvr_settings,
+    sft_settings,
+    training_args,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -119,27 +127,34 @@ def test_an_engine_that_died_in_a_weight_update_comes_back(start: Start, world: 
 
 
 INTERRUPTIONS = [
-    ("rlvr", {"async_generation_ratio": 1.0}, signal.SIGTERM),
-    ("sft", {"sft_train.device_mapping": [0, 1], "sft_train.training_args": training_args(4, 1)}, signal.SIGHUP),
+    pytest.param("rlvr", {"async_generation_ratio": 1.0}, signal.SIGTERM, id="async-sigterm"),
+    pytest.param(
+        "sft",
+        {"sft_train.device_mapping": [0, 1], "sft_train.training_args": training_args(4, 1)},
+        signal.SIGHUP,
+        id="sft-sighup",
+    ),
+    pytest.param("agentic", {}, signal.SIGTERM, id="agentic-sigterm"),
 ]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("pipeline", "changes", "number"), INTERRUPTIONS, ids=["async-sigterm", "sft-sighup"])
+@pytest.mark.parametrize(("pipeline", "changes", "number"), INTERRUPTIONS)
 def test_the_first_signal_saves(
     start: Start, run: Run, world: TinyWorld, tmp_path: Path, pipeline: str, changes: dict, number: signal.Signals
 ) -> None:
     """Without a checkpoint of its own; what was saved is whole, and goes on where it stopped."""
-    base = {"rlvr": rlvr_settings, "sft": sft_settings}[pipeline](world, tmp_path)
+    base = {"rlvr": rlvr_settings, "sft": sft_settings, "agentic": agentic_settings}[pipeline](world, tmp_path)
     slow = {"rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share"} if pipeline == "rlvr" else {}
     load_changed(base, {**changes, **slow, "max_steps": 5000})
     driver = start(tmp_path / "input" / "config.yaml", tmp_path)
     driver.wait_for(lambda: driver.steps_done() >= 2)
-    mark = driver.mark("actor_train-0" if pipeline == "rlvr" else "sft_train-0")
+    mark = driver.mark("sft_train-0" if pipeline == "sft" else "actor_train-0")
     os.killpg(driver.process.pid, number)  # as from a terminal or a scheduler: the whole process group gets it
     status, errors = driver.finish(2 * SECONDS_TO_NOTICE)
     assert status == 128 + number, errors
     assert f"{number.name}: the run ends; what is done is saved first" in errors
+    assert "Traceback" not in errors
     (saved,) = (tmp_path / "checkpoints").glob("checkpoint-*")
     steps = int(saved.name.removeprefix("checkpoint-"))
     assert steps == driver.steps_done(), errors

@@ -179,6 +179,9 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         return {"engine/prefix_hit": Mean(float(reused), sent)} if sent else {}
 
     def close(self) -> None:
+        """End agents, tasks and environments' processes; a second call does nothing."""
+        if self.driver.is_closed:
+            return
         with ExitStack() as stack:  # all of it, also where an agent of the user's raises
             for processes in self._data.processes:
                 stack.callback(processes.close)
