@@ -61,7 +61,8 @@ class PendingCheckpoint:
             OSError: the folder could not be completed.
         """
         try:
-            for call in self._poll(wait=True):
+            # A rank says once that it could not write: perhaps to a poll that nobody has waited for.
+            for call in (*self._polled, *self._poll(wait=True)):
                 call.result()
         except BaseException as error:
             if missing_room(error):

@@ -36,17 +36,25 @@ class Answer:
         return self._result
 
 
+class LateAnswer(Answer):
+    """It comes after the driver has looked for it."""
+
+    def done(self) -> bool:
+        return False
+
+
 class Writers:
     """Answers as a cluster of two ranks would: ``script`` holds what it says each time it is asked, then "done"."""
 
-    def __init__(self, *script: list[bool] | Exception | None) -> None:
+    def __init__(self, *script: list[bool] | Exception | Answer | None) -> None:
         self.script = list(script)
         self.asked: list[bool] = []
 
     def call_all(self, method: Any, wait: bool) -> Answer:
         assert method is TrainWorker.checkpoint_saved
         self.asked.append(wait)
-        return Answer(self.script.pop(0) if self.script else [True, True])
+        said = self.script.pop(0) if self.script else [True, True]
+        return said if isinstance(said, Answer) else Answer(said)
 
 
 @pytest.fixture
@@ -86,6 +94,14 @@ def test_a_busy_rank_is_not_waited_for(manager: CheckpointManager) -> None:
 def test_nothing_appears_where_a_rank_could_not_write(manager: CheckpointManager) -> None:
     with pytest.raises(OSError, match="disk full"):
         pending(manager, Writers(OSError("disk full"))).publish()
+    assert names(manager) == []
+
+
+def test_nothing_appears_where_a_rank_has_told_a_poll_that_it_could_not_write(manager: CheckpointManager) -> None:
+    checkpoint = pending(manager, Writers(LateAnswer(OSError("disk full"))))
+    assert not checkpoint.is_written()
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.publish()
     assert names(manager) == []
 
 
