@@ -143,10 +143,10 @@ def fingerprint(name_or_path: str | None) -> str | None:
 
 
 def content_identity(name_or_path: str | None) -> dict[str, str | None]:
-    """Hashes of a model's weights and of its ``config.json``, whatever its folder is called.
+    """Hashes of a model's weights and of its ``config.json``, whatever its folder is called; None for what is not there.
 
-    ``pytorch_model*.bin`` is read whole, where there are no safetensors; without either, the name itself stands for the
-    weights.  The configuration's notes on where and with what it was saved do not count.
+    ``pytorch_model*.bin`` is read whole, where there are no safetensors.  The configuration's notes on where and with
+    what it was saved do not count.
     """
     folder, config = model_folder(name_or_path), model_config(name_or_path)
     weights = fingerprint(name_or_path)
@@ -155,7 +155,7 @@ def content_identity(name_or_path: str | None) -> dict[str, str | None]:
     counted = {key: value for key, value in (config or {}).items() if key not in _NOTES}
     text = json.dumps(counted, sort_keys=True)
     return {
-        "weights": weights or name_or_path,
+        "weights": weights,
         "config": None if config is None else hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
     }
 

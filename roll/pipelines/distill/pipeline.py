@@ -110,7 +110,7 @@ class DistillPipeline(SupervisedPipeline[DistillConfig, SftRow]):
             if TEACHER in self.plan.roles:
                 made_with |= weights_identity(teacher, self.plan.roles[TEACHER].section.model_args)
             elif model_folder(teacher) is not None:
-                made_with |= content_identity(teacher)
+                made_with |= {name: known for name, known in content_identity(teacher).items() if known}
             self.cache = TeacherCache(config.teacher_cache, made_with)
 
     def next_batch(self, step: int) -> DataProto:
@@ -236,9 +236,12 @@ def row_key(input_ids: np.ndarray, counted: np.ndarray, images: Sequence[str] = 
 
 
 def weights_identity(path: str | None, args: ModelArguments) -> dict[str, Any]:
-    """Properties of a model that its numbers depend on, whatever its folder is called."""
+    """Properties of a model that its numbers depend on, whatever its folder is called; the path itself where there are no
+    weights."""
+    identity = content_identity(path)
     return {
-        **content_identity(path),
+        **identity,
+        "weights": identity["weights"] or path,
         "adapter": adapter_fingerprint(args.adapter_name_or_path),
         "model_config_kwargs": args.model_config_kwargs,
         "dtype_of_teacher": args.dtype,
