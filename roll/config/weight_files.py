@@ -13,9 +13,9 @@ import re
 import struct
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from roll.config.model_files import CONFIG, cache_home
@@ -94,20 +94,23 @@ def weights_problem(folder: Path, overrides: Mapping[str, Any], without_head: bo
         without_head: the role has a head of its own, so that no output matrix is needed.
     """
     try:
-        shapes = stored_shapes(folder)
-        if shapes is None:
+        shapes, pickled = stored_shapes(folder), sorted(folder.glob("pytorch_model*.bin"))
+        if shapes is None and not pickled:
             return _no_model(folder)
         config = (folder / CONFIG).read_text(encoding="utf-8")
         if "auto_map" in json.loads(config):
             return None  # Code of its own is run by the role alone, which asks for trust_remote_code.
-        seen = json.dumps([config, sorted(shapes.items()), sorted(overrides.items()), without_head], default=str)
+        files: list[Any] = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in pickled]
+        found = files if shapes is None else sorted(shapes.items())
+        seen = json.dumps([config, found, sorted(overrides.items()), without_head], default=str)
         digest = hashlib.blake2b(f"{version('transformers')} {seen}".encode(), digest_size=20).hexdigest()
         marker = cache_home() / "whole_models" / digest
         if marker.exists():
             return None
-        problem: str | None = resolve_name("roll.models.build:compare_with_headers")(
-            shapes, str(folder), overrides, without_head
-        )
+        build = import_module("roll.models.build")  # imports torch
+        if shapes is None:
+            shapes = build.pickled_shapes(pickled)
+        problem: str | None = build.compare_with_headers(shapes, str(folder), overrides, without_head)
     except (OSError, ValueError) as error:
         return str(error)
     if problem is None:
@@ -119,8 +122,8 @@ def weights_problem(folder: Path, overrides: Mapping[str, Any], without_head: bo
 
 
 def _no_model(folder: Path) -> str | None:
-    """A folder without safetensors files may hold ``.bin`` files, which only the loader reads, or an adapter."""
-    if (folder / "adapter_config.json").is_file() and not any(folder.glob("pytorch_model*.bin*")):
+    """A folder without weights may hold an adapter, which is no model."""
+    if (folder / "adapter_config.json").is_file():
         return (
             "holds an adapter and no model: name it in model_args.adapter_name_or_path, and the model that it was made "
             "for in model_args.model_name_or_path"

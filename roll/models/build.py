@@ -96,6 +96,22 @@ def build_model(
     return model
 
 
+def pickled_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of ``.bin`` files, by name; of their data nothing is read.
+
+    Raises:
+        ValueError: a file that holds something else.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        try:
+            tensors = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+            shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        except Exception as error:  # of the pickle, in many types
+            raise ValueError(f"{file} holds no tensors that can be read: {error}") from error
+    return shapes
+
+
 def compare_with_headers(
     shapes: Mapping[str, tuple[int, ...]], path: str, overrides: Mapping[str, Any], without_head: bool
 ) -> str | None:

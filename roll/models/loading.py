@@ -143,7 +143,7 @@ def fingerprint(name_or_path: str | None) -> str | None:
 
 
 def content_identity(name_or_path: str | None) -> dict[str, str | None]:
-    """Hashes of a model's weights and of its ``config.json``, whatever its folder is called; None for what is not there.
+    """Hashes of a model's weights and of its ``config.json``, whatever its folder is called; None: it is not there.
 
     ``pytorch_model*.bin`` is read whole, where there are no safetensors.  The configuration's notes on where and with
     what it was saved do not count.

@@ -156,6 +156,22 @@ def test_a_cut_file_and_an_absent_shard_are_found_by_their_headers(three_layers:
     assert "model-00001-of-00002.safetensors" in str(weights_problem(tmp_path / "sharded", {}))
 
 
+def test_files_of_the_older_format_are_compared_as_well(three_layers: Path, tmp_path: Path) -> None:
+    weights = load_file(three_layers / "model.safetensors")
+    (tmp_path / "model").mkdir()
+    shutil.copy(three_layers / "config.json", tmp_path / "model")
+    file = tmp_path / "model" / "pytorch_model.bin"
+    torch.save(weights, file)
+    assert weights_problem(tmp_path / "model", {}) is None
+    torch.save({name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}, file)
+    assert "lacks model.norm.weight" in str(weights_problem(tmp_path / "model", {}))
+    file.write_bytes(b"no pickle")
+    assert "holds no tensors that can be read" in str(weights_problem(tmp_path / "model", {}))
+    file.unlink()
+    (tmp_path / "model" / "adapter_config.json").write_text("{}")
+    assert "holds an adapter and no model" in str(weights_problem(tmp_path / "model", {}))
+
+
 @pytest.mark.parametrize("differs", [True, False])
 def test_whether_embeddings_are_tied_is_what_the_files_say(three_layers: Path, tmp_path: Path, differs: bool) -> None:
     weights = load_file(three_layers / "model.safetensors")

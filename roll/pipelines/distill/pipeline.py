@@ -236,7 +236,7 @@ def row_key(input_ids: np.ndarray, counted: np.ndarray, images: Sequence[str] = 
 
 
 def weights_identity(path: str | None, args: ModelArguments) -> dict[str, Any]:
-    """Properties of a model that its numbers depend on, whatever its folder is called; the path itself where there are no
+    """Properties of a model that its numbers depend on, whatever its folder is called; the path where there are no
     weights."""
     identity = content_identity(path)
     return {
