@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial, reduce
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from roll.config.checks.base import check_output
 from roll.config.checks.roles import family_problem
 from roll.config.loader import LoadedConfig
 from roll.config.lora import uses_lora
-from roll.config.model_files import CONFIG, looks_like_folder, model_folder, read_model_config
+from roll.config.model_files import CONFIG, is_installed, looks_like_folder, model_folder, read_model_config
 from roll.config.pipelines import find_own_modules
 from roll.config.plan.plan import RolePlan
 from roll.config.reading.errors import ConfigError, Problem
@@ -113,13 +112,6 @@ def computes_in_fp16() -> bool:
     import torch
 
     return current_platform().name != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-
-
-def is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent package that is missing
-        return False
 
 
 SECONDS = 20.0

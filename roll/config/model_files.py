@@ -63,10 +63,18 @@ def model_folder(path: str | None) -> Path | None:
     return folder if os.path.isdir(folder) else None
 
 
+def is_installed(module: str) -> bool:
+    """A package is there; it is not imported."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent package that is missing
+        return False
+
+
 def lacks_flash_attention(implementation: str | None) -> bool:
     """``fa2`` is written and the package is not there: sdpa takes its place, and packed rows use torch's own kernel for
     sequences of different lengths."""
-    return implementation in ("fa2", "flash_attention_2") and find_spec("flash_attn") is None
+    return implementation in ("fa2", "flash_attention_2") and not is_installed("flash_attn")
 
 
 def model_config(path: str | None) -> Mapping[str, Any] | None:

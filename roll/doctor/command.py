@@ -23,12 +23,12 @@ from rich.table import Table
 from rich.text import Text
 
 from roll import __version__
+from roll.config.model_files import is_installed
 from roll.config.reading.masking import masked
 from roll.config.run import RunConfig
 from roll.config.strategies.registry import BACKENDS
 from roll.doctor import trials
 from roll.doctor.findings import EXIT, Finding, Severity, gravest, judge
-from roll.preflight import is_installed
 
 GIBIBYTE = 1 << 30
 LEAST_SHM, LEAST_FILES = 256 << 20, 1024

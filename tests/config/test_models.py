@@ -421,7 +421,7 @@ def test_flash_attention_without_its_package_is_noted(folder: Path, monkeypatch:
     (folder / "model" / "config.json").write_text(json.dumps(DENSE))
     key = "actor_train.model_args.attn_implementation"
     (folder / "run.yaml").write_text(yaml.safe_dump(changed({"pretrain": "./model", key: "fa2"}, GOOD)))
-    monkeypatch.setattr("roll.config.model_files.find_spec", lambda name: None)
+    monkeypatch.setattr("roll.config.model_files.is_installed", lambda module: False)
     (note,) = [n.text for n in load_config(None, folder / "run.yaml").warnings if n.key == key]
     assert "sdpa" in note
 

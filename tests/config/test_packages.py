@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from roll import preflight
+from roll.config.loader import load_config
+from roll.config.model_files import is_installed
 from roll.config.reading.errors import ConfigError
-from roll.preflight import check_types, is_installed, require_packages
-from tests.config.good import changed, load
+from roll.preflight import check_types, require_packages
+from tests.config.good import GOOD, changed, load
 
 ENGINE = {"actor_infer.strategy_args.strategy_name": "vllm"}
 
@@ -77,3 +80,20 @@ def test_fp16_of_a_reward_without_a_model_needs_nothing(
 
 def test_looking_for_a_package() -> None:
     assert is_installed("json") and not is_installed("no_such_package.part")
+
+
+def test_the_check_notes_a_package_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.jsonl", "val.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    monkeypatch.setattr("roll.config.checks.roles.is_installed", lambda module: module != "sglang")
+    engine = {"strategy_name": "sglang", "strategy_config": {}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(changed({"actor_infer.strategy_args": engine}, GOOD)))
+    notes = {notice.key: notice.text for notice in load_config(None, tmp_path / "run.yaml").warnings}
+    assert "is not installed on this host" in notes["actor_infer.strategy_args.strategy_name"]
+
+
+def test_more_devices_than_a_node_has_are_perhaps_a_slip(tmp_path: Path) -> None:
+    loaded = load(tmp_path, changed({"num_gpus_per_node": 1, "actor_infer.device_mapping": [0]}, GOOD))
+    (note,) = [notice.text for notice in loaded.warnings if notice.key == "num_gpus_per_node"]
+    assert note.endswith("for one node write num_gpus_per_node: 2")

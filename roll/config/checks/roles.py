@@ -16,6 +16,7 @@ from roll.config.model_files import (
     CONFIG,
     HUB_NAME,
     OFFLINE,
+    is_installed,
     is_offline,
     lacks_flash_attention,
     looks_like_folder,
@@ -40,6 +41,8 @@ from roll.config.strategies.registry import (
     read_strategy_config,
 )
 from roll.config.weight_files import weights_problem
+
+MOST_DEVICES_OF_A_HOST = 8
 
 
 def check_model(
@@ -137,6 +140,7 @@ def check_roles(config: RunConfig, checks: Checks) -> dict[str, StrategyConfig]:
             options.check(name, role, world_size(role), pipeline.task_of(name, role) is TRAINS, checks.problems)
             check_rows(config, name, role, checks)
         note_attention(name, role, checks)
+        note_package(name, role, checks)
     check_nodes(config, checks)
     note_tracker(config, checks)
     return strategies
@@ -166,8 +170,15 @@ def check_devices(name: str, role: WorkerConfig, checks: Checks) -> None:
 
 
 def check_nodes(config: RunConfig, checks: Checks) -> None:
-    """No worker spans two nodes."""
+    """No worker spans two nodes, and a node with fewer devices than any host has is perhaps a slip."""
     per_node = config.num_gpus_per_node
+    last = max((max(role.device_mapping or [0]) for role in checks.pipeline.models(config).values()), default=0)
+    if checks.written("num_gpus_per_node") and per_node <= last < MOST_DEVICES_OF_A_HOST:
+        checks.note(
+            "num_gpus_per_node",
+            f"{per_node}, and device ids up to {last}: a run over {last // per_node + 1} nodes; for one node write "
+            f"num_gpus_per_node: {last + 1}",
+        )
     for name, role in checks.pipeline.models(config).items():
         devices = role.device_mapping or []
         key = f"{checks.pipeline.section_key(name)}.device_mapping"
@@ -215,6 +226,15 @@ def note_attention(name: str, role: WorkerConfig, checks: Checks) -> None:
             "kernel, and packed rows use its kernel for sequences of different lengths"
         )
         checks.note(f"{name}.model_args.attn_implementation", rule)
+
+
+def note_package(name: str, role: WorkerConfig, checks: Checks) -> None:
+    """A backend whose package is not on this host: a run here would be refused."""
+    backend = BACKENDS.get(role.strategy_args.strategy_name)
+    package = None if backend is None else backend.package
+    if checks.check_files and package is not None and not is_installed(package.module):
+        key = f"{name}.strategy_args.strategy_name"
+        checks.note(key, f"{package.title or package.module} is not installed on this host: {package.install}")
 
 
 def note_needless_reference(config: Any, reference: WorkerConfig, checks: Checks) -> None:
