@@ -111,7 +111,7 @@ def _load(
     cls = pipeline.config_class
     know_keys(declared_secrets(cls))
     written = with_own_names(data, pipeline, problems)
-    values = SchemaReader(problems, root=cls).read(cls, written, "")
+    values = SchemaReader(problems, cls, composed.referenced, pipeline.is_read).read(cls, written, "")
     refuse_unavailable(written, problems)
     config: RunConfig = build(cls, values)
     checks = Checks(problems, lambda key: _is_written(written, key), check_files, pipeline, source.is_own)

@@ -240,6 +240,15 @@ class PipelineDefinition(ABC):
         task = self.task_of(key, section)
         return READ_KEYS[task] | (POLICY_KEYS if task is TRAINS else frozenset())
 
+    def is_read(self, path: str) -> bool:
+        """The role that a path begins with, if it begins with one, has use for its section."""
+        name, _, rest = path.partition(".")
+        role = next((role for role in self.roles if role.name == name), None)
+        if role is None or not rest:
+            return True
+        more = POLICY_KEYS if role.task is TRAINS else frozenset()
+        return rest.partition(".")[0] in READ_KEYS[role.task] | more
+
     def effective(self, config: Any) -> dict[str, Any]:
         """Keys whose effective value is not the one that is written at the top."""
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -16,11 +17,12 @@ from roll.algorithms.losses import actor_loss_options, option_names
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import LossInputs, policy_losses
 from roll.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES
+from roll.config.reading.errors import ConfigError
 from roll.config.reading.schema import nested_section, rules_of, type_hints
 from roll.config.strategies.registry import BACKENDS
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.sft.definition import SFTConfig
-from tests.config.good import GOOD_SFT, changed, load
+from tests.config.good import GOOD, GOOD_SFT, changed, load
 
 TRAIN, INFER = "actor_train", "actor_infer"
 SHARD = f"{TRAIN}.strategy_args.strategy_config"
@@ -187,3 +189,45 @@ def test_conditions_name_keys_that_there_are() -> None:
             for item in fields(section):
                 others = rules_of(item).read_if
                 assert set(others) <= near | top | effective, (section.__name__, item.name)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("+actor_train.generating_args.temperature=0.7", "actor_train.generating_args"),
+        ("+actor_infer.training_args.learning_rate=1e-5", "actor_infer.training_args"),
+        ("+actor_infer.data_args.file_name=x", "actor_infer.data_args"),
+        ("+rewards.math.training_args.learning_rate=1", "rewards.math.training_args"),
+        ("+lora_rank=8", "lora_rank"),
+    ],
+)
+def test_what_a_role_never_reads_is_noted_from_the_command_line(tmp_path: Path, override: str, key: str) -> None:
+    assert key in [notice.key for notice in load(tmp_path, GOOD, override).warnings]
+
+
+def test_a_key_that_an_interpolation_reads_is_of_use(tmp_path: Path) -> None:
+    adapter = {"lora_target": "all-linear", "lora_rank": "${lora_rank}"}
+    loaded = load(tmp_path, changed({"lora_rank": 4, "actor_train.model_args": adapter}, GOOD))
+    assert loaded.config.actor_train.model_args.lora_rank == 4  # type: ignore[attr-defined]
+    assert "lora_rank" not in [notice.key for notice in loaded.warnings]
+
+
+def test_a_new_section_of_the_command_line_is_attributed_to_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"command line: foo = "):
+        load(tmp_path, GOOD, "+foo.bar=1")
+
+
+@pytest.mark.parametrize(
+    ("key", "belongs"),
+    [
+        ("temperature", "actor_infer.generating_args.temperature"),
+        ("max_new_tokens", "actor_infer.generating_args.max_new_tokens"),
+        ("learning_rate", "actor_train.training_args.learning_rate"),
+    ],
+)
+def test_a_misplaced_key_belongs_where_it_is_read(tmp_path: Path, key: str, belongs: str) -> None:
+    """The remedy, followed literally, is accepted and noted by nobody."""
+    with pytest.raises(ConfigError, match=re.escape(f"it belongs at {belongs}")):
+        load(tmp_path, GOOD, f"+{key}=1")
+    loaded = load(tmp_path, GOOD, f"++{belongs}=1")
+    assert not [notice for notice in loaded.warnings if notice.key.startswith(belongs.rpartition(".")[0])]

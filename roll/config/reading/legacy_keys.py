@@ -18,7 +18,11 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
         "local_rank": "",
         "offload_nccl": "",
         "num_nodes": "as many nodes are used as the device ids need",
-        **dict.fromkeys(("lora_rank", "lora_alpha", "lora_target", "transfer_backend")),
+        **dict.fromkeys(
+            ("lora_rank", "lora_alpha", "lora_target"),
+            "a role's own model_args.lora_target, lora_rank and lora_alpha decide, and nothing here refers to this one",
+        ),
+        "transfer_backend": None,
     },
     "PolicyRunConfig": {
         "save_logging_board_dir": "the tracker's own options decide",

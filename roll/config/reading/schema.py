@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -74,14 +74,14 @@ def mapped_section(hint: Any) -> type | None:
 
 
 @cache
-def schema_paths(cls: type) -> dict[str, str]:
-    """Every key of a configuration class, by its own name, with one full path where it belongs."""
-    found: dict[str, str] = {}
+def schema_paths(cls: type) -> dict[str, list[str]]:
+    """Every key of a configuration class, by its own name, with the full paths where it may be, the shortest first."""
+    found: dict[str, list[str]] = {}
     queue: list[tuple[type, str]] = [(cls, "")]
     while queue:
         section, prefix = queue.pop(0)
         for item in fields(section):
-            found.setdefault(item.name, f"{prefix}{item.name}")
+            found.setdefault(item.name, []).append(f"{prefix}{item.name}")
             hint = type_hints(section)[item.name]
             inner, mapped = nested_section(hint), mapped_section(hint)
             if inner is not None:
@@ -114,9 +114,23 @@ def declared_secrets(cls: type) -> dict[str, bool]:
 class SchemaReader:
     """Checks and normalises one tree of plain data against a dataclass; mistakes go to ``problems``."""
 
-    def __init__(self, problems: Problems, root: type | None = None) -> None:
+    def __init__(
+        self,
+        problems: Problems,
+        root: type | None = None,
+        referenced: Collection[str] = (),
+        is_read: Callable[[str], bool] = lambda path: True,
+    ) -> None:
+        """
+        Args:
+            root: the class of the whole file, in which a misplaced key may belong elsewhere.
+            referenced: keys that a ``${...}`` reads, which makes a dead key of use.
+            is_read: says whether anything reads the key at a path of ``root``.
+        """
         self.problems = problems
         self.root = root
+        self.referenced = referenced
+        self.is_read = is_read
 
     def read(self, cls: type, data: Any, path: str) -> dict[str, Any]:
         """The section's values under their field names, each of its field's type; wrong ones and dead keys are left
@@ -132,7 +146,8 @@ class SchemaReader:
             name = aliases.get(str(key), str(key))
             full = f"{path}.{key}" if path else str(key)
             if name in dead_keys(cls):
-                if value not in (None, False, "", [], {}) and dead_keys(cls)[name] is not None:
+                is_set = value not in (None, False, "", [], {}) and full not in self.referenced
+                if is_set and dead_keys(cls)[name] is not None:
                     self.problems.note(full, dead_words(dead_keys(cls)[name]))
                 continue
             if name not in items:
@@ -176,7 +191,8 @@ class SchemaReader:
         return {str(name): self.read(cls, section, f"{path}.{name}") for name, section in value.items()}
 
     def _unknown(self, cls: type, path: str, key: str, value: Any) -> None:
-        home = schema_paths(self.root).get(key) if self.root is not None else None
+        homes = schema_paths(self.root).get(key, []) if self.root is not None else []
+        home = next((place for place in homes if self.is_read(place)), None)
         nearest = closest(key, known_keys(cls))
         if home is not None and home != path:
             rule = f"unknown key here; it belongs at {home}"

@@ -163,12 +163,20 @@ class SourceFile:
             for file, lines in self._files:
                 if path in lines:
                     return f"{shown(file)}:{lines[path]}"
+            if self._is_overridden_below(path):
+                return COMMAND_LINE
         return shown(self.file)
 
     def is_own(self, key: str) -> bool:
-        """True when the key stands in the main file or on the command line, not in a file of its ``defaults``."""
+        """True when the key, or one below it, is in the main file or on the command line, not only in a file of its
+        ``defaults``."""
         path = key.replace("[", ".[")
-        return path in self._overrides or any(path in lines for file, lines in self._files if file == self.file)
+        if path in self._overrides or self._is_overridden_below(path):
+            return True
+        return any(path in lines for file, lines in self._files if file == self.file)
+
+    def _is_overridden_below(self, path: str) -> bool:
+        return any(key.startswith(f"{path}.") for key in self._overrides)
 
     def included(self, key: str) -> bool:
         """True when a file of the ``defaults`` has this top-level key and the main file has not."""
