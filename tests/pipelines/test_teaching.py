@@ -60,6 +60,8 @@ def taught(
     """The teachers' columns, as the driver has them added."""
     opd, plan = OPD(config), SimpleNamespace(roles={teacher_role(name): None for name in teachers})
     clusters = {teacher_role(name): teacher for name, teacher in teachers.items()}
+    for name, teacher in teachers.items():
+        teacher.role = config.teacher[name]
     bring = (lambda cluster: None) if entered is None else entered.append
     asks = opd.asks(plan, temperature)  # type: ignore[arg-type]
     return opd.receive(batch, answers(batch, asks, clusters.__getitem__, bring, undisturbed))
