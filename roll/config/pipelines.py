@@ -114,6 +114,8 @@ class Panel:
         first_only: draw only the first key that the log has.
         unit_range: the axis shows 0 to 1.
         smooth: draw a moving average over the raw curve.
+        zero_is_none: a metric that is 0 in every step says nothing, such as the KL of a run without a reference whose
+            updates are on-policy.
     """
 
     title: str
@@ -121,6 +123,7 @@ class Panel:
     first_only: bool = False
     unit_range: bool = False
     smooth: bool = False
+    zero_is_none: bool = False
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,8 @@ def _series(panel: Panel, rows: Sequence[dict[str, Any]]) -> Series:
     result: Series = {}
     for name in dict.fromkeys(names):
         points = [(row["step"], row[name]) for row in rows if name in row]
+        if panel.zero_is_none and not any(value for _, value in points):
+            continue
         result[name] = ([step for step, _ in points], [value for _, value in points])
         if panel.first_only:
             break

@@ -68,7 +68,13 @@ class Agentic(PipelineDefinition):
         Panel("Return", ("critic/score/mean",), smooth=True),
         Panel("Success", ("episode/*/success", "val/*/success"), unit_range=True, smooth=True),
         Panel("Turns", ("episode/*/turns",), smooth=True),
-        Panel("KL", ("critic/kl", "actor/kl_loss", "actor/approxkl"), first_only=True, smooth=True),
+        Panel(
+            "KL",
+            ("critic/kl", "actor/kl_loss", "actor/approxkl"),
+            first_only=True,
+            smooth=True,
+            zero_is_none=True,
+        ),
         Panel("Entropy", ("actor/entropy", "critic/entropy/mean"), first_only=True, smooth=True),
     )
     compares_log_probs = True

@@ -89,7 +89,13 @@ class RLVR(PipelineDefinition):
         Panel("Reward", ("critic/score/mean", "critic/rewards/mean"), first_only=True, smooth=True),
         Panel("Validation accuracy", ("val/*/accuracy",), unit_range=True),
         Panel("Response length (tokens)", ("token/response_length/mean",), smooth=True),
-        Panel("KL", ("critic/kl", "actor/kl_loss", "actor/approxkl"), first_only=True, smooth=True),
+        Panel(
+            "KL",
+            ("critic/kl", "actor/kl_loss", "actor/approxkl"),
+            first_only=True,
+            smooth=True,
+            zero_is_none=True,
+        ),
         Panel("Entropy", ("actor/entropy", "critic/entropy/mean"), first_only=True, smooth=True),
     )
     compares_log_probs = True

@@ -229,6 +229,7 @@ function overview() {
       if (drawn.has(panel.title)) continue;
       drawn.add(panel.title);
       let names = [...new Set(panel.keys.flatMap((key) => all.filter((name) => matches(key, name))))];
+      if (panel.zero_is_none) names = names.filter((name) => seriesOf([name]).some((series) => series.ys.some((value) => value)));
       if (panel.first_only) names = names.slice(0, 1);
       if (names.length) grid.append(chart(panel.title, seriesOf(names), { unit: panel.unit_range, smooth: panel.smooth }));
     }
