@@ -200,7 +200,7 @@ def _deepseek_call(opening: re.Match[str], body: str, closed: bool) -> list[Tool
 
 
 def _llama3(text: str, schemas: Schemas | None) -> Found:
-    """``{"name": ..., "parameters": {...}}``, several with ``;`` between; text may stand around them.
+    """``{"name": ..., "parameters": {...}}``, several with ``;`` between; text may surround them.
 
     JSON that names no tool that was offered is an answer, unless the mark of a call is in front of it. Where the tools
     are not known, any name will do.

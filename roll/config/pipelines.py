@@ -84,6 +84,11 @@ READ_KEYS = {
 """The keys of :class:`WorkerConfig` that a role reads, by its task."""
 
 
+def keys_read_for(task: Task) -> frozenset[str]:
+    """:data:`READ_KEYS`, with those of roles that learn from the run's data."""
+    return READ_KEYS[task] | (POLICY_KEYS if task is TRAINS else frozenset())
+
+
 @dataclass(frozen=True)
 class Role:
     """A role of a pipeline, which is a section of its files."""
@@ -93,6 +98,8 @@ class Role:
     task: Task
     optional: bool = False
     """A file may leave the section out."""
+    has_own_head: bool = False
+    """Its model has a head of its own (values, scores) in place of an output matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +247,7 @@ class PipelineDefinition(ABC):
         """The keys of :class:`WorkerConfig` that the section at ``key`` is read for."""
         if not any(role.name == key for role in self.roles):
             return frozenset(("data_args",))
-        task = self.task_of(key, section)
-        return READ_KEYS[task] | (POLICY_KEYS if task is TRAINS else frozenset())
+        return keys_read_for(self.task_of(key, section))
 
     def is_read(self, path: str) -> bool:
         """The role that a path begins with, if it begins with one, has use for its section."""
@@ -249,8 +255,7 @@ class PipelineDefinition(ABC):
         role = next((role for role in self.roles if role.name == name), None)
         if role is None or not rest:
             return True
-        more = POLICY_KEYS if role.task is TRAINS else frozenset()
-        return rest.partition(".")[0] in READ_KEYS[role.task] | more
+        return rest.partition(".")[0] in keys_read_for(role.task)
 
     def effective(self, config: Any) -> dict[str, Any]:
         """Keys whose effective value is not the one that is written at the top."""

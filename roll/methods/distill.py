@@ -16,7 +16,7 @@ from roll.protocol.metrics import Mean, Metrics
 from roll.strategies.base import Comparison, Output, TensorBatch, teacher_columns
 
 TEACHER = "teacher"
-"""Begins the names of a teacher's columns and outputs."""
+"""The role, and the beginning of the names of its columns and outputs."""
 
 
 def comparison(options: DivergenceConfig, temperature: float) -> Comparison:

@@ -111,7 +111,7 @@ class TeacherPrompts:
         messages = [dict(one) for one in Columns.of(self._data_args, source).read_messages(source)]
         last = max((place for place, one in enumerate(messages) if one["role"] == "user"), default=None)
         if last is None or prompt.vision is not None:
-            rule = "has no user's message to make anew" if last is None else "has images, which it does not take"
+            rule = "has no user message to fill in" if last is None else "has images, which it does not take"
             raise DataError(f"{source.path}: opd_teacher_prompt: the row {rule}")
         values: Mapping[str, Any] = {**prompt.row, "ground_truth": prompt.ground_truth}
         try:

@@ -72,7 +72,6 @@ class PolicyMethod:
         self._advantages = options_from(AdvantageOptions, vars(config))
         self._correction = correction_options(config.train_infer_correction)
         self.teaching = OPD(config) if is_taught(config) else None
-        self._losses: dict[str, SampledLoss] = {}
         self._ignores_rewards = is_taught(config) and config.is_pure_opd
         if self._ignores_rewards:
             self._advantages = replace(self._advantages, adv_estimator="reinforce", gamma=config.opd_gamma)
@@ -125,25 +124,19 @@ class PolicyMethod:
 
     def losses(self, plan: PolicyPlan, temperature: float) -> dict[str, SampledLoss]:
         """The losses of this step's update by role, in the order of the updates."""
-        if not self._losses:
-            self._losses = self._build_losses(plan, temperature)
-        actor = self._losses["actor_train"]
-        assert isinstance(actor, PolicyLoss)
-        options = replace(actor.options, entropy_loss_coef=self.entropy_coef)
-        return self._losses | {"actor_train": replace(actor, options=options)}
-
-    def _build_losses(self, plan: PolicyPlan, temperature: float) -> dict[str, SampledLoss]:
         config, norm_length = self._config, float(plan.norm_length)
         losses: dict[str, SampledLoss] = {}
         if plan.needs_critic:
-            clip, kind, mode = config.value_clip, config.value_loss_type, config.value_loss_agg_mode
             losses["critic"] = ValueLoss(
-                norm_length=norm_length, value_clip=clip, value_loss_type=kind, loss_agg_mode=mode
+                norm_length=norm_length,
+                value_clip=config.value_clip,
+                value_loss_type=config.value_loss_type,
+                loss_agg_mode=config.value_loss_agg_mode,
             )
         actor = PolicyLoss(
             norm_length=norm_length,
             temperature=temperature,
-            options=actor_loss_options(actor_keys(config)),
+            options=replace(actor_loss_options(actor_keys(config)), entropy_loss_coef=self.entropy_coef),
             old_is_rollout=plan.engine_log_probs_as_old,
         )
         losses["actor_train"] = actor if self.teaching is None else self.teaching.loss(actor)
@@ -321,8 +314,8 @@ def _with_bootstrap(batch: DataProto) -> DataProto:
     if "bootstrap_mask" not in batch.batch:
         return batch
     seen = batch.select(
-        [name for name in (*MODEL_COLUMNS, "bootstrap_mask") if name in batch.batch],
-        [name for name in (*MODEL_COLUMNS, "prompt_id") if name in batch.non_tensor_batch],
+        [name for name in batch.batch.keys() if name in MODEL_COLUMNS],  # noqa: SIM118 (keys() unpacks no column)
+        [name for name in batch.non_tensor_batch if name in (*MODEL_COLUMNS, "prompt_id")],
     )
     for name in ("attention_mask", "response_mask"):
         seen.batch[name] = batch.batch[name] | batch.batch["bootstrap_mask"]

@@ -9,12 +9,19 @@ from typing import Any
 from roll.config.algorithm import estimator
 from roll.config.corrections import correction_options
 from roll.config.lora import adapter_rank, uses_lora
+from roll.config.pipelines import Panel
 from roll.config.plan.plan import Plan, RunAhead, TrainingPlan
 from roll.config.plan.planning import training_plan
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import count
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import backend_of, with_engine_size
+
+POLICY_PANELS = (
+    Panel("KL", ("critic/kl", "actor/kl_loss", "actor/approxkl"), first_only=True, smooth=True, zero_is_none=True),
+    Panel("Entropy", ("actor/entropy", "critic/entropy/mean"), first_only=True, smooth=True),
+)
+"""Of the picture of every such run."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -140,7 +141,7 @@ def compare_with_headers(
         return None
     cls = family[type(config)]
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    with _Quiet():
+    with _quiet():
         model, info = cls.from_pretrained(
             None,
             config=config,
@@ -153,22 +154,19 @@ def compare_with_headers(
     return incomplete(model, missing, info["unexpected_keys"], info["mismatched_keys"], bool(overrides))
 
 
-class _Quiet:
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Keep transformers' report and its progress bar from the terminal: they say the same, over twenty lines."""
+    from transformers.utils import logging
 
-    def __enter__(self) -> None:
-        from transformers.utils import logging
-
-        self._level = logging.get_verbosity()
-        logging.set_verbosity_error()
-        self._bar = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        from transformers.utils import logging
-
-        logging.set_verbosity(self._level)
-        if self._bar:
+    level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bar:
             logging.enable_progress_bar()
 
 

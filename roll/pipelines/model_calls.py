@@ -150,6 +150,8 @@ def length_metrics(batch: DataProto, order: RowOrder, role: str, dp_size: int) -
 
 
 Values = Mapping[str, torch.Tensor]
+_Pending = tuple[RoleAsk, torch.Tensor, DataProto, DataProto, Callable[[], Values]]
+"""The fields of an :class:`~roll.methods.base.Answer`, and a function that waits for its columns."""
 
 
 def answers(
@@ -166,7 +168,7 @@ def answers(
         bring: brings a role onto its devices, which several may share.
         replacing: runs the work of a role, once more where its workers have to be replaced.
     """
-    pending: list[Callable[[], Answer]] = []
+    pending: list[_Pending] = []
     busy: set[int] = set()
     for asked in asks:
         rows = rows_with_tags(batch, asked.tags)
@@ -175,19 +177,19 @@ def answers(
         cluster = cluster_of(asked.role)
         devices = set(cluster.role.device_mapping or ())
         if devices & busy:
-            yield from (answer() for answer in pending)
+            yield from _collected(pending)
             pending, busy = [], set()
         part = batch if rows.all() else batch[rows]
         seen = part if asked.view is None else asked.view(part)
         read = seen if asked.replays_routes else without_routes(seen)
-        work = partial(replacing, cluster, _Work(cluster, read, asked.ask, bring))
-        pending.append(partial(_answer, asked, torch.from_numpy(rows), part, seen, work))
+        work = _Work(cluster, read, asked.ask, bring)
+        pending.append((asked, torch.from_numpy(rows), part, seen, partial(replacing, cluster, work)))
         busy |= devices
-    yield from (answer() for answer in pending)
+    yield from _collected(pending)
 
 
-def _answer(asked: RoleAsk, rows: torch.Tensor, part: DataProto, seen: DataProto, work: Callable[[], Values]) -> Answer:
-    return Answer(asked, rows, part, seen, work())
+def _collected(pending: Sequence[_Pending]) -> Iterator[Answer]:
+    return (Answer(asked, rows, part, seen, columns()) for asked, rows, part, seen, columns in pending)
 
 
 class _Work:

@@ -47,7 +47,7 @@ def split_thought(response: str, opened: str = "") -> tuple[str | None, str | No
 
     A thought ends at the *first* end mark: so do all reasoning parsers of vLLM (0.32), and what is scored here is
     thereby what a client of a server gets as ``content``. Up to the last one, an answer that mentions the mark would
-    vanish, with its calls. What stands in front of the first end mark is thought wherever it began, since templates
+    vanish, with its calls. What comes before the first end mark is thought wherever it began, since templates
     open thoughts in the prompt. A later begin mark begins another thought, as for vLLM's parsers of GLM and Mistral;
     those of Qwen and DeepSeek take it for text, and a box or a call that is only thought would count. A response that
     ends within a thought, since the length cut it, has no answer and no calls. Marks in arguments of calls are text,
@@ -114,9 +114,9 @@ def _pieces(response: str, wanted: str) -> tuple[list[str], list[str]]:
 
 def _is_quoted(match: re.Match[str]) -> bool:
     start, end = match.span()
-    before, behind = match.string[max(0, start - 1) : start], match.string[end : end + 1]
+    before, after = match.string[max(0, start - 1) : start], match.string[end : end + 1]
     # A thought may end with a quotation.
-    return before in _QUOTES and (behind in _QUOTES or match.group() in _ENDS)
+    return before in _QUOTES and (after in _QUOTES or match.group() in _ENDS)
 
 
 def _bare(thought: str) -> str:

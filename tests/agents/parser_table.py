@@ -257,7 +257,7 @@ CASES = [
         "text around a call",
         lambda one: _said(one, "So:\n") + one.call("write", {"text": "a"}) + _said(one, "\nDone."),
         _same(text="a"),
-        "ours: what stands after a call was said too (for Llama and Mistral, calls within text are theirs)",
+        "ours: what follows a call was said too (for Llama and Mistral, calls within text are theirs)",
         "So: Done.",
     ),
     Case(

@@ -102,7 +102,7 @@ def check_output(folder: Path, source: Path) -> None:
     """Check that this user may create files in ``output_dir``, or the folder itself; nothing is created.
 
     Raises:
-        ConfigError: a file stands in its way, or the right to write is missing.
+        ConfigError: a file is in its way, or the right to write is missing.
     """
     nearest = folder.absolute()
     while not os.path.exists(nearest):

@@ -88,7 +88,7 @@ REFUSALS = (
     Refusal("*_env_manager.llm_proxy.proxy_type", NO_POLICY, "policy", other_than("policy")),
     Refusal(
         "custom_envs.*.agent_runner_cls",
-        "agents behind ROLL's proxy: command (a program) or agent (a coroutine) is the way here",
+        "agents that use ROLL's proxy: command (a program) or agent (a coroutine) is the way here",
         "~",
         lambda value: is_set(value) and not str(value).endswith("GEMRunner"),
     ),

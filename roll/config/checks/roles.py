@@ -43,6 +43,7 @@ from roll.config.strategies.registry import (
 from roll.config.weight_files import weights_problem
 
 MOST_DEVICES_OF_A_HOST = 8
+"""With more device ids several nodes are meant."""
 
 
 def check_model(
@@ -75,7 +76,8 @@ def check_model(
     lacking = None if known is None else family_problem(known, name, role)
     local = model_folder(path)
     if lacking is None and found is not None and local is not None:
-        without_head = name == "critic" or checks.pipeline.name == "rm" or role.model_args.model_type == CLASSIFIER
+        own_heads = {one.name for one in checks.pipeline.roles if one.has_own_head}
+        without_head = name in own_heads or role.model_args.model_type == CLASSIFIER
         lacking = weights_problem(local, role.model_args.model_config_kwargs, without_head)
     if lacking is not None:
         checks.add(key, path, lacking)

@@ -1,6 +1,6 @@
 """Hides secrets wherever a configuration, an error or a log is shown or written.
 
-Four things are known to be secret: what stands under a key or in a variable whose name says so; what has the form of a
+Four things are known to be secret: the value of a key or variable whose name says so; what has the form of a
 credential (a token of a well-known form, the password of a URL, an ``Authorization`` header); a random text under any
 key that the schema does not know (:mod:`roll.config.reading.secrecy`), and every header; and, in any text, the values
 that were met there (:func:`register_secrets`, and the environment).  Where the schema knows a key, it decides: see
@@ -89,7 +89,7 @@ def masked(data: Any, key: str = "") -> Any:
     """A copy of a configuration tree with the values of secret keys, and secrets in other texts, replaced.
 
     Args:
-        key: under which it stands.
+        key: of ``data``.
     """
     if isinstance(data, Mapping):
         return {
@@ -106,7 +106,7 @@ def masked(data: Any, key: str = "") -> Any:
 
 
 def _is_hidden(key: str, value: object, section: str = "") -> bool:
-    """A value is a secret, by its key, the section in which that stands, or its form."""
+    """A value is a secret, by its key, the section of that key, or its form."""
     if isinstance(value, str) and _HEADERS.search(section):
         return key.lower() not in _PUBLIC_HEADERS
     if is_secret(key, value):
@@ -148,7 +148,7 @@ def dump_yaml(data: Mapping[str, Any]) -> str:
 
 
 def _values(data: Any, key: str = "", name: str = "") -> Iterator[str]:
-    """Values to hide wherever they occur: ``key`` is where they stand, ``name`` the one that makes them secret."""
+    """Values to hide wherever they occur: ``key`` is their key, ``name`` the one that makes them secret."""
     if isinstance(data, Mapping):
         for own, value in data.items():
             yield from _values(value, str(own), str(own) if _is_hidden(str(own), value, key) else name)

@@ -24,7 +24,14 @@ from roll.config.pipelines import (
 from roll.config.policy import PolicyRunConfig
 from roll.config.roles import WorkerConfig
 from roll.methods.opd_keys import TEACHER, check_teachers_of, check_vocabularies_of
-from roll.methods.policy_plan import is_taught, needs_critic, needs_reference, pg_variant, taught_by_advantage
+from roll.methods.policy_plan import (
+    POLICY_PANELS,
+    is_taught,
+    needs_critic,
+    needs_reference,
+    pg_variant,
+    taught_by_advantage,
+)
 from roll.pipelines.agentic.checks import check_agentic
 from roll.pipelines.agentic.config import (
     AgenticConfig,
@@ -54,7 +61,7 @@ class Agentic(PipelineDefinition):
         Role("actor_train", TRAINS),
         Role("actor_infer", GENERATES),
         Role("reference", COMPUTES_LOG_PROBS, optional=True),
-        Role("critic", TRAINS, optional=True),
+        Role("critic", TRAINS, optional=True, has_own_head=True),
         Role(REWARD, GENERATES, optional=True),
     )
     headlines: ClassVar[tuple[Headline, ...]] = (
@@ -68,14 +75,7 @@ class Agentic(PipelineDefinition):
         Panel("Return", ("critic/score/mean",), smooth=True),
         Panel("Success", ("episode/*/success", "val/*/success"), unit_range=True, smooth=True),
         Panel("Turns", ("episode/*/turns",), smooth=True),
-        Panel(
-            "KL",
-            ("critic/kl", "actor/kl_loss", "actor/approxkl"),
-            first_only=True,
-            smooth=True,
-            zero_is_none=True,
-        ),
-        Panel("Entropy", ("actor/entropy", "critic/entropy/mean"), first_only=True, smooth=True),
+        *POLICY_PANELS,
     )
     compares_log_probs = True
     reference: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (

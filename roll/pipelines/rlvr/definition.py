@@ -47,7 +47,14 @@ from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.base import own_weights
 from roll.methods.opd_keys import TEACHER, check_teachers_of, check_vocabularies_of
-from roll.methods.policy_plan import is_taught, needs_critic, needs_reference, pg_variant, taught_by_advantage
+from roll.methods.policy_plan import (
+    POLICY_PANELS,
+    is_taught,
+    needs_critic,
+    needs_reference,
+    pg_variant,
+    taught_by_advantage,
+)
 from roll.pipelines.policy_checks import build_own_filter, check_transport, policy_functions
 from roll.pipelines.rlvr.checks import check_rlvr
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig, ValidationConfig, ValidationSetConfig
@@ -75,7 +82,7 @@ class RLVR(PipelineDefinition):
         Role("actor_train", TRAINS),
         Role("actor_infer", GENERATES),
         Role("reference", COMPUTES_LOG_PROBS, optional=True),
-        Role("critic", TRAINS, optional=True),
+        Role("critic", TRAINS, optional=True, has_own_head=True),
         Role(REWARD_MODEL, GENERATES, optional=True),
     )
     headlines: ClassVar[tuple[Headline, ...]] = (
@@ -89,14 +96,7 @@ class RLVR(PipelineDefinition):
         Panel("Reward", ("critic/score/mean", "critic/rewards/mean"), first_only=True, smooth=True),
         Panel("Validation accuracy", ("val/*/accuracy",), unit_range=True),
         Panel("Response length (tokens)", ("token/response_length/mean",), smooth=True),
-        Panel(
-            "KL",
-            ("critic/kl", "actor/kl_loss", "actor/approxkl"),
-            first_only=True,
-            smooth=True,
-            zero_is_none=True,
-        ),
-        Panel("Entropy", ("actor/entropy", "critic/entropy/mean"), first_only=True, smooth=True),
+        *POLICY_PANELS,
     )
     compares_log_probs = True
     section_aliases: ClassVar[Mapping[str, str]] = {"student_train": "actor_train", "student_infer": "actor_infer"}

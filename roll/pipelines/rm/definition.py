@@ -53,7 +53,7 @@ class RewardModel(SupervisedDefinition):
     config_class = RMConfig
     role = "reward_train"
     pipeline_class = "roll.pipelines.rm.pipeline.RMPipeline"
-    roles = (Role("reward_train", TRAINS),)
+    roles = (Role("reward_train", TRAINS, has_own_head=True),)
     headlines = (
         Headline("reward/loss", "loss", "{:.4f}"),
         Headline("reward/acc", "accuracy"),
