@@ -354,16 +354,16 @@ class PipelineEntry:
 
 
 PIPELINES = (
-    PipelineEntry("sft", ("sft_train",), "roll.pipelines.sft.definition.SFT"),
+    PipelineEntry("sft", ("sft_train",), "roll.methods.sft_keys.SFT"),
     PipelineEntry(
         "agentic", ("train_env_manager", "val_env_manager", "custom_envs"), "roll.pipelines.agentic.definition.Agentic"
     ),
-    PipelineEntry("rm", ("reward_train",), "roll.pipelines.rm.definition.RewardModel"),
+    PipelineEntry("rm", ("reward_train",), "roll.methods.reward_model_keys.RewardModel"),
     PipelineEntry("evaluate", ("evaluate",), "roll.pipelines.evaluate.definition.Evaluate"),
     PipelineEntry("agentic_rollout", (), "roll.pipelines.agentic_rollout.definition.AgenticRollout"),
-    PipelineEntry("dpo", ("chosen_key", "rejected_key", "ipo", "loss_type"), "roll.pipelines.dpo.definition.DPO"),
+    PipelineEntry("dpo", ("chosen_key", "rejected_key", "ipo", "loss_type"), "roll.methods.preferences_keys.DPO"),
     PipelineEntry(
-        "distill", ("student", "distill_loss_weight", "student_pretrain"), "roll.pipelines.distill.definition.Distill"
+        "distill", ("student", "distill_loss_weight", "student_pretrain"), "roll.methods.distill_keys.Distill"
     ),
     PipelineEntry(
         "opd",

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from roll.datasets import DataError, SftDataset, SftRow
+from roll.datasets.images import ImageReader
+from roll.datasets.sft import sft_maker
+from roll.datasets.store import StoredRow
+from roll.datasets.streaming import StreamedEpochs
+from roll.datasets.templates import TemplateChoice
+from roll.datasets.vision_model import VisionModel
 from roll.methods.base import Loss, Totals
+from roll.methods.rows import RowMethod, demonstration_batch
+from roll.methods.sft_keys import SFTConfig
+from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 from roll.strategies.base import Output, TensorBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -25,3 +41,46 @@ class SftLoss(Loss):
         nll = -(outputs[Output.LOG_PROBS] * mask).sum()
         loss = nll / max(float(totals["tokens"]), 1.0)
         return loss, {f"{self.prefix}loss": Mean(float(nll.detach()), float(mask.sum()))}
+
+
+class SFT(RowMethod[SFTConfig, SftRow]):
+    """Imitation of demonstrations, two steps in flight at a time."""
+
+    role = "sft_train"
+    stream = "sft"
+    state_key = "demonstrations"
+    samples = "demonstrations"
+    evaluates_at_end = False
+    steps_in_flight = 2
+    loss = SftLoss()
+
+    @classmethod
+    def data_set(cls, config: SFTConfig) -> Callable[..., SftDataset]:
+        query_key, system_key = config.query_key, config.system_key
+        return partial(SftDataset.build, query_key=query_key, system_key=system_key, train_on=config.train_on)
+
+    def stream_of_rows(self, tokenizer: PreTrainedTokenizerBase) -> StreamedEpochs[SftRow] | None:
+        config, data_args = self.config, self.plan.data_args
+        if not data_args.streaming:
+            return None
+        path = str(self.plan.roles[self.role].model_path)
+        if VisionModel.load(path, tokenizer, config.sft_train.model_args.trust_remote_code) is not None:
+            raise DataError(
+                "sft_train.data_args.streaming: true: rows with images are prepared at the start; set it false"
+            )
+        templates = TemplateChoice.of_settings(data_args, config.global_template, None)
+        keys, images = (config.query_key, config.system_key), ImageReader.of(data_args, None)
+        maker = sft_maker(data_args, tokenizer, templates, config.sequence_length, keys, images, config.train_on)
+        return StreamedEpochs(maker, row_of, config.seed, self.stream)
+
+    def lengths(self, rows: Sequence[SftRow]) -> list[int]:
+        return [len(row.input_ids) for row in rows]
+
+    def batch(self, rows: Sequence[SftRow], pad: int, ranks: int = 1) -> DataProto:
+        return demonstration_batch(rows, pad)
+
+
+def row_of(stored: StoredRow) -> SftRow:
+    """A demonstration as it is drawn, of a prepared one."""
+    assert stored.id is not None, "streams name their rows"
+    return SftRow(stored.id, stored.tag, stored.token_ids, stored.prompt_length, spans=stored.spans)

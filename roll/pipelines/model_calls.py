@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from roll.strategies.base import Output
 from roll.workers.model import ModelWorker
 from roll.workers.training import TrainWorker
 
+R = TypeVar("R")
 RowOrder = NDArray[np.int64]
 
 
@@ -182,7 +184,7 @@ def answers(
         part = batch if rows.all() else batch[rows]
         seen = part if asked.view is None else asked.view(part)
         read = seen if asked.replays_routes else without_routes(seen)
-        work = _Work(cluster, read, asked.ask, bring)
+        work = Computation(partial(_bring_and_start, bring, read, cluster, asked.ask))
         pending.append((asked, torch.from_numpy(rows), part, seen, partial(replacing, cluster, work)))
         busy |= devices
     yield from _collected(pending)
@@ -192,20 +194,23 @@ def _collected(pending: Sequence[_Pending]) -> Iterator[Answer]:
     return (Answer(asked, rows, part, seen, columns()) for asked, rows, part, seen, columns in pending)
 
 
-class _Work:
+def _bring_and_start(
+    bring: Callable[[Cluster], None], batch: DataProto, cluster: Cluster, ask: Ask
+) -> Callable[[], Values]:
+    bring(cluster)
+    return start_computing(batch, cluster, ask)
+
+
+class Computation(Generic[R]):
     """A computation that begins now and is waited for when it is called; called again, it begins again."""
 
-    def __init__(self, cluster: Cluster, rows: DataProto, ask: Ask, bring: Callable[[Cluster], None]) -> None:
-        self._cluster, self._rows, self._ask, self._bring = cluster, rows, ask, bring
-        self._begun: Callable[[], Values] | None = None
+    def __init__(self, begin: Callable[[], Callable[[], R]]) -> None:
+        self._begin = begin
+        self._begun: Callable[[], R] | None = None
         with suppress(WorkerDied):  # found again by the one who waits
-            self._begun = self._begin()
+            self._begun = begin()
 
-    def _begin(self) -> Callable[[], Values]:
-        self._bring(self._cluster)
-        return start_computing(self._rows, self._cluster, self._ask)
-
-    def __call__(self) -> Values:
+    def __call__(self) -> R:
         begun, self._begun = self._begun or self._begin(), None
         return begun()
 

@@ -75,9 +75,9 @@ def test_every_refusal_can_happen() -> None:
     from roll.config.reading.legacy_keys import DEAD_KEYS
     from roll.config.reading.schema import schema_paths
     from roll.config.strategies.registry import BACKENDS
+    from roll.methods.sft_keys import SFTConfig
     from roll.pipelines.agentic.config import AgenticConfig
     from roll.pipelines.rlvr.config import RLVRConfig
-    from roll.pipelines.sft.definition import SFTConfig
 
     known = {*schema_paths(RLVRConfig), *schema_paths(SFTConfig), *schema_paths(AgenticConfig)}
     known |= {path for options in {backend.options for backend in BACKENDS.values()} for path in schema_paths(options)}

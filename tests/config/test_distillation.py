@@ -15,7 +15,7 @@ from roll.config.pipelines import definition_of
 from roll.config.reading.errors import ConfigError
 from roll.methods.opd_keys import coefficients
 from roll.methods.policy_plan import needs_old_log_probs, needs_reference
-from roll.pipelines.supervised import SupervisedPlan
+from roll.methods.supervised import SupervisedPlan
 from tests.config.good import GOOD, changed, load, mistakes
 from tests.config.test_agentic import LAKE
 

@@ -10,8 +10,8 @@ import pytest
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.reading.errors import ConfigError
 from roll.config.strategies.registry import Fsdp2StrategyConfig, typed_strategy_config
+from roll.methods.sft_keys import SFTConfig
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.sft.definition import SFTConfig
 from tests.config.good import GOOD, changed, load, mistakes
 
 NATIVE = """

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from roll.config.plan.plan import TrainingPlan, divisors, explain_indivisible, working_values
 from roll.config.plan.render import compact
 from roll.methods.policy_plan import actor_keys
+from roll.methods.supervised import SupervisedPlan
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.supervised import SupervisedPlan
 from tests.config.good import GOOD_SFT, changed, load, mistakes
 
 CRITIC = {

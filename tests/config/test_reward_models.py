@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from roll.pipelines.dpo.definition import DPOConfig
-from roll.pipelines.rm.definition import RMConfig
-from roll.pipelines.supervised import SupervisedPlan
+from roll.methods.preferences_keys import DPOConfig
+from roll.methods.reward_model_keys import RMConfig
+from roll.methods.supervised import SupervisedPlan
 from tests.config.good import changed, load, mistakes
 
 GOOD_RM: dict[str, Any] = {

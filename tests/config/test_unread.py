@@ -20,8 +20,8 @@ from roll.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES
 from roll.config.reading.errors import ConfigError
 from roll.config.reading.schema import nested_section, rules_of, type_hints
 from roll.config.strategies.registry import BACKENDS
+from roll.methods.sft_keys import SFTConfig
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.sft.definition import SFTConfig
 from tests.config.good import GOOD, GOOD_SFT, changed, load
 
 TRAIN, INFER = "actor_train", "actor_infer"

@@ -16,7 +16,7 @@ from roll.datasets.preparation import blocks_hash
 from roll.datasets.sft import sft_maker
 from roll.datasets.streaming import StreamedEpochs
 from roll.datasets.templates import TemplateChoice
-from roll.pipelines.sft.pipeline import row_of
+from roll.methods.sft import row_of
 
 Write = Callable[..., str]
 NUMBER, LIMIT = 23, 60

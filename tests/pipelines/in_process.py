@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from roll.pipelines import supervised_pipeline
+from roll.pipelines import rows
 from roll.pipelines.run_context import Residency
 from roll.pipelines.sample_records import SampleRecorder
 from roll.protocol import DataProto
@@ -112,6 +112,6 @@ def run_here(pipeline: Any, patch: pytest.MonkeyPatch) -> tuple[dict[int, dict[s
         yield Path()
 
     patch.setattr(context, "writing_checkpoint", no_checkpoint)
-    patch.setattr(supervised_pipeline, "export_model", export)
+    patch.setattr(rows, "export_model", export)
     pipeline.run()
     return context._validations, exported

@@ -10,8 +10,8 @@ import torch
 from roll.algorithms.reward_models import reward_model_loss, units_of
 from roll.config.losses import RewardLossConfig
 from roll.datasets.preferences import JudgedRow
-from roll.pipelines.dpo.pipeline import mismatched, pair_batch
-from roll.pipelines.rm.pipeline import judged_batch
+from roll.methods.preferences import mismatched, pair_batch
+from roll.methods.reward_model import judged_batch
 
 
 def row(number: int, lengths: list[int], **more: Any) -> JudgedRow:

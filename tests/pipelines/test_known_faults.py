@@ -23,15 +23,14 @@ from roll.config.roles import DataArguments, ReferenceWorkerConfig
 from roll.datasets.preferences import JudgedColumns, JudgedDataset
 from roll.evaluate import load_evaluation
 from roll.methods.base import Ask
-from roll.methods.preferences import PairLoss
+from roll.methods.preferences import PairLoss, pair_batch
+from roll.methods.rows import demonstration_batch
 from roll.models.layouts import shared_prompt_layout
 from roll.pipelines.clusters import Scorers
-from roll.pipelines.distill.pipeline import DistillPipeline
-from roll.pipelines.dpo.pipeline import DPOPipeline, pair_batch
 from roll.pipelines.evaluate.config import models_of
 from roll.pipelines.evaluate.pipeline import EvaluatePipeline
 from roll.pipelines.rlvr.definition import OPDConfig
-from roll.pipelines.sft.pipeline import SFTPipeline, demonstration_batch
+from roll.pipelines.rows import RowsPipeline
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
 from roll.workers.model import ModelWorker
@@ -62,8 +61,8 @@ Make = Callable[..., Any]
 def dpo(world: TinyWorld, tmp_path: Path) -> Make:
     """``dpo(key=value)``: a pipeline whose clusters are here."""
 
-    def make(**changes: Any) -> DPOPipeline:
-        pipeline = DPOPipeline(load_changed(dpo_settings(world, tmp_path), changes))
+    def make(**changes: Any) -> RowsPipeline:
+        pipeline = RowsPipeline(load_changed(dpo_settings(world, tmp_path), changes))
         learner = Here("actor_train", worker_on(TrainWorker, None, POLICY))
         return prepare(pipeline, learner, Here("reference", worker_on(ModelWorker, None, REFERENCE)))
 
@@ -72,8 +71,8 @@ def dpo(world: TinyWorld, tmp_path: Path) -> Make:
 
 @pytest.fixture
 def sft(world: TinyWorld, tmp_path: Path) -> Make:
-    def make(**changes: Any) -> SFTPipeline:
-        pipeline = SFTPipeline(load_changed(sft_settings(world, tmp_path), changes))
+    def make(**changes: Any) -> RowsPipeline:
+        pipeline = RowsPipeline(load_changed(sft_settings(world, tmp_path), changes))
         return prepare(pipeline, Here("sft_train", worker_on(TrainWorker, None, POLICY)))
 
     return make
@@ -83,9 +82,9 @@ def sft(world: TinyWorld, tmp_path: Path) -> Make:
 def distill(world: TinyWorld, tmp_path: Path) -> Make:
     """The teacher's columns are zeros, and the student's loss is the number of its updates."""
 
-    def make(**changes: Any) -> DistillPipeline:
-        pipeline = DistillPipeline(load_changed(distill_settings(world, tmp_path), changes))
-        pipeline.compare_vocabularies()
+    def make(**changes: Any) -> RowsPipeline:
+        pipeline = RowsPipeline(load_changed(distill_settings(world, tmp_path), changes))
+        pipeline.method.open()
 
         def teach(name: str, batch: DataProto, ask: Ask) -> DataProto:
             log_probs = torch.zeros(*batch.batch["input_ids"].shape, ask.top.count)
@@ -98,7 +97,7 @@ def distill(world: TinyWorld, tmp_path: Path) -> Make:
     return make
 
 
-def by_hand(pipeline: DPOPipeline, rows: Any) -> PairSums:
+def by_hand(pipeline: RowsPipeline, rows: Any) -> PairSums:
     """One response at a time, in float64."""
     sums: dict[str, list[Any]] = {"policy": [], "reference": [], "lengths": []}
     for row in rows:
@@ -227,7 +226,9 @@ def test_dpo_08_micro_batches_weigh_equally_whatever_they_hold(dpo: Make) -> Non
 
     whole = share(batch)
     assert sum(share(batch[begin:end]) for begin, end in ((0, 2), (2, 12), (12, 16))) == pytest.approx(whole, rel=1e-6)
-    sums = by_hand(pipeline, [row for row in pipeline.training if row.row_id in pipeline.reference_cache["train"]])
+    sums = by_hand(
+        pipeline, [row for row in pipeline.training if row.row_id in pipeline.method.reference_cache["train"]]
+    )
     assert whole == pytest.approx(float(preference_loss(sums, options).mean()), rel=1e-5)
 
 
@@ -275,8 +276,8 @@ def test_distill_03_the_teachers_vocabulary_ends_before_added_tokens(distill: Ma
     """All ids of the models, not the tokenizer's ``vocab_size``, which leaves added tokens out."""
     pipeline = distill()
     sizes = [json.loads((folder / "config.json").read_text())["vocab_size"] for folder in (world.model, world.teacher)]
-    assert pipeline.limit == min(sizes) >= len(pipeline.tokenizer)
-    assert pipeline.tokenizer.eos_token_id < pipeline.limit
+    assert pipeline.method.limit == min(sizes) >= len(pipeline.tokenizer)
+    assert pipeline.tokenizer.eos_token_id < pipeline.method.limit
     asked: list[int] = []
     pipeline.frozen._compute = lambda name, batch, ask: (
         asked.append(ask.top.limit)
@@ -288,7 +289,7 @@ def test_distill_03_the_teachers_vocabulary_ends_before_added_tokens(distill: Ma
         )
     )
     pipeline.next_batch(pipeline.num_steps - 1)
-    assert asked == [pipeline.limit]
+    assert asked == [pipeline.method.limit]
 
 
 def test_distill_08_steps_without_the_ranks_and_a_last_model_by_luck(

@@ -74,10 +74,10 @@ class Watched(PipelineDefinition):
 
     def run(self, loaded: LoadedConfig[WatchedConfig]) -> None:
         from roll.distributed import Cluster
+        from roll.methods.rows import demonstration_batch
         from roll.methods.sft import SftLoss
         from roll.pipelines.files import load_tokenizer, pad_token_id
         from roll.pipelines.run_context import RunContext
-        from roll.pipelines.sft.pipeline import demonstration_batch
         from roll.protocol.metrics import Mean
         from roll.workers import REFERENCE_WORKER, TRAIN_WORKER
         from roll.workers.model import ModelWorker

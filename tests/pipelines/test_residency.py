@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roll.config.roles import GenerationWorkerConfig
-from roll.pipelines.dpo.pipeline import DPOPipeline
+from roll.pipelines.rows import RowsPipeline
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.strategies.base import StateKind
 from tests.pipelines.conftest import Run
@@ -143,7 +143,7 @@ def test_optimizer_states_leave_within_a_step_where_the_file_says_so(
 ) -> None:
     """:mod:`tests.strategies.test_offload` says that it changes nothing else."""
     key = "is_offload_optimizer_states_in_train_step"
-    pipeline = DPOPipeline(load_changed(dpo_settings(world, tmp_path), {key: offloads}))
+    pipeline = RowsPipeline(load_changed(dpo_settings(world, tmp_path), {key: offloads}))
 
     class Started(Exception):
         """The first cluster is to start."""
@@ -151,7 +151,7 @@ def test_optimizer_states_leave_within_a_step_where_the_file_says_so(
     def start(config: Any, name: str, worker: str, resources: Any, role: Any, settings: Any) -> Any:
         raise Started(name, settings.offload_optimizer_in_steps)
 
-    monkeypatch.setattr("roll.pipelines.supervised_pipeline.start_cluster", start)
+    monkeypatch.setattr("roll.pipelines.rows.start_cluster", start)
     resources: Any = None
     with pytest.raises(Started) as caught:
         pipeline.start(resources)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from roll.config.reading.errors import ConfigError
 from roll.config.roles import ModelArguments
-from roll.pipelines.distill.pipeline import (
+from roll.methods.teacher_cache import (
     RowTargets,
     TeacherCache,
     columns_from,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from roll.methods.sft_keys import SFT
 from roll.pipelines.rlvr.definition import RLVR
-from roll.pipelines.sft.definition import SFT
 from roll.tracking import LOG_NAME, ProgressReporter, RunSummary, setup_logging
 from roll.tracking.console import format_seconds
 

@@ -12,8 +12,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from roll.config.pipelines import Panel
+from roll.methods.sft_keys import SFT
 from roll.pipelines.rlvr.definition import RLVR
-from roll.pipelines.sft.definition import SFT
 from roll.tracking.plots import plot_run
 from roll.tracking.records import JsonlTracker
 

@@ -9,7 +9,7 @@ from roll.config.checks.base import Checks
 from roll.config.pipelines import TRAINS, Headline, Panel, Role
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
-from roll.pipelines.supervised import SupervisedConfig, SupervisedDefinition
+from roll.methods.supervised import SupervisedConfig, SupervisedDefinition
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SFT(SupervisedDefinition):
     name = "sft"
     config_class = SFTConfig
     role = "sft_train"
-    pipeline_class = "roll.pipelines.sft.pipeline.SFTPipeline"
+    method_class = "roll.methods.sft.SFT"
     roles = (Role("sft_train", TRAINS),)
     headlines = (
         Headline("sft_train/loss", "loss", "{:.4f}"),

@@ -1,6 +1,6 @@
-"""Definition, plan and checks of the pipelines that learn from given rows (SFT, preferences, reward models,
+"""Definition, plan and checks of the methods that learn from given rows (SFT, preferences, reward models,
 distillation): one role that trains, rows from files, held-out rows under ``validation``, a step that is an optimizer
-step. Torch-free; their run is in :mod:`roll.pipelines.supervised_pipeline`."""
+step. Torch-free; their run is in :mod:`roll.pipelines.rows`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from roll.config.run import RunConfig
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
-    from roll.pipelines.batches import RecordedBatch
+
+PIPELINE = "roll.pipelines.rows.RowsPipeline"
+"""Class of the run, which is imported late: it needs torch."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,12 @@ class SupervisedPlan(Plan):
 
 
 class SupervisedDefinition(PipelineDefinition):
-    """A pipeline whose run is a :class:`roll.pipelines.supervised_pipeline.SupervisedPipeline`."""
+    """A pipeline that learns from given rows by a :class:`roll.methods.rows.RowMethod`."""
 
     role: ClassVar[str]
     """The role that trains."""
-    pipeline_class: ClassVar[str]
-    """Dotted path of the run's class, which is imported late: it needs torch."""
+    method_class: ClassVar[str]
+    """Dotted path of the method, which is imported late: it needs torch."""
 
     def check(self, config: Any, checks: Checks) -> None:
         options = check_roles(config, checks)
@@ -110,16 +112,16 @@ class SupervisedDefinition(PipelineDefinition):
         )
 
     def run(self, loaded: LoadedConfig[Any]) -> None:
-        resolve_name(self.pipeline_class)(loaded).run()
+        resolve_name(PIPELINE)(loaded).run()
 
-    def replay(self, loaded: LoadedConfig[Any], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
-        replayed: tuple[int, dict[str, float]] = resolve_name(self.pipeline_class)(loaded).replay(recorded)
+    def replay(self, loaded: LoadedConfig[Any], recorded: Any) -> tuple[int, dict[str, float]]:
+        replayed: tuple[int, dict[str, float]] = resolve_name(PIPELINE)(loaded).replay(recorded)
         return replayed
 
     def readable_sets(self, loaded: LoadedConfig[Any]) -> dict[str, ReadableSet]:
         config, plan = loaded.config, loaded.plan
         assert isinstance(plan, SupervisedPlan)
-        read = partial(resolve_name(self.pipeline_class).read, config, plan)
+        read = partial(resolve_name(self.method_class).read, config, plan)
         sets = {"train": plan.data_args, "validation": plan.val_data_args}
         return {
             name: ReadableSet(name, data_args, config.sequence_length, partial(read, data_args))

@@ -11,7 +11,7 @@ from roll.config.lora import uses_lora
 from roll.config.losses import PreferenceLossConfig, needs_reference, preference_problems
 from roll.config.pipelines import COMPUTES_LOG_PROBS, TRAINS, Headline, Panel, Role, Written
 from roll.config.roles import ReferenceWorkerConfig, WorkerConfig
-from roll.pipelines.supervised import SupervisedConfig, SupervisedDefinition, SupervisedPlan
+from roll.methods.supervised import SupervisedConfig, SupervisedDefinition, SupervisedPlan
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class DPO(SupervisedDefinition):
     name = "dpo"
     config_class = DPOConfig
     role = "actor_train"
-    pipeline_class = "roll.pipelines.dpo.pipeline.DPOPipeline"
+    method_class = "roll.methods.preferences.DPO"
     roles = (Role("actor_train", TRAINS), Role("reference", COMPUTES_LOG_PROBS, optional=True))
     headlines = (
         Headline("actor/loss", "loss", "{:.4f}"),

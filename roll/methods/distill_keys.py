@@ -13,8 +13,8 @@ from roll.config.model_files import check_vocabularies
 from roll.config.pipelines import TEACHES, TRAINS, Headline, Panel, Role, Written
 from roll.config.reading.fields import parse_dtype, setting
 from roll.config.roles import DataArguments, ReferenceWorkerConfig, WorkerConfig
+from roll.methods.supervised import SupervisedConfig, SupervisedDefinition, SupervisedPlan
 from roll.methods.teachers import check_teachers, check_temperature, finished_teacher
-from roll.pipelines.supervised import SupervisedConfig, SupervisedDefinition, SupervisedPlan
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -59,7 +59,7 @@ class Distill(SupervisedDefinition):
     name = "distill"
     config_class = DistillConfig
     role = "student"
-    pipeline_class = "roll.pipelines.distill.pipeline.DistillPipeline"
+    method_class = "roll.methods.distill.Distillation"
     roles = (Role("student", TRAINS), Role("teacher", TEACHES, optional=True))
     headlines = (
         Headline("student/loss", "loss", "{:.4f}"),

@@ -16,7 +16,7 @@ from roll.config.losses import (
 from roll.config.pipelines import TRAINS, Headline, Panel, Role
 from roll.config.rewards import CLASSIFIER
 from roll.config.roles import WorkerConfig
-from roll.pipelines.supervised import SupervisedConfig, SupervisedDefinition
+from roll.methods.supervised import SupervisedConfig, SupervisedDefinition
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RewardModel(SupervisedDefinition):
     name = "rm"
     config_class = RMConfig
     role = "reward_train"
-    pipeline_class = "roll.pipelines.rm.pipeline.RMPipeline"
+    method_class = "roll.methods.reward_model.RewardModelling"
     roles = (Role("reward_train", TRAINS, has_own_head=True),)
     headlines = (
         Headline("reward/loss", "loss", "{:.4f}"),

@@ -1,1 +1,0 @@
-"""The distillation pipeline: a student learns a teacher's distributions on given responses."""

@@ -1,1 +1,0 @@
-"""The DPO pipeline: learning from pairs of responses, of which one is preferred."""

@@ -1,1 +1,0 @@
-"""The rm pipeline: reward models learnt from judged responses."""

@@ -1,0 +1,339 @@
+"""The run of every method that learns from given rows (SFT, preferences, reward models, distillation).
+
+One training step: rows are drawn and become a batch; the method adds columns of other models, such as a reference's
+log-probs; the learner takes an optimizer step. Evaluations on held-out rows and checkpoints come between steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from roll.config.loader import LoadedConfig
+from roll.config.roles import WorkerConfig
+from roll.datasets import EpochOrder, ShuffledEpochs
+from roll.datasets.streaming import Drawn
+from roll.distributed import Cluster, PendingCall, ResourceManager
+from roll.methods.base import LOG_PROBS, Ask, Loss
+from roll.methods.rows import Completion, RowMethod
+from roll.methods.supervised import SupervisedDefinition, SupervisedPlan
+from roll.methods.teachers import teacher_worker
+from roll.pipelines.batches import RecordedBatch
+from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
+from roll.pipelines.model_calls import Computation, balanced_order
+from roll.pipelines.run_context import TRAINING, WEIGHTS, Residency, RunContext, moves_states, start_cluster
+from roll.protocol import DataProto
+from roll.protocol.metrics import Mean, Metrics
+from roll.strategies.base import TensorBatch
+from roll.workers import TRAIN_WORKER
+from roll.workers.model import ModelSettings, ModelWorker
+from roll.workers.training import TrainWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RowModels:
+    """Both models of a run, as its method sees them (:class:`roll.methods.rows.Models`)."""
+
+    def __init__(self, pipeline: RowsPipeline) -> None:
+        self._pipeline = pipeline
+        self._context = pipeline.context
+
+    @property
+    def pad_token_id(self) -> int:
+        return self._pipeline.pad_token_id
+
+    @property
+    def has_frozen(self) -> bool:
+        return self._pipeline.frozen is not None
+
+    def forward(self, batch: DataProto, ask: Ask = LOG_PROBS) -> TensorBatch:
+        return self._begin(self._pipeline.learner, batch, ask)()
+
+    def measure(self, batch: DataProto, loss: Loss) -> Metrics:
+        self._bring(self._pipeline.learner)
+        return self._pipeline.learner.call(TrainWorker.measure, batch, loss).result()
+
+    def begin_frozen(self, batch: DataProto, ask: Ask = LOG_PROBS) -> Callable[[], TensorBatch]:
+        frozen = self._pipeline.frozen
+        if frozen is None:
+            return partial(self.forward, batch, replace(ask, without_adapters=True))
+        work = Computation(partial(self._begin, frozen, batch, ask))
+        return partial(self._context.replacing, frozen, partial(frozen.call_all, ModelWorker.initialize, 0), work)
+
+    def parts(self, rows: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        size = self._pipeline.section.infer_batch_size * self._pipeline.learner.world_size
+        return (rows[begin : begin + size] for begin in range(0, len(rows), size))
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return self._context.phase(name)
+
+    def record(self, metrics: Metrics) -> None:
+        self._context.record(metrics)
+
+    def _begin(self, cluster: Cluster, batch: DataProto, ask: Ask) -> Callable[[], TensorBatch]:
+        self._bring(cluster)
+        call = cluster.call(ModelWorker.forward, batch, ask)
+        return lambda: call.result().batch
+
+    def _bring(self, cluster: Cluster) -> None:
+        self._pipeline.residency.bring({cluster.name: WEIGHTS})
+
+
+@dataclass
+class DrawnRows:
+    """The rows of a step whose columns the frozen model computes."""
+
+    drawn: Sequence[Any]
+    """In the order of the data."""
+    dealt: Sequence[Any]
+    """In the order of the batch, which gives ranks like work."""
+    batch: DataProto
+    complete: Completion | None
+    state: dict[str, Any]
+    """Of the data, before the rows were drawn."""
+
+
+class RowsPipeline:
+    """A run, from start to summary. A step is one optimizer step."""
+
+    tokenizer: PreTrainedTokenizerBase
+    pad_token_id: int
+    rows: Drawn[Any]
+    num_steps: int
+    learner: Cluster
+    frozen: Cluster | None = None
+    """None: the run does not start the role."""
+
+    def __init__(self, loaded: LoadedConfig[Any]) -> None:
+        self.loaded = loaded
+        self.config = loaded.config
+        assert isinstance(loaded.plan, SupervisedPlan) and isinstance(loaded.pipeline, SupervisedDefinition)
+        self.plan = loaded.plan
+        self.method: RowMethod[Any, Any] = resolve_name(loaded.pipeline.method_class)(loaded)
+        self.role = self.method.role
+        self.section: WorkerConfig = getattr(loaded.config, self.role)
+        self.context = RunContext(loaded)
+        self.models = RowModels(self)
+        self.training: Sequence[Any] = ()
+        """The rows to learn from, where they are all prepared at the start."""
+        self.held_out: Sequence[Any] = ()
+        self.ahead: deque[DrawnRows] = deque()
+        """Rows that the frozen model computes ahead of their step."""
+        self.in_flight: deque[tuple[DataProto, PendingCall[Metrics] | None]] = deque()
+        """The next steps' batches, and their updates; None: the batch is left out."""
+
+    def run(self) -> None:
+        """Train for all steps; everything that was started is stopped again, however it ends."""
+        with self.context.running() as resources:
+            first_step = self.start(resources)
+            self.context.save_when_interrupted(self.state_between_steps, self.save)
+            if first_step and self.is_evaluation_due(first_step):
+                # Its metrics were cut off with all that is newer than the checkpoint, or a signal ended it.
+                self.evaluate(first_step)
+            for step in self.context.steps(first_step, self.num_steps):
+                self.train_one_step(step)
+                self.pause(step + 1)
+            self.finish()
+
+    def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        """Repeat the step of a recorded batch; return the steps that the model had done before, and the metrics."""
+        with self.context.running() as resources:
+            steps = self.start(resources)
+            self.context.recorded()
+            self.method.add_own_columns(recorded.batch, self.models)
+            self.update(recorded.batch)
+            return steps, self.context.recorded()
+
+    # Start
+
+    def start(self, resources: ResourceManager) -> int:
+        """Start the clusters, read the data, continue from a checkpoint if there is one; return the steps done."""
+        self.method.open()
+        self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
+        offloads = self.config.is_offload_optimizer_states_in_train_step
+        settings = ModelSettings(self.config.max_grad_norm, offload_optimizer_in_steps=offloads, head=self.method.head)
+        role = self.plan.roles[self.role].section
+        worker = role.worker_cls or TRAIN_WORKER
+        self.learner = start_cluster(self.config, self.role, worker, resources, role, settings)
+        frozen = self.method.frozen_role
+        if frozen is not None and frozen in self.plan.roles:
+            role = self.plan.roles[frozen].section
+            worker = role.worker_cls or teacher_worker(role)
+            self.frozen = start_cluster(self.config, frozen, worker, resources, role)
+        self.context.watch([cluster for cluster in (self.learner, self.frozen) if cluster is not None])
+        self.load_data()
+        for cluster, steps, states in ((self.learner, self.num_steps, TRAINING), (self.frozen, 0, WEIGHTS)):
+            if cluster is not None:
+                cluster.call_all(ModelWorker.initialize, steps).result()
+                self.residency.admit(cluster, states)
+        checkpoint = self.context.checkpoint_to_resume()
+        if checkpoint is None:
+            return 0
+        self.residency.bring({self.role: TRAINING})
+        self.learner.call_all(TrainWorker.load_checkpoint, str(checkpoint.role(self.role))).result()
+        self.rows.load_state_dict(self.context.load_state(checkpoint)[self.method.state_key])
+        return checkpoint.step
+
+    def load_data(self) -> None:
+        """Read the rows; the number of steps follows from them where the file does not say it."""
+        path = self.plan.roles[self.role].model_path
+        self.tokenizer = load_tokenizer(path, self.section.model_args.trust_remote_code)
+        if self.plan.val_data_args is not None:
+            self.held_out = self.method.read(self.config, self.plan, self.plan.val_data_args, self.tokenizer)
+        self.rows, self.num_steps = self.rows_to_learn()
+        self.pad_token_id = pad_token_id(self.tokenizer)
+
+    def rows_to_learn(self) -> tuple[Drawn[Any], int]:
+        """The rows to learn from, and the number of steps."""
+        config, plan, method = self.config, self.plan, self.method
+        stream = method.stream_of_rows(self.tokenizer)
+        if stream is not None:
+            assert config.max_steps is not None, "the checks ask for it"
+            self.context.at_end(stream.close)
+            return stream, config.max_steps
+        self.training = training = method.read(config, plan, plan.data_args, self.tokenizer)
+        order = EpochOrder.of(plan.data_args, len(training), config.seed, method.stream, training.difficulties)
+        if method.dropped_metric is not None:
+            counts = training.counts
+            self.context.record({method.dropped_metric: Mean(sum(counts.too_long.values()) + counts.bad)})
+        epochs = self.section.training_args.num_train_epochs
+        num_steps = plan.max_steps or ceil(len(training) * epochs / plan.global_batch_size)
+        return ShuffledEpochs(training, config.seed, method.stream, order=order), num_steps
+
+    # A step
+
+    def train_one_step(self, step: int) -> None:
+        """One optimizer step on the next rows. Until the model learns, a signal may end it; a resumed run repeats the
+        step."""
+        ahead = 1 if self.context.stopping else min(self.method.steps_in_flight, self.steps_until_pause(step))
+        while len(self.in_flight) < ahead:
+            later = step + len(self.in_flight)
+            with nullcontext() if self.in_flight else self.context.interruptible():
+                batch = self.next_batch(later)
+            self.in_flight.append((batch, None if self.context.is_left_out(later) else self.begin_update(batch)))
+        batch, update = self.in_flight.popleft()
+        self.context.hold_batch(step, batch)
+        if update is not None:
+            self.finish_update(update)
+        self.context.record(self.residency.metrics())
+        self.context.end_step(step)
+
+    def next_batch(self, step: int) -> DataProto:
+        """The batch of a step, with all that its update needs. A frozen model with devices of its own goes on with the
+        rows of the step after."""
+        if not self.ahead:
+            self.ahead.append(self.draw())
+        rows = self.ahead[0]
+        if rows.complete is not None:
+            self.context.record(rows.complete())
+        self.ahead.popleft()
+        self.method.add_own_columns(rows.batch, self.models)
+        self.method.add_estimates(rows.drawn, rows.batch, self.models)
+        if self.plan.teacher_runs_ahead and step + 1 < self.num_steps:
+            self.ahead.append(self.draw())
+        if step % self.config.logging_steps == 0:
+            self.record_samples(step, rows)
+        return rows.batch
+
+    def draw(self) -> DrawnRows:
+        """Draw the rows of a step, and let the frozen model begin with them."""
+        state = self.rows.state_dict()
+        dealt = drawn = self.rows.next_batch(self.plan.global_batch_size)
+        lengths = self.method.lengths(drawn)
+        if lengths is not None:
+            dealt = [drawn[index] for index in balanced_order(lengths, self.learner.dp_size).tolist()]
+        batch = self.method.batch(dealt, self.pad_token_id, self.learner.dp_size)
+        return DrawnRows(drawn, dealt, batch, self.method.request(dealt, batch, self.models, "train"), state)
+
+    def record_samples(self, step: int, rows: DrawnRows) -> None:
+        """Keep rows for reports."""
+        if self.method.samples == "demonstrations":
+            self.context.samples.demonstrations(step, rows.drawn, self.tokenizer)
+        elif self.method.samples == "pairs":
+            self.context.samples.pairs(step, rows.dealt, rows.batch, self.tokenizer)
+
+    def begin_update(self, batch: DataProto) -> PendingCall[Metrics]:
+        """Start one optimizer step."""
+        if self.residency.moves(self.role):
+            with self.context.phase("step_train"):
+                self.residency.bring({self.role: TRAINING})
+        return self.learner.call(TrainWorker.step, batch, self.method.loss)
+
+    def update(self, batch: DataProto) -> None:
+        """One optimizer step."""
+        self.finish_update(self.begin_update(batch))
+
+    def finish_update(self, update: PendingCall[Metrics]) -> None:
+        """Wait for an optimizer step."""
+        with self.context.phase("step_train"):
+            self.context.record(update.result())
+
+    def steps_until_pause(self, step: int) -> int:
+        """Steps from ``step`` on, this one included, that may be in flight together: none beyond a save or evaluation,
+        so that the data state saved is that of the steps done."""
+        ends = [self.num_steps - step]
+        ends += [every - step % every for every in (self.plan.save_steps, self.plan.eval_steps) if every]
+        return min(ends)
+
+    # Between steps
+
+    def pause(self, steps_done: int) -> None:
+        """Evaluate and save where that is due after ``steps_done`` steps."""
+        if self.is_evaluation_due(steps_done):
+            self.evaluate(steps_done)
+        if self.context.is_save_due(steps_done - 1, can_save=self.state_between_steps() is not None):
+            self.save(steps_done, self.state_dict())
+
+    def is_evaluation_due(self, steps_done: int) -> bool:
+        return bool(self.held_out) and bool(self.plan.eval_steps) and steps_done % self.plan.eval_steps == 0
+
+    def evaluate(self, steps_done: int) -> None:
+        """Report the metrics of the held-out rows. A signal may end this too: the steps done are saved."""
+        self.context.reach(steps_done)
+        with self.context.phase("val_step"), self.context.interruptible():
+            metrics = self.measure()
+        self.context.record_validation(metrics, steps_done)
+
+    def measure(self) -> dict[str, float]:
+        """The metrics of all held-out rows under the present weights."""
+        return self.method.measure(self.held_out, self.models)
+
+    def save(self, steps_done: int, state: dict[str, Any]) -> None:
+        """A checkpoint after ``steps_done`` steps, with what the driver must remember."""
+        self.method.flush()
+        with self.context.writing_checkpoint(steps_done, state, [self.learner]) as path:
+            self.residency.bring({self.role: TRAINING})
+            self.learner.call_all(TrainWorker.save_checkpoint, str(path / self.role)).result()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the driver: plain JSON values. Rows that only the frozen model has seen are drawn again."""
+        rows = self.ahead[0].state if self.ahead else self.rows.state_dict()
+        return {self.method.state_key: rows}
+
+    def state_between_steps(self) -> dict[str, Any] | None:
+        """As :meth:`state_dict`; None while a step is in flight, whose rows have been drawn."""
+        return None if self.in_flight else self.state_dict()
+
+    def finish(self) -> None:
+        """A last evaluation, the trained model in Hugging Face format, and the summary."""
+        last = self.method.evaluates_at_end and self.held_out and self.plan.eval_steps
+        if last and self.num_steps % self.plan.eval_steps:
+            self.evaluate(self.num_steps)
+        with self.context.finishing(self.num_steps):
+            self.export()
+
+    def export(self) -> None:
+        """Write the trained model in Hugging Face format, where that is asked for."""
+        self.method.flush()
+        if self.section.training_args.save_hf_model:
+            self.residency.bring({self.role: WEIGHTS})
+            facts = self.method.facts(self.training, self.held_out, self.models)
+            export_model(self.learner, self.tokenizer, self.plan.output_dir / "model", facts)

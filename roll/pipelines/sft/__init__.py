@@ -1,1 +1,0 @@
-"""The SFT pipeline: supervised learning from demonstrations, on the same strategies as RLVR."""
