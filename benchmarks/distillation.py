@@ -36,7 +36,7 @@ from benchmarks.train_step import SHAPES
 from roll.config.losses import DivergenceConfig
 from roll.methods.distill import TEACHER, DistillLoss
 from roll.models.layouts import TopTokens
-from roll.strategies.base import TEACHER_COLUMNS, ModelStrategy, TensorBatch, teacher_columns
+from roll.strategies.base import TOP_COLUMNS, ModelStrategy, TensorBatch, target_columns
 
 console = Console(width=130, highlight=False)
 PAD = 1
@@ -143,13 +143,13 @@ def own_contestants(
 
 def own_step(policy: ModelStrategy, batch: TensorBatch, ask: Any) -> float:
     columns = ask()
-    taught = dict(zip(teacher_columns(TEACHER), (columns[name] for name in TEACHER_COLUMNS), strict=True))
+    taught = dict(zip(target_columns(TEACHER), (columns[name] for name in TOP_COLUMNS), strict=True))
     loss = DistillLoss(DivergenceConfig(kd_objective="forward_kl"), weight=1.0)
     metrics = policy.train_step(
         batch | taught,
         partial(loss, totals=loss.counts(batch)),
         loss.outputs,
-        teachers=loss.teachers,
+        comparisons=loss.comparisons,
     )
     loss: Any = metrics["student/kd_loss"]
     return float(loss.value())

@@ -75,7 +75,7 @@ class AdvantageInputs:
     state_ids: Tensor | None = None
     """int (B, L): turns with the same id were taken from the same state of the same task (gigpo)."""
     penalties: Tensor | None = None
-    """float (B, L), subtracted from the advantages before whitening: the divergence from teachers."""
+    """float (B, L), subtracted from the advantages before whitening: a divergence of each token."""
     bootstrap_values: Tensor | None = None
     """float (B,): value of the state in which a truncated row was left, 0 for rows that ended (gae, turn_gae)."""
 

@@ -124,6 +124,6 @@ def comparison_metrics(outputs: dict[str, Tensor], mask: Tensor, prefix: str) ->
     """Means over the tokens in ``mask`` of what the head reports of a comparison: the masses of the compared tokens on
     both sides, and how often both sides have the same most probable token."""
     tokens: Any = mask.sum()
-    names = {"teacher_mass": "teacher_top_k_mass", "student_mass": "student_top_k_mass", "agreement": "agreement@1"}
+    names = {"target_mass": "teacher_top_k_mass", "model_mass": "student_top_k_mass", "agreement": "agreement@1"}
     sums: dict[str, Any] = {shown: (outputs[name] * mask).sum().detach() for name, shown in names.items()}
     return {prefix + name: Mean(total, tokens) for name, total in sums.items()}

@@ -281,7 +281,7 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     """This micro-batch's share of the actor's loss over the whole optimizer step.
 
     loss = rl_loss_coef * pg + kl_loss_coef * KL(pi || ref) - entropy_loss_coef * entropy, each aggregated by
-    ``loss_agg_mode`` (or a mode of its own) with the same global denominators; plus ``teacher_divergence`` where there
+    ``loss_agg_mode`` (or a mode of its own) with the same global denominators; plus ``divergence_term`` where there
     is one.  Sample weights and corrections act on the first term.
 
     Raises ``ValueError`` where a term needs ``ref_log_probs``, ``entropy`` or ``rollout_log_probs`` and has none.
@@ -316,8 +316,8 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
         kl = aggregated(kl_per_token, options.kl_loss_agg_mode)
         metrics.mean("actor/kl_loss", kl, share)
         total = total + options.kl_loss_coef * kl
-    if inputs.teacher_divergence is not None:
-        distillation = aggregated(inputs.teacher_divergence)
+    if inputs.divergence_term is not None:
+        distillation = aggregated(inputs.divergence_term)
         metrics.mean("actor/opd_loss", distillation, share)
         total = total + distillation
     if options.needs_entropy:

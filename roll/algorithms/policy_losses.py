@@ -54,9 +54,9 @@ class LossInputs:
     """int (B, L): which turn a token was sampled in, for ratios of segments; None: each run of masked tokens is one."""
     sequence_tokens: Tensor | None = None
     """int64 (B,): tokens of the loss in all rows of a row's trajectory; None: every row is a trajectory."""
-    teacher_divergence: Tensor | None = None
-    """float (B, L), with gradient: the weighted divergence from a teacher's distributions; None: there is no
-    teacher."""
+    divergence_term: Tensor | None = None
+    """float (B, L), with gradient: the weighted divergence from given distributions; None: there is no
+    such term."""
     row_weights: Tensor | None = None
     """float64 (B,): weight of each row's sum in the loss of the whole optimizer step (``loss_agg_mode``); there when a
     policy loss is called by :func:`~roll.algorithms.losses.actor_loss`."""

@@ -20,9 +20,9 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import (
+    all_scoring_strategies,
     generation_strategies,
     infer_strategies,
-    teacher_strategies,
     train_strategies,
 )
 
@@ -49,7 +49,7 @@ class Task:
 
 TRAINS = Task("trains", train_strategies)
 COMPUTES_LOG_PROBS = Task("computes log-probs", infer_strategies)
-TEACHES = Task("computes log-probs as a teacher", teacher_strategies)
+TEACHES = Task("computes log-probs as a teacher", all_scoring_strategies)
 GENERATES = Task("generates", generation_strategies)
 SCORES = Task("scores responses", infer_strategies)
 

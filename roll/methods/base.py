@@ -52,8 +52,8 @@ class Loss(ABC):
         return (Output.LOG_PROBS,)
 
     @property
-    def teachers(self) -> Sequence[Comparison]:
-        """Teachers that the model is compared with, whose columns the rows have."""
+    def comparisons(self) -> Sequence[Comparison]:
+        """Distributions that the model is compared with, whose columns the rows have."""
         return ()
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Ask:
     without_adapters: bool = False
     """Of the base of a LoRA model."""
     top: TopTokens | None = None
-    """In place of ``outputs``: :data:`~roll.strategies.base.TEACHER_COLUMNS` of ``softmax(logits / temperature)``."""
+    """In place of ``outputs``: :data:`~roll.strategies.base.TOP_COLUMNS` of ``softmax(logits / temperature)``."""
     dtype: str = "fp32"
     """Of the log-probs of ``top``; the tail's is float32."""
 

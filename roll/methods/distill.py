@@ -25,7 +25,7 @@ from roll.models.layouts import TopTokens
 from roll.models.loading import content_identity
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
-from roll.strategies.base import TEACHER_COLUMNS, Comparison, Output, TensorBatch, teacher_columns
+from roll.strategies.base import TOP_COLUMNS, Comparison, Output, TensorBatch, target_columns
 
 TEACHER = "teacher"
 """The role, and the beginning of the names of its columns and outputs."""
@@ -53,10 +53,10 @@ class DistillLoss(Loss):
     weight: float = 0.5
     """w."""
     prefix: str = field(default="student/", kw_only=True)
-    columns = (*MODEL_COLUMNS, *teacher_columns(TEACHER))
+    columns = (*MODEL_COLUMNS, *target_columns(TEACHER))
 
     @property
-    def teachers(self) -> Sequence[Comparison]:
+    def comparisons(self) -> Sequence[Comparison]:
         return (comparison(self.options, self.options.kd_temperature),)
 
     def counts(self, batch: TensorBatch) -> Totals:
@@ -179,13 +179,13 @@ class Distillation(RowMethod[DistillConfig, SftRow]):
         computed = begun() if begun is not None else None
         if self.cache is None:
             assert computed is not None
-            columns = {name: computed[name] for name in TEACHER_COLUMNS}
+            columns = {name: computed[name] for name in TOP_COLUMNS}
         else:
             mask = batch.batch["response_mask"]
             if computed is not None:
                 self.cache.put(rows_of(computed, mask[missing], [keys[index] for index in missing]))
             columns = columns_from([self.cache.get(key) for key in keys], mask)
-        for name, column in zip(teacher_columns(TEACHER), columns.values(), strict=True):
+        for name, column in zip(target_columns(TEACHER), columns.values(), strict=True):
             batch.batch[name] = column
 
     def flush(self) -> None:

@@ -34,7 +34,7 @@ from roll.models.layouts import TopTokens
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 from roll.protocol.vision import IMAGES
-from roll.strategies.base import TEACHER_COLUMNS, Comparison, TensorBatch, teacher_columns
+from roll.strategies.base import TOP_COLUMNS, Comparison, TensorBatch, target_columns
 
 TEACHING = "teachers"
 """Phase of the teachers' answers."""
@@ -51,15 +51,15 @@ class TaughtPolicyLoss(PolicyLoss):
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     names: tuple[str, ...] = ()
     """Of the teachers, by number."""
-    columns = (*POLICY_COLUMNS, *LOSS_COLUMNS, *teacher_columns(TEACHER), TEACHER_INDEX, TEACHER_WEIGHTS)
+    columns = (*POLICY_COLUMNS, *LOSS_COLUMNS, *target_columns(TEACHER), TEACHER_INDEX, TEACHER_WEIGHTS)
 
     @property
-    def teachers(self) -> Sequence[Comparison]:
+    def comparisons(self) -> Sequence[Comparison]:
         return (comparison(self.divergence, self.temperature),)
 
     def inputs(self, outputs: TensorBatch, batch: TensorBatch) -> LossInputs:
         divergence = outputs[f"{TEACHER}/divergence"] * batch[TEACHER_WEIGHTS][:, None]
-        return replace(super().inputs(outputs, batch), teacher_divergence=divergence)
+        return replace(super().inputs(outputs, batch), divergence_term=divergence)
 
     def __call__(self, outputs: TensorBatch, batch: TensorBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         loss, metrics = super().__call__(outputs, batch, totals)
@@ -132,7 +132,7 @@ class OPD:
         return metrics | {"opd/kl": Mean(float(total.sum()), float(tensors["response_mask"].sum()))}
 
     def _add_targets(self, batch: DataProto, answers: Iterable[Answer]) -> None:
-        """The columns of the teacher of each row (:func:`~roll.strategies.base.teacher_columns`), its number
+        """The columns of the teacher of each row (:func:`~roll.strategies.base.target_columns`), its number
         ``TEACHER_INDEX`` int64 (B,), -1 for none, and its weight ``TEACHER_WEIGHTS`` float32 (B,)."""
         tensors = batch.batch
         tensors[TEACHER_INDEX] = torch.full((len(batch),), -1, dtype=torch.int64)
@@ -140,7 +140,7 @@ class OPD:
         numbers = {name: number for number, name in enumerate(self._config.teacher)}
         for answer in answers:
             name, rows = self._name(answer), answer.rows
-            for column, source in zip(teacher_columns(TEACHER), TEACHER_COLUMNS, strict=True):
+            for column, source in zip(target_columns(TEACHER), TOP_COLUMNS, strict=True):
                 values = aligned_with(answer.part, answer.seen, answer.columns[source])
                 if column not in tensors:
                     tensors[column] = values.new_zeros(len(batch), *values.shape[1:])

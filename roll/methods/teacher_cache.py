@@ -18,7 +18,7 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.config.roles import ModelArguments
 from roll.methods.distill_keys import INDEX
 from roll.models.loading import adapter_fingerprint, content_identity
-from roll.strategies.base import TEACHER_COLUMNS
+from roll.strategies.base import TOP_COLUMNS
 
 FORMAT = 2
 """Version of the cache's files."""
@@ -149,7 +149,7 @@ class TeacherCache:
 
 def rows_of(columns: Any, mask: torch.Tensor, keys: Sequence[bytes]) -> list[tuple[bytes, RowTargets]]:
     """The tokens that count of each row, by key, from columns (B, L, ...) as the teacher gives them."""
-    log_probs, ids, tail = (columns[name] for name in TEACHER_COLUMNS)
+    log_probs, ids, tail = (columns[name] for name in TOP_COLUMNS)
     return [
         (key, {"log_probs": log_probs[row][own], "ids": ids[row][own], "tail": tail[row][own]})
         for row, (key, own) in enumerate(zip(keys, mask, strict=True))
@@ -157,9 +157,9 @@ def rows_of(columns: Any, mask: torch.Tensor, keys: Sequence[bytes]) -> list[tup
 
 
 def columns_from(rows: Sequence[RowTargets], mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The inverse, in the order of :data:`TEACHER_COLUMNS`."""
+    """The inverse, in the order of :data:`TOP_COLUMNS`."""
     columns = {}
-    for name, part in zip(TEACHER_COLUMNS, ("log_probs", "ids", "tail"), strict=True):
+    for name, part in zip(TOP_COLUMNS, ("log_probs", "ids", "tail"), strict=True):
         flat = torch.cat([row[part] for row in rows])
         columns[name] = flat.new_zeros(*mask.shape, *flat.shape[1:])
         columns[name][mask] = flat

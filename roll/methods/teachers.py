@@ -23,7 +23,7 @@ from roll.config.strategies.registry import (
     scoring_strategies,
     typed_strategy_config,
 )
-from roll.workers import REFERENCE_WORKER, TEACHER_WORKER
+from roll.workers import REFERENCE_WORKER, SCORING_WORKER
 
 if TYPE_CHECKING:
     from roll.config.checks.base import Checks
@@ -40,7 +40,7 @@ def only_scores(section: WorkerConfig) -> bool:
 
 def teacher_worker(section: WorkerConfig) -> str:
     """Dotted path of the worker class."""
-    return TEACHER_WORKER if only_scores(section) else REFERENCE_WORKER
+    return SCORING_WORKER if only_scores(section) else REFERENCE_WORKER
 
 
 def finished_teacher(section: WorkerConfig, longest: int) -> WorkerConfig:

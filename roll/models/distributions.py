@@ -1,10 +1,10 @@
-r"""Whole distributions of response tokens, in chunks: the most probable tokens of a teacher, and a student's divergence
-from a teacher.
+r"""Whole distributions of response tokens, in chunks: the most probable tokens of a model, and its divergence from
+target distributions.
 
-No more than one chunk's logits exist at a time.  The student's backward pass computes a chunk again and differentiates
+No more than one chunk's logits exist at a time.  The backward pass computes a chunk again and differentiates
 it there, so that neither logits nor probabilities (N, V) are kept.
 
-A student is compared with a teacher over buckets: the teacher's k tokens, and one for the rest of the vocabulary, whose
+A model is compared with a target over buckets: the target's k tokens, and one for the rest of the vocabulary, whose
 mass is summed directly rather than as one minus the others, which would leave nothing of a small one.
 """
 
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from roll.models.layouts import TeacherTargets, TopTokens
+from roll.models.layouts import TargetDistributions, TopTokens
 
 Named = dict[str, Tensor]
-COMPARED = ("divergence", "student_mass", "teacher_mass", "agreement")
-"""Outputs of the comparison with a teacher."""
+COMPARED = ("divergence", "model_mass", "target_mass", "agreement")
+"""Outputs of the comparison with a target."""
 ChunkOutputs = Callable[[Tensor, slice], tuple[Named, Named]]
 """From the logits (n, V) of the tokens in a slice to (n,) tensors by name: with gradient, and without."""
 
@@ -58,10 +58,10 @@ def compared(
     targets: Tensor,
     temperature: float,
     outputs: Collection[str],
-    teachers: Collection[TeacherTargets],
+    comparisons: Collection[TargetDistributions],
 ) -> tuple[Named, Named]:
-    """Outputs of one chunk: log-probs, entropies if wanted, and for each teacher, under ``<name>/``, the
-    ``divergence``, with gradient; ``student_mass`` and ``teacher_mass`` of the teacher's k tokens and ``agreement`` (1
+    """Outputs of one chunk: log-probs, entropies if wanted, and for each target, under ``<name>/``, the
+    ``divergence``, with gradient; ``model_mass`` and ``target_mass`` of the target's k tokens and ``agreement`` (1
     where both sides' most probable tokens are the same), without."""
     table = torch.log_softmax(logits / temperature, dim=-1)
     learned = {"log_probs": table.gather(1, targets[rows, None])[:, 0]}
@@ -70,18 +70,18 @@ def compared(
         learned["entropy"] = -(table.exp() * table).sum(-1)
     if "sum_of_squares" in outputs:
         noted["sum_of_squares"] = table.detach().exp().square().sum(-1)
-    for whole in teachers:
-        teacher, same = whole.at(rows), whole.temperature == temperature
-        of_student = table if same else torch.log_softmax(logits / teacher.temperature, dim=-1)
-        q, p = of_student.gather(1, teacher.ids), teacher.log_probs.to(table.dtype)
-        noted[f"{teacher.name}/student_mass"] = q.detach().exp().sum(-1)
-        noted[f"{teacher.name}/teacher_mass"] = p.exp().sum(-1)
-        noted[f"{teacher.name}/agreement"] = (of_student.argmax(-1) == teacher.ids[:, 0]).to(table.dtype)
-        has_tail = teacher.ids.shape[1] < table.shape[1]
+    for whole in comparisons:
+        target, same = whole.at(rows), whole.temperature == temperature
+        of_model = table if same else torch.log_softmax(logits / target.temperature, dim=-1)
+        q, p = of_model.gather(1, target.ids), target.log_probs.to(table.dtype)
+        noted[f"{target.name}/model_mass"] = q.detach().exp().sum(-1)
+        noted[f"{target.name}/target_mass"] = p.exp().sum(-1)
+        noted[f"{target.name}/agreement"] = (of_model.argmax(-1) == target.ids[:, 0]).to(table.dtype)
+        has_tail = target.ids.shape[1] < table.shape[1]
         if has_tail:
-            q = torch.cat([q, rest_of(of_student, teacher.ids)[:, None]], dim=1)
-            p = torch.cat([p, teacher.tail[:, None].to(p.dtype)], dim=1)
-        learned[f"{teacher.name}/divergence"] = teacher.divergence(q, p, has_tail)
+            q = torch.cat([q, rest_of(of_model, target.ids)[:, None]], dim=1)
+            p = torch.cat([p, target.tail[:, None].to(p.dtype)], dim=1)
+        learned[f"{target.name}/divergence"] = target.divergence(q, p, has_tail)
     return learned, noted
 
 

@@ -132,13 +132,13 @@ class TopTokens:
 
 
 @dataclass(frozen=True)
-class TeacherTargets(_OnDevice):
-    """A teacher's targets for N tokens, and the comparison with them."""
+class TargetDistributions(_OnDevice):
+    """Target distributions of N tokens, and the comparison with them."""
 
     name: str
     """Begins the names of the outputs."""
     ids: Tensor
-    """int64 (N, k), the teacher's most probable tokens, the first of them first."""
+    """int64 (N, k), its most probable tokens, the first of them first."""
     log_probs: Tensor
     """(N, k)."""
     tail: Tensor
@@ -146,9 +146,9 @@ class TeacherTargets(_OnDevice):
     temperature: float
     """Divides the model's logits before the comparison."""
     divergence: Callable[[Tensor, Tensor, bool], Tensor]
-    """From log-probs (n, C) of the model and of the teacher to (n,); true where the last bucket is the tail."""
+    """From log-probs (n, C) of the model and of the target to (n,); true where the last bucket is the tail."""
 
-    def at(self, own: Tensor | slice) -> TeacherTargets:
+    def at(self, own: Tensor | slice) -> TargetDistributions:
         """Those of some tokens: bool (N,) or indices, or a slice."""
         return replace(self, ids=self.ids[own], log_probs=self.log_probs[own], tail=self.tail[own])
 
@@ -181,7 +181,7 @@ class TokenLayout(_OnDevice):
     """None: no token stands for a part of an image."""
     top_tokens: TopTokens | None = None
     """None: they are not wanted."""
-    teachers: tuple[TeacherTargets, ...] = ()
+    comparisons: tuple[TargetDistributions, ...] = ()
     """Those that the response tokens' distributions are compared with."""
 
     def scatter(self, values: Tensor, shape: torch.Size) -> Tensor:
@@ -220,7 +220,7 @@ class TokenLayout(_OnDevice):
             predictors=(sequence * width + column - columns.start)[own],
             targets=self.targets[own],
             destinations=self.destinations[own],
-            teachers=tuple(teacher.at(own) for teacher in self.teachers),
+            comparisons=tuple(target.at(own) for target in self.comparisons),
             routes=None if self.routes is None else self.routes[:, columns],
             token_rows=None if self.token_rows is None else self.token_rows[:, columns],
         )

@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 from roll.models.attention import arriving
 from roll.models.distributions import Named, chunked, compared, top_tokens
 from roll.models.experts import RoutingRecorder, RoutingSums, routing_sums
-from roll.models.layouts import TeacherTargets, TokenLayout, TopTokens
+from roll.models.layouts import TargetDistributions, TokenLayout, TopTokens
 from roll.models.rotary import choose_by_row, dependent_rotaries, set_row_lengths
 from roll.models.vision import reads_images, text_inputs
 from roll.protocol.vision import vision_token_ids
@@ -204,10 +204,10 @@ def _head_log_probs(
     temperature: float,
     outputs: Collection[str],
     wanted: TopTokens | None = None,
-    teachers: tuple[TeacherTargets, ...] = (),
+    comparisons: tuple[TargetDistributions, ...] = (),
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | Named:
-    if wanted is not None or teachers:
-        return _head_distributions(head, hidden, targets, temperature, outputs, wanted, teachers)
+    if wanted is not None or comparisons:
+        return _head_distributions(head, hidden, targets, temperature, outputs, wanted, comparisons)
     return token_log_probs(
         hidden,
         head.weight,
@@ -227,9 +227,9 @@ def _head_distributions(
     temperature: float,
     outputs: Collection[str],
     wanted: TopTokens | None,
-    teachers: tuple[TeacherTargets, ...],
+    comparisons: tuple[TargetDistributions, ...],
 ) -> Named:
-    """Tensors (N, ...) by name: those of ``wanted``, or of the comparison with ``teachers`` and ``outputs``."""
+    """Tensors (N, ...) by name: those of ``wanted``, or of the comparison with ``comparisons`` and ``outputs``."""
     excluded = _excluded(head, hidden.device)
     chunk = HeadMemory.for_device(hidden.device).chunk_tokens(head.weight.shape[0])
 
@@ -240,7 +240,7 @@ def _head_distributions(
         with torch.no_grad():
             of_rows = lambda rows: logits_of(hidden[rows], head.weight, head.bias)  # noqa: E731
             return top_tokens(of_rows, hidden.shape[0], chunk, temperature, wanted)
-    of_chunk = lambda logits, rows: compared(logits, rows, targets, temperature, outputs, teachers)  # noqa: E731
+    of_chunk = lambda logits, rows: compared(logits, rows, targets, temperature, outputs, comparisons)  # noqa: E731
     return chunked(hidden, head.weight, head.bias, logits_of, of_chunk, chunk)
 
 
@@ -337,9 +337,9 @@ class ResponseModel(nn.Module):
             # Not a view: FSDP hooks what a module returns, and a view would pass by the hook when written to.
             return {"values": self.language_model.get_submodule("score")(hidden)[:, 0].float().clone()}
         head = self.language_model.get_output_embeddings()
-        if layout.top_tokens is not None or layout.teachers:
+        if layout.top_tokens is not None or layout.comparisons:
             of_all: Named = head.log_probs(
-                hidden, layout.targets, temperature, outputs, layout.top_tokens, layout.teachers
+                hidden, layout.targets, temperature, outputs, layout.top_tokens, layout.comparisons
             )
             return of_all
         computed = head.log_probs(hidden, layout.targets, temperature, outputs)

@@ -49,7 +49,7 @@ from roll.models.lora import add_adapters
 from roll.models.noise import Noise
 from roll.protocol.metrics import Metrics
 from roll.rehearsal.tracker import Collective, Kind, Tally, Tracker
-from roll.strategies.base import ALL_WEIGHTS, Comparison, ModelHead, Output, StateKind, TensorBatch, teacher_columns
+from roll.strategies.base import ALL_WEIGHTS, Comparison, ModelHead, Output, StateKind, TensorBatch, target_columns
 from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
 from roll.strategies.training import gather
 from roll.strategies.training.data_parallel import DataParallelStrategy
@@ -341,7 +341,7 @@ def _teacher_of(strategy: Any, batch: TensorBatch, task: Task) -> tuple[TensorBa
     contents = (torch.zeros(()), torch.zeros((), dtype=torch.int64), torch.zeros(()))
     sizes = ((*shape, count), (*shape, count), shape)
     columns = {
-        name: one.expand(size) for name, one, size in zip(teacher_columns("teacher"), contents, sizes, strict=True)
+        name: one.expand(size) for name, one, size in zip(target_columns("teacher"), contents, sizes, strict=True)
     }
     options = DivergenceConfig(logits_topk=task.compared_tokens)
 

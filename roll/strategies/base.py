@@ -81,13 +81,13 @@ ALL_WEIGHTS = WeightSelection()
 
 @dataclass(frozen=True)
 class Comparison:
-    """A teacher whose columns a batch has (:func:`teacher_columns`), and how the model is compared with it."""
+    """Distributions whose columns a batch has (:func:`target_columns`), and how the model is compared with them."""
 
     name: str
     temperature: float
     """Divides the model's logits."""
     divergence: Callable[[Tensor, Tensor, bool], Tensor]
-    """As of :class:`roll.models.layouts.TeacherTargets`."""
+    """As of :class:`roll.models.layouts.TargetDistributions`."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,15 @@ class Computation:
 
     outputs: Collection[Output]
     temperature: float = 1.0
-    teachers: Sequence[Comparison] = ()
+    comparisons: Sequence[Comparison] = ()
 
 
-TEACHER_COLUMNS = ("top_log_probs", "top_ids", "tail_log_prob")
+TOP_COLUMNS = ("top_log_probs", "top_ids", "tail_log_prob")
 
 
-def teacher_columns(name: str) -> tuple[str, ...]:
-    """The columns of a teacher, in the order of :data:`TEACHER_COLUMNS`, as :meth:`forward_top_tokens` gives them."""
-    return tuple(f"{name}/{column}" for column in TEACHER_COLUMNS)
+def target_columns(name: str) -> tuple[str, ...]:
+    """The columns of a target, in the order of :data:`TOP_COLUMNS`, as :meth:`forward_top_tokens` gives them."""
+    return tuple(f"{name}/{column}" for column in TOP_COLUMNS)
 
 
 class LossFunction(Protocol):
@@ -172,15 +172,15 @@ class ModelStrategy(ABC):
         batch: TensorBatch,
         outputs: Collection[Output],
         temperature: float = 1.0,
-        teachers: Sequence[Comparison] = (),
+        comparisons: Sequence[Comparison] = (),
     ) -> TensorBatch:
         """Collective. Outputs without gradient, in the batch's own layout.
 
-        Log-probs, entropies and sums of squares are those of ``softmax(logits / temperature)``. With ``teachers`` there
-        is also, for each of them, what :func:`roll.models.distributions.compared` says.
+        Log-probs, entropies and sums of squares are those of ``softmax(logits / temperature)``. With ``comparisons``
+        there is also, for each of them, what :func:`roll.models.distributions.compared` says.
         """
         self._check_outputs(outputs)
-        return self._forward(batch, Computation(outputs, temperature, teachers))
+        return self._forward(batch, Computation(outputs, temperature, comparisons))
 
     @abstractmethod
     def _forward(self, batch: TensorBatch, computation: Computation) -> TensorBatch:
@@ -261,18 +261,18 @@ class ModelStrategy(ABC):
         loss_fn: LossFunction,
         outputs: Collection[Output],
         temperature: float = 1.0,
-        teachers: Sequence[Comparison] = (),
+        comparisons: Sequence[Comparison] = (),
     ) -> Metrics:
         """Collective. One optimizer step on this rank's rows, in micro-batches as the role's keys say.
 
-        With ``teachers`` the outputs include, for each of them, what :func:`roll.models.distributions.compared` says.
+        With ``comparisons`` the outputs include, for each, what :func:`roll.models.distributions.compared` says.
 
         Returns the loss function's metrics merged over micro-batches, plus ``grad_norm`` (before clipping, of the
         whole model) and ``lr``; data-parallel strategies add ``tokens_per_micro_batch`` (as computed, padding
         included) and ``padding_ratio`` (the share of them on which no result depends).
         """
         self._check_outputs(outputs)
-        return self._train_step(batch, loss_fn, Computation(outputs, temperature, teachers))
+        return self._train_step(batch, loss_fn, Computation(outputs, temperature, comparisons))
 
     def _train_step(self, batch: TensorBatch, loss_fn: LossFunction, computation: Computation) -> Metrics:
         """The backend's part of :meth:`train_step`."""

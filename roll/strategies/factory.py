@@ -29,11 +29,11 @@ def create_strategy(
 
 
 def create_scoring_strategy(role: WorkerConfig, seed: int = 42) -> ModelStrategy:
-    """The teacher (:class:`roll.strategies.engines.scoring.ScoringStrategy`) that
+    """The scorer of given tokens (:class:`roll.strategies.engines.scoring.ScoringStrategy`) that
     ``role.strategy_args.strategy_name`` names, not yet initialised.
 
     Raises:
-        ValueError: an unknown name or one that has no such teacher.
+        ValueError: an unknown name or one that has no such scorer.
     """
     return _import(role, "scores", "give log-probs of given tokens only")(role, seed=seed)
 

@@ -1,4 +1,4 @@
-"""A teacher behind a URL: ``prompt_logprobs`` of an OpenAI-compatible server (vLLM's, ``roll serve``)."""
+"""A scorer at a URL: ``prompt_logprobs`` of an OpenAI-compatible server (vLLM's, ``roll serve``)."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def as_score(rows: Sequence[Mapping[str, Any] | None], prompt: Sequence[int], to
 
 
 class RemoteScoring(ScoringStrategy):
-    """A teacher that is served elsewhere."""
+    """A model that is served elsewhere."""
 
     def _configure(self) -> None:
         options = typed_strategy_config(self.role.strategy_args)

@@ -4,7 +4,7 @@ Modules are imported inside the workers' processes, by dotted path; nothing heav
 """
 
 TRAIN_WORKER = "roll.workers.training.TrainWorker"
-TEACHER_WORKER = "roll.workers.model.TeacherWorker"
+SCORING_WORKER = "roll.workers.model.ScoringWorker"
 REFERENCE_WORKER = "roll.workers.model.ModelWorker"
 GENERATION_WORKER = "roll.workers.generation.GenerationWorker"
 REWARD_MODEL_WORKER = "roll.workers.model.RewardModelWorker"

@@ -107,8 +107,8 @@ class ModelWorker(Worker):
         self.strategy.save_hf(Path(path))
 
 
-class TeacherWorker(ModelWorker):
-    """A teacher that only gives log-probs of given tokens (an engine, a service): its ranks have no process group."""
+class ScoringWorker(ModelWorker):
+    """A model that only gives log-probs of given tokens (an engine, a service): its ranks have no process group."""
 
     strategy: ScoringStrategy
 

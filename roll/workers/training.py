@@ -46,7 +46,7 @@ class TrainWorker(ModelWorker):
         for _ in range(epochs):
             for share, total in zip(shares, totals, strict=True):
                 minimised = partial(watched_loss, loss=partial(loss, totals=total))
-                found = self.strategy.train_step(share, minimised, loss.outputs, loss.temperature, loss.teachers)
+                found = self.strategy.train_step(share, minimised, loss.outputs, loss.temperature, loss.comparisons)
                 metrics.append({loss.prefix + n if n.startswith(STEP_METRICS) else n: m for n, m in found.items()})
         return merge_metrics(metrics)
 
@@ -54,7 +54,7 @@ class TrainWorker(ModelWorker):
     def measure(self, batch: DataProto, loss: Loss) -> Metrics:
         """Collective. The metrics of the loss, without gradient."""
         rows = columns_of(batch)
-        outputs = self.strategy.forward(rows, loss.outputs, loss.temperature, loss.teachers)
+        outputs = self.strategy.forward(rows, loss.outputs, loss.temperature, loss.comparisons)
         return merged_floats([loss(outputs, rows, loss.counts(rows))[1]])
 
     def totals(self, loss: Loss, shares: list[TensorBatch]) -> list[Totals]:

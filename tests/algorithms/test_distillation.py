@@ -11,7 +11,7 @@ import torch
 from roll.algorithms.distillation import DIVERGENCES, divergence
 from roll.config.losses import DivergenceConfig, KDObjective
 from roll.models.distributions import compared, rest_of, top_tokens
-from roll.models.layouts import TeacherTargets, TopTokens
+from roll.models.layouts import TargetDistributions, TopTokens
 
 OBJECTIVES = get_args(KDObjective)
 
@@ -62,7 +62,7 @@ def compare(student: torch.Tensor, teacher: torch.Tensor, k: int, **options: Any
     temperature = keys.kd_temperature * keys.teacher_temperature
     size = teacher.shape[1]
     top = top_tokens(lambda rows: teacher[rows], len(teacher), 2, temperature, TopTokens(k, size))
-    targets = TeacherTargets(
+    targets = TargetDistributions(
         "teacher",
         top["top_ids"].long(),
         top["top_log_probs"],

@@ -34,7 +34,7 @@ def test_names_of_every_task() -> None:
     )
     assert registry.generation_strategies() == ("hf_infer", "vllm", "sglang")
     assert registry.scoring_strategies() == ("vllm", "remote")
-    assert registry.teacher_strategies() == (*registry.infer_strategies(), "vllm", "remote")
+    assert registry.all_scoring_strategies() == (*registry.infer_strategies(), "vllm", "remote")
     assert [name for name in BACKENDS if trains(name)] == list(registry.train_strategies())
 
 

@@ -12,7 +12,7 @@ from roll.config.reading.errors import ConfigError
 from roll.distributed.failures import NotFinite
 from roll.pipelines.batches import RecordedBatch
 from roll.replay import main
-from roll.strategies.base import teacher_columns
+from roll.strategies.base import target_columns
 from tests.faults.conftest import only_test_faults
 from tests.faults.dying_workers import DEATHS_ENV
 from tests.pipelines.conftest import Run
@@ -132,7 +132,7 @@ def test_distillation_leaves_a_batch_out(run: Run, tmp_path: Path) -> None:
     assert [row.get("skipped_updates", 0) for row in finished.steps] == [0, 1, 0]
     left_out = RecordedBatch.load(tmp_path / "batches" / "step-000001.safetensors")
     assert left_out.pipeline == "distill" and left_out.metrics["skipped_updates"] == 1
-    assert set(teacher_columns("teacher")) <= set(left_out.batch.batch.keys())
+    assert set(target_columns("teacher")) <= set(left_out.batch.batch.keys())
     norms = finished.values("student/grad_norm")
     assert math.isfinite(norms[0]) and not math.isfinite(norms[1]) and math.isfinite(norms[2])
 

@@ -36,7 +36,7 @@ from roll.protocol import DataProto
 from roll.rehearsal.formulas import quick_lines
 from roll.strategies.engines.scoring import listed_tokens
 from roll.strategies.remote import PromptLogProbs, RemoteScoring, ServiceRefused
-from roll.workers.model import TeacherWorker
+from roll.workers.model import ScoringWorker
 from tests.config.good import load, mistakes
 
 LENGTHS = ((9, 4), (6, 5))
@@ -73,7 +73,7 @@ def test_columns_are_those_of_the_model_itself(make_serving: Any, count: int, li
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEACHER_KEY", "sesame")
         role = teacher_role(serving.server.url, api_key_env="TEACHER_KEY")
-        worker = TeacherWorker(WorkerContext("teacher", role, 1, 2))
+        worker = ScoringWorker(WorkerContext("teacher", role, 1, 2))
         worker.initialize()
     assert (worker.rank_info.dp_rank, worker.rank_info.dp_size) == (1, 2)
     found = worker.forward(batch, Ask(temperature=temperature, top=TopTokens(count, limit))).batch
@@ -187,7 +187,7 @@ def test_listed_tokens() -> None:
     log_probs, ids, rest = listed_tokens(entries, TopTokens(2, 5), 1.0)
     assert ids.tolist() == [1, 2] and np.exp(log_probs) == pytest.approx([0.3, 0.15])
     assert np.exp(rest) == pytest.approx(0.55)
-    with pytest.raises(ValueError, match="2 of 3 most probable tokens below id 5"):
+    with pytest.raises(ValueError, match="2 of 3 most probable tokens have an id below 5"):
         listed_tokens(entries, TopTokens(3, 5), 1.0)
 
 
@@ -288,7 +288,7 @@ def test_vllms_own_server_is_a_teacher(vllm_server: tuple[str, Path]) -> None:
     assert "does not give the log-probs of a prompt" in problem and "--max-logprobs" in problem
     (problem,) = service_problems(options, str(folder), 5, 128)
     assert "serves 128 tokens at most" in problem
-    worker = TeacherWorker(WorkerContext("teacher", teacher_role(url), 0, 1))
+    worker = ScoringWorker(WorkerContext("teacher", teacher_role(url), 0, 1))
     worker.initialize()
     batch = rows()
     mask = batch.batch["response_mask"]

@@ -91,7 +91,7 @@ def distil(role: Any, batch: TensorBatch) -> dict[str, torch.Tensor]:
 def step(strategy: Any, batch: TensorBatch) -> dict[str, torch.Tensor]:
     of_both = partial(divergence_of, OPTIONS)
     strategy.train_step(
-        batch, loss_of, [Output.LOG_PROBS], teachers=[Comparison("teacher", OPTIONS.kd_temperature, of_both)]
+        batch, loss_of, [Output.LOG_PROBS], comparisons=[Comparison("teacher", OPTIONS.kd_temperature, of_both)]
     )
     return strategy.gradients
 

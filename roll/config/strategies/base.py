@@ -150,7 +150,7 @@ class Backend:
     generates: str | None = None
     """Dotted path of the generation engine."""
     scores: str | None = None
-    """Dotted path of a class that gives log-probs of given tokens only, as a teacher needs them
+    """Dotted path of a class that gives log-probs of given tokens only, as distillation needs them
     (:class:`roll.strategies.engines.scoring.ScoringStrategy`)."""
     is_remote: bool = False
     """The model is computed elsewhere: its roles have no devices."""

@@ -52,12 +52,12 @@ def infer_strategies() -> tuple[str, ...]:
 
 
 def scoring_strategies() -> tuple[str, ...]:
-    """Strategies that only give log-probs of given tokens, at temperature 1: engines and services as teachers."""
+    """Strategies that only give log-probs of given tokens, at temperature 1: engines and services."""
     return BACKENDS.where(lambda backend: backend.scores is not None)
 
 
-def teacher_strategies() -> tuple[str, ...]:
-    """Strategies of a teacher."""
+def all_scoring_strategies() -> tuple[str, ...]:
+    """Strategies that give log-probs of given tokens, whatever else they do."""
     return (*infer_strategies(), *scoring_strategies())
 
 

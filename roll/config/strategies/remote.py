@@ -1,4 +1,4 @@
-"""Options of the ``remote`` strategy: a teacher behind a URL, and the addresses of such services."""
+"""Options of the ``remote`` strategy: a model at a URL, and the addresses of such services."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def url_problem(url: str) -> str | None:
 
 @dataclass(frozen=True)
 class RemoteStrategyConfig(StrategyConfig):
-    """``remote``: a teacher served elsewhere, asked for ``prompt_logprobs`` by ``POST <base_url>/completions``: vLLM's
+    """``remote``: a model served elsewhere, asked for ``prompt_logprobs`` by ``POST <base_url>/completions``: vLLM's
     server, ``roll serve``, or any other that answers as they do."""
 
     base_url: str = ""

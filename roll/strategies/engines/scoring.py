@@ -1,4 +1,4 @@
-"""Teachers that give log-probs of given tokens and nothing else: an engine's, and those of a service
+"""Scorers that give log-probs of given tokens and nothing else: an engine's, and those of a service
 (:mod:`roll.strategies.remote`).
 
 Both report, for every position of a sequence, the log-prob of the token there and the most probable tokens in its
@@ -52,7 +52,7 @@ class ScoringStrategy(ModelStrategy):
 
     def _forward(self, batch: TensorBatch, computation: Computation) -> TensorBatch:
         """Log-probs of the response tokens, at temperature 1 only."""
-        assert set(computation.outputs) <= {Output.LOG_PROBS} and not computation.teachers, computation
+        assert set(computation.outputs) <= {Output.LOG_PROBS} and not computation.comparisons, computation
         assert computation.temperature == 1.0, computation
         log_probs = torch.zeros(batch["response_mask"].shape)
         for row, (positions, score) in enumerate(self._scored(batch, 0)):
@@ -64,7 +64,7 @@ class ScoringStrategy(ModelStrategy):
         tail is one minus the listed mass.
 
         Raises:
-            ValueError: fewer tokens than requested, for instance where the teacher's most probable ones have ids that
+            ValueError: fewer tokens than requested, for instance where the most probable ones have ids that
                 the student does not know.
         """
         assert temperature == 1.0 or not wanted.count, (wanted, temperature)
@@ -90,7 +90,7 @@ class ScoringStrategy(ModelStrategy):
         """By row the positions that count and the score; nothing behind the last of them is computed."""
         images = batch.get(IMAGES)
         if images is not None and any(one is not None for one in images):
-            raise ValueError(f"{self.role.name}: a teacher under {self._name} is given token ids, and takes no images")
+            raise ValueError(f"{self.role.name}: {self._name} scores token ids here, and takes no images")
         places = [own.nonzero()[:, 0] for own in batch["response_mask"]]
         prompts = [
             row[: int(own.max()) + 1].tolist() for row, own in zip(batch["input_ids"], places, strict=True) if len(own)
@@ -106,10 +106,10 @@ class ScoringStrategy(ModelStrategy):
     def named_full_weights(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        raise AssertionError(f"{self._name} as a teacher gives no weights")
+        raise AssertionError(f"{self._name} as a scorer gives no weights")
 
     def save_hf(self, path: object) -> None:
-        raise AssertionError(f"{self._name} as a teacher gives no weights")
+        raise AssertionError(f"{self._name} as a scorer gives no weights")
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         return []
@@ -134,8 +134,8 @@ def listed_tokens(
     size = min(wanted.count or len(order), wanted.limit)
     if len(order) < size:
         raise ValueError(
-            f"the teacher gives {len(order)} of {size} most probable tokens below id {wanted.limit}, from which on the "
-            "student has none"
+            f"{len(order)} of {size} most probable tokens have an id below {wanted.limit}; the student has "
+            "no others"
         )
     order = order[:size]
     rest = max(0.0, 1.0 - float(np.exp(log_probs[order]).sum()))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from roll.models.distributions import Named, chunked
-from roll.models.layouts import TeacherTargets, TopTokens
+from roll.models.layouts import TargetDistributions, TopTokens
 from roll.models.log_probs import EXCLUDED_LOGIT, HeadMemory
 
 
@@ -112,7 +112,7 @@ def vocab_parallel_comparison(
     vocab_size: int,
     temperature: float,
     outputs: Collection[str],
-    teachers: Collection[TeacherTargets],
+    comparisons: Collection[TargetDistributions],
 ) -> Named:
     """As :func:`roll.models.distributions.compared` of all tokens, the same on all ranks of ``group``; the gradient of
     ``hidden`` is this rank's share."""
@@ -126,20 +126,20 @@ def vocab_parallel_comparison(
             learned["entropy"] = -tokens.summed((table.exp() * table).sum(1))
         if "sum_of_squares" in outputs:
             noted["sum_of_squares"] = tokens.summed(table.detach().exp().square().sum(1))
-        for whole in teachers:
-            teacher, same = whole.at(rows), whole.temperature == temperature
-            of_student = table if same else tokens.table(logits, teacher.temperature)
-            q, p = tokens.at(of_student, teacher.ids), teacher.log_probs.float()
-            largest = of_student.detach().amax(1)
+        for whole in comparisons:
+            target, same = whole.at(rows), whole.temperature == temperature
+            of_model = table if same else tokens.table(logits, target.temperature)
+            q, p = tokens.at(of_model, target.ids), target.log_probs.float()
+            largest = of_model.detach().amax(1)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-            noted[f"{teacher.name}/student_mass"] = q.detach().exp().sum(-1)
-            noted[f"{teacher.name}/teacher_mass"] = p.exp().sum(-1)
-            noted[f"{teacher.name}/agreement"] = (q.detach()[:, 0] >= largest).float()
-            has_tail = teacher.ids.shape[1] < vocab_size
+            noted[f"{target.name}/model_mass"] = q.detach().exp().sum(-1)
+            noted[f"{target.name}/target_mass"] = p.exp().sum(-1)
+            noted[f"{target.name}/agreement"] = (q.detach()[:, 0] >= largest).float()
+            has_tail = target.ids.shape[1] < vocab_size
             if has_tail:
-                q = torch.cat([q, tokens.rest(of_student, teacher.ids)[:, None]], dim=1)
-                p = torch.cat([p, teacher.tail[:, None].float()], dim=1)
-            learned[f"{teacher.name}/divergence"] = teacher.divergence(q, p, has_tail)
+                q = torch.cat([q, tokens.rest(of_model, target.ids)[:, None]], dim=1)
+                p = torch.cat([p, target.tail[:, None].float()], dim=1)
+            learned[f"{target.name}/divergence"] = target.divergence(q, p, has_tail)
         return learned, noted
 
     chunk = HeadMemory.for_device(hidden.device).chunk_tokens(weight.shape[0])

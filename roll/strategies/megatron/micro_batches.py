@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from roll.config.plan.plan import MicroBatching
-from roll.models.layouts import AttentionPattern, TeacherTargets, TokenLayout, TopTokens, padded
+from roll.models.layouts import AttentionPattern, TargetDistributions, TokenLayout, TopTokens, padded
 from roll.models.routes import routes_of
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import Comparison, LossFunction, Output, TensorBatch
@@ -78,7 +78,7 @@ class MicroBatch:
     layout: TokenLayout
     """The whole of it, before padding."""
     top_tokens: TopTokens | None = None
-    teachers: tuple[TeacherTargets, ...] = ()
+    comparisons: tuple[TargetDistributions, ...] = ()
     """Of the response tokens of this chunk."""
 
     def aligned(self, values: Tensor, context_group: ProcessGroup) -> Tensor:
@@ -118,7 +118,7 @@ class Chunking:
     top_tokens: TopTokens | None = None
     """As of a layout."""
     comparisons: Sequence[Comparison] = ()
-    """Teachers that the response tokens' distributions are compared with."""
+    """Targets that the response tokens' distributions are compared with."""
 
     def micro_batches(self, batch: TensorBatch, rule: MicroBatching) -> list[MicroBatch]:
         """The rows of ``batch`` as ``rule`` says; at least one micro-batch, if an empty one."""
@@ -189,7 +189,7 @@ class Chunking:
             destinations=whole.destinations[mine],
             layout=layout,
             top_tokens=self.top_tokens,
-            teachers=tuple(one.to(self.device).at(mine) for one in targets_of(layout, part, self.comparisons)),
+            comparisons=tuple(one.to(self.device).at(mine) for one in targets_of(layout, part, self.comparisons)),
         )
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from roll.models.layouts import TeacherTargets, TopTokens
+from roll.models.layouts import TargetDistributions, TopTokens
 from roll.models.log_probs import HeadMemory
 from roll.strategies.base import ModelHead
 from roll.strategies.megatron.distributions import vocab_parallel_comparison, vocab_parallel_top_tokens
@@ -102,7 +102,7 @@ class ResponseGPT(GPTModel):
         if not self.post_process:
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        asked = part.top_tokens, part.teachers
+        asked = part.top_tokens, part.comparisons
         return self.output_layer(hidden, part.predictors, part.targets, outputs, temperature, *asked, weight=weight)
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
@@ -141,7 +141,7 @@ class LogProbHead(ColumnParallelLinear):
         outputs: Collection[str],
         temperature: float,
         wanted: TopTokens | None = None,
-        teachers: tuple[TeacherTargets, ...] = (),
+        comparisons: tuple[TargetDistributions, ...] = (),
         weight: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """
@@ -149,7 +149,7 @@ class LogProbHead(ColumnParallelLinear):
             hidden: (s, b, H), or this rank's part of it along s with sequence parallelism.
             predictors: int64 (N,), indices into the flattened (s * b) hidden states.
             targets: int64 (N,), the tokens that they predict.
-            wanted, teachers: as of a layout (:mod:`roll.models.layouts`).
+            wanted, comparisons: as of a layout (:mod:`roll.models.layouts`).
             weight: the embeddings' matrix, where it is the output matrix too.
         """
         if self.config.sequence_parallel:
@@ -162,8 +162,10 @@ class LogProbHead(ColumnParallelLinear):
         shared = {"group": group, "vocab_size": self.vocab_size, "temperature": temperature}
         if wanted is not None:
             return vocab_parallel_top_tokens(hidden, weight, wanted=wanted, **shared)
-        if teachers:
-            return vocab_parallel_comparison(hidden, weight, targets, outputs=outputs, teachers=teachers, **shared)
+        if comparisons:
+            return vocab_parallel_comparison(
+                hidden, weight, targets, outputs=outputs, comparisons=comparisons, **shared
+            )
         computed = vocab_parallel_log_probs(hidden, weight, targets, **shared)
         named = zip(("log_probs", "entropy", "sum_of_squares"), computed, strict=True)
         return {name: values for name, values in named if name in outputs}

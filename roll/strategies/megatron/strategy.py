@@ -235,13 +235,13 @@ class MegatronStrategy(ModelStrategy):
     def _forward(self, batch: TensorBatch, computation: Computation) -> TensorBatch:
         """Collective. All ranks of a replica are given the same rows and return the same outputs."""
         names = [str(name) for name in computation.outputs if name is not Output.ROUTES]
-        names += [f"{one.name}/{name}" for one in computation.teachers for name in COMPARED]
+        names += [f"{one.name}/{name}" for one in computation.comparisons for name in COMPARED]
         shape = batch["input_ids"].shape
         whole = torch.zeros(len(names), *shape, dtype=torch.float32, device=self.device)
         for router in self._routers:
             router.records = Output.ROUTES in computation.outputs
         results = dict(zip(names, whole.unbind(), strict=True))
-        chunking = replace(self._chunking(), comparisons=computation.teachers)
+        chunking = replace(self._chunking(), comparisons=computation.comparisons)
         parts = self._compute_rows(batch, chunking, names, computation.temperature, results, [whole])
         for router in self._routers:
             router.records = False
@@ -398,7 +398,7 @@ class MegatronStrategy(ModelStrategy):
         self.optimizer.zero_grad()
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
-        chunking = replace(self._chunking(), comparisons=computation.teachers)
+        chunking = replace(self._chunking(), comparisons=computation.comparisons)
         parts = chunking.micro_batches(batch, micro_batching(self.role, trains=True))
         for router in self._routers:
             router.counts = None

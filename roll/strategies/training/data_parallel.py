@@ -196,7 +196,7 @@ class DataParallelStrategy(GatheredWeights):
             layer = self.sparse_layers[0]
             dtype, size = route_dtype(layer.num_experts), (*shape, len(self.sparse_layers), layer.top_k)
             results[Output.ROUTES] = torch.full(size, missing_mark(dtype), dtype=dtype, device=device)
-        self._compute_rows(batch, results, names, computation.temperature, computation.teachers)
+        self._compute_rows(batch, results, names, computation.temperature, computation.comparisons)
         self.model.records_routes = False
         return results
 
@@ -213,7 +213,7 @@ class DataParallelStrategy(GatheredWeights):
         results: TensorBatch,
         outputs: Collection[str],
         temperature: float,
-        teachers: Sequence[Comparison] = (),
+        comparisons: Sequence[Comparison] = (),
         top_tokens: TopTokens | None = None,
     ) -> None:
         """Collective. Compute all rows without gradient and write what comes of them into ``results``, (B, L, ...)
@@ -225,7 +225,7 @@ class DataParallelStrategy(GatheredWeights):
         for rows in self._rows_of_passes(batch, rule):
             part = micro_batch(batch, rows)
             shape = part["input_ids"].shape
-            layout = replace(self._layout(part, rule, images, teachers), top_tokens=top_tokens)
+            layout = replace(self._layout(part, rule, images, comparisons), top_tokens=top_tokens)
             computed = self._outputs(layout, outputs, temperature, shape)
             if self.model.records_routes:
                 computed[Output.ROUTES] = self._chosen(layout, part)
@@ -283,7 +283,7 @@ class DataParallelStrategy(GatheredWeights):
         return dict(zip(aligned, summed.unbind(), strict=True))
 
     def _layout(
-        self, part: TensorBatch, rule: MicroBatching, images: ImagePool | None, teachers: Sequence[Comparison] = ()
+        self, part: TensorBatch, rule: MicroBatching, images: ImagePool | None, comparisons: Sequence[Comparison] = ()
     ) -> TokenLayout:
         """The tokens of a micro-batch, padded so that ranks that share sequences get as many columns each."""
         layout = lay_out(part, rule, self.role.use_prefix_sharing)
@@ -291,8 +291,8 @@ class DataParallelStrategy(GatheredWeights):
             layout = images.attach(layout, part)
         sequences, length = layout.input_ids.shape
         layout = padded(layout, sequences, length + -length % self.context_size)
-        if teachers:
-            layout = replace(layout, teachers=targets_of(layout, part, teachers))
+        if comparisons:
+            layout = replace(layout, comparisons=targets_of(layout, part, comparisons))
         if Output.ROUTES not in part:
             return layout
         recorded, own = part[Output.ROUTES].shape[2], len(self.sparse_layers)
@@ -365,7 +365,7 @@ class DataParallelStrategy(GatheredWeights):
         computation: Computation,
     ) -> list[Metrics]:
         """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
-        layout = self._layout(part, rule, images, computation.teachers)
+        layout = self._layout(part, rule, images, computation.comparisons)
         routing = self.model.routing
         if routing is not None:
             routing.replay_counts = None

@@ -17,7 +17,7 @@ import torch
 
 from roll.config.plan.plan import MicroBatching
 from roll.models.layouts import (
-    TeacherTargets,
+    TargetDistributions,
     TokenLayout,
     leads_a_group,
     packed_layout,
@@ -27,7 +27,7 @@ from roll.models.layouts import (
 from roll.models.partitions import balance_packs, pack_sequences
 from roll.models.vision import PROMPT_KEYS
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
-from roll.strategies.base import Comparison, TensorBatch, teacher_columns
+from roll.strategies.base import Comparison, TensorBatch, target_columns
 
 logger = logging.getLogger(__name__)
 
@@ -203,17 +203,19 @@ def lay_out(part: TensorBatch, rule: MicroBatching, shares_prompts: bool) -> Tok
     return packed_layout(ids, mask) if rule.removes_padding else row_layout(ids, mask, rule.width_multiple)
 
 
-def targets_of(layout: TokenLayout, part: TensorBatch, teachers: Sequence[Comparison]) -> tuple[TeacherTargets, ...]:
-    """Each teacher's targets for a layout's response tokens, from its columns (B, L, ...) of a micro-batch."""
+def targets_of(
+    layout: TokenLayout, part: TensorBatch, comparisons: Sequence[Comparison]
+) -> tuple[TargetDistributions, ...]:
+    """Each comparison's targets for a layout's response tokens, from its columns (B, L, ...) of a micro-batch."""
     found = []
-    for one in teachers:
-        names = teacher_columns(one.name)
+    for one in comparisons:
+        names = target_columns(one.name)
         if names[0] in part:
             log_probs, ids, tail = (part[name].flatten(0, 1)[layout.destinations] for name in names)
         else:  # an empty micro-batch: no token to be compared
             ids = part["input_ids"].new_zeros(0, 1)
             log_probs, tail = torch.zeros(0, 1), torch.zeros(0)
-        found.append(TeacherTargets(one.name, ids.long(), log_probs, tail, one.temperature, one.divergence))
+        found.append(TargetDistributions(one.name, ids.long(), log_probs, tail, one.temperature, one.divergence))
     return tuple(found)
 
 

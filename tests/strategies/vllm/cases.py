@@ -303,20 +303,20 @@ def prompt_scores(folder: Path) -> dict[str, Any]:
         }
 
 
-def teacher_columns(folder: Path) -> dict[str, float]:
+def target_columns(folder: Path) -> dict[str, float]:
     """Largest distances of a teacher's columns under vLLM from those of the plain model."""
     from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
     from roll.distributed import WorkerContext
     from roll.methods.base import Ask
     from roll.models.layouts import TopTokens
     from roll.protocol import DataProto
-    from roll.workers.model import TeacherWorker
+    from roll.workers.model import ScoringWorker
 
     drop_shared_engine()
     options = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     args = ModelArguments(model_name_or_path=str(folder), dtype="fp32")
     role = WorkerConfig(name="teacher", model_args=args, strategy_args=StrategyArguments("vllm", options))
-    worker = TeacherWorker(WorkerContext("teacher", role, 0, 1))
+    worker = ScoringWorker(WorkerContext("teacher", role, 0, 1))
     worker.initialize()
     generator = torch.Generator().manual_seed(0)
     ids, attention = torch.randint(5, 300, (3, 12), generator=generator), torch.ones(3, 12, dtype=torch.bool)

@@ -101,5 +101,5 @@ def test_log_probs_of_prompts(in_engine_process: Callable[..., Any], folders: di
 def test_columns_of_a_teacher_are_those_of_the_model_itself(
     in_engine_process: Callable[..., Any], folders: dict[str, Path]
 ) -> None:
-    found = in_engine_process(cases.teacher_columns, folders["qwen3"])
+    found = in_engine_process(cases.target_columns, folders["qwen3"])
     assert found.pop("ids") == 0 and max(found.values()) < 2e-5, found
