@@ -34,7 +34,7 @@ class PairSums:
     lengths: Tensor
     """Tokens of the responses, as floats."""
     weights: Tensor | None = None
-    """Of the pairs, (P,); None: 1 each."""
+    """Weights of the pairs, (P,); None: 1 each."""
 
 
 def pair_sums(

@@ -66,7 +66,7 @@ class Registry(Generic[F]):
         return tuple(self._entries)
 
     def resolve(self, name: str) -> F:
-        """The function that ``name`` stands for; raises ``ValueError`` naming the nearest known one."""
+        """The function called ``name``; raises ``ValueError`` naming the nearest known one."""
         if name in self._entries:
             return self._entries[name]
         if "." in name or ":" in name:

@@ -1,7 +1,7 @@
 """Reward models: the tokens whose score is a reward, their losses, and what is measured of their scores.
 
 The same tokens are scored in training and wherever a reward model scores. A value belongs to the state in which a token
-is sampled, so to the tokens before it. One token is therefore added behind each sequence, which no model computes; the
+is sampled, so to the tokens before it. One token is therefore added after each sequence, which no model computes; the
 score of the sequence is the value at that place, so the model's output at the **last attended token**, whatever id that
 is (a padding id among them).
 

@@ -1,7 +1,7 @@
 """Contents of a role's checkpoint, and their check against another configuration.
 
 Each role's folder has a ``trainer_state.json``.  Besides counters it lists the trained parameters with their shapes, so
-that a configuration under which some of them would be left behind, or start from somewhere else, is refused by name.
+that a configuration under which some of them would be left over, or start from somewhere else, is refused by name.
 Reading it needs neither torch nor the model.
 """
 
@@ -95,7 +95,7 @@ def check_contents(written: ModelContents, present: ModelContents, folder: Path)
     """
     Raises:
         CheckpointMismatchError: ``present``'s strategy does not read what wrote the checkpoint, or something of it
-            would be left behind or have another meaning; names what, and the key.
+            would be left over or have another meaning; names what, and the key.
     """
     problem = strategy_problem(written, present.strategy)
     if problem is not None:

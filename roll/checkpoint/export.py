@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 FORMS = ("hf", "peft", "gguf")
 MAX_FILE_BYTES = 4 * 2**30
 BOUND = 1e-4
-"""Of the differences between log-probs, computed in float32 from the same rounded weights."""
+"""Largest difference between log-probs, computed in float32 from the same rounded weights."""
 BOUND_OF_MERGED = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 """Where adapters are merged: the sum may be rounded to the next number up or down."""
 _KEPT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -191,7 +191,7 @@ def expected_model(trained: TrainedModel, rounding: Rounding) -> PreTrainedModel
 
 
 def reloaded_model(trained: TrainedModel, form: str, path: Path) -> PreTrainedModel:
-    """As its users load it, in float32."""
+    """The model as its users load it, in float32."""
     config = checked_config(trained.args, trained.head)
     load = partial(auto_class(config, trained.head).from_pretrained, dtype=torch.float32)
     model: Any
@@ -260,7 +260,7 @@ def _write(
 
 
 def _dtype(options: argparse.Namespace, trained: TrainedModel) -> torch.dtype:
-    """Of the weights; in the comparison, of those in memory."""
+    """Type of the weights in the file; in the comparison, of those in memory."""
     if options.to == "peft":
         return torch.float32
     if options.to == "gguf":

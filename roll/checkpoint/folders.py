@@ -232,7 +232,7 @@ def _replace(partial: Path, final: Path) -> None:
 
 
 def _is_locked(lock: Path, remove: bool = False) -> bool:
-    """True where a writer holds it; with ``remove`` the file of any other goes, before a new writer can hold it."""
+    """True if a writer holds it; with ``remove`` the file of any other goes, before a new writer can hold it."""
     try:
         descriptor = os.open(lock, os.O_RDWR)
     except FileNotFoundError:

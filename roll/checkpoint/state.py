@@ -1,6 +1,6 @@
 """A nested state on disk without pickle, and the state of random number generators.
 
-JSON for plain values, safetensors for arrays and tensors: ``state.json`` holds the structure; an array stands there as
+JSON for plain values, safetensors for arrays and tensors: ``state.json`` holds the structure; an array is there as
 ``{"__array__": "17"}`` and its data under that name in ``arrays.safetensors`` (NumPy) or ``tensors.safetensors``
 (torch). Reading one runs no code from the file.
 """

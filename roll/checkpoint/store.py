@@ -172,7 +172,7 @@ class ObjectStore:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Errors of whichever client is behind fsspec as ``OSError``, with the URL."""
+        """Errors of whichever client fsspec uses as ``OSError``, with the URL."""
         try:
             yield
         except CheckpointDamagedError:

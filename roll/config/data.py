@@ -79,7 +79,7 @@ class DataArguments:
     curriculum: CurriculumArguments | None = None
     """Rows in order of difficulty; null: none."""
     streaming: bool = False
-    """Of supervised training: prepare rows as they are needed, not all of them before the first step; ``max_steps`` is
+    """Supervised training: prepare rows as they are needed, not all of them before the first step; ``max_steps`` is
     needed then."""
     streaming_window: int = setting(8192, ge=1, read_if={"streaming": (True,)})
     """Rows that a stream prepares at a time, and shuffles among themselves."""
@@ -134,7 +134,7 @@ class DataArguments:
 
 
 FORMATS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
-"""Kinds of data files; the text formats also with ``.gz`` behind."""
+"""Kinds of data files; the text formats also with ``.gz`` appended."""
 HUB = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?")
 """``hub:OWNER/NAME[/CONFIG][:SPLIT]``."""
 
@@ -158,7 +158,9 @@ def hub_name(name: str) -> HubName | None:
         return None
     found = HUB.fullmatch(name)
     if found is None:
-        raise ValueError("a data set of the hub is written hub:OWNER/NAME, hub:OWNER/NAME/CONFIG or with :SPLIT behind")
+        raise ValueError(
+            "a data set of the hub is written hub:OWNER/NAME, hub:OWNER/NAME/CONFIG or with :SPLIT appended"
+        )
     return HubName(found["name"], found["config"], found["split"] or "train")
 
 

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 ALL_LINEAR = "all-linear"
 """Every linear layer but the output matrix."""
 EXPERTS = "experts"
-"""In ``lora_target``, alone or behind a path: the fused experts of sparse layers."""
+"""In ``lora_target``, alone or after a path: the fused experts of sparse layers."""
 
 _PATTERN_MARKS = frozenset("*+?|()[]{}^$\\")
 _ADAPTER_CONFIG = "adapter_config.json"
 
 
 def uses_lora(args: ModelArguments) -> bool:
-    """True where the role's model is a frozen base with adapters."""
+    """True if the role's model is a frozen base with adapters."""
     return bool(args.lora_target or args.adapter_name_or_path)
 
 
@@ -35,7 +35,7 @@ def adapter_rank(args: ModelArguments) -> int:
 
 
 def adapts_experts(args: ModelArguments) -> bool:
-    """True where adapters are wanted on tensors of experts, as far as can be read without the model."""
+    """True if adapters are wanted on tensors of experts, as far as can be read without the model."""
     if args.adapter_name_or_path is not None:
         return bool(_adapter_config(args).get("target_parameters"))
     return not is_pattern(args.lora_target) and any(

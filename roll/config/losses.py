@@ -138,7 +138,7 @@ def preference_problems(config: PreferenceLossConfig) -> list[tuple[str, Any, st
     if is_unpaired(config):
         name = loss_names(config)[0]
         alone = (
-            (len(rows) > 1, "loss_type", f"{name} is a loss of single responses and stands alone"),
+            (len(rows) > 1, "loss_type", f"{name} is a loss of single responses and cannot be combined"),
             (config.use_weighting, "use_weighting", f"weighs pairs, of which {name} has none: leave it out"),
             (config.rpo_alpha > 0, "rpo_alpha", f"is a term of pairs, of which {name} has none: leave it out"),
             (

@@ -42,7 +42,7 @@ NAMES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def family_of(name: str) -> Mapping[str, Any] | None:
-    """As much of the model's ``config.json`` as its name tells (nothing of a dense language model); None: the name says
-    nothing."""
+    """Entries of the model's ``config.json`` that its name tells (none for a dense language model); None: the name
+    says nothing."""
     last = "/".join(name.rstrip("/").split("/")[-PARTS:]).lower()
     return next((config for pattern, config in NAMES if re.search(pattern, last)), None)

@@ -22,7 +22,7 @@ LR_SCHEDULER_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """Hugging Face's schedules that are a function of the step alone, each with its ``lr_scheduler_kwargs``."""
 DECAY_TYPES = ("cosine", "linear", "1-sqrt")
-"""Of ``warmup_stable_decay``."""
+"""Decay types of ``warmup_stable_decay``."""
 LR_SCHEDULERS = tuple(LR_SCHEDULER_OPTIONS)
 DECAYING_SCHEDULERS = tuple(name for name in LR_SCHEDULERS if not name.startswith("constant"))
 """Those that read ``min_lr_ratio``."""
@@ -43,7 +43,7 @@ TEMPLATES = (
     *("chatml", "empty", "base", "raw", "longCOT_qwen2.5", "longcot_V3"),
 )
 TEMPLATE_ENDINGS = (".jinja", ".j2")
-"""Of files that hold a chat template."""
+"""Endings of files that hold a chat template."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ WHY_PLANNED = {
     "remote": ("the reward remote, a client of a service that is not public: http_reward asks your own", "http_reward"),
     "video_r1": ("the reward video_r1, for models that see videos", "math_rule"),
 }
-"""Of each of those: what it is, and a reward to take in its place."""
+"""For each of those: what it is, and a reward to use instead."""
 
 PUBLISHED_WORKERS = ("ActorWorker", "ActorPGWorker", "CriticWorker", "InferWorker")
 """Worker classes of ROLL's published files that stand for a role's own worker here."""

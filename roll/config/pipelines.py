@@ -116,8 +116,8 @@ class Panel:
     """One set of axes of the run's picture.
 
     Attributes:
-        title: stands above it.
-        keys: the metrics drawn, where the log has them; ``*`` stands for one part between slashes.
+        title: shown above it.
+        keys: the metrics drawn, where the log has them; ``*`` matches one part between slashes.
         first_only: draw only the first key that the log has.
         unit_range: the axis shows 0 to 1.
         smooth: draw a moving average over the raw curve.

@@ -56,7 +56,7 @@ def transport_name(
     """The transport that a run uses.
 
     Args:
-        device_type: ``cpu``, ``cuda`` ...: what a device id stands for on these hosts.
+        device_type: ``cpu``, ``cuda`` ...: what a device id means on these hosts.
     """
     if options.transport != "auto":
         return options.transport

@@ -198,5 +198,5 @@ def judge_length(sequence_length: int, positions: int | None) -> int:
 
 
 def generates_otherwise(role: WorkerConfig) -> bool:
-    """True where the role sets sampling parameters, which the reward decides for a judge."""
+    """True if the role sets sampling parameters, which the reward decides for a judge."""
     return role.generating_args != GeneratingArguments()

@@ -34,7 +34,7 @@ class ModelArguments:
     gradient_checkpointing_use_reentrant: bool = False
     """Use PyTorch's reentrant form of gradient checkpointing."""
     dtype: Literal["bf16", "fp16", "fp32"] = setting("bf16", parse=parse_dtype)
-    """Compute type. Trained parameters are kept in float32 whatever stands here."""
+    """Compute type. Trained parameters are kept in float32 whatever is written here."""
     model_type: str | None = setting(
         None, choices=("auto_sequence_classification", "auto_token_classification", "trl"), example="trl"
     )

@@ -151,7 +151,7 @@ class _MaskingFormatter(logging.Formatter):
 
 
 def tail(path: Path, lines: int = 20, begin: int = 0) -> list[str]:
-    """The last ``lines`` lines of the file behind byte ``begin``; empty when it is not there."""
+    """The last ``lines`` lines of the file after byte ``begin``; empty when it is not there."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -331,7 +331,7 @@ class WorkerActor:
 
 
 def load_worker_class(worker_class: str | bytes) -> type[Worker]:
-    """The class behind a dotted path (``package.module.Class``) or a pickle of it.
+    """The class of a dotted path (``package.module.Class``) or a pickle of it.
 
     Raises:
         ValueError: the path leads to no subclass of :class:`Worker`.
@@ -379,7 +379,7 @@ def _show_devices(local_devices: tuple[int, ...]) -> None:
 
 
 def _ray_log_file() -> Path | None:
-    """The file behind this process's standard error."""
+    """The file that this process's standard error goes to."""
     try:
         return Path(os.readlink("/proc/self/fd/2"))
     except OSError:

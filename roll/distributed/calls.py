@@ -22,7 +22,7 @@ from roll.distributed.failures import DeadlineExceeded, RankReport, RemoteError,
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R", default=Any)
-"""Of the result of a call."""
+"""Type of a call's result."""
 
 _REPORTED_RANKS = 3
 _GRACE_SECONDS = 2.0
@@ -37,13 +37,13 @@ _PEER_TROUBLE = re.compile(
 _FAREWELL_SECONDS = 10.0
 """Time for coroutines to end after they have been cancelled."""
 _PASSES_FOR_CALLBACKS = 16
-"""Of the event loop: the end of a coroutine may begin another one only a few passes later."""
+"""Passes of the event loop: the end of a coroutine may begin another one only a few passes later."""
 
 
 class PendingCall(Generic[R]):
     """A call to one or more ranks of a cluster: awaitable in a coroutine, :meth:`result` anywhere else.
 
-    Its deadline runs from the moment of the call, so time spent waiting behind an earlier call of the same worker
+    Its deadline runs from the moment of the call, so time spent waiting for an earlier call of the same worker
     counts. ``refs`` may be given to other calls in place of the results.
     """
 
@@ -88,7 +88,7 @@ class PendingCall(Generic[R]):
         return self
 
     def done(self) -> bool:
-        """True where :meth:`result` returns (or raises) at once."""
+        """True if :meth:`result` returns (or raises) at once."""
         if self.error is None and self.unanswered:
             ready, _ = ray.wait(self.unanswered, num_returns=len(self.unanswered), timeout=0)
             return len(ready) == len(self.unanswered)
@@ -111,7 +111,7 @@ class PendingCall(Generic[R]):
         return self._collect(self._answers)
 
     def __await__(self) -> Generator[Any, None, R]:
-        """As :meth:`result`; other coroutines run meanwhile. Cancelling the wait does not cancel the call."""
+        """Like :meth:`result`; other coroutines run meanwhile. Cancelling the wait does not cancel the call."""
         return self._result().__await__()
 
     async def _result(self) -> R:
@@ -398,7 +398,7 @@ def _is_peer_trouble(error: Exception) -> bool:
 
 
 def is_peer_trouble(text: str) -> bool:
-    """True where an error reads like one that another rank has caused."""
+    """True if an error reads like one that another rank has caused."""
     return bool(_PEER_TROUBLE.search(text))
 
 

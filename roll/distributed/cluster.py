@@ -186,11 +186,11 @@ class Cluster:
         return self._call(method.__name__, modes, args, kwargs)
 
     def call_all(self, method: Method[P, R], /, *args: P.args, **kwargs: P.kwargs) -> PendingCall[list[R]]:
-        """As :meth:`call`, for ``Dispatch.ONE_TO_ALL``: every rank gets the arguments; one result a rank, in order."""
+        """Like :meth:`call`, for ``Dispatch.ONE_TO_ALL``: every rank gets the arguments; one result each, in order."""
         return self._call(method.__name__, (Dispatch.ONE_TO_ALL,), args, kwargs)
 
     def call_each(self, method: Callable[..., R], /, *args: Any, **kwargs: Any) -> PendingCall[list[R]]:
-        """As :meth:`call`, for ``Dispatch.ALL_TO_ALL``: arguments and result are lists with one entry a rank."""
+        """Like :meth:`call`, for ``Dispatch.ALL_TO_ALL``: arguments and result are lists with one entry a rank."""
         return self._call(method.__name__, (Dispatch.ALL_TO_ALL,), args, kwargs)
 
     def _call(

@@ -18,7 +18,7 @@ _TASKS = Path("/proc/self/task")
 
 
 class Effort:
-    """Seconds of this process; a thread of its own notices when the process stands still."""
+    """Seconds of this process; a thread of its own notices when the process is stopped."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

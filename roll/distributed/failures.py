@@ -178,7 +178,7 @@ class WorkerFailed(RemoteError):
 
 
 class DeadlineExceeded(RemoteError):
-    """Ranks that did not answer in time; ``reports`` has where each of the first few stands.
+    """Ranks that did not answer in time; ``reports`` has the stacks of the first few.
 
     Attributes: ``links`` (lines on the network from the driver to the nodes of the silent ranks).
     """

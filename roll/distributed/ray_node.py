@@ -8,7 +8,7 @@ Private parts of Ray are used here and in no other module; ``setup.py`` bounds i
 public way to any of this:
 
 - ``Node``, ``RayParams``: start a node without those three processes, and learn the daemons' process ids. They are
-  behind ``ray start``, which starts the processes too.
+  by ``ray start``, which starts the processes too.
 - ``Config``, ``AuthenticationTokenLoader``: read the access token again, which Ray does when it is imported.
 - ``GcsClient``: exchange messages with the head before a node joins it.
 - ``worker.print_to_stdstream``: keep notices of dead workers off the driver's standard output.
@@ -56,7 +56,7 @@ _LONGEST_BASE = 20
 
 @contextlib.contextmanager
 def session_dir() -> Iterator[Path]:
-    """A fresh folder for Ray, removed at the end; folders that killed runs left behind are removed first.
+    """A fresh folder for Ray, removed at the end; folders that killed runs left are removed first.
 
     The folder lies in one that only this user may enter. The driver holds a lock on a file there, so a folder whose
     lock is free has no owner.

@@ -128,7 +128,7 @@ class ResourceManager:
 
 
 def _device_resource(nodes: list[dict[str, Any]], per_node: int, num_nodes: int) -> str:
-    """The resource that stands for devices: accelerators where any node has them, else slots, else (a Ray that this
+    """The resource that counts devices: accelerators where any node has them, else slots, else (a Ray that this
     project did not start) one CPU a node."""
     for resource in (*_ACCELERATORS, SLOT_RESOURCE):
         counts = sorted((int(node["Resources"].get(resource, 0)) for node in nodes), reverse=True)

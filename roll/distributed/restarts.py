@@ -99,7 +99,7 @@ class Attempt:
     began: float = field(default_factory=time.monotonic)
     status: int = 0
     mark: str = ""
-    """Of the run's processes (:mod:`roll.distributed.guard`)."""
+    """Mark of the run's processes (:mod:`roll.distributed.guard`)."""
     reached: int | None = None
     """Steps done; None: training had not begun."""
     first: int | None = None

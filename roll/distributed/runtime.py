@@ -1,4 +1,4 @@
-"""Starting, joining and leaving Ray, so that nothing of a run is left behind."""
+"""Starting, joining and leaving Ray, so that nothing of a run is left running."""
 
 from __future__ import annotations
 

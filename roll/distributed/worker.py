@@ -120,7 +120,7 @@ class WorkerContext:
     master_port: int = 0
     """The port at which rank 0 serves the rendezvous of the process group."""
     listen_fd: int | None = None
-    """On rank 0: the listening socket behind ``master_port``, taken when the actor started so that nobody else can."""
+    """On rank 0: the listening socket of ``master_port``, taken when the actor started so that nobody else can."""
     seed: int = 42
     settings: Any = None
     """Values from the pipeline besides the role (:attr:`Worker.settings_class`)."""

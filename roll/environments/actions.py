@@ -13,7 +13,7 @@ _BY_NAME = {name.lower(): name for name in MOVES}
 
 @dataclass(frozen=True)
 class ActionPattern:
-    """Where the action stands in a response.
+    """Place of the action in a response.
 
     ``pattern`` has one group (the action) or two (thought and action); the first match counts, the dot matches line
     breaks. None: the whole response, stripped.

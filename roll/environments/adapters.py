@@ -265,7 +265,7 @@ def skyrl_environment(
 
 
 def _defaults_of(entry_point: Any) -> dict[str, Any]:
-    """Defaults of the configuration class that stands in the module of an environment of SkyRL-Gym."""
+    """Defaults of the configuration class in the module of an environment of SkyRL-Gym."""
     name = entry_point.partition(":")[0] if isinstance(entry_point, str) else entry_point.__module__
     found = [
         item

@@ -73,7 +73,7 @@ async def call_off_loop(function: Callable[..., Any], /, *args: Any, **options: 
 
 
 def says_instant(kind: type, method: str) -> bool:
-    """True where the class and the one that defines ``method`` declare ``instant = True``: a subclass that overrides a
+    """True if the class and the one that defines ``method`` declare ``instant = True``: a subclass that overrides a
     method has to declare it again."""
     definer = next((one for one in kind.__mro__ if method in vars(one)), None)
     return bool(getattr(kind, "instant", False)) and definer is not None and bool(vars(definer).get("instant", False))

@@ -85,7 +85,7 @@ def check_environment_options(env_type: str, env_config: Mapping[str, Any]) -> N
 
 
 def is_instant(env_type: str) -> bool:
-    """True where the class declares ``instant = True``: its methods may be called on the event loop."""
+    """True if the class declares ``instant = True``: its methods may be called on the event loop."""
     if ":" in env_type:
         return False
     found = load_environment_class(env_type)
@@ -93,7 +93,7 @@ def is_instant(env_type: str) -> bool:
 
 
 def load_environment_class(env_type: str) -> Callable[..., Environment]:
-    """The class or function behind a name or dotted path.
+    """The class or function of a name or dotted path.
 
     Raises:
         EnvironmentOptionError: there is none.

@@ -33,7 +33,7 @@ _PICTURE_LEGEND = (
     "disc is you"
 )
 _STEP_REWARD, _BOX_REWARD, _SUCCESS_REWARD = -0.1, 1.0, 10.0
-"""As in gym-sokoban: a move, a box onto (or, negated, off) its target, all boxes on targets."""
+"""Rewards of gym-sokoban: a move, a box onto (or, negated, off) its target, all boxes on targets."""
 _MAX_TRIES = 100
 _WALK_TURN = 0.35
 """Probability that the random walk which carves the room turns."""

@@ -26,7 +26,7 @@ from roll.strategies.base import Comparison, Output, TensorBatch
 MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask", IMAGES)
 """Read by every pass."""
 POLICY_COLUMNS = (*MODEL_COLUMNS, str(Output.ROUTES))
-"""Of the policy, which may replay where its tokens went."""
+"""Columns of the policy, which may replay the experts of its tokens."""
 
 Totals = dict[str, Tensor]
 """Counts, float64, of any shape; summed over ranks."""
@@ -71,11 +71,11 @@ class Ask:
     outputs: tuple[Output, ...] = (Output.LOG_PROBS,)
     temperature: float = 1.0
     without_adapters: bool = False
-    """Of the base of a LoRA model."""
+    """Compute by the base of a LoRA model."""
     top: TopTokens | None = None
     """In place of ``outputs``: :data:`~roll.strategies.base.TOP_COLUMNS` of ``softmax(logits / temperature)``."""
     dtype: str = "fp32"
-    """Of the log-probs of ``top``; the tail's is float32."""
+    """Type of the log-probs of ``top``; the tail's is float32."""
 
 
 LOG_PROBS, VALUES = Ask(), Ask((Output.VALUES,))

@@ -50,7 +50,7 @@ class TaughtPolicyLoss(PolicyLoss):
 
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     names: tuple[str, ...] = ()
-    """Of the teachers, by number."""
+    """Names of the teachers, by number."""
     columns = (*POLICY_COLUMNS, *LOSS_COLUMNS, *target_columns(TEACHER), TEACHER_INDEX, TEACHER_WEIGHTS)
 
     @property
@@ -66,7 +66,7 @@ class TaughtPolicyLoss(PolicyLoss):
         return loss, metrics | self.teacher_metrics(outputs, batch)
 
     def teacher_metrics(self, outputs: TensorBatch, batch: TensorBatch) -> Metrics:
-        """Of each teacher over the response tokens of its rows: the divergence, and how the distributions compare."""
+        """Divergence from each teacher over the response tokens of its rows, and how the distributions compare."""
         metrics: Metrics = {}
         compared = of_teacher(outputs)
         for number, name in enumerate(self.names):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def is_off_policy(order: int, lmbda: float) -> bool:
-    """True where the prompt that was drawn as number ``order`` is answered by its row: a share of 1 - ``lmbda`` of all,
+    """True if the prompt that was drawn as number ``order`` is answered by its row: a share of 1 - ``lmbda`` of all,
     evenly spread."""
     share = 1.0 - lmbda
     return int((order + 1) * share + 1e-9) > int(order * share + 1e-9)
@@ -49,7 +49,7 @@ class DatasetResponses:
         self._max_new_tokens = max_new_tokens
         self._sampled = SingleTurn()
         self.version = 0
-        """Of the weights of the step; a row's response counts as new as a sampled one."""
+        """Version of the step's weights; a row's response counts as new as a sampled one."""
 
     async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
         if not is_off_policy(context.order, self._lmbda):

@@ -21,7 +21,7 @@ POLICY_PANELS = (
     Panel("KL", ("critic/kl", "actor/kl_loss", "actor/approxkl"), first_only=True, smooth=True, zero_is_none=True),
     Panel("Entropy", ("actor/entropy", "critic/entropy/mean"), first_only=True, smooth=True),
 )
-"""Of the picture of every such run."""
+"""Panels of every such run."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class PolicyPlan(Plan):
 
     @property
     def engines_take_turns(self) -> bool:
-        """True where other roles compute on the engines' devices, so that generation stops in the meantime."""
+        """True if other roles compute on the engines' devices, so that generation stops in the meantime."""
         return bool(self.roles["actor_infer"].colocated_with)
 
     def run_ahead_sentence(self, what: str, unit: str) -> str:
@@ -182,18 +182,18 @@ def engine_log_probs_as_old(config: PolicyRunConfig) -> bool:
 
 
 def trainer_is_old(config: PolicyRunConfig) -> bool:
-    """True where something besides the policy's loss needs the trainer's log-probs before the update."""
+    """True if something besides the policy's loss needs the trainer's log-probs before the update."""
     compared = kl_in_reward(config) or taught_by_advantage(config)
     return config.enable_old_logprobs_recompute or compared or needs_old_distribution(config)
 
 
 def is_taught(config: PolicyRunConfig) -> bool:
-    """True where teachers take part in the run: on-policy distillation."""
+    """True if teachers take part in the run: on-policy distillation."""
     return bool(config.teacher) and (config.use_opd or config.is_pure_opd)
 
 
 def taught_by_advantage(config: PolicyRunConfig) -> bool:
-    """True where teachers act on the advantages of sampled tokens, by their log-ratio to the student's log-probs."""
+    """True if teachers act on the advantages of sampled tokens, by their log-ratio to the student's log-probs."""
     return is_taught(config) and config.opd_form == "advantage"
 
 
@@ -207,13 +207,13 @@ def needs_old_log_probs(config: PolicyRunConfig) -> bool:
 
 
 def corrects_old_log_probs(config: PolicyRunConfig) -> bool:
-    """True where a correction compares the engine with the trainer's policy before the update."""
+    """True if a correction compares the engine with the trainer's policy before the update."""
     options = correction_options(config.train_infer_correction)
     return options.function is not None or any(rule.policy == "old" for rule in options.rules)
 
 
 def corrects_batches(config: PolicyRunConfig) -> bool:
-    """True where a correction needs the whole batch before the update: it drops tokens, or uses the mean of weights."""
+    """True if a correction needs the whole batch before the update: it drops tokens, or uses the mean of weights."""
     options = correction_options(config.train_infer_correction)
     return bool(options.rejections or options.normalized)
 
@@ -227,7 +227,7 @@ def needs_sum_of_squares(config: PolicyRunConfig) -> bool:
 
 
 def needs_old_distribution(config: PolicyRunConfig) -> bool:
-    """True where more of the trainer's distributions before the update is needed than the samples' log-probs."""
+    """True if more of the trainer's distributions before the update is needed than the samples' log-probs."""
     return needs_old_entropy(config) or needs_sum_of_squares(config)
 
 

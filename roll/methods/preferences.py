@@ -38,7 +38,7 @@ from roll.protocol.metrics import Mean, Metrics, merge_metrics, to_floats
 from roll.strategies.base import Output, TensorBatch
 
 ReferenceLogProbs = list[np.ndarray]
-"""Of each response of a row, float32 (tokens,)."""
+"""Log-probs of each response of a row, float32 (tokens,)."""
 
 
 @dataclass(frozen=True)

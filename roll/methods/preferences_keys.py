@@ -96,5 +96,5 @@ class DPO(SupervisedDefinition):
         return {"reference": runs_reference(config)}
 
     def longest_row(self, config: DPOConfig) -> int:
-        """Of a pair: both responses are computed in one micro-batch."""
+        """Tokens of a pair: both responses are computed in one micro-batch."""
         return 2 * config.sequence_length

@@ -41,7 +41,7 @@ class RMConfig(RewardLossConfig, SupervisedConfig):
     """Column of their scores, ranks (higher is better), grades or labels; where rankings have none, the best response
     is the first."""
     step_separator: str = "\n"
-    """``process``: text behind every step but the last."""
+    """``process``: text after every step but the last."""
     reward_train: WorkerConfig = field(default_factory=WorkerConfig)
     """The reward model; its ``data_args`` name the rows. ``per_device_train_batch_size`` counts prompts."""
 
@@ -90,14 +90,12 @@ class RewardModel(SupervisedDefinition):
             for key, value, rule in reward_loss_problems(config, config.margin_key):
                 checks.add(key, value, rule)
             if config.loss_type == "process" and config.score_input == "chat":
-                rule = (
-                    "steps are scored behind their own tokens, which a template for whole conversations does not show"
-                )
+                rule = "steps are scored at their last tokens, which a template for whole conversations does not show"
                 checks.add("score_input", "chat", rule, "tokens")
             if config.margin_key is not None and config.loss_type not in RANKS:
                 checks.note("margin_key", f"not used: loss_type {config.loss_type} compares no responses")
 
     def longest_row(self, config: RMConfig) -> int:
-        """Of a pair: all responses to a prompt are computed in one micro-batch. Longer rankings need a larger budget,
-        which the first of them says."""
+        """Tokens of a pair: all responses to a prompt are computed in one micro-batch. Longer rankings need a larger
+        budget, which the first of them says."""
         return (2 if config.loss_type == "bradley_terry" else 1) * config.sequence_length

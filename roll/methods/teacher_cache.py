@@ -25,7 +25,7 @@ FORMAT = 2
 SHARD_TOKENS = 65536
 """Tokens after which a shard of the cache is written."""
 RowTargets = dict[str, torch.Tensor]
-"""Of one row: ``log_probs`` (n, k), ``ids`` int32 (n, k), ``tail`` float32 (n,)."""
+"""Targets of one row: ``log_probs`` (n, k), ``ids`` int32 (n, k), ``tail`` float32 (n,)."""
 
 
 def row_key(input_ids: np.ndarray, counted: np.ndarray, images: Sequence[str] = ()) -> bytes:

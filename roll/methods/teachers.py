@@ -45,7 +45,7 @@ def teacher_worker(section: WorkerConfig) -> str:
 
 def finished_teacher(section: WorkerConfig, longest: int) -> WorkerConfig:
     """The section of an engine as its workers get it: with the weights of its folder, and room for sequences of
-    ``longest`` tokens and for the token that an engine samples behind them."""
+    ``longest`` tokens and for the token that an engine samples after them."""
     if backend_of(section.strategy_args.strategy_name).generates is None or not only_scores(section):
         return section
     return own_weights(with_cache_length(section, longest + 1))

@@ -1,4 +1,4 @@
-"""Causal attention for tokens laid out by :mod:`roll.models.layouts`: in rows, packed, behind shared prompts, or in
+"""Causal attention for tokens laid out by :mod:`roll.models.layouts`: in rows, packed, with shared prompts, or in
 sequence shards.
 
 All other layers of a transformer work on each token alone and do not depend on the layout.
@@ -186,7 +186,7 @@ def use_layout_attention(model: PreTrainedModel, key: str) -> None:
     # Unknown to the registry of masks, this name also keeps the model from building a mask.
     # A vision tower keeps its own: patches of an image see each other both ways.
     model.set_attn_implementation(ATTENTION_NAME if text_config is model.config else {"text_config": ATTENTION_NAME})
-    # A value model's body has a configuration of its own; none may be left behind, or it would ignore the layout.
+    # A value model's body has a configuration of its own; none may be left out, or it would ignore the layout.
     body: Any = model if text_config is model.config else model.base_model.language_model
     configs: list[Any] = [module.config for module in body.modules() if hasattr(module, "config")]
     assert all(config._attn_implementation == ATTENTION_NAME for config in configs)

@@ -36,7 +36,7 @@ class ExpertMesh:
     """The ranks of a role as experts are divided over them."""
 
     mesh: DeviceMesh
-    """Of the dimensions ``ep`` and ``efsdp``."""
+    """Ranks along the dimensions ``ep`` and ``efsdp``."""
     sharding: DeviceMesh
     """This rank's ``efsdp`` group."""
 

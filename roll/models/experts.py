@@ -252,7 +252,7 @@ def routing_sums(
     """
     Args:
         recorded: of :meth:`RoutingRecorder.recording`.
-        token_rows: float32 (T,), how many rows each token of the pass stands for.
+        token_rows: float32 (T,), how many rows share each token of the pass.
     """
     counts, probs, entropies = [], [], []
     token_rows = token_rows.float()  # FSDP2 casts what a pass is given; such small numbers are exact in any type

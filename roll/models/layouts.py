@@ -2,13 +2,13 @@
 
 A batch has one row a sample: ``[prompt | response | padding]``.  A layout says which token ids the model really gets,
 which hidden state predicts which response token, and where in the batch the result is written.  A layout also says
-where in the batch each of its tokens stands, so that what belongs to a token (positions of several axes, features of an
+where in the batch each of its tokens is, so that what belongs to a token (positions of several axes, features of an
 image: :mod:`roll.models.vision`) follows it into any of them.  Three layouts are here:
 
 * :func:`row_layout`: the rows as they are, without the columns that predict nothing;
 * :func:`packed_layout`: the rows' own tokens one after another, each row seeing itself only;
 * :func:`shared_prompt_layout`: adjacent rows with the same prompt become ``[prompt | response 1 | response 2 | ...]``,
-  in which each response sees the prompt and itself only, at the positions it would have behind its own copy of the
+  in which each response sees the prompt and itself only, at the positions it would have after its own copy of the
   prompt.  Log-probs and gradients are the same, the prompt is computed once, and no padding is computed.
 """
 
@@ -55,7 +55,7 @@ class PromptParts(_OnDevice):
     restore: Tensor
     """int64 (N,), the place of each token in the prompts followed by the parts, both flattened."""
     lengths: tuple[tuple[int, ...], ...]
-    """Of each prompt and the parts behind it, in the order of the N tokens, which are their sum."""
+    """Lengths of each prompt and the parts that follow it, in the order of the N tokens, which are their sum."""
 
     def padded(self, count: int) -> PromptParts:
         """With ``count`` padding tokens, whose results are discarded."""
@@ -88,7 +88,7 @@ class ImageTokens(_OnDevice):
     """The tokens of a layout that stand for parts of images. Each distinct image is there once."""
 
     pixel_values: Tensor
-    """float32 (patches, patch_dim), of I images, one behind another."""
+    """float32 (patches, patch_dim), of I images, one after another."""
     grids: Tensor
     """int64 (I, 3): frames, rows and columns of patches of each."""
     lengths: Tensor
@@ -176,9 +176,9 @@ class TokenLayout(_OnDevice):
     routes: Tensor | None = None
     """int64 (S, T, layers, k), experts that tokens are to go to (:mod:`roll.models.routes`); None: as routers say."""
     token_rows: Tensor | None = None
-    """float32 (S, T), how many rows each token stands for; set by :func:`with_token_rows`."""
+    """float32 (S, T), how many rows share each token; set by :func:`with_token_rows`."""
     images: ImageTokens | None = None
-    """None: no token stands for a part of an image."""
+    """None: no token is a placeholder of an image."""
     top_tokens: TopTokens | None = None
     """None: they are not wanted."""
     comparisons: tuple[TargetDistributions, ...] = ()
@@ -348,7 +348,7 @@ def shared_prompt_layout(
     without_groups: Callable[[Tensor, Tensor], TokenLayout] = row_layout,
     prompt_keys: Tensor | None = None,
 ) -> TokenLayout:
-    """Adjacent rows with the same prompt behind one copy of it, all in one flat run of tokens.
+    """Adjacent rows with the same prompt after one copy of it, all in one flat run of tokens.
 
     A row's prompt is everything before its first response token; what follows (in multi-turn work the environment's
     tokens too) is its response part.  Rows without a response token take no part.

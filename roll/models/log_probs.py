@@ -261,7 +261,7 @@ def run_head_when_called(language_model: PreTrainedModel) -> None:
 
 
 def output_matrices(language_model: PreTrainedModel) -> list[Any]:
-    """The output matrix; with LoRA's ``additional_target`` the trained copy and the original behind it."""
+    """The output matrix; with LoRA's ``additional_target`` the trained copy, which wraps the original."""
     head = language_model.get_output_embeddings()
     if head is None:
         return []
@@ -276,7 +276,7 @@ class ResponseModel(nn.Module):
     model), with its own parameter names.  The head runs inside this module's forward, so that a sharding root put on
     this module has the output matrix (tied to the embeddings or not) at hand.
 
-    Of a vision-language model the tower runs first, then the language model behind it on embeddings; its vision tokens
+    In a vision-language model the tower runs first, then the language model on embeddings; its vision tokens
     have probability 0, as in sampling.
 
     With a ``context_group`` each of its ranks is given a chunk of one layout (:meth:`TokenLayout.chunk`).
@@ -291,7 +291,7 @@ class ResponseModel(nn.Module):
         self.chosen_experts: Tensor | None = None
         """int64 (T, layers, k), of the last pass with ``records_routes``."""
         self.routing_sums: RoutingSums | None = None
-        """Of the last pass over a layout with ``token_rows``; whoever takes them sets None."""
+        """Sums of the last pass over a layout with ``token_rows``; whoever takes them sets None."""
         self.reads_images = reads_images(language_model.config)
         self.rotaries = dependent_rotaries(language_model)
         for rotary in self.rotaries:

@@ -315,7 +315,7 @@ def _loaded_config(peft: Any, model: PreTrainedModel, args: ModelArguments) -> A
 
 
 def _task_type(model: PreTrainedModel) -> str:
-    """Of peft: which class of its own loads the adapter again."""
+    """Class of peft that loads the adapter again."""
     if not _is_value_model(model):
         return "CAUSAL_LM"
     return "SEQ_CLS" if type(model).__name__.endswith("ForSequenceClassification") else "TOKEN_CLS"
@@ -385,7 +385,7 @@ def _check_adaptable(layer: SparseLayer, where: str) -> None:
 
 
 def _check_target_parameters(model: PreTrainedModel, targets: Sequence[str], where: str) -> None:
-    """Of a loaded adapter: both tensors of the experts of every layer that it adapts.
+    """Check that a loaded adapter has both tensors of the experts of every layer that it adapts.
 
     Raises:
         ValueError: others.

@@ -40,7 +40,7 @@ _BEYOND = (9, 3, ORIGINAL_LENGTH + 1)
 """Where the configuration has an original length."""
 
 FAILURES = (RuntimeError, TypeError, AttributeError, KeyError, IndexError)
-"""Of a forward pass that is not made for what it is given."""
+"""Errors of a forward pass that is not made for what it is given."""
 
 Layouts = Mapping[str, Callable[[Tensor, Tensor], TokenLayout]]
 _PADDED = "padded rows"

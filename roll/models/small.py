@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 VOCABULARY = 64
 ORIGINAL_LENGTH = 16
-"""Of the small copy, where the configuration has one: a row of more tokens is beyond it."""
+"""Original length of the small copy, where the configuration has one: a row of more tokens is beyond it."""
 WINDOW = 8
 MOST_ELEMENTS = 2**25
 """Parameters of a copy; a larger one is not made."""

@@ -156,7 +156,7 @@ class StoredLayout:
         return layout
 
     def _matrices(self, name: str) -> tuple[Part, ...]:
-        """Of the experts of a layer that are stored as one tensor; none of any other."""
+        """Parts of a layer's experts that are stored as one tensor; none of any other."""
         shape, (stored, *others) = self._shapes[name], self._parts[name]
         if others or len(shape) != 3 or _EXPERTS not in name:
             return ()

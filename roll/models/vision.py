@@ -1,20 +1,20 @@
 """Images in the forward pass of a vision-language model: their features, and positions of three axes.
 
 A batch has an object column of :class:`~roll.protocol.vision.VisionInputs`. :func:`with_images` replaces it, once
-for all micro-batches, by columns of one number a token: which feature of which image the token stands for, and where it
-is. From there on images need no special treatment: a layout takes those numbers along with its tokens, whether these
-are padded, packed, behind a shared prompt or in the chunk of a rank.
+for all micro-batches, by columns of one number a token: the feature of an image that replaces the token, and its
+place. From there on images need no special treatment: a layout takes those numbers along with its tokens, whether these
+are padded, packed, after a shared prompt or in the chunk of a rank.
 
 An image that several rows share (all samples of its prompt) is in a micro-batch once. The vision tower computes it
 once, its features go to the tokens of all rows, and autograd sums what comes back from them.
 
 Positions (M-RoPE, Wang et al., 2024, "Qwen2-VL", arXiv:2409.12191): a token of text is at the same place on all three
-axes, one behind the token before it; those of an image share a start, from which they count frames, rows and columns;
-what follows is behind the largest of these.
+axes, one after the token before it; those of an image share a start, from which they count frames, rows and columns;
+what follows counts on from the largest of these.
 
 A video is one of the images of a batch: its features are next to each other, and its placeholders are in one run
 (Qwen2.5-VL, whose positions count its seconds) or in one for each of its times, with words between them (Qwen3-VL,
-whose positions begin anew behind these words).
+whose positions begin anew after these words).
 
 A micro-batch without images still runs the tower, on a blank image whose outputs are added times zero: with a sharded
 tower the other ranks wait for this one's part of every parameter, forward and backward.
@@ -41,7 +41,7 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """``model_type`` of the vision-language models that can be trained."""
 
 FEATURES = "image_features"
-"""Column int64 (B, L): which feature of the batch's distinct images a token stands for; -1 for text."""
+"""Column int64 (B, L): which feature of the batch's distinct images replaces a token; -1 for text."""
 POSITIONS = "rope_positions"
 """Column int64 (B, L, 3): frame, row and column."""
 PROMPT_KEYS = "prompt_keys"
@@ -171,7 +171,7 @@ def rope_positions(
         axes = torch.meshgrid(begins, torch.arange(high), torch.arange(wide), indexing="ij")
         within.append(torch.stack(axes, -1).reshape(-1, 3))
         step = torch.zeros(times, high * wide, dtype=torch.int64)
-        step[-1 if between is not None else slice(None), -1] = max(high, wide)  # behind the last of a shared start
+        step[-1 if between is not None else slice(None), -1] = max(high, wide)  # after the last of a shared start
         steps.append(step.flatten())
     is_image, index = features >= 0, features.clamp(min=0)
     step = torch.where(is_image, torch.cat(steps)[index], mask.long())
@@ -211,7 +211,7 @@ def _check_responses(columns: dict[str, Tensor], excluded: Sequence[int]) -> Non
     for row, column in impossible.nonzero()[:1].tolist():
         token = int(columns["input_ids"][row, column])
         raise ValueError(
-            f"the response in row {row} of the batch has token {token}, which stands for an image or its ends: its "
+            f"the response in row {row} of the batch has token {token}, a placeholder of an image or of its ends: its "
             "probability is 0, for no policy samples it; leave such tokens to prompts"
         )
 
@@ -233,7 +233,7 @@ def _check_counts(types: Tensor, rows: Sequence[VisionInputs | None]) -> None:
 
 
 def text_inputs(body: Any, layout: TokenLayout) -> dict[str, Any]:
-    """The vision tower's part of a forward pass: keywords of the language model behind it, for one micro-batch.
+    """The vision tower's part of a forward pass: keywords for the language model, for one micro-batch.
 
     Args:
         body: the model without its head: ``visual``, ``language_model``.
@@ -257,7 +257,7 @@ def text_inputs(body: Any, layout: TokenLayout) -> dict[str, Any]:
 
 def _nothing_seen(body: Any, like: Tensor) -> Tensor:
     """0 of the type of ``like``, computed by the whole tower: through every output that an image would be seen by, or
-    the layers behind the others would get no gradient. (Through no other one: ZeRO-3 compares what ranks compute.)"""
+    the layers after the others would get no gradient. (Through no other one: ZeRO-3 compares what ranks compute.)"""
     config: Any = body.config.vision_config
     side = config.spatial_merge_size
     channels = getattr(config, "in_channels", 3)

@@ -41,9 +41,9 @@ class RecordedBatch:
     step: int
     batch: DataProto
     state: dict[str, Any] = field(default_factory=dict)
-    """Of the driver before the step."""
+    """State of the driver before the step."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the step."""
+    """Metrics of the step."""
 
     def save(self, file: Path) -> None:
         """Write the file.
@@ -125,7 +125,7 @@ class BatchRecorder:
 
 
 def is_not_finite(metrics: Mapping[str, float]) -> bool:
-    """True where an update was skipped, other than those by which the loss scale of fp16 is found."""
+    """True if an update was skipped, other than those by which the loss scale of fp16 is found."""
     scaling = any(name.endswith(_SCALE) and value > 1 for name, value in metrics.items())
     return metrics.get(_SKIPPED, 0) > 0 and not scaling
 

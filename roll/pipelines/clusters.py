@@ -132,7 +132,7 @@ class Clusters(Scorers):
     reference: Cluster | None = None
     critic: Cluster | None = None
     teachers: Mapping[str, Cluster] = field(default_factory=dict)
-    """Of on-policy distillation, by name."""
+    """Teachers of on-policy distillation, by name."""
 
     def all(self) -> list[Cluster]:
         return [*self.computing(), self.actor_infer, *super().all()]

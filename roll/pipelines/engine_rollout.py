@@ -112,7 +112,7 @@ class EngineRollout(ABC, Generic[ValidationT]):
         return self.finish_validation()
 
     def begin_validation(self) -> None:
-        """Begin to answer the prompts of every set, behind what the engines have to do. Call :meth:`finish_validation`
+        """Queue the prompts of every set after what the engines have to do. Call :meth:`finish_validation`
         before the next exchange of weights."""
         assert self._validation is None, "one validation at a time"
         self._validation = self.driver.spawn(self.validation())
@@ -133,7 +133,7 @@ class EngineRollout(ABC, Generic[ValidationT]):
         """Plain values and arrays."""
 
     def state_between_steps(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, without interrupting the engines."""
+        """Like :meth:`state_dict`, without interrupting the engines."""
         return self.state_dict()
 
     @abstractmethod
@@ -179,7 +179,7 @@ class RunsAhead(EngineRollout[ValidationT], Generic[ValidationT, GroupT]):
         return result
 
     def validate(self) -> ValidationT:
-        """As in the base class, after the engines have been freed: what they have in flight continues afterwards."""
+        """Like the base class, after the engines have been freed: what they have in flight continues afterwards."""
         self.driver.run(self._ahead.free_engines())
         return super().validate()
 

@@ -47,7 +47,7 @@ def export_model(
 
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Of a vision-language model, besides its tokenizer's."""
+"""Files of a vision-language model besides its tokenizer's."""
 
 
 def copy_processor(model_path: str, folder: Path) -> None:

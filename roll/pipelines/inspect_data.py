@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 STYLES = {"content": "bold", "template": "cyan", "special": "magenta", "response": "green"}
 BINS, BAR = 10, 40
-"""Of a length histogram: rows, and characters of the longest bar."""
+"""Rows of a length histogram, and characters of its longest bar."""
 PERCENTILES = (50, 95, 100)
 
 

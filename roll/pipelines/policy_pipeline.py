@@ -57,7 +57,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
 
     @property
     def temperature(self) -> float:
-        """Of sampling, at which models compute log-probs."""
+        """Temperature of sampling, at which models compute log-probs."""
         generating = self.config.actor_infer.generating_args
         return generating.temperature if generating.do_sample else 1.0
 
@@ -237,12 +237,12 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
 
     @abstractmethod
     def is_validation_due(self, step: int) -> bool:
-        """True where a validation comes before step ``step``."""
+        """True if a validation comes before step ``step``."""
 
     @property
     @abstractmethod
     def validates(self) -> bool:
-        """True where the run validates at all."""
+        """True if the run validates at all."""
 
     def validate(self, step: int) -> None:
         """Answer the validation prompts and report accuracies, while everything else waits."""
@@ -318,7 +318,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         return {"rollout": self.rollout.state_dict(), "scoring": self.method.state_dict()}
 
     def state_between_steps(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, without interrupting the engines: what they have begun is sampled again."""
+        """Like :meth:`state_dict`, without interrupting the engines: what they have begun is sampled again."""
         return {"rollout": self.rollout.state_between_steps(), "scoring": self.method.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -98,7 +98,7 @@ class DrawnRows:
     batch: DataProto
     complete: Completion | None
     state: dict[str, Any]
-    """Of the data, before the rows were drawn."""
+    """State of the data before the rows were drawn."""
 
 
 class RowsPipeline:
@@ -319,7 +319,7 @@ class RowsPipeline:
         return {self.method.state_key: rows}
 
     def state_between_steps(self) -> dict[str, Any] | None:
-        """As :meth:`state_dict`; None while a step is in flight, whose rows have been drawn."""
+        """Like :meth:`state_dict`; None while a step is in flight, whose rows have been drawn."""
         return None if self.in_flight else self.state_dict()
 
     def finish(self) -> None:

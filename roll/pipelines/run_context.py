@@ -107,7 +107,7 @@ class RunContext(RunLifetime):
         self._leave_account()
 
     def is_left_out(self, step: int) -> bool:
-        """True where the run was rewound because of this step's batch: no model learns from it."""
+        """True if the run was rewound because of this step's batch: no model learns from it."""
         if step in supervised.left_out:
             logger.warning("step %d: its batch is left out (on_nonfinite: rewind)", step)
         return step in supervised.left_out
@@ -126,7 +126,7 @@ class RunContext(RunLifetime):
 
     @property
     def stopping(self) -> bool:
-        """True where a signal has asked the run to end, or for a checkpoint: nothing new may begin before that."""
+        """True if a signal has asked the run to end, or for a checkpoint: nothing new may begin before that."""
         return ending.received is not None or ending.save_requested
 
     def interruptible(self) -> AbstractContextManager[None]:

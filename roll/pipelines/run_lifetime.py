@@ -1,5 +1,5 @@
 """The start and the end of a run: logs, Ray, trackers and the guard; what a signal that asks it to end saves, within a
-bounded time; an account of where it stands, however it ends; and the files that it leaves behind."""
+bounded time; an account of how far it got, however it ends; and the files that it leaves."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ LOG_PROB_SCALE, MISMATCH_SCALE = 1e3, 1e5
 THUMBNAIL = 128
 """Longest side of an image's copy in the record, in pixels."""
 MAX_IMAGES = 1000
-"""Of a process; later ones are named only."""
+"""Images that a process writes; later ones are named only."""
 _MAX_TEXT = 20_000
 """Characters of a prompt, or of a response without tokens."""
 
@@ -305,7 +305,7 @@ class _Block:
         """A sample; what is None is left out.
 
         Args:
-            ids: tokens behind the prompt.
+            ids: tokens after the prompt.
         """
         key = (str(prompt.get("id", "")), str(prompt.get("text", "")), str(prompt.get("tag", "")))
         if key not in self._places:
@@ -435,7 +435,7 @@ def _scaled(values: NDArray[Any], scale: float) -> Any:
 
 
 def _stretches(values: NDArray[Any]) -> list[tuple[int, int]]:
-    """``(first, behind last)`` of the stretches of equal values."""
+    """``(first, end)`` of the stretches of equal values."""
     edges = np.flatnonzero(values[1:] != values[:-1]) + 1
     return list(pairwise([0, *edges.tolist(), len(values)])) if len(values) else []
 
@@ -447,13 +447,13 @@ def _versions(values: NDArray[Any]) -> int | list[list[int]]:
 
 
 def _runs(mask: NDArray[np.bool_]) -> list[list[int]]:
-    """``[first, behind last]`` of the stretches where ``mask`` holds."""
+    """``[first, end]`` of the stretches where ``mask`` holds."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return edges.reshape(-1, 2).tolist()
 
 
 def _turns(turn_ids: NDArray[Any], rewards: NDArray[Any]) -> list[list[float]]:
-    """``[first, behind last, reward]`` of each turn."""
+    """``[first, end, reward]`` of each turn."""
     turns = [(begin, end) for begin, end in _stretches(turn_ids) if turn_ids[begin] >= 0]
     return [[begin, end, round(float(rewards[begin:end].sum()), 6)] for begin, end in turns]
 

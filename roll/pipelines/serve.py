@@ -1,4 +1,4 @@
-"""``roll serve``: the engines of one role behind HTTP, without a training run around them."""
+"""``roll serve``: the engines of one role as an HTTP service, without a training run around them."""
 
 from __future__ import annotations
 

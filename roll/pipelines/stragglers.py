@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 SLOW = 2.0
 """Times the median."""
 LEAST_SECONDS = 1.0
-"""Of a phase: in shorter ones a busy host makes such differences now and then, and little is lost."""
+"""Shortest phase that is compared: in shorter ones a busy host makes such differences now and then."""
 MOST_RANKS = 16
 """Ranks of a role whose seconds are each a metric; of more, the median and the slowest."""
 _ASK_SECONDS = 30.0

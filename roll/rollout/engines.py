@@ -21,7 +21,7 @@ Listener = Callable[[Sequence[GenerationOutput]], None]
 
 PASSES_BEFORE_TURN = 4
 """Passes of the event loop between the first reason for a turn of an engine and its start: coroutines that wait for the
-same thing continue in one pass, those behind an ``asyncio.gather`` a few later, and their requests join the turn."""
+same thing continue in one pass, those that wait by ``asyncio.gather`` a few later, and their requests join the turn."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +34,7 @@ class Generation:
     _client: EngineClient
     name: str
     request: GenerationRequest
-    """As it was last given to an engine: with what its samples had then."""
+    """The request as it was last given to an engine, with what its samples had then."""
     listener: Listener | None = None
     on_finished: Callable[[FinishedGroup], None] | None = None
     done: bool = False
@@ -88,7 +88,7 @@ class EngineClient:
     depend on timing, as long as they fit under the limit.
 
     An engine is lost when its process dies, when it raises (out of memory), or when it does not answer in time: every
-    answer stands for at least one token of each sample that it runs. It is killed and left out; the requests that it
+    answer means at least one token of each sample that it runs. It is killed and left out; the requests that it
     had go to the others, as they were given to it. The loss of the last one is raised by everything that waits. A new
     process may take the place of a lost one (:meth:`readmit`).
 
@@ -138,9 +138,9 @@ class EngineClient:
         self.busy_seconds = 0.0
         """Seconds of generation, summed over engines, since the client was made."""
         self.prompt_tokens = 0
-        """Of all prompts, as far as engines count them."""
+        """Tokens of all prompts, as far as engines count them."""
         self.reused_tokens = 0
-        """Of these, those that prefix caches had."""
+        """Those of them that prefix caches had."""
         self.num_turns = 0
         """Turns that engines have ended."""
         self.num_deaths = 0

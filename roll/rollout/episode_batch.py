@@ -1,6 +1,6 @@
 """From groups of episodes to the columns of a training batch.
 
-A row is a sample of an episode: a branch of its tree of calls (``trajectory``), or one call behind its prompt
+A row is a sample of an episode: a branch of its tree of calls (``trajectory``), or one call after its prompt
 (``step``).  Either way each sampled token is trained in exactly one row.  A *trajectory* is what has a reward and a
 baseline: the calls of one episode, or of one role where an episode has several.  The rows of an episode are adjacent
 and go into one optimizer step.
@@ -69,8 +69,8 @@ def build_episode_batch(
         roles: whose calls are trained; None: all. Those of others are context.
         on_error: an episode that failed by a fault of environment or agent has no score (``drop``), the score 0
             (``zero``, its turns' rewards too), or what it has earned before (``keep``).
-        bootstrap: add ``bootstrap_mask`` bool (B, L), the position behind the last turn of a truncated trajectory: the
-            value there is that of the state in which it was left. It may lie one behind the longest row.
+        bootstrap: add ``bootstrap_mask`` bool (B, L), the position after the last turn of a truncated trajectory: the
+            value there is that of the state in which it was left. It may lie one past the longest row.
 
     Returns:
         The columns of :func:`~roll.rollout.groups.build_batch` (``scores`` being the reward of the whole trajectory,
@@ -173,7 +173,7 @@ def _nothing() -> Branch:
 
 
 def _left_at(rows: Sequence[_Row]) -> NDArray[np.int64]:
-    """int64 (rows,): in the row with the last turn of a truncated trajectory the position behind it, elsewhere -1."""
+    """int64 (rows,): in the row with the last turn of a truncated trajectory the position after it, elsewhere -1."""
     last: dict[int, tuple[int, int]] = {}
     for place, row in enumerate(rows):
         if row.source.outcome in TRUNCATED and len(row.turns):

@@ -109,7 +109,7 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
     """
 
     _unit = "group"
-    """Of what is drawn, for messages."""
+    """Name of what is drawn, for messages."""
     _open_type: ClassVar[type[Any]]
     """Holds what was drawn with its number (:class:`~roll.rollout.replay.Open`)."""
 
@@ -294,7 +294,7 @@ class GroupSettings:
         return replace(self.params, seed=(self.seed & 0x7FFFFFFF) << 32 | (order & 0xFFFFFFFF))
 
     def keeps(self, group: SampleGroup) -> bool:
-        """True where the filter of its domain accepts a scored group."""
+        """True if the filter of its domain accepts a scored group."""
         keep = self.filters.get(group.prompt.domain)
         return keep is None or keep(group.scores())
 
@@ -422,7 +422,7 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
         if group.prompt.token_ids != one.prompt.token_ids or group.finished.request_id != str(group.order):
             raise ValueError(
                 f"{self._name} gave a group that context.group did not make of its prompt; its samples would be "
-                "trained behind another context than they were sampled with"
+                "trained after another context than they were sampled with"
             )
 
     def _state_of(self, prompt: _Prompt) -> dict[str, Any]:

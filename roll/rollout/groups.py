@@ -61,7 +61,7 @@ class EngineCommand:
 @dataclass(slots=True)
 class FinishedGroup:
     """All samples of one request, or of one prompt in several rounds. Sample i owns ``lengths[i]`` consecutive entries
-    of the flat arrays: the tokens behind the prompt."""
+    of the flat arrays: the tokens after the prompt."""
 
     request_id: str
     token_ids: np.ndarray
@@ -74,7 +74,7 @@ class FinishedGroup:
     texts: list[str]
     """The decoded responses, without special tokens; for rewards and people, never tokenised again."""
     weight_versions: list[list[tuple[int, int, int]]]
-    """By sample: (version, first, behind last) of its tokens; together they cover those that were sampled."""
+    """By sample: (version, first, end) of its tokens; together they cover those that were sampled."""
     top_log_probs: list[list[list[tuple[int, float]]]] = field(default_factory=list)
     """By sample and position the most probable tokens, where they were asked for."""
     error: str | None = None

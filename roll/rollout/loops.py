@@ -57,7 +57,7 @@ class RolloutContext:
     _engines: EngineClient
     _rewards: RewardClient
     _progress: Mapping[str, Any] | None = None
-    """Of the samples of the first request, in an earlier run."""
+    """Samples of the first request, in an earlier run."""
     _prompt: PromptRow | None = None
     _on_scoring: Callable[[SampleGroup], None] | None = None
     _requests: dict[str, tuple[Generation, Sequence[int]]] = field(default_factory=dict)
@@ -101,9 +101,9 @@ class RolloutContext:
         return prompt.vision if list(token_ids[: len(prompt.token_ids)]) == prompt.token_ids else None
 
     def group(self, prompt: PromptRow, *parts: FinishedGroup, earlier_rounds: bool = False) -> SampleGroup:
-        """The samples of ``parts`` as the group of ``prompt``, each behind the context that it was sampled with.
+        """The samples of ``parts`` as the group of ``prompt``, each after the context that it was sampled with.
 
-        A part may answer a context that goes on behind the prompt: with an earlier sample, and whatever the loop puts
+        A part may answer a context that goes on after the prompt: with an earlier sample, and whatever the loop puts
         there.  All of it is context; text and finish reason of a sample are those of its last round.
 
         Args:
@@ -132,7 +132,7 @@ class RolloutContext:
         self._engines.abort(self.in_flight)
 
     def _with_context(self, prompt: PromptRow, part: FinishedGroup, earlier_rounds: bool) -> FinishedGroup:
-        """``part`` with all that stands between the prompt and its samples in front of each of them."""
+        """``part`` with all that is between the prompt and its samples in front of each of them."""
         if part.request_id not in self._requests:
             if part.request_id == str(self.order):
                 return part  # of a group that was put together before
@@ -144,15 +144,15 @@ class RolloutContext:
         if context[:count] != list(prompt.token_ids):
             raise ValueError(
                 "context.group was given samples of a context that does not begin with the prompt's tokens; they would "
-                "be trained behind another context than they were sampled with. Ask with prompt.token_ids in front"
+                "be trained after another context than they were sampled with. Ask with prompt.token_ids in front"
             )
         if len(context) == count:
             return part
         return _with_prefix(self._passage(context, count, earlier_rounds), part)
 
     def _passage(self, context: list[int], count: int, earlier_rounds: bool) -> _Passage:
-        """The tokens of ``context`` behind the first ``count``. With ``earlier_rounds``, those that the policy sampled
-        are found: the longest beginning of ``context`` that is a sample behind its request's context, then the same in
+        """The tokens of ``context`` after the first ``count``. With ``earlier_rounds``, those that the policy sampled
+        are found: the longest beginning of ``context`` that is a sample after its request's context, then the same in
         that context."""
         passage, known = _Passage(), count
         best: tuple[FinishedGroup, int, list[int]] | None = None
@@ -174,7 +174,7 @@ class RolloutContext:
 
 @dataclass
 class _Passage:
-    """Tokens behind a prompt, sampled and given."""
+    """Tokens after a prompt, sampled and given."""
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)

@@ -19,7 +19,7 @@ FindPrompt = Callable[[str, str], PromptRow]
 """Gives the prompt of a domain by its id, the mark of its epoch included."""
 State = dict[str, Any]
 NO_PROGRESS: State = {"partial": [], "finished": []}
-"""Of a request that has no tokens yet."""
+"""State of a request that has no tokens yet."""
 
 
 class Open(Protocol):
@@ -35,7 +35,7 @@ class GroupCodec(Protocol[GroupT]):
 
     @property
     def no_progress(self) -> State:
-        """Of a group of which nothing is there yet."""
+        """State of a group of which nothing is there yet."""
 
     def oldest_version(self, group: GroupT, begun: int) -> int:
         """The weights that the oldest token of a group was sampled with; ``begun`` where nothing says so."""
@@ -44,13 +44,13 @@ class GroupCodec(Protocol[GroupT]):
         """A complete group has its rewards."""
 
     def open_state(self, one: Any) -> State:
-        """Of what was drawn, as plain values and arrays."""
+        """State of what was drawn, as plain values and arrays."""
 
     def open_from(self, state: Mapping[str, Any]) -> Any:
         """The inverse of :meth:`open_state`."""
 
     def group_state(self, group: GroupT) -> State:
-        """Of a complete group, as plain values and arrays."""
+        """State of a complete group, as plain values and arrays."""
 
     def group_from(self, state: Mapping[str, Any]) -> GroupT:
         """The inverse of :meth:`group_state`."""

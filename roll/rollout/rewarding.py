@@ -87,7 +87,7 @@ class RestartingWorker(Generic[T, R]):
         self._lives = 0
         """Workers that were replaced."""
         self._death: WorkerDied | None = None
-        """Of the present worker."""
+        """The present worker's, once it has died."""
         self._in_a_row = 0
 
     async def __call__(self, items: Sequence[T]) -> list[R]:

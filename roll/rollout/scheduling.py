@@ -222,7 +222,7 @@ class AsyncScheduler(Generic[GroupT]):
         return state
 
     def state_between_steps(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, without a word to the engines: samples have what they had when an engine last got
+        """Like :meth:`state_dict`, without a word to the engines: samples have what they had when an engine last got
         them."""
         known = self._flow.progress_state()
         nothing = self.buffer.codec.no_progress

@@ -87,7 +87,7 @@ class Comparison:
     temperature: float
     """Divides the model's logits."""
     divergence: Callable[[Tensor, Tensor, bool], Tensor]
-    """As of :class:`roll.models.layouts.TargetDistributions`."""
+    """See :class:`roll.models.layouts.TargetDistributions`."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def plot_run(metrics_path: Path, image_path: Path, title: str, panels: Sequence[
     Args:
         metrics_path: the run's ``metrics.jsonl``.
         image_path: the PNG to write; its folder is made if need be.
-        title: stands above all.
+        title: shown above all.
         panels: what to draw; panels without data are left out.
 
     Raises:

@@ -88,5 +88,5 @@ class PrometheusTracker(Tracker):
 
 
 def series_name(metric: str) -> str:
-    """The name of a metric's time series: letters, digits and underscores alone, behind ``roll_``."""
+    """The name of a metric's time series: ``roll_`` and then letters, digits and underscores alone."""
     return "roll_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)

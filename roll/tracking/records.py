@@ -110,7 +110,7 @@ METRICS_NAME = "metrics.jsonl"
 class JsonlTracker(Tracker):
     """Appends a line a call: ``{"step": 3, "time": <seconds since 1970>, <name>: <number>, ...}``.
 
-    JSON has no nan or infinity: null stands for a number that is not finite.
+    JSON has no nan or infinity: a number that is not finite is null.
 
     Args:
         folder: where the files are.

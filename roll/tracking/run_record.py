@@ -29,10 +29,10 @@ f     finish reason
 o     outcome of an episode
 i     names of the images that an episode has shown
 n     sampled tokens
-t     places in the block's vocabulary of the tokens behind the first prompt
+t     places in the block's vocabulary of the tokens after the first prompt
 x     text, where the tokens are not known
-c     ``[first, behind last]`` of tokens in ``t`` that were given, not sampled
-u     turns: ``[first, behind last, reward]`` in ``t``
+c     ``[first, end]`` of tokens in ``t`` that were given, not sampled
+u     turns: ``[first, end, reward]`` in ``t``
 l     log-probs of the engine, thousandths
 q     trainer minus engine, hundred-thousandths
 h     log-probs of the reference (preferences), thousandths
@@ -86,7 +86,7 @@ class SampleLog:
     Args:
         path: of the file; its folder is made if need be.
         max_bytes: nothing is appended beyond, which is said once.
-        resume_step: the last step that counts: what is behind it is cut off. None: a new run, an earlier file is
+        resume_step: the last step that counts: what comes after it is cut off. None: a new run, an earlier file is
             renamed to ``<name>.previous``.
     """
 
@@ -138,7 +138,7 @@ class SampleLog:
 
 
 def frame(block: Mapping[str, Any]) -> bytes:
-    """A block as it stands in the file; numbers that are not finite become null."""
+    """A block as it is in the file; numbers that are not finite become null."""
     try:
         text = json.dumps(block, ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False)
     except ValueError:
@@ -196,7 +196,7 @@ def _frames(path: Path) -> Iterator[tuple[int, bytes, bytes]]:
 
 
 def _seek_magic(file: BinaryIO, begin: int) -> bool:
-    """Go to the next magic word at or behind ``begin``; False where there is none."""
+    """Go to the next magic word at or after ``begin``; False where there is none."""
     file.seek(begin)
     place, rest = begin, b""
     while chunk := file.read(1 << 20):

@@ -40,7 +40,7 @@ Group = Any
 @dataclass(frozen=True)
 class BroadcastLink(Link):
     key: str
-    """Of the group: ports are used again."""
+    """Name of the group, since ports are used again."""
     host: str
     port: int
     rank: int

@@ -55,7 +55,7 @@ class SyncOptions:
     """Seconds that an engine may take over one message before it counts as lost."""
     transport: TransportName = "object_store"
     directory: str | None = None
-    """Of ``safetensors``."""
+    """Folder of ``safetensors``."""
     mode: UpdateMode = "full"
     adapters_apart: bool = False
 
@@ -89,7 +89,7 @@ class LostEngines:
 
 
 Checksum = int | dict[int, int]
-"""Of a tensor that an engine holds; by rank where the ranks of an engine hold different values."""
+"""Checksum of a tensor that an engine holds; by rank where the ranks of an engine hold different values."""
 
 
 @dataclass(frozen=True)

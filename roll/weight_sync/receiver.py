@@ -228,8 +228,8 @@ class AdaptedWeights:
         """The engine has the merged weights already."""
 
     def checksums(self, held: Mapping[str, Checksum]) -> dict[str, Checksum]:
-        """Of every part; in place of a base's, the engine's own of the merged weight, where that is not what it was
-        given.
+        """Checksums of every part. In place of a base's: the engine's own of the merged weight, where it was given
+        another.
 
         Args:
             held: by the engine.

@@ -276,7 +276,7 @@ class WeightSender:
         self._bucket_bytes = bucket_bytes
         self._delta = DeltaEncoder() if delta else None
         self._checksums: dict[str, int] = {}
-        """Of every tensor that the engines should hold."""
+        """Checksums of every tensor that the engines should hold."""
 
     def send(self, buckets: NamedBuckets, engines: Engines, update: Update) -> SyncReport:
         """Send ``buckets`` of full tensors to ``engines`` and verify all that they hold.

@@ -101,7 +101,7 @@ class GenerationWorker(Worker):
         return [output for output in outputs if output.request_id not in failed]
 
     def _begun(self, outputs: Sequence[GenerationOutput]) -> list[GenerationRequest]:
-        """The open requests that the engine had, to be added again behind what their samples have."""
+        """The open requests that the engine had, to be added again with what their samples have."""
         begun = []
         for request_id, request in self._open.items():
             if self._quarantine.waiting(request_id) is None:

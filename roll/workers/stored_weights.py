@@ -50,7 +50,7 @@ class StoredWeightsWorker(Worker):
     def send_weights(
         self, engines: dict[int, Any], version: int, base_version: int | None, options: SyncOptions
     ) -> SyncReport | LostEngines:
-        """As :meth:`roll.workers.training.TrainWorker.send_weights`."""
+        """Like :meth:`roll.workers.training.TrainWorker.send_weights`."""
         if self._sender is None:
             transport = build_transport(options.transport, options.directory, "gloo", self.context.master_addr)
             self._sender = WeightSender(transport, options.bucket_bytes)

@@ -78,4 +78,4 @@ def test_kto_reads_single_responses(tmp_path: Path) -> None:
     loaded = load(tmp_path, data)
     assert isinstance(loaded.config, DPOConfig) and loaded.plan.needs_reference
     (problem,) = mistakes(tmp_path, data | {"loss_type": ["kto", "sft"]})
-    assert problem.key == "loss_type" and "stands alone" in problem.rule
+    assert problem.key == "loss_type" and "cannot be combined" in problem.rule

@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused_by_row(model: Any) -> None:
     with pytest.raises(ValueError, match="row 1 of the batch has 0 image placeholders, but its images have 9 features"):
         with_images(cut, model.config)
     sampled = {**batch, "input_ids": torch.where(batch["response_mask"], other, batch["input_ids"])}
-    with pytest.raises(ValueError, match=f"row 0 of the batch has token {other}, which stands for an image"):
+    with pytest.raises(ValueError, match=f"row 0 of the batch has token {other}, a placeholder of an image"):
         with_images(sampled, model.config)
     text_model: Any = model.config.text_config
     with pytest.raises(ValueError, match="the batch has images, but the qwen3_vl_text model reads none"):

@@ -30,7 +30,7 @@ class Checks:
     pipeline: PipelineDefinition
     """Whose configuration is checked."""
     is_own: Callable[[str], bool] = field(default=lambda key: True)
-    """A key stands in the file itself or on the command line, not in a file of its ``defaults``, which holds what
+    """A key is written in the file itself or on the command line, not in a file of its ``defaults``, which holds what
     several files share."""
 
     def add(self, key: str, value: Any, rule: str, example: Any = None) -> None:

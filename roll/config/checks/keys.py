@@ -49,12 +49,12 @@ def nowhere(backend: Backend) -> bool:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A key (``*`` stands for one name, ``**`` for any number) that is refused when ``applies`` to its value."""
+    """A key (``*`` matches one name, ``**`` any number) that is refused when ``applies`` to its value."""
 
     pattern: str
     feature: str
     instead: Any = None
-    """A value that loads; None where the file is for a model that this version does not train, whatever stands here."""
+    """A value that loads; None: the file is for a model that this version does not train, whatever it says."""
     applies: Test = is_set
     except_under: Callable[[Backend], bool] = nowhere
     """Backends that deal with the key themselves."""

@@ -366,11 +366,11 @@ class RunAhead:
         return ceil(self.ratio)
 
     def is_too_old(self, version: int, step: int) -> bool:
-        """True where a group with tokens of ``version`` may not be trained on at ``step`` any more."""
+        """True if a group with tokens of ``version`` may not be trained on at ``step`` any more."""
         return version < step - self.max_lag
 
     def can_be_taken(self, step: int, ready: Mapping[int, int], unfinished: Mapping[int, int]) -> bool:
-        """True where step ``step`` can be filled now, the oldest ready groups first, so that no held group need ever
+        """True if step ``step`` can be filled now, the oldest ready groups first, so that no held group need ever
         become too old.
 
         Taken oldest first, ``B`` a step, a group can still be trained on in time if, for every k, at most k * B of the

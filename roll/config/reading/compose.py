@@ -112,7 +112,7 @@ def _first_lines(error: Exception) -> str:
 
 
 KEY = re.compile(r"[^\s.\[\]=]+(\.[^\s.\[\]=]+|\[\d+\])*")
-"""Of an override: names with dots between them."""
+"""Key of an override: names with dots between them."""
 
 
 def _resolve(config: DictConfig, problems: Problems) -> dict[str, Any]:

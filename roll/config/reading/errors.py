@@ -15,7 +15,7 @@ SHORTEST_PREFIX = 3
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: where it stands, what was written, the rule, and a value that would work."""
+    """One mistake: where it is, what was written, the rule, and a value that would work."""
 
     key: str
     value: Any
@@ -83,7 +83,7 @@ class Problems:
             self.notices.append(notice)
 
     def located(self, source_of: Callable[[str], str]) -> list[Problem]:
-        """The errors with the file (and line) in which each key stands."""
+        """The errors with the file (and line) of each key."""
         named = [replace(item, key=self.rename(item.key)) for item in self.errors]
         return [replace(item, source=source_of(item.key)) for item in named]
 

@@ -28,7 +28,7 @@ from roll.config.reading.secrecy import (
 
 MASK = "********"
 _LEAST_LENGTH = 8
-"""Of a value that is hidden in any text: shorter ones are parts of words."""
+"""Least length of a value that is hidden in any text: shorter ones are parts of words."""
 _OF_VARIABLES = 12
 """Letters and digits in a row that make a variable's value suspicious; its name is nobody's column."""
 _HEADERS = re.compile(r"(^|_)headers?$", re.IGNORECASE)

@@ -49,7 +49,7 @@ def rules_of(item: Field[Any]) -> FieldRules:
 
 @cache
 def aliases_of(cls: type) -> dict[str, str]:
-    """Other spellings of a section's keys, each with the field it stands for."""
+    """Other spellings of a section's keys, each with its field."""
     return {alias: item.name for item in fields(cls) for alias in rules_of(item).aliases}
 
 
@@ -59,13 +59,13 @@ def known_keys(cls: type) -> tuple[str, ...]:
 
 
 def nested_section(hint: Any) -> type | None:
-    """The dataclass behind a field's type (also behind ``X | None``), if it is a section."""
+    """The dataclass of a field's type (also of ``X | None``), if it is a section."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return next((option for option in options if isinstance(option, type) and is_dataclass(option)), None)
 
 
 def mapped_section(hint: Any) -> type | None:
-    """The dataclass behind the values of a ``dict[str, X]`` field, if they are sections."""
+    """The dataclass of the values of a ``dict[str, X]`` field, if they are sections."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     for option in options:
         if get_origin(option) is dict:
@@ -172,7 +172,7 @@ class SchemaReader:
             else:
                 values[item.name] = self._read_sections(mapped, value, path)
             return
-        # The dataclass behind the entries of a `list[X]` field, if they are sections.
+        # The dataclass of the entries of a `list[X]` field, if they are sections.
         listed = nested_section(get_args(hint)[0]) if get_origin(hint) is list else None
         if listed is not None and isinstance(value, list):
             values[item.name] = [self.read(listed, entry, f"{path}[{index}]") for index, entry in enumerate(value)]

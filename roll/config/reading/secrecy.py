@@ -27,7 +27,7 @@ _KINDS = word_set(
     admin root license gpg pgp hmac jwt shared subscription storage bot
     """
 )
-"""Of keys and tokens: an ``api_key`` opens something, a ``sort_key`` does not."""
+"""Words that go with ``key`` and ``token``: an ``api_key`` opens something, a ``sort_key`` does not."""
 _SECRET_ENDS = frozenset({"pat", "pass", "auth"})
 """Words that say it at the end, or anywhere in the name of a variable of the environment."""
 _PERHAPS = frozenset({"key", "signature", "sig"})

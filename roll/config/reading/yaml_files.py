@@ -25,7 +25,7 @@ Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 REMEDIES = (
     ("cannot start any token", "put the value in quotes"),
     ("mapping values are not allowed", "put a value with a colon in quotes, or complete the line above"),
-    ("could not find expected ':'", "a key is written with a colon and a space behind it"),
+    ("could not find expected ':'", "a key is written with a colon and a space after it"),
     ("expected <block end>", "keys of one section begin in the same column"),
     ("expected ',' or", "close the bracket, and put commas between its entries"),
     ("unexpected end of stream", "close the quotation mark"),

@@ -172,7 +172,7 @@ class Backend:
     adapter_arguments: Callable[[int], dict[str, Any]] | None = None
     """From an adapter's rank to the engine arguments that make this room."""
     only_plain_adapters: bool = False
-    """Alongside adapters it trains in full only what stands outside of projections."""
+    """Alongside adapters it trains in full only what is not a projection."""
     ulysses: bool = False
     """It deals with ``model_args.ulysses_size`` itself."""
 

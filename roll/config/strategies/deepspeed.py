@@ -208,7 +208,7 @@ def _check_zero_section(path: str, config: DeepSpeedStrategyConfig, problems: Pr
     if config.offload not in (None, "none"):
         for name in ("offload_optimizer", "offload_param"):
             if name in section:
-                rule = f"stands for {key}.{name}, which is there too; keep one of them"
+                rule = f"means the same as {key}.{name}, which is there too; keep one of them"
                 problems.add(f"{path}.offload", config.offload, rule)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 VERSION = "0.19.8"
-"""Of the DeepSpeed that they were read off."""
+"""Version of DeepSpeed that they were read from."""
 
 _NAMES = {
     "": """

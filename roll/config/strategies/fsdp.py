@@ -30,7 +30,7 @@ class WrapPolicy:
     """Wrap the output head apart."""
     moe_experts: list[str] | None = None
     """Class names of experts, wrapped apart from the rest of their layer (each by itself where they are modules). A
-    name that no module inside a sparse layer has, such as ``Qwen3MoeMLP``, stands for the fused experts."""
+    name that no module inside a sparse layer has, such as ``Qwen3MoeMLP``, means the fused experts."""
 
 
 @dataclass(frozen=True)

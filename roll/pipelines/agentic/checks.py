@@ -215,7 +215,9 @@ def check_judge(config: AgenticConfig, checks: Checks) -> None:
         return
     kind = config.reward.model_args.model_type
     if kind is not None:
-        rule = "must be left out: a judge says what it thinks in words; http_reward asks a classifier behind a service"
+        rule = (
+            "must be left out: a judge says what it thinks in words; http_reward asks a classifier that a service runs"
+        )
         checks.add(f"{REWARD}.model_args.model_type", kind, rule, "~")
     if generates_otherwise(config.reward):
         checks.note(f"{REWARD}.generating_args", f"has no effect: they are options of {LLM_JUDGE} (reward_kwargs)")

@@ -21,7 +21,7 @@ TEMPLATE_FIELDS["last"] = TEMPLATE_FIELDS["own"] = TEMPLATE_FIELDS["response"] =
 
 EXTERNAL_ENVIRONMENTS = {
     "webshop": "its shop and search index are a package of their own",
-    "sokoban_mcp": "its game runs behind an MCP server of its own",
+    "sokoban_mcp": "its game runs on an MCP server of its own",
     "sokoban_sandbox": "its game runs in a sandbox service of its own",
     "sokoban_native_env": "its game runs in a sandbox service of its own",
     "sokoban_tool_call": "it is played by tool calls of a proxy's agent",
@@ -58,7 +58,7 @@ def check_entries(config: AgenticConfig, checks: Checks) -> None:
 
 
 def check_proxy(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    """Options of ROLL's files for agents behind its proxy."""
+    """Options of ROLL's files for agents that use its proxy."""
     for name, value in section.config.items():
         path = f"{key}.config.{name}"
         if name == "trajectory_mode" and value not in ("traj", "step"):

@@ -114,7 +114,7 @@ class CustomEnvConfig:
     tool_format: str | None = setting(None, choices=tuple(TOOL_FORMATS))
     """Format of the model's tool calls; null: that of its chat template."""
     env_manager_cls: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
-    """Of ROLL's files: a class path that says what ``context`` and ``samples`` say here."""
+    """Class path in ROLL's files that says what ``context`` and ``samples`` say here."""
     agent_system_template: str | None = None
     """System message of every conversation; null or empty: none."""
     agent_template: str | None = None
@@ -155,11 +155,11 @@ class CustomEnvConfig:
     tool_wrapper: ToolWrapperConfig | None = None
     """Tools around the environment, in ROLL's form."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Of ROLL's files: options of agents in sandboxes."""
+    """Options of agents in sandboxes, in ROLL's files."""
     pre_step_template: str | None = None
     """Without ``agent_template``: the text of a turn before the observation, with the same names."""
     next_step_template: str | None = None
-    """Without ``agent_template``: the text of a turn behind the observation, with the same names."""
+    """Without ``agent_template``: the text of a turn after the observation, with the same names."""
 
 
 @dataclass(frozen=True)

@@ -133,10 +133,10 @@ def environment_agent(
         tools: tools around the environment.
     """
     section = entry.section
-    before, behind = section.pre_step_template or "", section.next_step_template or ""
+    before, after = section.pre_step_template or "", section.next_step_template or ""
     options = EnvironmentOptions(
         system=section.agent_system_template or None,
-        template=section.agent_template or f"{before}{{observation}}{behind}",
+        template=section.agent_template or f"{before}{{observation}}{after}",
         context=entry.context,
         history_length=section.history_length,
         max_steps=entry.turns,

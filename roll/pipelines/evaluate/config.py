@@ -63,7 +63,7 @@ class EvaluationConfig:
     If a model stays below one, the exit status is 3."""
     against: str | None = None
     """A model that is served elsewhere and answers the same prompts by chats, under the name ``against``; the others
-    are compared with it. Address of an OpenAI-compatible service up to and with its version, the model's name behind
+    are compared with it. Address of an OpenAI-compatible service up to and with its version, the model's name after
     a ``#`` where it lists several: ``https://host/v1#model``."""
     against_api_key_env: str = setting("", read_if={"against": ()})
     """Environment variable with the token for ``against``."""
@@ -109,13 +109,13 @@ class EvaluatedModel:
 
     name: str
     path: str
-    """As written, or the checkpoint of a folder of them."""
+    """Name as written, or the checkpoint of a folder of them."""
     base: str
     """Folder or hub name that has its architecture and tokenizer."""
     checkpoint: Path | None = None
-    """Of a training checkpoint: the folder of the role that holds the weights."""
+    """Folder of the role that holds the weights, in a training checkpoint."""
     url: str | None = None
-    """Of a model that is served elsewhere; ``base`` then counts tokens and reads the prompts."""
+    """Address of a model that is served elsewhere; ``base`` then counts tokens and reads the prompts."""
 
     @property
     def description(self) -> str:
@@ -135,7 +135,7 @@ class Pass:
     num_samples: int
     is_greedy: bool
     is_primary: bool
-    """The first of its set, whose accuracy stands for the set's."""
+    """The first of its set, whose accuracy is reported as the set's."""
 
 
 @dataclass(frozen=True)

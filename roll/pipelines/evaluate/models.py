@@ -45,7 +45,7 @@ PlanT = TypeVar("PlanT", bound=ModelsPlan)
 
 
 class EvaluationContext(RunContext):
-    """As other runs', without checkpoints: every answer is on disk."""
+    """Lifetime without checkpoints: every answer is on disk."""
 
     def record_validation(self, metrics: Mapping[str, float], steps_done: int) -> None:
         """Metrics of a model, under its place among the models."""

@@ -145,7 +145,7 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
 
 
 def address_of(config: EvaluateConfig, url: str) -> RemoteStrategyConfig:
-    """The service of ``evaluate.against``, whose model stands behind a ``#``."""
+    """The service of ``evaluate.against``, whose model is named after a ``#``."""
     base_url, _, model = url.partition("#")
     return RemoteStrategyConfig(
         base_url=base_url,

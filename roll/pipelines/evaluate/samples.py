@@ -33,7 +33,7 @@ Place = tuple[str, str]
 
 
 def settings_of(config: EvaluateConfig, plan: EvaluatePlan) -> dict[str, Any]:
-    """Everything that the samples depend on: equal for evaluations of which one may take up the other's samples."""
+    """Everything that the samples depend on: equal for evaluations of which one may reuse the other's samples."""
     own = {
         "validation": [asdict(one) for one in plan.validation_sets],
         "rewards": {name: asdict(one) for name, one in config.rewards.items()},
@@ -79,7 +79,7 @@ def _state(path: Path) -> list[Any]:
 
 
 def differing(folder: Path, wanted: Mapping[str, Any]) -> list[str] | None:
-    """Keys in which the evaluation in ``folder`` has other settings; None: there is none to take up."""
+    """Keys in which the evaluation in ``folder`` has other settings; None: there is none to continue."""
     file = folder / SETTINGS
     if not file.is_file() or not (folder / SAMPLES).is_file():
         return None
@@ -202,7 +202,7 @@ def sample_records(group: SampleGroup, shared: Mapping[str, Any]) -> Iterator[Re
 
 
 def _is_correct(record: Record, correct_from: float) -> bool:
-    """As the environment says, if there is one that does; else by the score."""
+    """Success by the environment, if it says so; else by the score."""
     success = record.get("success")
     if success is not None:
         return bool(success)

@@ -38,7 +38,7 @@ CHUNK = 1 << 22
 
 
 def voted_answer(response: str, prompt: str = "") -> str | None:
-    """The boxed answer, else the one behind ``####``, in ``<answer>`` tags, else the stated one or the last number, as
+    """The boxed answer, else the one after ``####``, in ``<answer>`` tags, else the stated one or the last number, as
     ``math_rule`` finds them; equal numbers are spelled alike. None: the response holds none of these.
     """
     text = after_thought(response, prompt)

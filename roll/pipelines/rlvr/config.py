@@ -106,7 +106,7 @@ class RLVRConfig(PolicyRunConfig):
     actor_train: WorkerConfig = field(default_factory=WorkerConfig)
     """The policy that learns; its ``data_args`` name the training prompts."""
     reward_model: GenerationWorkerConfig | None = None
-    """The judge that every ``llm_judge`` with ``judge_model_type: cluster`` asks, or the model behind the rewards
+    """The judge that every ``llm_judge`` with ``judge_model_type: cluster`` asks, or the model of the rewards
     ``reward_model``."""
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     """Reward domains by name."""

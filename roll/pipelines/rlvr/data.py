@@ -152,7 +152,7 @@ def remarks(config: RLVRConfig, counts: LoadCounts) -> list[str]:
     for domain, number in counts.answered.items():
         found.append(
             f"{domain}: {count(number, 'prompt')} of {counts.kept[domain]:,} with an assistant's turn at the end: the "
-            "policy is asked behind an answer that is there already; leave that turn out"
+            "policy would be asked after an answer that is there already; leave that turn out"
         )
     return found
 

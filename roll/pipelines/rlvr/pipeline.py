@@ -59,7 +59,7 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan, Validation]):
         return self.config.validation is not None and bool(self.plan.eval_steps)
 
     def validate(self, step: int) -> None:
-        """As in the base class, after the program of ``validation.harness``, which has the engines to itself."""
+        """Like the base class, after the program of ``validation.harness``, which has the engines to itself."""
         section = self.config.validation
         if section is not None and section.harness is not None:
             with self.context.phase("val_harness"), self.generating():

@@ -109,7 +109,7 @@ def sharing_roles(roles: Mapping[str, WorkerConfig]) -> dict[str, list[str]]:
 
 
 def validates_concurrently(config: RLVRConfig, roles: Mapping[str, WorkerConfig]) -> bool:
-    """True where validation runs while ``roles`` train: where devices allow it, unless the file says no. The program
+    """True if validation runs while ``roles`` train: where devices allow it, unless the file says no. The program
     of a harness needs the engines to itself."""
     section = config.validation
     if section is None or section.concurrent is False or section.harness is not None:

@@ -46,7 +46,7 @@ class ValidationPass:
     """One way of answering the prompts of a set."""
 
     name: str
-    """``sampled`` or ``greedy``, behind the set's name if it has one; part of the metrics' names."""
+    """``sampled`` or ``greedy``, after the set's name if it has one; part of the metrics' names."""
     params: SamplingParams
     num_samples: int
 
@@ -291,7 +291,7 @@ def reward_metrics(groups: list[SampleGroup]) -> Metrics:
 
 
 class AsyncRolloutPhase(RunsAhead[Validation, SampleGroup], RolloutPhase):
-    """As :class:`RolloutPhase`, ahead of training by up to ``async_generation_ratio`` steps."""
+    """Like :class:`RolloutPhase`, ahead of training by up to ``async_generation_ratio`` steps."""
 
     def __init__(self, config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, data: RunData) -> None:
         super().__init__(config, plan, clusters, data)
@@ -320,7 +320,7 @@ class AsyncRolloutPhase(RunsAhead[Validation, SampleGroup], RolloutPhase):
         return super().state_dict() | {"ahead": ahead}
 
     def state_between_steps(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, without interrupting the engines: samples are as an engine last reported them."""
+        """Like :meth:`state_dict`, without interrupting the engines: samples are as an engine last reported them."""
         self.num_drawn = self._flow.next_order
         return super().state_dict() | {"ahead": self._ahead.state_between_steps()}
 
@@ -331,7 +331,7 @@ class AsyncRolloutPhase(RunsAhead[Validation, SampleGroup], RolloutPhase):
 
 
 def staleness_metrics(groups: Sequence[SampleGroup], step: int) -> Metrics:
-    """Lag of the weights that sampled behind those that are trained, in steps, by sample and by token."""
+    """Steps by which the weights that sampled are older than those that are trained, by sample and by token."""
     samples = [spans for group in groups for spans in group.finished.weight_versions]
     oldest = np.array([step - spans[0][0] for spans in samples])
     lags = np.array([(step - version, end - start) for spans in samples for version, start, end in spans])

@@ -28,7 +28,7 @@ def is_partitioned(tensor: Tensor) -> bool:
 
 
 def full_shape(tensor: Any) -> torch.Size:
-    """Of the whole tensor, partitioned or not."""
+    """Shape of the whole tensor, partitioned or not."""
     return torch.Size(tensor.ds_shape) if is_partitioned(tensor) else tensor.shape
 
 
@@ -86,7 +86,7 @@ class MasterStates:
         return int(max(steps, default=0.0))
 
     def writes(self, run: Run) -> bool:
-        """True where this rank writes the run: under ZeRO-0 all ranks have all of it."""
+        """True if this rank writes the run: under ZeRO-0 all ranks have all of it."""
         return bool(run.length) and (self._stage > 0 or dist.get_rank() == 0)
 
     def get(self, run: Run, moment: str | None) -> Tensor:
@@ -193,7 +193,7 @@ class MasterStates:
 
 
 def _fitted(values: Tensor, partition: Tensor) -> Tensor:
-    """``values`` with zeros behind them, as many as ZeRO-3 pads the last rank's part with."""
+    """``values`` padded on the right with as many zeros as ZeRO-3 pads the last rank's part with."""
     return torch.nn.functional.pad(values, (0, partition.numel() - values.numel()))
 
 
@@ -253,7 +253,7 @@ def load_states(path: Path, engine: Any, contents: ModelContents) -> dict[str, A
 
     Raises:
         FileNotFoundError: ``path`` is no such checkpoint.
-        CheckpointMismatchError: a model with ``contents`` would not take up all of it.
+        CheckpointMismatchError: a model with ``contents`` would not restore all of it.
         CheckpointDamagedError: files are missing, or cannot be read.
     """
     masters = MasterStates(engine)

@@ -165,7 +165,7 @@ class GenerationStrategy(ABC):
         """During an update: compute ``W x + scaling * B (A x)`` from now on, in place of the last adapter.
 
         Args:
-            tensors: A (r, in) and B (out, r) by the name of W with ``#lora_A`` or ``#lora_B`` behind.
+            tensors: A (r, in) and B (out, r) by the name of W with ``#lora_A`` or ``#lora_B`` appended.
             scalings: by the name of W.
         """
         raise RuntimeError(f"{type(self).__name__} takes no adapters")

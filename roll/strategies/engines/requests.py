@@ -26,7 +26,7 @@ class PromptScore:
     """A model's log-probs of a text, each token given those before it."""
 
     log_probs: list[float]
-    """Of every token but the first, at temperature 1."""
+    """Log-probs of every token but the first, at temperature 1."""
     top: list[list[tuple[int, float]]]
     """The most probable tokens at the same positions, as many as requested."""
     ranks: Sequence[int] = ()
@@ -59,24 +59,24 @@ VersionSpan = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class PartialSample:
-    """The beginning of a response, whichever engine sampled it; generation continues behind it."""
+    """The beginning of a response, whichever engine sampled it; generation continues after it."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
-    """Of each token, as in :class:`GenerationOutput`."""
+    """One for each token, see :class:`GenerationOutput`."""
     weight_versions: Sequence[VersionSpan]
     """Spans over all of ``token_ids``, in order."""
     top_log_probs: Sequence[list[tuple[int, float]]] = ()
-    """Of each token, where they were requested."""
+    """One for each token, where requested."""
     routes: np.ndarray | None = None
-    """As in :class:`GenerationOutput`."""
+    """See :class:`GenerationOutput`."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """``num_samples`` continuations of one prompt; the prompt is computed once for all of them.
 
-    A request may have been in flight before. A sample in ``partial`` is continued behind what it has; limits, stop
+    A request may have been in flight before. A sample in ``partial`` is continued after what it has; limits, stop
     conditions, the repetition penalty and the random stream count the whole response, so an interrupted sample becomes
     what it would have become uninterrupted. Samples in ``finished`` are not generated again.
     """
@@ -109,7 +109,7 @@ class GenerationOutput:
     sample_index: int
     token_ids: list[int]
     log_probs: list[float]
-    """Of each token under the distribution it was sampled from (temperature, top-p, top-k applied)."""
+    """Log-prob of each token under the distribution it was sampled from (temperature, top-p, top-k applied)."""
     finish_reason: FinishReason
     weight_versions: list[VersionSpan] = field(default_factory=list)
     """Spans over ``token_ids``: the weights that each token was sampled with."""
@@ -196,7 +196,7 @@ def check_request(request: GenerationRequest, taken: Collection[str], max_model_
 
 
 def _check_progress(request: GenerationRequest, name: str, room: int) -> None:
-    """Refuse a request whose partial and finished samples do not fit it; ``room``: tokens behind the prompt."""
+    """Refuse a request whose partial and finished samples do not fit it; ``room``: tokens after the prompt."""
     done = [output.sample_index for output in request.finished]
     begun = list(request.partial)
     if len(set(done + begun)) < len(done) + len(begun) or not set(done + begun) <= set(range(request.num_samples)):
@@ -255,7 +255,7 @@ def check_sampling_params(params: SamplingParams, name: str) -> None:
 
 
 _REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that do not make a character yet
-_CONTEXT_TOKENS = 5  # decoders drop a leading space or merge accents with what stands before
+_CONTEXT_TOKENS = 5  # decoders drop a leading space or merge accents with the text before
 
 
 class StopStringMatcher:

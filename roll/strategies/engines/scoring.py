@@ -31,9 +31,9 @@ from roll.strategies.base import (
 from roll.strategies.engines.requests import PromptScore
 
 ALL = -1
-"""As a number of most probable tokens: the whole vocabulary."""
+"""Number of most probable tokens that means the whole vocabulary."""
 LEAST_MASS = 1e-38
-"""As small as float32 gets."""
+"""Smallest positive number of float32."""
 
 
 class ScoringStrategy(ModelStrategy):
@@ -60,7 +60,7 @@ class ScoringStrategy(ModelStrategy):
         return {str(Output.LOG_PROBS): log_probs}
 
     def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:
-        """As :meth:`ModelStrategy.forward_top_tokens`; another temperature than 1 with the whole vocabulary only. The
+        """Like :meth:`ModelStrategy.forward_top_tokens`; another temperature than 1 with the whole vocabulary only. The
         tail is one minus the listed mass.
 
         Raises:
@@ -87,7 +87,7 @@ class ScoringStrategy(ModelStrategy):
         return columns
 
     def _scored(self, batch: TensorBatch, top: int) -> Iterator[tuple[torch.Tensor, PromptScore]]:
-        """By row the positions that count and the score; nothing behind the last of them is computed."""
+        """By row the positions that count and the score; nothing after the last of them is computed."""
         images = batch.get(IMAGES)
         if images is not None and any(one is not None for one in images):
             raise ValueError(f"{self.role.name}: {self._name} scores token ids here, and takes no images")
@@ -134,8 +134,7 @@ def listed_tokens(
     size = min(wanted.count or len(order), wanted.limit)
     if len(order) < size:
         raise ValueError(
-            f"{len(order)} of {size} most probable tokens have an id below {wanted.limit}; the student has "
-            "no others"
+            f"{len(order)} of {size} most probable tokens have an id below {wanted.limit}; the student has no others"
         )
     order = order[:size]
     rest = max(0.0, 1.0 - float(np.exp(log_probs[order]).sum()))

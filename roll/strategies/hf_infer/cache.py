@@ -67,7 +67,7 @@ class SlotCache:
             first_row += count
 
     def clear(self, rows: np.ndarray) -> None:
-        """Zero rows that may hold NaN: attention multiplies what lies behind a row's end by 0, which has to give 0 for
+        """Zero rows that may hold NaN: attention multiplies what lies past a row's end by 0, which has to give 0 for
         the next sample in that row."""
         self.data[:, :, rows] = 0
 
@@ -138,7 +138,7 @@ class DecodeSlots:
         return [state[: self.size].clone() for state in self._states]
 
     def put_states(self, states: Sequence[torch.Tensor]) -> None:
-        """Keep those of the rows that count; behind them may be rows of samples that have just begun."""
+        """Keep those of the rows that count; after them may be rows of samples that have just begun."""
         for held, new in zip(self._states, states, strict=True):
             held[: self._count] = new[: self._count]
 
@@ -174,7 +174,7 @@ class CachedSequence:
     keys_values: torch.Tensor
     length: int
     blocks: list[int]
-    """Of its whole blocks, see :func:`_chained`."""
+    """Numbers of its whole blocks, see :func:`_chained`."""
 
     @property
     def capacity(self) -> int:
@@ -291,7 +291,7 @@ class PrefixCache:
 
 
 def _chained(token_ids: np.ndarray) -> list[int]:
-    """A number for every whole block, which stands for its tokens and all before them; tokens are compared as well
+    """A number for every whole block, made of its tokens and all before them; tokens are compared as well
     before a prefix is used."""
     data, size, number = token_ids.tobytes(), _BLOCK * token_ids.itemsize, 0
     blocks = []

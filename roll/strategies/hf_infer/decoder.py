@@ -30,7 +30,7 @@ class PromptStates:
 
     ``keys_values``: (num_layers, 2, num_prompts, num_kv_heads, longest prompt, head_dim), anything past a prompt's end.
     ``logits``: (num_prompts, vocab_size), of the token after each prompt.
-    ``offsets``: by prompt, what the rotary position of a token behind it is ahead of its place in the sequence: the
+    ``offsets``: by prompt, how far the rotary position of a later token is ahead of its place in the sequence: the
     tokens of an image share positions. Empty: nothing.
     ``routes``: (num_prompts, longest prompt, layers, k), experts of each token, where they are recorded.
     ``states``: (num_prompts, ...) each, of layers of linear attention after the prompt.
@@ -54,7 +54,7 @@ class PromptStates:
 
 
 Images = Sequence[VisionInputs | None]
-"""Of each prompt; None: a prompt of text."""
+"""One for each prompt; None: a prompt of text."""
 
 
 class Decoder(ABC):
@@ -254,7 +254,7 @@ class FusedDecoder(Decoder):
             heads = grid.pad(self._heads(layer, x, cos, sin)).transpose(1, 2)
             queries, keys, values = self._split(heads)
             keys_values[index, 0], keys_values[index, 1] = keys, values
-            # Padding stands behind the prompt, where causal attention does not see it.
+            # Padding follows the prompt, where causal attention does not see it.
             x = self._attend(index, grid, x, queries, keys, values)
         return PromptStates(keys_values, self._logits(x)[: grid.num_prompts])
 

@@ -30,7 +30,7 @@ _MAX_GATHERED_TOKENS = 8 * _MAX_PREFILL_TOKENS  # of prompts of which a prefix i
 
 @dataclass(slots=True)
 class _QueuedGroup:
-    """Samples of a request that start behind the same tokens and have not started yet."""
+    """Samples of a request that start after the same tokens and have not started yet."""
 
     request: GenerationRequest
     seed: int
@@ -118,10 +118,10 @@ class GenerationEngine:
         self._unfinished: dict[str, int] = {}
         self._rows = RunningRows(max_num_seqs, max_model_len)
         self._cache = self._new_cache()
-        # A state stands for all tokens up to the last: there is none of a prefix of them.
+        # A state sums up all tokens to the last: there is none for a prefix.
         self._prefixes = PrefixCache(0 if decoder.cache_shape.states else prefix_cache_tokens)
         self.num_prompt_tokens = 0
-        """Of all prompts so far, each counted when its first samples start."""
+        """Tokens of all prompts so far, each counted when its first samples start."""
         self._sampler = self._new_sampler()
 
     @property
@@ -286,14 +286,14 @@ class GenerationEngine:
         admission = self._select()
         if not admission.groups:
             return None
-        logits, behind, missing = [], _Admission(), _Admission()
+        logits, cached, missing = [], _Admission(), _Admission()
         for group, count in zip(admission.groups, admission.counts, strict=True):
             if group.prompt is not None:
                 logits.append(self._start_samples([group], [count], group.prompt))
             else:
-                (missing if group.found is None else behind).add(group, count)
-        if behind.groups:
-            logits.append(self._start_behind(behind.groups, behind.counts))
+                (missing if group.found is None else cached).add(group, count)
+        if cached.groups:
+            logits.append(self._start_cached(cached.groups, cached.counts))
         if missing.groups:
             prompts = [group.token_ids for group in missing.groups]
             computed = self._prefill(prompts, [group.request for group in missing.groups])
@@ -302,7 +302,7 @@ class GenerationEngine:
             self._queue.popleft()
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _start_behind(self, groups: list[_QueuedGroup], counts: list[int]) -> torch.Tensor:
+    def _start_cached(self, groups: list[_QueuedGroup], counts: list[int]) -> torch.Tensor:
         """Start the samples of prompts that have a prefix in the cache; their logits."""
         prompts = [group.token_ids for group in groups]
         found = [group.found for group in groups if group.found is not None]

@@ -55,7 +55,7 @@ class GenericDecoder(Decoder):
     def prefill(self, prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
         if not self._shape.states or len({len(prompt) for prompt in prompts}) == 1:
             return self._prefill(prompts, images)
-        # A state goes through whatever stands behind a prompt, so only prompts of one length are computed together.
+        # A state goes through whatever follows a prompt, so only prompts of one length are computed together.
         assert images is None
         by_length: dict[int, list[int]] = {}
         for row, prompt in enumerate(prompts):
@@ -68,7 +68,7 @@ class GenericDecoder(Decoder):
         tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64, device=self.device)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = torch.tensor(prompt, device=self.device)
-        # Padding stands behind the prompt, where causal attention does not see it: no mask is needed.
+        # Padding follows the prompt, where causal attention does not see it: no mask is needed.
         wanted, which = torch.unique(lengths - 1, return_inverse=True)
         cache = self._new_cache()
         inputs, offsets = self._inputs(tokens, [len(prompt) for prompt in prompts], images)
@@ -109,7 +109,7 @@ class GenericDecoder(Decoder):
     def _extend(
         self, keys_values: torch.Tensor, known: int, prompt: Sequence[int], vision: VisionInputs | None
     ) -> tuple[torch.Tensor, Sequence[int]]:
-        """Logits (1, vocab_size) and offsets behind one prompt.
+        """Logits (1, vocab_size) and offsets after one prompt.
 
         Args:
             keys_values: (num_layers, 2, num_kv_heads, length of the prompt, head_dim).
@@ -135,14 +135,14 @@ class GenericDecoder(Decoder):
         """Inputs of the model's forward pass besides the tokens, and the offsets of :class:`PromptStates`.
 
         Args:
-            tokens: int64 (prompts, longest), padded behind their ends.
+            tokens: int64 (prompts, longest), padded on the right.
             known: tokens of the (only) prompt that are not computed.
         """
         positions = torch.arange(known, tokens.shape[1], device=self.device)
         return {"position_ids": positions.expand(len(tokens), -1)}, ()
 
     def _rotary_positions(self, slots: DecodeSlots) -> torch.Tensor:
-        """Of the next token of each row, as the model's forward pass takes them."""
+        """Position of each row's next token, as the model's forward pass takes them."""
         return slots.rotary_positions[:, None]
 
     def decode(self, tokens: torch.Tensor, slots: DecodeSlots) -> torch.Tensor:
@@ -223,7 +223,7 @@ def _give_states(layer: Any, conv: torch.Tensor, recurrent: torch.Tensor) -> Non
 
 
 def _padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """With zeros behind its last dimension: keys and values may be of different length (DeepSeek-V3)."""
+    """Pad the last dimension with zeros: keys and values may be of different length (DeepSeek-V3)."""
     return tensor if tensor.shape[-1] == width else torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1]))
 
 

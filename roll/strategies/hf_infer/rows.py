@@ -114,7 +114,7 @@ class RunningRows:
         carried: PartialSample | None = None,
         offset: int = 0,
     ) -> None:
-        """Start a sample in the next row, behind its prompt and the tokens that it has already (``carried``); these
+        """Start a sample in the next row, after its prompt and the tokens that it has already (``carried``); these
         are in the cache, its next token is not sampled yet. ``offset``: of its rotary positions."""
         row, params = self.size, sample.request.params
         assert row < self.capacity, "no free row"

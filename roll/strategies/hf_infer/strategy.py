@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCORED_POSITIONS = 256
-"""Of a prompt, whose logits are in memory at a time."""
+"""Tokens of a prompt whose logits are in memory at a time."""
 
 
 class HfInferStrategy(GenerationStrategy):

@@ -53,7 +53,7 @@ class VisionDecoder(GenericDecoder):
             )
 
     def prefix_key(self, token_ids: Sequence[int], vision: VisionInputs | None) -> Sequence[int]:
-        """Where an image or a video stands, a negative number made of it."""
+        """Ids with a negative number, made of its content, in place of an image's or video's tokens."""
         if vision is None:
             return token_ids
         keys = (-(int(key[:14], 16) + 1) for key in vision.image_keys)
@@ -76,7 +76,7 @@ class VisionDecoder(GenericDecoder):
             # Three equal positions a token, spelled out: the model would remember those of an earlier call.
             positions = torch.arange(known, tokens.shape[1], device=self.device).expand(3, len(tokens), -1)
             return {"position_ids": positions}, ()
-        behind = torch.arange(tokens.shape[1], device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
+        real = torch.arange(tokens.shape[1], device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
         types = token_types(tokens, self._config)
         present = [vision for vision in images if vision is not None]
         seen = [
@@ -93,9 +93,9 @@ class VisionDecoder(GenericDecoder):
             image_grid_thw=torch.stack(grids[False]).to(self.device) if grids[False] else None,
             video_grid_thw=torch.stack(grids[True]).to(self.device) if grids[True] else None,
             second_per_grid_ts=seconds or None,
-            attention_mask=behind.long(),
+            attention_mask=real.long(),
         )
-        # One behind the last token, as in training. The model's own deltas count from the largest position, which
+        # One after the last token, as in training. The model's own deltas count from the largest position, which
         # the times of a long video can be beyond.
         ends = torch.tensor(lengths, device=self.device)
         last = positions.amax(0).gather(1, ends[:, None] - 1)[:, 0]

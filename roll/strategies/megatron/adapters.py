@@ -306,7 +306,7 @@ def adapted_skeleton(model: PreTrainedModel, args: ModelArguments, seed: int, dt
         ValueError: see :func:`roll.models.lora.add_adapters`; modules to be trained in full that are no embeddings,
             output matrix or norm.
     """
-    # peft puts an adapter on the device of its base. One zero stands for each tensor of the base and takes no memory.
+    # peft puts an adapter on the device of its base. One zero in place of each tensor of the base takes no memory.
     model._apply(lambda tensor: torch.zeros((), dtype=dtype if tensor.is_floating_point() else None).expand_as(tensor))
     model.tie_weights()
     adapters = add_adapters(model, args, seed, torch.float32)

@@ -71,7 +71,7 @@ def part_of(tensor: Tensor, region: Region) -> Tensor:
 
 
 def _share(count: int, rank: int, size: int) -> slice:
-    """As ``torch.chunk`` divides."""
+    """Parts as ``torch.chunk`` makes them."""
     each = -(-count // size)
     return slice(min(rank * each, count), min((rank + 1) * each, count))
 

@@ -80,7 +80,7 @@ class OwnTokens:
 def vocab_parallel_top_tokens(
     hidden: Tensor, weight: Tensor, *, group: ProcessGroup, vocab_size: int, temperature: float, wanted: TopTokens
 ) -> Named:
-    """As :func:`roll.models.distributions.top_tokens`, the same on all ranks of ``group``."""
+    """Like :func:`roll.models.distributions.top_tokens`, the same on all ranks of ``group``."""
     tokens, rows = OwnTokens.of(weight, group, vocab_size), weight.shape[0]
     limit = min(wanted.limit, vocab_size)
     count = min(wanted.count or limit, limit)
@@ -114,7 +114,7 @@ def vocab_parallel_comparison(
     outputs: Collection[str],
     comparisons: Collection[TargetDistributions],
 ) -> Named:
-    """As :func:`roll.models.distributions.compared` of all tokens, the same on all ranks of ``group``; the gradient of
+    """Like :func:`roll.models.distributions.compared`, the same on all ranks of ``group``; the gradient of
     ``hidden`` is this rank's share."""
     tokens = OwnTokens.of(weight, group, vocab_size)
 

@@ -256,7 +256,7 @@ class Router(TopKRouter):
     """Top-k routing. The balance loss of a micro-batch counts as much as every other's, whatever its tokens."""
 
     index = 0
-    """Of the layer, among those with experts of the whole model."""
+    """Index of the layer among the whole model's layers with experts."""
     records = False
     router_replay: Choices | None
     counts: Tensor | None = None

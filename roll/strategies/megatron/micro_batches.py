@@ -79,7 +79,7 @@ class MicroBatch:
     """The whole of it, before padding."""
     top_tokens: TopTokens | None = None
     comparisons: tuple[TargetDistributions, ...] = ()
-    """Of the response tokens of this chunk."""
+    """Targets of this chunk's response tokens."""
 
     def aligned(self, values: Tensor, context_group: ProcessGroup) -> Tensor:
         """(B, L, ...) with ``values`` (N, ...) of all context-parallel ranks at their places, the same on each rank.
@@ -116,7 +116,7 @@ class Chunking:
     balances: bool = False
     """They have a balance loss."""
     top_tokens: TopTokens | None = None
-    """As of a layout."""
+    """See :class:`roll.models.layouts.TokenLayout`."""
     comparisons: Sequence[Comparison] = ()
     """Targets that the response tokens' distributions are compared with."""
 

@@ -154,7 +154,7 @@ class Named:
     begin: int
     """The first row of the source in it."""
     shape: torch.Size
-    """Of the source."""
+    """Shape of the source."""
 
     @property
     def width(self) -> int:
@@ -223,7 +223,7 @@ def load_states(
 
     Raises:
         FileNotFoundError: ``path`` is no such checkpoint.
-        CheckpointMismatchError: something of it would be left behind by a model with ``contents``.
+        CheckpointMismatchError: something of it would be left over by a model with ``contents``.
         CheckpointDamagedError: the files lack something that it should have.
     """
     with resumed(path, contents) as (state, stored):

@@ -61,7 +61,7 @@ class ParallelSizes:
 
     @property
     def has_expert_groups(self) -> bool:
-        """True where experts have their own process groups: they are not sharded and replicated as all else is."""
+        """True if experts have their own process groups: they are not sharded and replicated as all else is."""
         return self.expert > 1 or self.expert_tensor != self.tensor
 
     @property

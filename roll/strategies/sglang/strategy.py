@@ -213,7 +213,7 @@ class SglangStrategy(GenerationStrategy):
         if self._new_version is not None:
             raise RuntimeError(f"sglang: the update to version {self._new_version} is not finished")
         self._run(self._updates.open())
-        # The reply came behind the last tokens of the old weights.
+        # The reply came after the last tokens of the old weights.
         self._run(self._settle())
         self._new_version = version
 

@@ -117,7 +117,7 @@ def resumed(path: Path, contents: ModelContents) -> Iterator[tuple[dict[str, Any
 
     Raises:
         FileNotFoundError: ``path`` is no such checkpoint.
-        CheckpointMismatchError: a model with ``contents`` would not take up all of it.
+        CheckpointMismatchError: a model with ``contents`` would not restore all of it.
         CheckpointDamagedError: the tensors cannot be read.
     """
     state = read_trainer_state(path)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SHARES_SHOWN = 32
 """Up to this many experts, each expert's share is a separate metric."""
 TOLERANCE = 0.02
-"""Of the test of the layout, relative. bf16 rounds to .004; another expert's weights are off by 0.2 or more."""
+"""Relative tolerance of the layout's test. bf16 rounds to .004; another expert's weights are off by 0.2 or more."""
 
 
 def balance_coefficient(args: ModelArguments, config: PretrainedConfig) -> float:

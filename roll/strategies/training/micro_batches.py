@@ -149,7 +149,7 @@ def _unit_groups(
 
 
 def _prompt_groups(batch: TensorBatch, lengths: np.ndarray, capacity: int) -> list[tuple[list[int], int]]:
-    """Adjacent rows behind one prompt with their tokens (the prompt once), split where they exceed ``capacity``."""
+    """Adjacent rows that share a prompt, with their tokens (the prompt once), split where they exceed ``capacity``."""
     mask = batch["response_mask"]
     leads = leads_a_group(batch.get(PROMPT_KEYS, batch["input_ids"]), mask).tolist()
     answers = mask.any(1).tolist()

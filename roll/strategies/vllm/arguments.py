@@ -189,7 +189,7 @@ def sampling_params(
     seed = None
     if params.seed is not None:
         seed = stream_key(params.seed, sample_index)
-        # vLLM draws from the beginning of a stream, and what stands there has been used up.
+        # vLLM draws from the beginning of a stream, and its first numbers have been used.
         seed = (stream_key(seed, num_begun) if num_begun else seed) & _SEED_MASK
     stops = list(dict.fromkeys((*end_token_ids, *params.stop_token_ids)))
     return vllm.SamplingParams(
@@ -213,7 +213,7 @@ def sampling_params(
 
 
 def scoring_params(top: int) -> vllm.SamplingParams:
-    """vLLM's settings for a prompt to be scored: it samples one token behind it all the same."""
+    """vLLM's settings for a prompt to be scored: it samples one more token all the same."""
     return vllm.SamplingParams(
         temperature=0.0,
         max_tokens=1,
@@ -241,7 +241,7 @@ def prompt_score(flat: Any) -> PromptScore:
 def generation_output(
     request_id: str, sample_index: int, sample: CompletionOutput, weight_version: int
 ) -> GenerationOutput:
-    """A finished or aborted sample; ``weight_version`` stands where vLLM reports none (no token was sampled)."""
+    """A finished or aborted sample; ``weight_version`` is used where vLLM reports none (no token was sampled)."""
     token_ids = list(sample.token_ids)
     log_probs = _log_probs(sample.logprobs, len(token_ids))
     spans = [(int(span.version), span.start, span.end) for span in sample.weight_versions or ()]

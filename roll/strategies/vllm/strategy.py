@@ -212,7 +212,7 @@ class VllmStrategy(GenerationStrategy):
         """See the base class; samples in flight continue meanwhile, and the next step returns those that finish.
 
         Raises:
-            ValueError: a prompt without room for the token that vLLM samples behind it, or more tokens requested than
+            ValueError: a prompt without room for the token that vLLM samples after it, or more tokens requested than
                 the engine's ``max_logprobs``.
         """
         engine = self._running_engine()
@@ -315,7 +315,7 @@ class VllmStrategy(GenerationStrategy):
 
     @property
     def takes_adapters(self) -> bool:
-        """True where ``engine_args`` has ``enable_lora``."""
+        """True if ``engine_args`` has ``enable_lora``."""
         return bool(self._config.engine_args.get("enable_lora"))
 
     def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None:

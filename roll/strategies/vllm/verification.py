@@ -91,7 +91,7 @@ class ReloadVerifier:
         """Probes of the packed layers, by identity."""
         self._sent: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
-        """Of tensors sent, by their place in memory: loaders pass views of them on."""
+        """Names of tensors sent, by their address in memory: loaders pass views of them on."""
         self._wholes: dict[str, _Whole] = {}
         self._checksums: dict[str, int] = {}
         self._processed: set[int] = set()
@@ -224,7 +224,7 @@ class ReloadVerifier:
         return sent
 
     def _copy_sinks(self, name: str, own: str, parameter: torch.Tensor) -> None:
-        """Of the heads of this rank; vLLM's loader of gpt-oss copies them past the reload, where they are lost."""
+        """Copy this rank's attention sinks: vLLM's loader of gpt-oss writes past the reload, where they are lost."""
         sent, heads = self._taken(name), len(parameter)
         part = sent.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
         parameter.data.copy_(part)

@@ -108,7 +108,7 @@ class PolicyAdapter:
         """Put an adapter in the place of the last one.
 
         Args:
-            tensors: A (r, in) and B (out, r), whole, by the weight's name with ``#lora_A`` or ``#lora_B`` behind.
+            tensors: A (r, in) and B (out, r), whole, by the weight's name with ``#lora_A`` or ``#lora_B`` appended.
             scalings: the factor of ``B A`` by weight.
 
         Returns:
