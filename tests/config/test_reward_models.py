@@ -40,7 +40,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
         "a critic's head",
     ),
     ({"reward_train.model_args.model_type": "trl"}, "reward_train.model_args.model_type", "must be auto_sequence"),
-    ({"loss_type": "process"}, "score_input", "behind their own tokens"),
+    ({"loss_type": "process"}, "score_input", "at their last tokens"),
     ({"margin_key": "margin", "margin_from_scores": True}, "margin_key", "leave one out"),
     ({"rejected_key": "chosen"}, "rejected_key", "the chosen responses too"),
 ]
