@@ -97,11 +97,13 @@ EXTRAS = {
         "deepspeed==0.19.8",
         "gguf>=0.19",
         "hypothesis>=6.100",
+        "ipykernel>=7.0",
         "jsonschema>=4.20",
         "langdetect>=1.0.9",
         "mcp>=2.0",
         "megatron-core==0.16.1",
         "mypy>=2.0",
+        "nbclient>=0.10",
         "openai==3.54.0",
         "openai-agents==0.24.0",
         "peft==0.21.2",
@@ -131,7 +133,16 @@ setup(
     cmdclass={"build_py": BuildWithRecipes},
     packages=find_packages(include=["roll", "roll.*"]),
     package_data={
-        "roll": ["py.typed", "**/*.yaml", "**/*.json", "**/*.jinja", "**/*.sh", "**/*.table", "report/static/*"]
+        "roll": [
+            "py.typed",
+            "*.pyi",
+            "**/*.yaml",
+            "**/*.json",
+            "**/*.jinja",
+            "**/*.sh",
+            "**/*.table",
+            "report/static/*",
+        ]
     },
     python_requires=">=3.11",
     install_requires=BASE,

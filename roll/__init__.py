@@ -1,12 +1,34 @@
-"""Reinforcement-learning post-training of language models, driven by YAML."""
+"""Reinforcement-learning post-training of language models, driven by YAML.
 
+The Python interface (:mod:`roll.api`) is imported when one of its names is used.
+"""
+
+from __future__ import annotations
+
+import importlib
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 __version__ = "0.1.0"
+
+_API = dict.fromkeys(("Check", "Run", "check", "load_config", "run"), "roll.api")
+_API |= {"ConfigError": "roll.config.reading.errors"}
+_API |= dict.fromkeys(("STOP", "Callback"), "roll.tracking.callbacks")
+"""Module of each name of the Python interface; ``__init__.pyi`` has their types."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _API:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_API[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_API])
 
 
 class _NoSuchModule(MetaPathFinder):

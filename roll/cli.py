@@ -21,17 +21,14 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from roll import __version__
-from roll.config.checks.base import check_output
+from roll import __version__, api, preflight
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.pipelines import NAMES, definition_of
-from roll.config.plan.render import filled_in, line, render_plan
+from roll.config.plan.render import filled_in, render_plan
 from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import dump_yaml, masked_text
-from roll.preflight import check_parts, check_resumption, find_models, prepared, require_packages
-from roll.rehearsal.catalog import find_gpu
-from roll.rehearsal.formulas import misfits, quick_lines
+from roll.preflight import check_parts, find_models, require_packages
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""
@@ -127,9 +124,7 @@ def ready(load: Callable[[], LoadedConfig[Any]]) -> LoadedConfig[Any]:
     Raises:
         ConfigError: every mistake.
     """
-    loaded = prepared(load, say)
-    loaded.pipeline.check_services(loaded)
-    return loaded
+    return preflight.ready(load, say)
 
 
 def run(loaded: LoadedConfig[Any], work: Callable[[], int | None] | None = None) -> int:
@@ -253,22 +248,13 @@ def serve(arguments: argparse.Namespace) -> int:
 
 def check(arguments: argparse.Namespace) -> int:
     """Print the plan, or with ``--resolved`` the effective YAML, without starting anything."""
-    loaded: LoadedConfig[Any] = load_config(
-        None, arguments.config, None, arguments.overrides, check_files=not arguments.skip_files
-    )
-    check_parts(loaded)
-    if not arguments.skip_files:
-        check_output(loaded.plan.output_dir, loaded.source)
-        check_resumption(loaded)
-    if arguments.gpu is not None and (problems := misfits(loaded.plan, find_gpu(arguments.gpu))):
-        raise ConfigError(problems)
+    found = api.check(arguments.config, arguments.overrides, check_files=not arguments.skip_files, gpu=arguments.gpu)
+    if found.config is None:
+        raise ConfigError(found.problems)
     if arguments.resolved:
-        sys.stdout.write(dump_yaml(loaded.resolved) + filled_in(loaded))
+        sys.stdout.write(dump_yaml(found.config.resolved) + filled_in(found.config))
     else:
-        console = Console(emoji=False)
-        render_plan(loaded, console)
-        for role, text in quick_lines(loaded.plan):
-            console.print(line("memory      ", "bold", f"{role}: {text}"), soft_wrap=True)
+        found.show(Console(emoji=False))
     return 0
 
 

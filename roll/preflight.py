@@ -256,6 +256,17 @@ def prepared(load: Callable[[], LoadedConfig[Any]], say: Callable[[str], None]) 
     return load() if find_models(loaded, say) else loaded
 
 
+def ready(load: Callable[[], LoadedConfig[Any]], say: Callable[[str], None]) -> LoadedConfig[Any]:
+    """As :func:`prepared`, with what the run needs from elsewhere asked as well.
+
+    Raises:
+        ConfigError: every mistake.
+    """
+    loaded = prepared(load, say)
+    loaded.pipeline.check_services(loaded)
+    return loaded
+
+
 def check_resumption(loaded: LoadedConfig[Any]) -> None:
     """Check by the description in a checkpoint that this configuration resumes all of it.
 

@@ -9,6 +9,7 @@ from tests.test_architecture import MODULES, PACKAGE
 
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 BETWEEN_PROCESSES = {
+    "config/objects.py": "functions and classes of the driver's own, over Ray or the pipe of a child",
     "distributed/actor.py": "a worker class of the driver's own, over Ray, which knows its peers by a token",
 }
 """Pickles that come from a process of the same run."""

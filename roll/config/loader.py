@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -34,16 +34,20 @@ MISSPELT = 0.8
 class LoadedConfig(Generic[C]):
     """A configuration that can be run."""
 
-    config: C
-    pipeline: PipelineDefinition
-    plan: Plan
-    resolved: dict[str, Any]
+    config: C = field(repr=False)
+    pipeline: PipelineDefinition = field(repr=False)
+    plan: Plan = field(repr=False)
+    resolved: dict[str, Any] = field(repr=False)
     """The effective YAML: what was written, composed and resolved (secrets included: mask before showing)."""
     warnings: tuple[Notice, ...]
     """Values that were accepted and that the user should know of."""
     source: Path
-    """The file."""
+    """The file; where there is none, ``(config)``."""
     overrides: tuple[str, ...] = ()
+    written: Mapping[str, Any] | None = field(default=None, repr=False)
+    """The mapping that a configuration without a file was read from."""
+    callbacks: tuple[Any, ...] = ()
+    """Objects as of :class:`roll.tracking.callbacks.Callback`."""
 
 
 def load_config(

@@ -270,7 +270,7 @@ def filter_source(setting: str | Mapping[str, Any] | None) -> Any:
     if not isinstance(setting, str):
         return None if setting is None else dict(setting)
     module = inspect.getmodule(import_function(setting))
-    if module is None:
+    if module is None or getattr(module, "__file__", None) is None:  # a notebook's
         raise OSError(f"no source of {setting}")
     return [setting, inspect.getsource(module)]
 

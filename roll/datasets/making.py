@@ -6,7 +6,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from roll.config import objects
 from roll.config.data import DataArguments
 from roll.datasets.columns import Columns, Message, as_number
 from roll.datasets.images import ImageReader
@@ -224,7 +225,7 @@ def make_all(maker: RowMaker[Any], chunks: Iterable[list[SourceRow]], processes:
         yield from (make(maker, chunk) for chunk in chunks)
         return
     # Forked children would inherit the locks of threads that Ray and the tokenizer have in this process.
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (maker,))
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (maker, objects.pickles()))
     try:
         yield from _in_order(pool, chunks, CHUNKS_AHEAD * processes)
     except BrokenProcessPool as error:
@@ -277,8 +278,9 @@ _maker: RowMaker[Any] | None = None
 """The maker of this process, if it is one of a pool."""
 
 
-def _begin(maker: RowMaker[Any]) -> None:
+def _begin(maker: RowMaker[Any], own_objects: Mapping[str, bytes]) -> None:
     global _maker
+    objects.adopt(own_objects)
     # The processes are as many as there are cores: the tokenizer needs no threads of its own in each.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _maker = maker

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import ray
 
+from roll.config import objects
 from roll.config.reading.masking import masked_text, register_secrets
 from roll.distributed.nodes import interface_of
 from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext, registrations
@@ -281,9 +282,17 @@ class WorkerActor:
         return Rendezvous(self._address.node_ip, self._listener.getsockname()[1])
 
     def start(
-        self, worker_class: str | bytes, context: WorkerContext, rendezvous: Rendezvous
+        self,
+        worker_class: str | bytes,
+        context: WorkerContext,
+        rendezvous: Rendezvous,
+        own_objects: Mapping[str, bytes],
     ) -> dict[str, Registration]:
-        """Import the class and build the worker; the methods it registers."""
+        """Import the class and build the worker; the methods it registers.
+
+        Args:
+            own_objects: the driver's :func:`roll.config.objects.pickles`.
+        """
         # Until the end of the first call, which loads the model: imports make a million objects that stay, and looking
         # for garbage among them again and again is a quarter of the time that they take.
         gc.disable()
@@ -296,6 +305,7 @@ class WorkerActor:
             )
             os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port))
             register_secrets(dataclasses.asdict(context.role))
+            objects.adopt(own_objects)
             if self._calls_file is not None:
                 self._times = CallTimes(self._calls_file, context)
             cls = load_worker_class(worker_class)

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from roll.config import objects
 from roll.config.reading.errors import did_you_mean
 from roll.config.roles import WorkerConfig
 from roll.distributed import diagnosis
@@ -270,7 +271,7 @@ class Cluster:
             seed=self._seed,
             settings=self._settings,
         )
-        return actor.start.remote(self._target, context, rendezvous)
+        return actor.start.remote(self._target, context, rendezvous, objects.pickles())
 
     def _create_actor(self, placement: Placement) -> Any:
         worker_name = f"{self.name}-{placement.rank}"
@@ -291,8 +292,8 @@ class Cluster:
                 self._resources.placement_group, placement_group_bundle_index=placement.bundle
             ),
         }
-        if self.role.system_envs:
-            options["runtime_env"] = {"env_vars": dict(self.role.system_envs)}
+        if variables := {**self._resources.system_envs, **self.role.system_envs}:
+            options["runtime_env"] = {"env_vars": variables}
         actor_class = ray.remote(WorkerActor).options(**options)
         return actor_class.remote(worker_name, environment, placement.local_devices)
 

@@ -299,6 +299,8 @@ def connect(address: str, node_ip: str | None, runtime_env: Mapping[str, Any] | 
     # Ray prints its notices of dead workers to the driver's standard output, through a progress bar and ahead of the
     # diagnosis that the failed call gives; the log keeps them.
     ray._private.worker.print_to_stdstream = _log_notice
+    if threading.current_thread() is not threading.main_thread():  # of which Ray warns: it has no handler of SIGTERM
+        logging.getLogger(ray._private.worker.__name__).setLevel(logging.ERROR)
     _allow_loopback(address)
     ray.init(
         address=address,

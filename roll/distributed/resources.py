@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +36,17 @@ class ResourceManager:
     nodes without accelerators ids are slots on the CPU.
     """
 
-    def __init__(self, num_devices_per_node: int, num_nodes: int = 1, timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        num_devices_per_node: int,
+        num_nodes: int = 1,
+        timeout: float = 60.0,
+        system_envs: Mapping[str, str] | None = None,
+    ) -> None:
         """Reserve ``num_nodes`` nodes with ``num_devices_per_node`` devices each. Ray must be running.
+
+        Args:
+            system_envs: variables that each worker gets, besides those of its role.
 
         Raises:
             ValueError: no such nodes in the cluster, or they are taken for longer than ``timeout`` seconds.
@@ -47,6 +57,7 @@ class ResourceManager:
             )
         self.num_devices_per_node = num_devices_per_node
         self.num_nodes = num_nodes
+        self.system_envs = dict(system_envs or {})
         nodes = [node for node in ray.nodes() if node["Alive"]]
         self._resource = _device_resource(nodes, num_devices_per_node, num_nodes)
         self.placement_group = self._reserve(timeout)

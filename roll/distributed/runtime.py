@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -102,6 +102,8 @@ class RayRuntime:
     """The value of ``ROLL_RUN_MARK`` in the environment of every process of the run."""
     guard: Guard
     """Outlives this process where that ends hard."""
+    actor_envs: Mapping[str, str] = field(default_factory=dict)
+    """Variables that each actor must be given: those of the processes of a Ray that the caller had started."""
 
 
 @contextlib.contextmanager
@@ -116,6 +118,7 @@ def ray_runtime(
 ) -> Iterator[RayRuntime]:
     """Ray, for the length of a ``with`` block.
 
+    * this process is connected to a Ray already (``ray.init()``): that is used, and stays connected.
     * ``RAY_ADDRESS`` set: that cluster is used and left running.
     * ``WORLD_SIZE`` (nodes) above 1: the node of ``RANK`` 0 starts the head at ``MASTER_ADDR:MASTER_PORT`` and waits
       for the others. On every other node this call serves the run until the head is gone and then raises
@@ -149,8 +152,16 @@ def ray_runtime(
     mark = uuid.uuid4().hex
     defaults = {**WORKER_DEFAULTS, **RAY_SETTINGS, MARK_ENV: mark}
     inherited = {name: value for name, value in defaults.items() if name not in os.environ} | exported
-    with _private_auth(nodes), _environment({**DRIVER_SETTINGS, **exported}), ending.handled():
+    has_ray = ray.is_initialized()
+    auth = contextlib.nullcontext() if has_ray else _private_auth(nodes)
+    with auth, _environment({**DRIVER_SETTINGS, **exported}), ending.handled():
         ending.saves_on_usr1 = saves_on_usr1
+        if has_ray:
+            with _guarded(mark, None) as guard:
+                _compare_nodes()
+                address = ray.get_runtime_context().gcs_address
+                yield RayRuntime(address, owned=False, log_dir=log_dir, mark=mark, guard=guard, actor_envs=inherited)
+            return
         if nodes.ray_address is not None:
             with _guarded(mark, None) as guard, _connected(nodes.ray_address, None, inherited):
                 _compare_nodes()

@@ -51,6 +51,8 @@ class EndingSignals:
 
     def __init__(self) -> None:
         self._depth = 0
+        self._is_installed = False
+        """Handlers are in place: not where the work is in another thread than the main one."""
         self._held = 0
         self._pending: BaseException | None = None
         self._first: float | None = None
@@ -76,6 +78,10 @@ class EndingSignals:
     def handled(self) -> Iterator[None]:
         """Obey the signals for the length of the block; nothing in other threads than the main one, or in a block that
         is inside another one."""
+        if not self._depth:
+            self.received = self._first = self._pending = self._raised = self.on_first = self.on_second = None
+            self._held, self._uncounted = 0, 0
+            self.saves_on_usr1 = self.save_requested = False
         if self._depth or threading.current_thread() is not threading.main_thread():
             self._depth += 1
             try:
@@ -83,9 +89,7 @@ class EndingSignals:
             finally:
                 self._depth -= 1
             return
-        self.received = self._first = self._pending = self._raised = self.on_first = self.on_second = None
-        self._depth, self._held, self._uncounted = 1, 0, 0
-        self.saves_on_usr1 = self.save_requested = False
+        self._depth, self._is_installed = 1, True
         numbers = [*ENDING, *([] if _WAKE is None else [_WAKE])]
         before = {number: signal.getsignal(number) for number in numbers}
         self._ignored = {number for number in ENDING if before[number] is signal.SIG_IGN}
@@ -97,7 +101,7 @@ class EndingSignals:
         try:
             yield
         finally:
-            self._depth = 0
+            self._depth, self._is_installed = 0, False
             signal.set_wakeup_fd(fd_before)
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -105,7 +109,7 @@ class EndingSignals:
 
     def install(self) -> None:
         """Take the signals (back) from a library that has installed handlers of its own."""
-        if not self._depth or threading.current_thread() is not threading.main_thread():
+        if not self._is_installed or threading.current_thread() is not threading.main_thread():
             return
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN if number in self._ignored else self._handle)
@@ -149,7 +153,7 @@ class EndingSignals:
         """Raise a ``SystemExit`` that means ``error`` (:meth:`meant`) in the main thread, as soon as that runs Python
         code; from whatever thread."""
         self._pending = error
-        if _WAKE is not None and self._depth:
+        if _WAKE is not None and self._is_installed:
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
 
     def take_over(self, number: int) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from roll.config import objects
 from roll.environments.base import reset_arguments, resolved
 
 MOST_THREADS = 1024
@@ -190,7 +191,9 @@ class _Process:
     def __init__(self, make: Callable[[], Any]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._child = context.Process(target=_serve, args=(theirs, make), daemon=True, name="roll-environment")
+        self._child = context.Process(
+            target=_serve, args=(theirs, make, objects.pickles()), daemon=True, name="roll-environment"
+        )
         self._child.start()
         theirs.close()
         self._calls: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
@@ -271,8 +274,9 @@ class _Process:
         return EnvironmentProcessDied(f"the environment's process (pid {pid}) has ended, exit code {code}")
 
 
-def _serve(pipe: Connection, make: Callable[[], Any]) -> None:
+def _serve(pipe: Connection, make: Callable[[], Any], own_objects: Mapping[str, bytes]) -> None:
     """Main loop of the child: serves different environments concurrently, and the calls of each one in order."""
+    objects.adopt(own_objects)
     environments: dict[int, Any] = {}
     lock = threading.Lock()
 

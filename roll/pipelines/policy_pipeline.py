@@ -266,10 +266,11 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
 
     def finish(self) -> None:
         """A last validation of the final weights, the last checkpoint, and the summary."""
-        self.update_engines(self.config.max_steps)
+        steps = self.context.steps_done
+        self.update_engines(steps)
         if self.validates:
-            self.validate(self.config.max_steps)
-        with self.context.finishing(self.config.max_steps):
+            self.validate(steps)
+        with self.context.finishing(steps):
             if self.config.actor_train.training_args.save_hf_model:
                 self.residency.bring({"actor_train": WEIGHTS})
                 export_model(self.clusters.actor_train, self.tokenizer, self.plan.output_dir / "model")

@@ -324,10 +324,10 @@ class RowsPipeline:
 
     def finish(self) -> None:
         """A last evaluation, the trained model in Hugging Face format, and the summary."""
-        last = self.method.evaluates_at_end and self.held_out and self.plan.eval_steps
-        if last and self.num_steps % self.plan.eval_steps:
-            self.evaluate(self.num_steps)
-        with self.context.finishing(self.num_steps):
+        last, steps = self.method.evaluates_at_end and self.held_out and self.plan.eval_steps, self.context.steps_done
+        if last and steps % self.plan.eval_steps:
+            self.evaluate(steps)
+        with self.context.finishing(steps):
             self.export()
 
     def export(self) -> None:

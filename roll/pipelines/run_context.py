@@ -44,6 +44,7 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, Sum, merge_metrics, to_floats
 from roll.strategies.base import StateKind
 from roll.tracking import PhaseTimer, ProgressReporter, SampleTable
+from roll.tracking.records import strip_reducer_tags
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import ModelWorker
 
@@ -92,6 +93,9 @@ class RunContext(RunLifetime):
                 self.reach(step)
                 if step == end:
                     break
+                if self._callbacks.stopping and self._interruption.can_end:
+                    logger.info("a callback has ended the run after %d of %d steps", step, end)
+                    break
                 self._step_began = time.perf_counter()
                 self._record_phases(step - 1)
                 self._measures_memory = bool(self.config.memory_steps) and step % self.config.memory_steps == 0
@@ -105,6 +109,12 @@ class RunContext(RunLifetime):
         """
         self._interruption.reach(steps_done)
         self._leave_account()
+
+    @property
+    def steps_done(self) -> int:
+        """The steps that the models have done; at the end, all of them, or as many as there were when a callback ended
+        the run."""
+        return self._interruption.steps_done or 0
 
     def is_left_out(self, step: int) -> bool:
         """True if the run was rewound because of this step's batch: no model learns from it."""
@@ -126,8 +136,9 @@ class RunContext(RunLifetime):
 
     @property
     def stopping(self) -> bool:
-        """True if a signal has asked the run to end, or for a checkpoint: nothing new may begin before that."""
-        return ending.received is not None or ending.save_requested
+        """True if a signal or a callback has asked the run to end, or for a checkpoint: nothing new may begin before
+        that."""
+        return ending.received is not None or ending.save_requested or self._callbacks.stopping
 
     def interruptible(self) -> AbstractContextManager[None]:
         """The block changes no model: a signal may end it at any point, and what was before it is saved."""
@@ -181,6 +192,8 @@ class RunContext(RunLifetime):
             self._tracker.log(metrics, step)
             self._progress.update(metrics, done=step + 1)
         self._batches.end_step(step, metrics)
+        seen = strip_reducer_tags(metrics | self._validations.get(step, {}))
+        self._callbacks.call("on_step", step, seen)
 
     def _record_phases(self, step: int) -> None:
         """Phases since the last call, as those of ``step``."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from roll.tracking import (
     build_trackers,
     setup_logging,
 )
+from roll.tracking.callbacks import Callbacks
 from roll.tracking.console import INTERVAL_ENDS
 from roll.tracking.plots import plot_run
 from roll.tracking.run_record import (
@@ -59,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 PLOT = "curves.png"
 LOCK = ".lock"
+_RESUME = "resume_from_checkpoint=true"
 
 
 @contextmanager
@@ -108,6 +111,7 @@ class RunLifetime:
         self._checkpoints = RunCheckpoints(self.config, self.plan, record, self._published)
         self._resume = self._checkpoints.resume
         self._outputs = RunOutputs(loaded, resumed=self._resume is not None)
+        self._callbacks = Callbacks(loaded.callbacks)
 
     @contextmanager
     def running(self) -> Iterator[ResourceManager]:
@@ -140,7 +144,9 @@ class RunLifetime:
             stack.callback(self._tracker.close)
             stack.callback(self._checkpoints.manager.close)
             self._begin_record(stack)
-            resources = ResourceManager(self.plan.num_devices_per_node, self.plan.num_nodes)
+            resources = ResourceManager(
+                self.plan.num_devices_per_node, self.plan.num_nodes, system_envs=runtime.actor_envs
+            )
             stack.callback(resources.close)
             self._leave_account()
             try:
@@ -163,7 +169,9 @@ class RunLifetime:
         last_step = None if self._resume is None else self._resume.step - 1
         self._timeline = TimelineLog(folder / TIMELINE_NAME, resumed=last_step is not None)
         log = SampleLog(folder / SAMPLES_NAME, settings.max_megabytes << 20, last_step) if settings.enabled else None
-        self.samples = SampleRecorder(log, settings)
+        watches = self._callbacks.has("on_samples")
+        seen = partial(self._callbacks.call, "on_samples") if watches else None
+        self.samples = SampleRecorder(log, settings, seen)
         stack.callback(self._timeline.close)
         stack.callback(self.samples.close)
         self._outputs.describe()
@@ -238,6 +246,7 @@ class RunLifetime:
     def _published(self, steps_done: int) -> None:
         self._interruption.saved_steps = steps_done
         self._leave_account()
+        self._callbacks.call("on_checkpoint", steps_done, self._newest_checkpoint())
 
 
 class Interruption:
@@ -275,6 +284,11 @@ class Interruption:
         self._point = None if state is None else (steps_done, state)
         if self._point is not None:
             ending.check()
+
+    @property
+    def can_end(self) -> bool:
+        """False while models have begun a step after those that are done."""
+        return self._save is None or self._point is not None
 
     def begin(self, number: signal.Signals) -> None:
         """React to the first signal. Called in a signal handler, where nothing may be logged."""
@@ -333,8 +347,10 @@ class Interruption:
 
 def command_to_go_on(loaded: LoadedConfig[Any]) -> str:
     """The command line that continues the run."""
+    if loaded.written is not None:
+        return masked_text(shlex.join(["roll", "run", str(loaded.plan.output_dir / RESOLVED_CONFIG), _RESUME]))
     kept = [word for word in loaded.overrides if not word.lstrip("+").startswith("resume_from_checkpoint=")]
-    return masked_text(shlex.join(["roll", "run", str(loaded.source), *kept, "resume_from_checkpoint=true"]))
+    return masked_text(shlex.join(["roll", "run", str(loaded.source), *kept, _RESUME]))
 
 
 class RunOutputs:

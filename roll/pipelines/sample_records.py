@@ -21,6 +21,7 @@ from roll.rollout.groups import SampleGroup
 from roll.strategies.base import Output
 from roll.tracking import SampleTable
 from roll.tracking.run_record import SampleLog
+from roll.tracking.sample_rows import sample_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,10 +81,17 @@ class SampleRecorder:
 
     Args:
         log: where they go; None: nothing is recorded.
+        seen: called with step and rows of what is recorded.
     """
 
-    def __init__(self, log: SampleLog | None, settings: SampleLogConfig) -> None:
+    def __init__(
+        self,
+        log: SampleLog | None,
+        settings: SampleLogConfig,
+        seen: Callable[[int, list[dict[str, Any]]], None] | None = None,
+    ) -> None:
         self._log = log
+        self._seen = seen
         self._settings = settings
         self._pieces: dict[int, str] = {}
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -98,6 +106,12 @@ class SampleRecorder:
     def close(self) -> None:
         if self._log is not None:
             self._log.close()
+
+    def _append(self, block: dict[str, Any]) -> None:
+        assert self._log is not None
+        self._log.append(block)
+        if self._seen is not None:
+            self._seen(block["step"], sample_rows(block, self._text))
 
     def policy(
         self,
@@ -145,7 +159,7 @@ class SampleRecorder:
             }
             sample["m"] = {name: _number(value) for name, value in note.get("m", {}).items()}
             block.add(prompt, sample | fields.sample(place), fields.response_ids(place))
-        self._log.append(block.finished())
+        self._append(block.finished())
         if IMAGES in batch.non_tensor_batch:
             self._show(step, batch.non_tensor_batch[IMAGES][rows])
 
@@ -199,7 +213,7 @@ class SampleRecorder:
                 "x": str(row.get("response", ""))[:_MAX_TEXT],
             }
             block.add(prompt, sample)
-        self._log.append(block.finished())
+        self._append(block.finished())
 
     def demonstrations(self, step: int, rows: Sequence[SftRow], tokenizer: PreTrainedTokenizerBase) -> None:
         """Prompts and responses that the model is trained to imitate."""
@@ -217,7 +231,7 @@ class SampleRecorder:
                 "images": names,
             }
             block.add(prompt, {"g": row.row_id, "n": len(response)}, response)
-        self._log.append(block.finished())
+        self._append(block.finished())
         self._show(step, [row.vision for row in rows[: self._settings.max_samples_per_step]])
 
     def pairs(
@@ -251,7 +265,7 @@ class SampleRecorder:
                     log_probs = reference[place][mask[place]].numpy()
                     sample["h"] = _scaled(log_probs[: self._settings.max_tokens], LOG_PROB_SCALE)
                 block.add(prompt, sample, ids)
-        self._log.append(block.finished())
+        self._append(block.finished())
 
     def _text(self, ids: Sequence[int]) -> str:
         assert self._tokenizer is not None

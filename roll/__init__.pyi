@@ -1,0 +1,10 @@
+from roll.api import Check as Check
+from roll.api import Run as Run
+from roll.api import check as check
+from roll.api import load_config as load_config
+from roll.api import run as run
+from roll.config.reading.errors import ConfigError as ConfigError
+from roll.tracking.callbacks import STOP as STOP
+from roll.tracking.callbacks import Callback as Callback
+
+__version__: str

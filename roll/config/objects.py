@@ -1,0 +1,54 @@
+"""Functions and classes that a configuration from Python holds as objects, each under a dotted path.
+
+The rest of the package finds a user's code by dotted path. What can be imported has one; what cannot (a function of a
+script or a notebook, a lambda, a partial) becomes an attribute of this module in every process of the run: a process
+that is started gets :func:`pickles` and keeps them by :func:`adopt` until the attribute is read.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import sys
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any
+
+_objects: dict[str, Any] = {}
+_pickles: dict[str, bytes] = {}
+
+
+def path_of(value: Any, pickled: Callable[[Any], bytes]) -> str:
+    """Dotted path of a function, class or other callable, by which every process of a run finds it.
+
+    Args:
+        pickled: pickles by value what cannot be imported, as ``cloudpickle.dumps``; whatever it raises is raised.
+    """
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if module not in (None, "__main__", "__mp_main__") and getattr(sys.modules.get(module), name, None) is value:
+        return f"{module}.{name}"
+    data = pickled(value)
+    stem = re.sub(r"\W", "", getattr(value, "__name__", type(value).__name__))
+    names = (stem if number == 1 else f"{stem}_{number}" for number in count(1))
+    free = next(name for name in names if name not in globals() and _pickles.get(name, data) == data)
+    _objects[free], _pickles[free] = value, data
+    return f"{__name__}.{free}"
+
+
+def pickles() -> dict[str, bytes]:
+    """The objects without a module, by name, for another process of the run."""
+    return dict(_pickles)
+
+
+def adopt(given: Mapping[str, bytes]) -> None:
+    """Take over the :func:`pickles` of the process that started this one."""
+    _pickles.update(given)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _objects:
+        if name not in _pickles:
+            text = f"{name} was an object of a run from Python, and a file cannot hold it: put it into a module, and "
+            raise AttributeError(f"{text}write its dotted path, such as my_package.{name}")
+        _objects[name] = pickle.loads(_pickles[name])
+    return _objects[name]
