@@ -75,14 +75,11 @@ def check_role(role: WorkerConfig, head: HeadName, trains: bool) -> Noise:
         return untried
     with torch.random.fork_rng(devices=[]):
         model = _copy_of(config, role, head)
-        if model is None:
+        tried = None if model is None else _by_itself(model, head)
+        if model is None or tried is None:
             logger.warning("%s: not self-tested, since no small copy of a %s model works", where, config.model_type)
             return untried
-        untouched = copy.deepcopy(model)
-        ids, mask = _rows(model)
-        # Many tokens, since an expert may be drawn only where two are nearly as good.
-        noise = find_noise(model, torch.randint(2, 62, (8, 24)))
-        wanted = _plain(model, ids, mask, head)
+        untouched, noise, wanted = tried
         differences = {}
         for name in layouts_of(role):
             other = copy.deepcopy(untouched)
@@ -136,6 +133,19 @@ def _rows(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
         ids[row, prompt + response :] = 0
         mask[row, prompt : prompt + response] = 1
     return ids, mask.bool()
+
+
+def _by_itself(model: PreTrainedModel, head: HeadName) -> tuple[PreTrainedModel, Noise, Computed] | None:
+    """Another copy, what is to be switched off in the model, and what transformers computes; None where the copy, whose
+    sizes its family has never seen, cannot be computed at all."""
+    untouched = copy.deepcopy(model)
+    try:
+        # Many tokens, since an expert may be drawn only where two are nearly as good.
+        noise = find_noise(model, torch.randint(2, 62, (8, 24)))
+        return untouched, noise, _plain(model, *_rows(model), head)
+    except (*FAILURES, ValueError, StopIteration) as error:
+        logger.debug("self-test: no copy of %s is computed: %r", model.config.model_type, error)
+        return None
 
 
 Computed = tuple[Tensor, Tensor | None]

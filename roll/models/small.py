@@ -28,9 +28,13 @@ MOST_ELEMENTS = 2**25
 """Parameters of a copy; a larger one is not made."""
 
 _HIDDEN = dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), 32)
-_INNER = dict.fromkeys(("intermediate_size", "ffn_dim", "shared_expert_intermediate_size", "n_inner"), 48)
+_INNER = dict.fromkeys(
+    ("intermediate_size", "ffn_dim", "ffn_hidden_size", "shared_expert_intermediate_size", "n_inner"), 48
+)
 _HEADS = dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4)
-_WIDTHS = dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"), 8)
+_WIDTHS = dict.fromkeys(
+    ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rotary_dim", "q_lora_rank"), 8
+)
 _EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
 _MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 16}
 SIZES: dict[str, int] = {
@@ -43,7 +47,11 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention"), WINDOW),
     "vocab_size": VOCABULARY,
     "kv_lora_rank": 8,
-    "moe_intermediate_size": 16,
+    **dict.fromkeys(("n_words", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("attn_layer_period", "expert_layer_period", "n_groups"), 2),
+    **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
+    "qk_head_dim": 16,
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 16),
     "num_attention_groups": 2,
     "num_experts_per_tok": 2,
     "n_group": 2,
@@ -99,7 +107,7 @@ def _drawn(config: PretrainedConfig, head: HeadName, trusted: bool) -> PreTraine
             parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
     model.get_input_embeddings().weight.normal_()
     model.eval()
-    model(input_ids=torch.arange(2, 2 + WINDOW)[None])  # a copy that cannot be computed is none
+    model(input_ids=torch.arange(2, 2 + WINDOW)[None], use_cache=False)  # a copy that cannot be computed is none
     found: PreTrainedModel = model
     return found
 
@@ -147,6 +155,8 @@ def _sizes(values: dict[str, Any], has: Callable[[str], bool]) -> Iterator[tuple
         yield "num_key_value_heads", 4 if shared == heads else 1 if shared == 1 else 2
     if isinstance(values.get("moe_k"), int):
         yield "moe_k", 2
+    if isinstance(values.get("expand"), int) and heads is not None and isinstance(values.get("head_dim"), int):
+        yield "head_dim", 32 * values["expand"] // 4  # of Mamba 2: heads x width = hidden size x expand
 
 
 def _few_layers(values: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +170,15 @@ def _few_layers(values: dict[str, Any]) -> dict[str, Any]:
     for key in _LAYERS:
         if isinstance(values.get(key), int):
             changed[key] = min(count, len(kept))
+    by_layer = {key: value for key, value in values.items() if isinstance(value, dict) and _names_layers(value)}
+    for key, value in by_layer.items():
+        own = {int(index): options for index, options in value.items()}
+        changed[key] = {place: own[index] for place, index in enumerate(kept) if index in own}
     return changed | {key: [value[index] for index in kept] for key, value in lists.items()}
+
+
+def _names_layers(value: dict[Any, Any]) -> bool:
+    return bool(value) and all(str(index).isdecimal() for index in value)
 
 
 def _shorten_rotary(values: dict[str, Any]) -> None:

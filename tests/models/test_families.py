@@ -1,0 +1,53 @@
+"""Every causal family of transformers, by its default configuration, in the self-test of a role: it passes, or is
+refused with a reason, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from roll.config.roles import ModelArguments, WorkerConfig
+from roll.models.self_test import check_role
+
+TRAINED = (
+    *("afmoe", "apertus", "arcee", "bitnet", "bloom", "codegen", "cwm", "deepseek_v3", "diffllama"),
+    *("ernie4_5", "exaone4", "falcon", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2"),
+    *("gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "helium", "jamba", "lfm2", "llama", "mamba", "minimax"),
+    *("ministral3", "mistral", "mixtral", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi"),
+    *("phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm"),
+    *("starcoder2", "zaya"),
+)
+"""Their log-probs and gradients in padded rows are those of transformers."""
+PACKED = (
+    *("deepseek_v3", "glm", "glm4", "glm4_moe", "gpt2", "llama", "mixtral", "olmo2", "olmoe", "phi3"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+)
+"""Those in packed rows as well."""
+NOT_BY_DEFAULT = {"musicgen", "musicgen_melody"}
+"""Their configuration without arguments cannot be saved."""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("key", [None, "use_sequence_packing"])
+@pytest.mark.parametrize("family", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - NOT_BY_DEFAULT))
+def test_a_family_passes_or_is_refused(
+    family: str, key: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {} if key is None else {key: True}
+    CONFIG_MAPPING[family]().save_pretrained(tmp_path)
+    arguments = ModelArguments(model_name_or_path=str(tmp_path))
+    caplog.set_level(logging.INFO, logger="roll.models.self_test")
+    try:
+        check_role(WorkerConfig(name="actor_train", model_args=arguments, **options), "causal_lm", trains=True)
+    except ValueError as refusal:
+        assert family not in (TRAINED if key is None else PACKED), refusal
+        return
+    if family in (TRAINED if key is None else PACKED):
+        assert "passed" in caplog.text
+    else:
+        assert "passed" in caplog.text or "not self-tested, since no small copy" in caplog.text
