@@ -26,7 +26,7 @@ from roll.config.loader import LoadedConfig, load_config
 from roll.config.pipelines import NAMES, definition_of
 from roll.config.plan.render import filled_in, render_plan
 from roll.config.reading.compose import parse_launcher_args
-from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.errors import ConfigError, Problem, did_you_mean
 from roll.config.reading.masking import dump_yaml, masked_text
 from roll.preflight import check_parts, find_models, require_packages
 
@@ -68,6 +68,20 @@ TOOLS = {
     "translate": Tool("roll.translation.command", "turn a launch of verl or SkyRL into this project's keys"),
 }
 
+GROUPS = {
+    "first steps": ("init", "check", "plan", "inspect-data", "explain", "translate"),
+    "runs": ("run", "evaluate", "serve"),
+    "afterwards": ("report", "diagnose", "replay", "export"),
+    "sizes and hosts": ("rehearse", "doctor"),
+    "editors and shells": ("schema", "completion"),
+}
+"""Commands as the overview shows them."""
+EXAMPLES = """examples:
+  roll check tiny/rlvr_config              # show what a recipe does, without starting it
+  roll run tiny/rlvr_config max_steps=20   # train, with one key changed
+  roll explain num_generations             # find the key for a word of another project
+"""
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -81,6 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ConfigError as error:
             return refuse(error)
     parser = build_parser()
+    if not words:
+        parser.print_help()
+        return 0
+    names = [name for group in GROUPS.values() for name in group]
+    if not words[0].startswith("-") and words[0] not in names:
+        hint = did_you_mean(words[0], names, "did you mean {}?") or "roll alone lists those that there are"
+        parser.error(f"there is no command {words[0]}; {hint}")
     arguments, rest = parser.parse_known_args(words)
     unknown = [word for word in rest if word.startswith("-")]
     if unknown:
@@ -275,11 +296,15 @@ def inspect_data(arguments: argparse.Namespace) -> int:
 
 
 def explain_key(arguments: argparse.Namespace) -> int:
-    """Type, default and meaning of a key in every section that has it."""
+    """Type, default and meaning of a key in every section that has it, or of those that a word stands for."""
     from roll.config.reference import explain
 
     console = Console(emoji=False, markup=False, highlight=False, soft_wrap=True)
+    about = ""
     for found in explain(arguments.key):
+        if found.about not in ("", about):
+            console.print(found.about)
+        about = found.about
         console.print(f"{found.key}  in {found.section}", style="bold")
         console.print(f"  {found.type}{f', default {found.default}' if found.default else ''}")
         console.print(f"  {found.text.replace('`', '')}")
@@ -305,10 +330,14 @@ def init(arguments: argparse.Namespace) -> int:
 
 
 def print_completion(arguments: argparse.Namespace) -> int:
-    """The completion script of a shell."""
+    """The completion script of a shell: commands, files and keys."""
     import shtab
 
-    sys.stdout.write(shtab.complete(build_parser(), arguments.shell) + "\n")
+    from roll.config.completion import BASH_END, key_completion
+
+    parser = build_parser(key_completion())
+    end = BASH_END if arguments.shell == "bash" else ""
+    sys.stdout.write(f"{shtab.complete(parser, arguments.shell)}\n{end}")
     return 0
 
 
@@ -341,13 +370,23 @@ def show_unexpected() -> None:
     sys.stderr.write(masked_text(traceback.format_exc()))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="roll", description="Train language models by reinforcement.")
+class OverviewFormatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves the commands to the description, which has them in groups."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if action.dest != "command":
+            super().add_argument(action)
+
+
+def build_parser(keys: Any = None) -> argparse.ArgumentParser:
+    """The parser of the command line; ``keys``: what a shell completes in overrides."""
+    parser = argparse.ArgumentParser(prog="roll", formatter_class=OverviewFormatter)
     parser.add_argument("--version", action="version", version=f"roll {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    add_config_command(commands, "run", "run the pipeline of a configuration")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_config = partial(add_config_command, commands, keys)
+    add_config("run", "run the pipeline of a configuration")
     for name, text in (("check", "check a configuration and print its plan"), ("plan", "the same as check")):
-        command = add_config_command(commands, name, text)
+        command = add_config(name, text)
         command.add_argument(
             "--resolved",
             action="store_true",
@@ -355,11 +394,11 @@ def build_parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--skip-files", action="store_true", help="do not ask whether data and models exist")
         command.add_argument("--gpu", help="refuse what cannot fit on this accelerator, a name as of roll rehearse")
-    command = add_config_command(commands, "inspect-data", "show the data of a configuration as the model will see it")
+    command = add_config("inspect-data", "show the data of a configuration as the model will see it")
     command.add_argument("--rows", type=int, default=2, help="rows of each domain (2)")
     command.add_argument("--set", help="one set: train, validation, or the name of a validation set")
     command.add_argument("--id", help="the row with this id")
-    served = add_config_command(commands, "serve", "answer OpenAI's HTTP interface with the engines of a role")
+    served = add_config("serve", "answer OpenAI's HTTP interface with the engines of a role")
     served.add_argument("--role", default="actor_infer", help="whose engines (default: %(default)s)")
     served.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     served.add_argument("--port", type=int, default=8000, help="port; 0: a free one (default: %(default)s)")
@@ -367,23 +406,35 @@ def build_parser() -> argparse.ArgumentParser:
     served.add_argument("--api-key-env", help="environment variable with the token that clients must send")
     served.add_argument("--max-open-requests", type=int, default=1024, help="more are turned away (default: 1024)")
     for name, tool in TOOLS.items():
-        commands.add_parser(name, help=tool.text, add_help=False)
-    explained = commands.add_parser("explain", help="say what a key does, its type and its default")
-    explained.add_argument("key", help="a key, also with its section: learning_rate, training_args.learning_rate")
-    schema = commands.add_parser("schema", help="print the JSON schema of a configuration, for editors")
+        add_command(commands, name, tool.text, add_help=False)
+    explained = add_command(commands, "explain", "say what a key does, or which key a word of another project is here")
+    explained.add_argument("key", help="a key, also with its section; a word of another project")
+    schema = add_command(commands, "schema", "print the JSON schema of a configuration, for editors")
     schema.add_argument("pipeline", nargs="?", default="rlvr", choices=NAMES, help="(default: %(default)s)")
-    copied = commands.add_parser("init", help="copy the recipes (examples/) and presets (configs/) into a folder")
+    copied = add_command(commands, "init", "copy the recipes (examples/) and presets (configs/) into a folder")
     copied.add_argument("folder", nargs="?", default=".", help="where to (default: the working directory)")
-    completion = commands.add_parser("completion", help="print a completion script for a shell")
+    completion = add_command(commands, "completion", "print a completion script for a shell")
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    lines = ["Train language models by reinforcement."]
+    for title, names in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:<16}{commands.choices[name].description}" for name in names)]
+    parser.description, parser.epilog = "\n".join(lines), EXAMPLES
     return parser
 
 
-def add_config_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+def add_command(commands: Any, name: str, text: str, **options: Any) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, **options)
+    return command
+
+
+def add_config_command(commands: Any, keys: Any, name: str, text: str) -> argparse.ArgumentParser:
+    command = add_command(commands, name, text)
     config = command.add_argument("config", help="YAML file, also relative to examples/")
     config.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}  # type: ignore[attr-defined]
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="changes: key=value, +new.key=value, '~key'")
+    overrides = command.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes: key=value, +new.key=value, '~key'"
+    )
+    overrides.complete = keys  # type: ignore[attr-defined]
     return command
 
 

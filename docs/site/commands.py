@@ -28,7 +28,8 @@ def commands(words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
     text = help_of(words)
     yield words, text
     choices = re.search(r"\{([\w,-]+)\}\s+\.\.\.", text)
-    for name in choices[1].split(",") if choices else ():
+    names = choices[1].split(",") if choices else () if words else re.findall(r"^  ([a-z][a-z-]*)  ", text, re.M)
+    for name in names:
         if name != "plan":
             yield from commands((*words, name))
 

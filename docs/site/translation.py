@@ -8,7 +8,7 @@ from pathlib import Path
 from roll.translation.engine import DIALECTS
 from roll.translation.rules import Dialect, Rule, Section
 
-FIRST, LAST = "<!-- tables: made from roll/translation/*.table -->", "<!-- end of tables -->"
+FIRST, LAST = "<!-- tables: made from roll/config/words/*.table -->", "<!-- end of tables -->"
 """Lines of the page between which the tables stand."""
 
 

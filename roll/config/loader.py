@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from roll.config.checks.base import Checks
 from roll.config.checks.keys import refuse_unavailable
+from roll.config.checks.unknown_keys import name_unknown
 from roll.config.pipelines import NAMES, PIPELINES, PipelineDefinition, definition_of, definitions, own_definition
 from roll.config.plan.plan import Plan
 from roll.config.reading.compose import Composed, compose_file
@@ -115,9 +116,11 @@ def _load(
     cls = pipeline.config_class
     know_keys(declared_secrets(cls))
     written = with_own_names(data, pipeline, problems)
-    values = SchemaReader(problems, cls, composed.referenced, pipeline.is_read).read(cls, written, "")
+    reader = SchemaReader(problems, composed.referenced)
+    values = reader.read(cls, written, "")
     refuse_unavailable(written, problems)
     config: RunConfig = build(cls, values)
+    name_unknown(reader.unknown, config, pipeline, problems)
     checks = Checks(problems, lambda key: _is_written(written, key), check_files, pipeline, source.is_own)
     pipeline.check(config, checks)
     if problems.errors:

@@ -243,19 +243,15 @@ class PipelineDefinition(ABC):
 
     # Notes on keys without effect
 
+    def is_role(self, key: str) -> bool:
+        """Return true for the section of a role that holds a model."""
+        return any(role.name == key for role in self.roles)
+
     def reads(self, key: str, section: WorkerConfig, config: Any) -> frozenset[str]:
         """The keys of :class:`WorkerConfig` that the section at ``key`` is read for."""
-        if not any(role.name == key for role in self.roles):
+        if not self.is_role(key):
             return frozenset(("data_args",))
         return keys_read_for(self.task_of(key, section))
-
-    def is_read(self, path: str) -> bool:
-        """The role that a path begins with, if it begins with one, has use for its section."""
-        name, _, rest = path.partition(".")
-        role = next((role for role in self.roles if role.name == name), None)
-        if role is None or not rest:
-            return True
-        return rest.partition(".")[0] in keys_read_for(role.task)
 
     def effective(self, config: Any) -> dict[str, Any]:
         """Keys whose effective value is not the one that is written at the top."""

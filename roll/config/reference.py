@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from roll.config.corrections import CorrectionConfig, CorrectionRule, ImportanceWeightConfig, MismatchFilterConfig
 from roll.config.data import CurriculumArguments, DataArguments
 from roll.config.pipelines import definitions
-from roll.config.reading.errors import ConfigError, Problem, closest, plain_words
+from roll.config.reading.errors import LIKENESS_ANYWHERE, ConfigError, Problem, closest, plain_words
 from roll.config.reading.legacy_keys import dead_keys, dead_words
 from roll.config.reading.schema import mapped_section, nested_section, rules_of, type_hints
 from roll.config.roles import (
@@ -34,6 +34,7 @@ from roll.config.run import CheckpointConfig, RolloutMockConfig, RunConfig
 from roll.config.strategies.base import EngineConfig, PackagedEngineConfig
 from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.config.strategies.registry import BACKENDS
+from roll.config.words.lookup import meanings_of
 
 INTRODUCTION = """# Configuration reference
 
@@ -153,6 +154,7 @@ class Explanation:
     Attributes:
         section: heading of the section on the reference page.
         key: the key's own name.
+        about: why it is the answer to another word.
     """
 
     section: str
@@ -160,6 +162,7 @@ class Explanation:
     type: str
     default: str
     text: str
+    about: str = ""
 
 
 def rows_of(heading: str, cls: type, elsewhere: tuple[type, ...]) -> Iterator[Explanation]:
@@ -191,21 +194,67 @@ PLACEHOLDER = re.compile(r"<[^>]+>|\[\]")
 
 
 def explain(word: str) -> list[Explanation]:
-    """Every key that ``word`` names: a key's own name, or the end of its path (``training_args.learning_rate``).
+    """Every key that ``word`` names: a key's own name, or the end of its path (``training_args.learning_rate``); those
+    that it means in another project; those that it is a value of.
 
     Raises:
-        ConfigError: no section has such a key; the nearest one is named.
+        ConfigError: it names none; the nearest key is in the message.
     """
+    live = [row for table in tables() for row in rows_of(*table)]
+    rows = live + [row for table in tables() for row in _dead_rows(*table)]
+    found = _named(word, rows)
+    is_ours = any(row.key == word for row in live)
+    found += [row for row in _meant(word, rows, is_ours) if all(row.key != other.key for other in found)]
+    found += [] if found else _with_value(word)
+    if found:
+        return found
+    notes = [meaning.note for meaning in meanings_of(word) if not meaning.ours]
+    name = word.rpartition(".")[2]
+    nearest = closest(name, {row.key for row in rows}, LIKENESS_ANYWHERE)
+    rule = f"is no key of this project: {notes[0]}" if notes else "no section has such a key"
+    rule += f"; the nearest is {nearest}" if nearest and not notes else ""
+    raise ConfigError([Problem("roll explain", word, rule)])
+
+
+def _named(word: str, rows: list[Explanation]) -> list[Explanation]:
     *sections, name = word.split(".")
-    rows = [row for table in tables() for row in (*rows_of(*table), *_dead_rows(*table))]
     found = [row for row in rows if row.key == name or f"`{name}`" in row.text.partition("Also written")[2]]
     if sections:
         inner = sections[-1]
         found = [row for row in found if inner in _words(row.section)] or ([] if _is_section(inner) else found)
-    if not found:
-        nearest = closest(name, {row.key for row in rows})
-        raise ConfigError([Problem("roll explain", word, "no section has such a key", nearest)])
     return found
+
+
+def _meant(word: str, rows: list[Explanation], is_ours: bool) -> Iterator[Explanation]:
+    """The keys that have the effect of another project's word; of one that is also a key of ours, as it is spoken."""
+    seen: set[tuple[str, str]] = set()
+    for meaning in meanings_of(word):
+        if meaning.project and is_ours:
+            continue
+        whose = f" of {meaning.project}" if meaning.project else ""
+        note = f" ({meaning.note.replace('`', '')})" if meaning.note else ""
+        for ours in meaning.ours:
+            for row in _named(ours, rows) or _named(ours.rpartition(".")[0], rows):
+                if (row.section, row.key) not in seen:
+                    seen.add((row.section, row.key))
+                    yield replace(row, about=f"{meaning.theirs}{whose}: here {' and '.join(meaning.ours)}{note}")
+
+
+def _with_value(word: str) -> list[Explanation]:
+    """The keys that may have this value."""
+    found = []
+    for heading, cls, elsewhere in tables():
+        hints = type_hints(cls)
+        takes = {item.name for item in fields(cls) if word in (rules_of(item).choices or literals(hints[item.name]))}
+        rows = (row for row in rows_of(heading, cls, elsewhere) if row.key in takes)
+        found += [replace(row, about=f"{word}: a value of {row.key}") for row in rows]
+    return found
+
+
+def literals(hint: Any) -> tuple[Any, ...]:
+    """The values of a type that names them, its parts included."""
+    arguments = get_args(hint)
+    return arguments if get_origin(hint) is Literal else tuple(one for part in arguments for one in literals(part))
 
 
 def _dead_rows(heading: str, cls: type, elsewhere: tuple[type, ...]) -> Iterator[Explanation]:

@@ -50,6 +50,8 @@ class RewardComponentConfig:
 class RewardConfig(WorkerConfig):
     """A reward domain. Rows whose tag is in ``tag_included`` are scored by it."""
 
+    worker_cls: str | None = None
+    """Reward: a short name, a dotted path of your own, or one of ROLL's published paths."""
     components: dict[str, RewardComponentConfig] = field(default_factory=dict)
     """Several rewards in place of ``worker_cls``, by name: the score is their weighted sum, times every gate. Each is
     logged as ``reward/<domain>/<component>/score``."""

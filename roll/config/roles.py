@@ -10,7 +10,14 @@ from typing import Any, Literal
 from roll.config.algorithm import POLICY_LOSSES
 from roll.config.data import DataArguments as DataArguments
 from roll.config.names import ATTENTION, DECAYING_SCHEDULERS, LR_SCHEDULERS
-from roll.config.reading.fields import parse_device_mapping, parse_dtype, parse_temperature, rules, setting
+from roll.config.reading.fields import (
+    parse_device_mapping,
+    parse_dotted_path,
+    parse_dtype,
+    parse_temperature,
+    rules,
+    setting,
+)
 
 
 @dataclass(frozen=True)
@@ -51,11 +58,11 @@ class ModelArguments:
     lora_target: str | list[str] | None = None
     """Linear layers that get a LoRA adapter: ``all-linear`` (all but the output matrix), names (a list, or with
     commas), or a regular expression of whole module names; null: no LoRA."""
-    lora_rank: int = setting(8, ge=1)
+    lora_rank: int = setting(8, ge=1, read_if={"lora_target": ()})
     """Rank of the adapters; used with ``lora_target``."""
-    lora_alpha: int | None = setting(None, ge=1)
+    lora_alpha: int | None = setting(None, ge=1, read_if={"lora_target": ()})
     """Scale of the adapters, divided by ``lora_rank``; null: twice ``lora_rank``."""
-    lora_dropout: float = setting(0.0, ge=0, lt=1)
+    lora_dropout: float = setting(0.0, ge=0, lt=1, read_if={"lora_target": ()})
     """Dropout on the adapters' input; in supervised training only."""
     additional_target: str | list[str] | None = None
     """Further modules trained in full in addition to the adapters (a list, or with commas). A critic's head always
@@ -97,7 +104,7 @@ class TrainingArguments:
     """Optimizer steps of linear warm-up; 0: ``warmup_ratio`` counts."""
     warmup_ratio: float = setting(0.0, ge=0, le=1)
     """Warm-up as a share of all optimizer steps."""
-    num_train_epochs: float = setting(1.0, gt=0)
+    num_train_epochs: float = setting(1.0, gt=0, read_if={"max_steps": (None,)})
     """Passes over the data in supervised training (fractions allowed); has no effect in RLVR."""
     max_grad_norm: float | None = setting(None, gt=0)
     """Gradients are clipped to this global norm; null: the pipeline's ``max_grad_norm``."""
@@ -111,7 +118,9 @@ class GeneratingArguments:
 
     do_sample: bool = True
     """false: greedy decoding."""
-    temperature: float = setting(0.95, ge=0, le=1e4, parse=parse_temperature, read_if={"do_sample": (True,)})
+    temperature: float = setting(
+        0.95, ge=0, le=1e4, parse=parse_temperature, example=1.0, read_if={"do_sample": (True,)}
+    )
     """Softmax temperature; 0 is greedy. The trainer's log-probs use the same temperature."""
     top_p: float = setting(0.7, gt=0, le=1, read_if={"do_sample": (True,)})
     """Nucleus sampling; 1 is off. Training log-probs are not comparable with sampled ones below 1."""
@@ -178,8 +187,9 @@ class WorkerConfig:
 
     name: str = ""
     """Name in logs and metrics; empty: the section's own name."""
-    worker_cls: str | None = None
-    """Worker class or reward: a short name, a dotted path of your own, or one of ROLL's published paths."""
+    worker_cls: str | None = setting(None, parse=parse_dotted_path, example="my_module.MyWorker")
+    """Worker class: a dotted path of your own, or one of ROLL's published paths. In ``rewards`` the reward, which may
+    have a short name (``math_rule``)."""
     pg_variant: str | None = setting(None, choices=POLICY_LOSSES, dotted_path=True)
     """Policy loss of this actor; null: the pipeline's ``pg_variant``."""
     model_args: ModelArguments = field(default_factory=ModelArguments)

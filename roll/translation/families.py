@@ -12,7 +12,8 @@ from typing import Any
 
 from roll.config.model_files import EXPERTS, NEEDS, VISION, missing, needed
 from roll.config.model_names import family_of
-from roll.translation.rules import OPTIONS, Draft
+from roll.config.words.rows import OPTIONS
+from roll.translation.rules import Draft
 
 OTHER_FAMILY = ("deepseek_v2", "glm4_moe_lite")
 """Families with experts of which no backend is tested: their attention is another one."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+from roll.config.words.rows import OPTIONS
 from roll.translation.families import backend_for
-from roll.translation.rules import OPTIONS, Draft
+from roll.translation.rules import Draft
 
 CUTTING = ("tensor", "pipeline", "context")
 """Megatron's parallel sizes that leave fewer data-parallel ranks."""

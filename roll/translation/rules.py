@@ -11,7 +11,6 @@ import yaml
 
 from roll.config.reading.errors import Problems, closest
 
-OPTIONS = "strategy_args.strategy_config"
 ROLES = {"actor": "actor_train", "critic": "critic", "reference": "reference"}
 """Names of roles in facts, and their sections."""
 

@@ -1,28 +1,22 @@
 """Tables of translation rules, and the conversions that their rows name.
 
-A line of a ``.table`` file is a rule::
+The tables and the form of their rows are :mod:`roll.config.words.rows`'. In the cell of the conversion:
 
-    their keys | our keys | conversion > fact | their default | note
-
-- Several keys in a cell are separated by spaces; ``a.{b,c}`` is ``a.b a.c``. ``*`` at the end of one of their keys is
-  any key below it, and in ours the rest of that key. ``none: note`` instead of our keys: nothing here needs it.
 - A conversion is a name (``whole``), a list of names that stay (``[cpu, nvme]``), a mapping of names
   (``{bfloat16: bf16}``), several in turn (``truth {true: fa2}``), or ``only [1, null]: reason``, which refuses every
   other value. ``whole?`` leaves null as it is, ``whole?0`` takes it for 0.
 - ``= fact`` names the value for the arithmetic of :mod:`roll.translation.assembly`; with ``> fact`` that arithmetic
   alone sets our keys.
-- A default is YAML, written out where a whole run does not give the key. A note that begins with ``[fsdp]`` speaks of
-  that value only.
-- ``# title`` begins a section, ``$NAME = text`` defines a text, ``@NAME = theirs ours role; ...`` roles: a row with
-  ``@NAME`` is one rule for each of them, whose third part completes the fact. An indented line continues the
-  one before it.
+
+A default is written out where a whole run does not give the key. A note that begins with ``[fsdp]`` speaks of that
+value only.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Hashable, Mapping
+from itertools import groupby
 from typing import Any
 
 import yaml
@@ -30,17 +24,11 @@ import yaml
 from roll.config.reading.errors import closest
 from roll.config.reading.schema import Mismatch, convert
 from roll.config.strategies.deepspeed import numbers
-from roll.translation.rules import OPTIONS, Convert, Rule, Section, as_written
+from roll.config.words.rows import Row, read_rows
+from roll.translation.rules import Convert, Rule, Section, as_written
 
-TEXTS = {
-    "STRATEGY": "strategy_args.strategy_name",
-    "OPTIONS": OPTIONS,
-    "TURNS": "several turns, tools and agents have no translation: the agentic pipeline has keys of its own",
-}
-"""``$NAME`` in every table: the ends of many of our keys, and what whole families of configurations are refused for."""
-TURNS = TEXTS["TURNS"]
-TABLES = Path(__file__).parent
-DEFINED = re.compile(r"\$([A-Z_]+)")
+TURNS = "several turns, tools and agents have no translation: the agentic pipeline has keys of its own"
+"""The reason why whole families of configurations are refused."""
 FACT = re.compile(r"(.*?)(?:(?:^| )([>=]) (\S+))?")
 
 
@@ -51,56 +39,26 @@ def read_table(
 
     Args:
         conversions: of this table alone, by name; those of :data:`CONVERSIONS` are known everywhere.
-        texts: for ``$NAME``, besides :data:`TEXTS` and those that the table defines.
+        texts: for ``$NAME``, besides those that every table knows and those that the table defines.
     """
-    known, written = {**CONVERSIONS, **conversions}, {**TEXTS, **(texts or {})}
-    roles: dict[str, list[list[str]]] = {}
-    sections: list[tuple[str, list[Rule]]] = []
-    for line in re.sub(r"\n[ \t]+", " ", (TABLES / f"{name}.table").read_text(encoding="utf-8")).splitlines():
-        definition = re.match(r"([$@])([A-Z_]+) = ", line)
-        text = DEFINED.sub(lambda found: written[found[1]], line[definition.end() :] if definition else line)
-        if definition and definition[1] == "$":
-            written[definition[2]] = text
-        elif definition:
-            roles[definition[2]] = [role.split() for role in text.split(";")]
-        elif text.startswith("# "):
-            sections.append((text[2:], []))
-        elif text:
-            group = re.search(r"@([A-Z]+)", text)
-            for parts in roles[group[1]] if group else [[]]:
-                sections[-1][1].append(_rule(text, group[0] if group else "", parts, known))
-    return tuple(Section(title, tuple(rules)) for title, rules in sections)
+    known = {**CONVERSIONS, **conversions}
+    rows = groupby(read_rows(name, texts or {}), key=lambda row: row.title)
+    return tuple(Section(title, tuple(_rule(row, known) for row in group)) for title, group in rows)
 
 
-def _rule(row: str, mark: str, parts: Sequence[str], conversions: Mapping[str, Convert]) -> Rule:
-    """A row as a rule, for one role where ``mark`` stands for it: its prefix there, here, and in facts."""
-    cells = [cell.strip() for cell in re.split(r"(?:^|\s)\|(?=\s|$)", row)]
-    cells += [""] * (5 - len(cells))
-    if mark:
-        cells[:3] = [cell.replace(mark, part) for cell, part in zip(cells[:3], parts, strict=True)]
-    theirs, ours, how, default, note = cells
-    if ours.startswith("none: "):
-        ours, note = "", ours.removeprefix("none: ")
-    conversion, sign, fact = FACT.fullmatch(how).groups(default="")  # type: ignore[union-attr]
-    about = re.match(r"\[(\w+)\] ", note)
+def _rule(row: Row, conversions: Mapping[str, Convert]) -> Rule:
+    conversion, sign, fact = FACT.fullmatch(row.how).groups(default="")  # type: ignore[union-attr]
+    about = re.match(r"\[(\w+)\] ", row.note)
     return Rule(
-        tuple(expanded(theirs)),
-        tuple(expanded(ours)),
-        note[about.end() :] if about else note,
+        row.theirs,
+        row.ours,
+        row.note[about.end() :] if about else row.note,
         conversion_of(conversion, conversions),
         fact,
         sign == ">",
         about[1] if about else None,
-        default,
+        row.default,
     )
-
-
-def expanded(cell: str) -> Iterator[str]:
-    """The keys of a cell: ``a.{b,c}`` is ``a.b`` and ``a.c``."""
-    for word in cell.split():
-        head, brace, rest = word.partition("{")
-        names, _, tail = rest.partition("}")
-        yield from (f"{head}{name}{tail}" for name in names.split(",")) if brace else (word,)
 
 
 def conversion_of(cell: str, known: Mapping[str, Convert]) -> Convert:

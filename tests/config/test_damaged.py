@@ -220,7 +220,7 @@ DAMAGES: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"rollout_batch_size": 8}, f"{TRAIN}.gradient_accumulation_steps", "gradient_accumulation_steps: 2, or"),
     (
-        {"adv_estimator": "gae", "critic": {"device_mapping": [0], "training_args.x": 1}},
+        {"adv_estimator": "gae", "critic": {"device_mapping": [0], "training_args": {"x": 1}}},
         "critic.training_args.x",
         "unknown key",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -35,6 +36,23 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "learning_rate" in capsys.readouterr().err
 
 
+def test_the_command_alone_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    shown = capsys.readouterr().out
+    listed = re.findall(r"^  ([a-z][a-z-]*)  ", shown, re.M)
+    (commands,) = cli.build_parser()._subparsers._group_actions  # type: ignore[union-attr]
+    assert sorted(listed) == sorted(commands.choices or ())
+    for line in re.findall(r"^  roll (.+?) +#", shown, re.M):
+        assert cli.build_parser().parse_args(line.split())
+
+
+def test_a_misspelt_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for word, hint in (("chek", "did you mean check?"), ("xyzzy", "roll alone lists")):
+        with pytest.raises(SystemExit) as caught:
+            cli.main([word])
+        assert caught.value.code == 2 and hint in capsys.readouterr().err
+
+
 def test_schema_names_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schema"]) == 0
     validator = Draft202012Validator(json.loads(capsys.readouterr().out))
@@ -54,6 +72,30 @@ def test_completion_is_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert "inspect-data" in script
 
 
+def completed(script: str, *words: str) -> list[str]:
+    """What bash offers for the last of some words."""
+    typed = " ".join(f"'{word}'" for word in words)
+    ask = f"COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; compopt() {{ :; }}; _roll_without_space"
+    done = subprocess.run(
+        ["bash", "--norc"],
+        input=f"{script}\n{ask}\nprintf '%s\\n' \"${{COMPREPLY[@]}}\"",
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout.split()
+
+
+def test_completion_knows_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert completed(script, "roll", "che") == ["check"]
+    assert completed(script, "roll", "check", "x.yaml", "actor_train.training_args.learn") == [
+        "actor_train.training_args.learning_rate="
+    ]
+    assert "rollout_batch_size=" in completed(script, "roll", "run", "x.yaml", "max_steps=3", "rollout_")
+
+
 def test_init_copies_recipes_and_replaces_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["init", str(tmp_path)]) == 0
     copied = {file.relative_to(tmp_path) for file in tmp_path.rglob("*.yaml")}
@@ -64,7 +106,7 @@ def test_init_copies_recipes_and_replaces_nothing(tmp_path: Path, capsys: pytest
 
 
 def test_wheel_carries_the_recipes(tmp_path: Path) -> None:
-    """Outside a clone ``roll check``, ``roll translate`` and the first run need recipes, presets and the generator."""
+    """Outside a clone the commands and the first run need recipes, presets, tables and the generator."""
     source = tmp_path / "source"
     copy_recipes(source)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
@@ -83,6 +125,7 @@ def test_wheel_carries_the_recipes(tmp_path: Path) -> None:
         ["check", "gsm8k/rlvr_config", "--skip-files"],
         ["check", "qwen2.5-7B-rlvr_deepspeed/rlvr_config", "--skip-files"],
         ["translate", "--quiet", "data.train_batch_size=64"],
+        ["explain", "num_generations"],
         ["init", "."],
     ):
         process = subprocess.run(

@@ -19,7 +19,7 @@ REASONABLE: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 8,
     "file_name": ["data.jsonl"],
-    "worker_cls": "math_rule",
+    "worker_cls": "roll.pipeline.base_worker.ActorWorker",
     "max_model_len": 512,
     "file_names": "data.jsonl",
     "prompt_length": 128,
@@ -83,6 +83,8 @@ def values(key: str, kinds: list[str], texts: str) -> list[Any]:
     written = [text.strip() for text in texts.split(",") if text.strip()]
     if key.endswith("domain_interleave_probs.math"):
         return [1.0]
+    if key == "rewards.math.worker_cls":
+        return ["math_rule"]
     if written and not last.startswith("transformer"):
         return written
     return [REASONABLE[last]] if last in REASONABLE else [BY_KIND[kind] for kind in kinds]

@@ -151,7 +151,7 @@ def test_unknown_parts_are_seen() -> None:
 
 def test_a_row_is_a_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "toy.table").write_text(TABLE, encoding="utf-8")
-    monkeypatch.setattr("roll.translation.tables.TABLES", tmp_path)
+    monkeypatch.setattr("roll.config.words.rows.TABLES", tmp_path)
     first, second = read_table("toy", {})
     assert (first.title, second.title) == ("First", "Second")
     (rule,) = first.rules

@@ -22,6 +22,7 @@ from roll.config.strategies.registry import BACKENDS, StrategyConfig
 
 if TYPE_CHECKING:
     from roll.config.checks.base import Checks
+    from roll.config.pipelines import PipelineDefinition
 
 
 Test = Callable[[Any], bool]
@@ -149,6 +150,7 @@ def _excepted(refusal: Refusal, data: Mapping[str, Any], path: str) -> bool:
 
 _ELSEWHERE = frozenset(("opd_kl_coef", "tag_included", "router_replay"))
 """Keys that other tables speak of, by name."""
+_OF_ROLES = frozenset(item.name for item in fields(WorkerConfig))
 _TRAINING_MODEL = ("disable_gradient_checkpointing", "gradient_checkpointing_use_reentrant", "freeze_module_prefix")
 TRAINS = "only roles that train have use for it"
 _WHY = {
@@ -210,6 +212,11 @@ def why_unread(item: Field[Any], section: Any, config: Any, facts: Mapping[str, 
     written = getattr(section, item.name)
     if written is None or (written is False and item.default is not True):
         return None
+    return unmet_condition(item, section, config, facts)
+
+
+def unmet_condition(item: Field[Any], section: Any, config: Any, facts: Mapping[str, Any]) -> str | None:
+    """The reason why a key is not read, whatever its value: ``without use_kl_loss: true``; None for one that is."""
     for other, wanted in rules_of(item).read_if.items():
         value = facts[other] if other in facts else getattr(section, other, getattr(config, other, None))
         if isinstance(value, str) and DOTTED_PATH.fullmatch(value) and "." in value:
@@ -234,23 +241,39 @@ def roles_of(config: RunConfig) -> Iterator[tuple[str, WorkerConfig]]:
                 yield f"{name}.{inner}", section
 
 
+def has_use(key: str, name: str, role: WorkerConfig, config: RunConfig, pipeline: PipelineDefinition) -> bool:
+    """Return true when the role at ``name`` reads the key at this path below its section."""
+    reads = pipeline.reads(name, role, config)
+    first, _, rest = key.partition(".")
+    if first == "model_args" and rest in _TRAINING_MODEL:
+        return "training_args" in reads
+    if first == "router_replay":  # of the trainer and of the engines
+        return "model_args" in reads
+    return first in reads or first not in _OF_ROLES
+
+
 def unread_of_role(name: str, role: WorkerConfig, config: RunConfig, checks: Checks) -> Iterator[tuple[str, str]]:
     """Keys of a role's section that it has no use for, with the reason."""
-    reads = checks.pipeline.reads(name, role, config)
+
+    def unread(key: str) -> bool:
+        full = f"{name}.{key}"
+        is_set = checks.written(full) and checks.is_own(full) and not is_noted(full, checks)
+        return is_set and not has_use(key, name, role, config, checks.pipeline)
+
+    def readers(key: str) -> str:
+        others = (other for other, section in roles_of(config) if has_use(key, other, section, config, checks.pipeline))
+        found = ", ".join(others)
+        return f" ({found})" if found else ""
+
     for item in fields(WorkerConfig):
-        key, value = f"{name}.{item.name}", getattr(role, item.name)
-        if item.name in reads or item.name in _ELSEWHERE:
-            continue
-        is_set = checks.written(key) and checks.is_own(key) and value != default_of(item)
-        if is_set and not is_noted(key, checks):
-            yield key, _WHY.get(item.name, "only roles that compute log-probs or train have use for it")
-    if "training_args" in reads or "model_args" not in reads:
-        return
+        if item.name not in _ELSEWHERE and getattr(role, item.name) != default_of(item) and unread(item.name):
+            why = _WHY.get(item.name, "only roles that compute log-probs or train have use for it")
+            yield f"{name}.{item.name}", why + readers(item.name)
     for short in _TRAINING_MODEL:
-        key = f"{name}.model_args.{short}"
-        is_set = checks.written(key) and checks.is_own(key)
-        if is_set and getattr(role.model_args, short) not in (None, False):
-            yield key, TRAINS
+        key = f"model_args.{short}"
+        holds_model = "model_args" in checks.pipeline.reads(name, role, config)
+        if holds_model and getattr(role.model_args, short) not in (None, False) and unread(key):
+            yield f"{name}.{key}", TRAINS + readers(key)
 
 
 def default_of(item: Field[Any]) -> Any:

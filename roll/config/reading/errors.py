@@ -11,6 +11,10 @@ from roll.config.reading.masking import MASK, masked, masked_text
 
 MAX_VALUE_LENGTH = 120
 SHORTEST_PREFIX = 3
+LEAST_LIKENESS = 0.75
+"""Of a misspelt word to the known one that is named (:mod:`difflib`). Below, a guess misleads more than it helps."""
+LIKENESS_ANYWHERE = 0.85
+"""Of a misspelt word to one of all keys of all sections, of which many are a little like it."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def shorten(value: Any) -> str:
 
 
 def show_example(key: str, example: Any) -> str:
-    if key.startswith("(") or (isinstance(example, str) and ":" in example):
+    if key.startswith("(") or (isinstance(example, str) and ":" in example and not example.startswith("{")):
         return str(example)
     return f"{key.rsplit('.', 1)[-1]}: {plain_words(example)}"
 
@@ -118,14 +122,19 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def closest(word: str, known: Iterable[str]) -> str | None:
+def closest(word: str, known: Iterable[str], likeness: float = LEAST_LIKENESS) -> str | None:
     """The nearest of ``known`` to a misspelt word, or None when nothing is near."""
-    candidates = list(known)
-    lowered = {item.lower(): item for item in candidates}
-    matches = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
-    if not matches and len(word) >= SHORTEST_PREFIX:
-        matches = [item for item in lowered if item.startswith(word.lower()) or word.lower().startswith(item)]
+    lowered = {item.lower(): item for item in known}
+    matches = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=likeness)
     return lowered[matches[0]] if matches else None
+
+
+def closest_value(word: str, known: Iterable[str]) -> str | None:
+    """The nearest of the values that a key may have, else the first that begins ``word`` or begins with it."""
+    values = list(known)
+    short = word.lower()
+    begun = (value for value in values if value.lower().startswith(short) or short.startswith(value.lower()))
+    return closest(word, values) or (next(begun, None) if len(word) >= SHORTEST_PREFIX else None)
 
 
 def did_you_mean(word: str, known: Iterable[str], form: str = "did you mean {!r}? ") -> str:

@@ -153,7 +153,7 @@ def parse_names(value: Any) -> Any:
 def parse_dotted_path(value: Any) -> str | None:
     """``package.module.function`` or null."""
     if value is not None and not DOTTED_PATH.fullmatch(str(value)):
-        raise ValueError("must be the dotted path of your own function, such as my_package.weights.weigh")
+        raise ValueError("must be the dotted path of your own function or class, such as my_package.weights.weigh")
     return value
 
 

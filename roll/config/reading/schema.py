@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import Field, fields, is_dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import dacite
 
-from roll.config.reading.errors import Problems, closest
+from roll.config.reading.errors import Problems, closest, closest_value
 from roll.config.reading.fields import DOTTED_PATH, NO_RULES, RULES, FieldRules
 from roll.config.reading.legacy_keys import dead_keys, dead_words
+from roll.config.words.lookup import meanings_of
+from roll.config.words.rows import OPTIONS
 
 T = TypeVar("T")
 LARGEST = 2**53
@@ -75,13 +77,15 @@ def mapped_section(hint: Any) -> type | None:
 
 @cache
 def schema_paths(cls: type) -> dict[str, list[str]]:
-    """Every key of a configuration class, by its own name, with the full paths where it may be, the shortest first."""
+    """Every key of a configuration class, by each of its names, with the full paths where it may be, the shortest
+    first. ``<name>`` stands for the names of a mapping."""
     found: dict[str, list[str]] = {}
     queue: list[tuple[type, str]] = [(cls, "")]
     while queue:
         section, prefix = queue.pop(0)
         for item in fields(section):
-            found.setdefault(item.name, []).append(f"{prefix}{item.name}")
+            for name in (item.name, *rules_of(item).aliases):
+                found.setdefault(name, []).append(f"{prefix}{item.name}")
             hint = type_hints(section)[item.name]
             inner, mapped = nested_section(hint), mapped_section(hint)
             if inner is not None:
@@ -111,26 +115,29 @@ def declared_secrets(cls: type) -> dict[str, bool]:
     return found
 
 
+@dataclass(frozen=True)
+class Unknown:
+    """A key that its section does not have."""
+
+    section: type
+    path: str
+    key: str
+    value: Any
+    position: int
+    """Of its mistake among the errors."""
+
+
 class SchemaReader:
     """Checks and normalises one tree of plain data against a dataclass; mistakes go to ``problems``."""
 
-    def __init__(
-        self,
-        problems: Problems,
-        root: type | None = None,
-        referenced: Collection[str] = (),
-        is_read: Callable[[str], bool] = lambda path: True,
-    ) -> None:
+    def __init__(self, problems: Problems, referenced: Collection[str] = ()) -> None:
         """
         Args:
-            root: the class of the whole file, in which a misplaced key may belong elsewhere.
             referenced: keys that a ``${...}`` reads, which makes a dead key of use.
-            is_read: says whether anything reads the key at a path of ``root``.
         """
         self.problems = problems
-        self.root = root
         self.referenced = referenced
-        self.is_read = is_read
+        self.unknown: list[Unknown] = []
 
     def read(self, cls: type, data: Any, path: str) -> dict[str, Any]:
         """The section's values under their field names, each of its field's type; wrong ones and dead keys are left
@@ -151,7 +158,8 @@ class SchemaReader:
                     self.problems.note(full, dead_words(dead_keys(cls)[name]))
                 continue
             if name not in items:
-                self._unknown(cls, full, str(key), value)
+                self.unknown.append(Unknown(cls, full, str(key), value, len(self.problems.errors)))
+                self.problems.add(full, value, unknown_rule(cls, str(key)))
                 continue
             if name != key and name in data and data[name] != value:
                 self.problems.add(full, value, f"is another spelling of {name}, which is set too: keep one of them")
@@ -190,19 +198,21 @@ class SchemaReader:
             return {}
         return {str(name): self.read(cls, section, f"{path}.{name}") for name, section in value.items()}
 
-    def _unknown(self, cls: type, path: str, key: str, value: Any) -> None:
-        homes = schema_paths(self.root).get(key, []) if self.root is not None else []
-        home = next((place for place in homes if self.is_read(place)), None)
-        nearest = closest(key, known_keys(cls))
-        if home is not None and home != path:
-            rule = f"unknown key here; it belongs at {home}"
-        elif nearest is not None:
-            rule = f"unknown key; the nearest known one is {nearest}"
-        elif len(known_keys(cls)) <= MOST_KEYS_LISTED:
-            rule = f"unknown key; known here: {', '.join(known_keys(cls))}"
-        else:
-            rule = "unknown key, and no known one is near; docs/configuration-reference.md lists them all"
-        self.problems.add(path, value, rule)
+
+def unknown_rule(cls: type, key: str) -> str:
+    """The mistake of a key that a section does not have, as far as the section alone tells what was meant: that of a
+    strategy's options has words of other projects."""
+    known = known_keys(cls)
+    ours = (ours.partition(f"{OPTIONS}.")[2] for meaning in meanings_of(key) for ours in meaning.ours)
+    called = next((name for name in ours if name in known), None)
+    nearest = closest(key, known)
+    if called is not None:
+        return f"unknown key; here it is called {called}"
+    if nearest is not None:
+        return f"unknown key; the nearest known one is {nearest}"
+    if len(known) <= MOST_KEYS_LISTED:
+        return f"unknown key; known here: {', '.join(known)}"
+    return "unknown key, and no known one is near; docs/configuration-reference.md lists them all"
 
 
 def convert_field(value: Any, hint: Any, rules: FieldRules) -> Any:
@@ -237,8 +247,11 @@ def _check_rules(value: Any, rules: FieldRules) -> None:
             return
         also = ", or the dotted path of your own function" if rules.dotted_path else ""
         also += f", or a file ({', '.join(rules.endings)})" if rules.endings else ""
-        nearest = closest(value, rules.choices) or rules.example or next(iter(rules.choices))
-        raise Mismatch(f"must be one of {', '.join(rules.choices)}{also}", nearest)
+        is_word = any(meaning.ours for meaning in meanings_of(value))
+        also += f"; roll explain {value} names the keys for it" if is_word else ""
+        near = None if is_word else closest_value(value, rules.choices)
+        example = near or rules.example or next(iter(rules.choices))
+        raise Mismatch(f"must be one of {', '.join(rules.choices)}{also}", example)
 
 
 def _inside(rules: FieldRules) -> float | int:
@@ -264,14 +277,24 @@ def convert(value: Any, hint: Any) -> Any:
     if origin is list:
         if not isinstance(value, list | tuple):
             raise Mismatch("must be a list", f"[{value}]" if isinstance(value, str | int | float) else "[]")
-        return [convert(entry, get_args(hint)[0]) for entry in value]
+        return [_convert_entry(entry, get_args(hint)[0], "[{}]") for entry in value]
     if origin is dict:
         if value is None:
             return {}
         if not isinstance(value, Mapping):
             raise Mismatch("must be a section of keys, not a single value", "{}")
-        return {str(key): convert(entry, get_args(hint)[1]) for key, entry in value.items()}
+        return {
+            str(key): _convert_entry(entry, get_args(hint)[1], f"{{{{{key}: {{}}}}}}") for key, entry in value.items()
+        }
     return _SCALARS[hint](value)
+
+
+def _convert_entry(value: Any, hint: Any, form: str) -> Any:
+    """An entry of a list or mapping; the example of a mistake is the whole of it, as ``form`` says."""
+    try:
+        return convert(value, hint)
+    except Mismatch as error:
+        raise Mismatch(error.rule, None if error.example is None else form.format(error.example)) from None
 
 
 def _convert_union(value: Any, options: tuple[Any, ...]) -> Any:
@@ -297,7 +320,7 @@ def _convert_literal(value: Any, allowed: tuple[Any, ...]) -> Any:
         if value == option and type(value) is type(option):
             return option
     names = [str(option) for option in allowed]
-    raise Mismatch(f"must be one of {', '.join(names)}", closest(str(value), names) or names[0])
+    raise Mismatch(f"must be one of {', '.join(names)}", closest_value(str(value), names) or names[0])
 
 
 _BOOLS = {"true": True, "false": False}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from roll.config.reading.errors import ConfigError, Problems, closest
+from roll.config.reading.errors import ConfigError, Problems, closest_value
 from roll.config.reading.fields import Table
 from roll.config.reading.legacy_keys import dead_keys
 from roll.config.reading.schema import SchemaReader, build, known_keys
@@ -95,7 +95,7 @@ def read_strategy_config(arguments: StrategyArguments, path: str, problems: Prob
     name = arguments.strategy_name
     if name not in BACKENDS:
         rule = f"must be one of {', '.join(BACKENDS)}"
-        problems.add(f"{path}.strategy_name", name, rule, closest(name, BACKENDS))
+        problems.add(f"{path}.strategy_name", name, rule, closest_value(name, BACKENDS))
         return None
     options, own = BACKENDS[name].options, strategy_keys(name)
     foreign = [key for key in arguments.strategy_config if key not in own and owners_of(key)]

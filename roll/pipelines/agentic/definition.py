@@ -125,6 +125,8 @@ class Agentic(PipelineDefinition):
     def reads(self, key: str, section: WorkerConfig, config: AgenticConfig) -> frozenset[str]:
         if isinstance(section, EnvManagerConfig):
             return MANAGER_KEYS
+        if "." not in key and not self.is_role(key):  # of a pipeline with fewer roles on top of this one
+            return frozenset()
         return READ_KEYS[self.task_of(key, section)] | (POLICY_KEYS if key == "actor_train" else frozenset())
 
     def effective(self, config: AgenticConfig) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def check_pair(
     if prompt is None and sequence is not None:
         checks.missing(prompt_key, f"goes with {names[1]}: set both or none", config.prompt_length)
     elif prompt is not None and sequence is None:
-        checks.missing(sequence_key, f"goes with {names[0]}: set both or none", prompt)
+        checks.missing(sequence_key, f"goes with {names[0]}: set both or none", prompt * 2)
     elif prompt is not None and sequence is not None and sequence <= prompt:
         checks.add(sequence_key, sequence, f"must be greater than {names[0]} {prompt}, or no response fits", prompt * 2)
 

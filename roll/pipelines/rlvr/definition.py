@@ -172,6 +172,8 @@ class RLVR(PipelineDefinition):
             is_judge = INFERENCE in judge_types(key.removeprefix("rewards."), section)
             own = frozenset(("name", "worker_cls", "world_size", "system_envs", "max_concurrency", "tag_included"))
             return own | (READ_KEYS[GENERATES] if is_judge else frozenset())
+        if "." not in key and not self.is_role(key):  # of a pipeline with fewer roles on top of this one
+            return frozenset()
         return READ_KEYS[self.task_of(key, section)] | (POLICY_KEYS if key == "actor_train" else frozenset())
 
     def effective(self, config: RLVRConfig) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Words of other projects, and the keys of ours that have the same effect."""

@@ -1,0 +1,94 @@
+"""Rows of the tables of other projects' keys.
+
+A line of a ``.table`` file is a row::
+
+    their keys | our keys | conversion > fact | their default | note
+
+- Several keys in a cell are separated by spaces; ``a.{b,c}`` is ``a.b a.c``. ``*`` at the end of one of their keys is
+  any key below it, and in ours the rest of that key. ``none: note`` instead of our keys: nothing here needs it.
+- Conversion, fact and default are for :mod:`roll.translation.tables`.
+- ``# title`` begins a section, ``$NAME = text`` defines a text, ``@NAME = theirs ours role; ...`` roles: a row with
+  ``@NAME`` is one for each of them, whose third part completes the fact. An indented line continues the one before it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+OPTIONS = "strategy_args.strategy_config"
+TEXTS = {"STRATEGY": "strategy_args.strategy_name", "OPTIONS": OPTIONS}
+"""``$NAME`` in every table: the ends of many of our keys."""
+TABLES = Path(__file__).parent
+DEFINED = re.compile(r"\$([A-Z_]+)")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row for one role.
+
+    Attributes:
+        title: of its section.
+        theirs: the key under all its names.
+        ours: the keys that get its value; empty: nothing here needs it.
+        how: the cell of conversion and fact.
+        default: theirs, in YAML.
+    """
+
+    title: str
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+    how: str
+    default: str
+    note: str
+
+
+def read_rows(name: str, texts: Mapping[str, str] | None = None) -> Iterator[Row]:
+    """The rows of the file ``name.table``.
+
+    Args:
+        texts: for ``$NAME``, besides :data:`TEXTS` and those that the table defines; None: names that are left are
+            empty.
+
+    Raises:
+        KeyError: a ``$NAME`` or an ``@NAME`` that nothing defines.
+    """
+    written = (defaultdict(str) if texts is None else dict(texts)) | TEXTS
+    roles: dict[str, list[list[str]]] = {}
+    title = ""
+    for line in re.sub(r"\n[ \t]+", " ", (TABLES / f"{name}.table").read_text(encoding="utf-8")).splitlines():
+        definition = re.match(r"([$@])([A-Z_]+) = ", line)
+        text = DEFINED.sub(lambda found: written[found[1]], line[definition.end() :] if definition else line)
+        if definition and definition[1] == "$":
+            written[definition[2]] = text
+        elif definition:
+            roles[definition[2]] = [role.split() for role in text.split(";")]
+        elif text.startswith("# "):
+            title = text[2:]
+        elif text:
+            group = re.search(r"@([A-Z]+)", text)
+            for parts in roles[group[1]] if group else [[]]:
+                yield _row(title, text, group[0] if group else "", parts)
+
+
+def _row(title: str, text: str, mark: str, parts: Sequence[str]) -> Row:
+    """The row for one role where ``mark`` stands for it: its prefix there, here, and in facts."""
+    cells = [cell.strip() for cell in re.split(r"(?:^|\s)\|(?=\s|$)", text)]
+    cells += [""] * (5 - len(cells))
+    if mark:
+        cells[:3] = [cell.replace(mark, part) for cell, part in zip(cells[:3], parts, strict=True)]
+    theirs, ours, how, default, note = cells
+    if ours.startswith("none: "):
+        ours, note = "", ours.removeprefix("none: ")
+    return Row(title, tuple(expanded(theirs)), tuple(expanded(ours)), how, default, note)
+
+
+def expanded(cell: str) -> Iterator[str]:
+    """The keys of a cell: ``a.{b,c}`` is ``a.b`` and ``a.c``."""
+    for word in cell.split():
+        head, brace, rest = word.partition("{")
+        names, _, tail = rest.partition("}")
+        yield from (f"{head}{name}{tail}" for name in names.split(",")) if brace else (word,)
