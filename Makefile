@@ -73,7 +73,7 @@ SEED ?= 0
 test-faults: $(VENV)/.installed-test
 	TEST_FAULTS=1 $(BIN)/python -m pytest -q tests/faults $(PYTEST_ARGS)
 	mkdir -p build
-	$(BIN)/python -m tests.faults.chaos --kills $(KILLS) --seed $(SEED) --record build/kills.jsonl --page docs/reliability.md
+	$(BIN)/python -m benchmarks.chaos --kills $(KILLS) --seed $(SEED) --record build/kills.jsonl --page docs/reliability.md
 
 # What a GPU host without a network needs to run benchmarks/gpu, in parts; HOST lists the packages that it has.
 CHIP ?= 90

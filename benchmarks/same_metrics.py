@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.pipelines import tiny_runs
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, load_changed, make_world, role, training_args, untimed
+from tests.support.tiny_runs import FinishedRun, TinyWorld, load_changed, make_world, role, training_args, untimed
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tiny"
 
@@ -86,7 +86,7 @@ def record(names: list[str]) -> dict[str, list[dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder:
         address = Path(folder) / "address"
         os.environ["RAY_AUTH_MODE"] = "disabled"  # the server and the runs are one user on one host
-        command = [sys.executable, "-m", "tests.pipelines.serve_ray", str(address)]
+        command = [sys.executable, "-m", "tests.support.serve_ray", str(address)]
         server = subprocess.Popen(command, stdin=subprocess.PIPE)
         while not address.exists():
             time.sleep(0.05)

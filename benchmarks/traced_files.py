@@ -79,7 +79,7 @@ def _mapped(folder: Path) -> mmap.mmap:
 def drive(folder: Path) -> None:
     """Run the pipeline in this process and name the phases."""
     from roll.pipelines.rlvr.pipeline import RLVRPipeline
-    from tests.pipelines.tiny_runs import load_changed, make_world, rlvr_settings, role
+    from tests.support.tiny_runs import load_changed, make_world, rlvr_settings, role
 
     sys.path.insert(0, str(ROOT / "examples/tiny"))
     tiny = {name: importlib.import_module(name) for name in ("tiny_model", "word_problems")}

@@ -124,7 +124,7 @@ def shared_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a Ray that runs join, so that not every one of them has to start its own."""
     file = tmp_path_factory.mktemp("ray") / "address"
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.pipelines.serve_ray", str(file)],
+        [sys.executable, "-m", "tests.support.serve_ray", str(file)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
     )

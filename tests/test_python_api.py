@@ -24,7 +24,7 @@ from roll.tracking.sample_rows import sample_rows
 from tests.config.good import GOOD_SFT
 from tests.datasets.conftest import tiny  # noqa: F401  the modules of examples/tiny, as a fixture
 from tests.examples.pages import named_files
-from tests.pipelines.tiny_runs import TinyWorld, make_world, sft_settings
+from tests.support.tiny_runs import TinyWorld, make_world, sft_settings
 
 ROOT = Path(__file__).parents[1]
 SFT = {**GOOD_SFT, "exp_name": "given", "output_dir": "output/${exp_name}"}
@@ -219,7 +219,7 @@ from pathlib import Path
 import pandas
 import roll
 from tests.examples.pages import named_files
-from tests.pipelines.tiny_runs import TinyWorld, rlvr_settings, sft_settings
+from tests.support.tiny_runs import TinyWorld, rlvr_settings, sft_settings
 
 world, output = TinyWorld(Path(sys.argv[1])), Path(sys.argv[2])
 BONUS = {"answer": 40.0}
@@ -279,7 +279,7 @@ from pathlib import Path
 import ray
 import roll
 from tests.examples.pages import named_files
-from tests.pipelines.tiny_runs import TinyWorld, sft_settings
+from tests.support.tiny_runs import TinyWorld, sft_settings
 
 world, output = TinyWorld(Path(sys.argv[1])), Path(sys.argv[2])
 
@@ -361,7 +361,7 @@ KINDS = """
 import json, sys
 from pathlib import Path
 import roll
-from tests.pipelines.tiny_runs import LengthGame, TinyWorld, agentic_settings, rlvr_settings
+from tests.support.tiny_runs import LengthGame, TinyWorld, agentic_settings, rlvr_settings
 
 world, output = TinyWorld(Path(sys.argv[1])), Path(sys.argv[2])
 

@@ -55,7 +55,7 @@ def shared_ray() -> Iterator[None]:
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "address"
-        command = [sys.executable, "-m", "tests.pipelines.serve_ray", str(file)]
+        command = [sys.executable, "-m", "tests.support.serve_ray", str(file)]
         server = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE)
         while not file.exists():
             if server.poll() is not None:

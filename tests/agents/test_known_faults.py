@@ -35,7 +35,7 @@ from tests.agents.templates import CHATML
 from tests.agents.tiny import make_tokenizer
 from tests.config.good import changed, load, mistakes
 from tests.config.test_agentic import LAKE
-from tests.rollout.episodes import make_episode, random_groups, said
+from tests.support.episodes import make_episode, random_groups, said
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,7 +18,7 @@ from roll.agents.text_tools import SearchText, TextTools, text_tool
 from roll.agents.tools import ToolError
 from roll.environments.base import Environment
 from roll.environments.registry import EnvironmentOptionError, make_environment
-from tests.environments.checking import check_environment
+from tests.support.environments import check_environment
 
 
 @pytest.fixture

@@ -167,6 +167,7 @@ def test_values_that_json_lacks_keep_their_type(build: Any, tmp_path: Path) -> N
         to_json({1})
 
 
+@pytest.mark.long
 def test_several_processes_make_the_same_rows(
     build: Any, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

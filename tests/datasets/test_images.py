@@ -207,15 +207,12 @@ def test_an_unreadable_image_is_a_counted_bad_row(
     assert kept.counts.bad == 1
 
 
-def test_pixels_of_a_program_are_images() -> None:
+def test_pixels_of_a_program_and_a_model_of_text(words: Any, write_jsonl: Write) -> None:
     pixels = np.zeros((48, 48, 3), np.uint8)
     image = ImageReader(None).encoded(SourceRow(Path("env"), 1, {}), pixels, 0)
     assert image.decode().tobytes() == pixels.tobytes()
     with pytest.raises(DataError, match="expected bytes or a path, found ndarray"):
         ImageReader(None).encoded(SourceRow(Path("env"), 1, {}), pixels[0], 0)
-
-
-def test_a_model_of_text_refuses_images(words: Any, write_jsonl: Write, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the model sees none"):
         build(words, write_jsonl([{"prompt": "<image>x", "images": ["a.png"]}]), None)
 
@@ -296,19 +293,13 @@ def test_a_group_of_rows_carries_its_images_once_and_each_is_processed_once() ->
     assert num_processed() == before + 1
 
 
-def test_what_no_decoder_should_accept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_are_refused_or_laid_on_white(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.BytesIO()
+    Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(file, "PNG")
+    assert EncodedImage.of(file.getvalue()).decode().getpixel((0, 0)) == (255, 255, 255), "it lies on white"
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(ImageError, match="40 x 40 pixels are more than the limit of 1000"):
         EncodedImage.of(png(size=(40, 40))).decode()
-
-
-def test_what_is_transparent_lies_on_white() -> None:
-    file = io.BytesIO()
-    Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(file, "PNG")
-    assert EncodedImage.of(file.getvalue()).decode().getpixel((0, 0)) == (255, 255, 255)
-
-
-def test_processors_of_other_kinds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
     with pytest.raises(DataError, match="CLIPImageProcessor"):
         load_processing(str(tmp_path))

@@ -1,3 +1,5 @@
+"""Judged rows from every shape of file, and the tokens that training and scoring see."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,94 +10,175 @@ import pytest
 from roll.config.roles import DataArguments
 from roll.datasets import DataError
 from roll.datasets.preferences import JudgedColumns, JudgedDataset
+from roll.rewards.base import RewardResult
+from roll.rollout.rewarding import ModelInput
+from roll.workers.model import RewardModelWorker
 
 Write = Callable[..., str]
-USER = {"role": "user", "content": "How many eggs?"}
-PROMPT = "<|im_start|>user\nHow many eggs?<|im_end|>\n<|im_start|>assistant\n"
+ASK = "How many eggs?"
+USER = {"role": "user", "content": ASK}
+PROMPT = f"<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def answer(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def build(tokenizer: Any, files: str, limit: int = 1000, columns: JudgedColumns | None = None, **names: Any) -> Any:
-    data = DataArguments(file_name=files, **names)
-    return JudgedDataset.build(data, tokenizer, limit, columns or JudgedColumns(), "pairs")
+def build(tokenizer: Any, file: str, judgement: str = "ranking", limit: int = 1000, **options: Any) -> JudgedDataset:
+    names = {name: options.pop(name) for name in JudgedColumns.__dataclass_fields__ if name in options}
+    score_input = options.pop("score_input", "tokens")
+    data, columns = DataArguments(file_name=file, **options), JudgedColumns(**names)
+    return JudgedDataset.build(data, tokenizer, limit, columns, judgement, score_input=score_input)  # type: ignore[arg-type]
 
 
-def texts(tokenizer: Any, dataset: JudgedDataset) -> list[tuple[str, str, str]]:
-    parts = ((row.prompt_ids, *row.responses) for row in dataset)
-    return [tuple(tokenizer.decode(part) for part in three) for three in parts]  # type: ignore[misc]
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "roll": {"instruction": "How many eggs?", "chosen": "12", "rejected": "21"},
-    "text prompt": {"prompt": "How many eggs?", "chosen": "12", "rejected": "21"},
-    "conversations": {"chosen": [USER, answer("12")], "rejected": [USER, answer("21")]},
-    "ultrafeedback": {
-        "prompt": "How many eggs?",
-        "chosen": [USER, answer("12")],
-        "rejected": [USER, answer("21")],
-        "score_chosen": 8.5,
-    },
-    "prompt messages": {"prompt": [USER], "chosen": [answer("12")], "rejected": [answer("21")]},
-    "objects": {"messages": [USER], "chosen": answer("12"), "rejected": answer("21")},
+BOTH = {"chosen": [USER, answer("12")], "rejected": [USER, answer("21")]}
+PAIR = {"prompt": ASK, "chosen": "12", "rejected": "21"}
+SHAPES: dict[str, tuple[str, dict[str, Any], list[str], list[float]]] = {
+    "a pair": ("ranking", PAIR, ["12", "21"], [1, 0]),
+    "conversations": ("ranking", BOTH, ["12", "21"], [1, 0]),
+    "best first": ("ranking", {"prompt": ASK, "responses": ["12", "21", "no"]}, ["12", "21", "no"], [3, 2, 1]),
+    "scores": ("ranking", {"messages": [USER], "responses": ["21", "12"], "scores": [1, 4.5]}, ["21", "12"], [1, 4.5]),
+    "ranked conversations": (
+        *("ranking", {"responses": [[USER, answer("12")], [USER, answer("2")]]}),
+        *(["12", "2"], [2, 1]),
+    ),
+    "roll": ("pairs", {"instruction": ASK, "chosen": "12", "rejected": "21"}, ["12", "21"], []),
+    "text prompt": ("pairs", PAIR, ["12", "21"], []),
+    "pair of conversations": ("pairs", BOTH, ["12", "21"], []),
+    "ultrafeedback": ("pairs", {"prompt": ASK, **BOTH, "score_chosen": 8.5}, ["12", "21"], []),
+    "prompt messages": (
+        *("pairs", {"prompt": [USER], "chosen": [answer("12")], "rejected": [answer("21")]}),
+        *(["12", "21"], []),
+    ),
+    "objects": (
+        *("pairs", {"messages": [USER], "chosen": answer("12"), "rejected": answer("21")}),
+        *(["12", "21"], []),
+    ),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_of_rows(tokenizer: Any, write_jsonl: Write, shape: str) -> None:
-    dataset = build(tokenizer, write_jsonl([SHAPES[shape]]))
-    assert texts(tokenizer, dataset) == [(PROMPT, "12<|im_end|>", "21<|im_end|>")]
-    assert dataset[0].sides[0] == dataset[0].prompt_ids + dataset[0].responses[0]
+    judgement, row, responses, scores = SHAPES[shape]
+    (found,) = build(tokenizer, write_jsonl([row]), judgement)
+    assert tokenizer.decode(found.prompt_ids) == PROMPT
+    assert [tokenizer.decode(ids) for ids in found.responses] == [f"{text}<|im_end|>" for text in responses]
+    assert found.step_ends == [] and (judgement == "pairs" or found.scores == scores)
+    assert found.sides[0] == found.prompt_ids + found.responses[0]
 
 
 def test_columns_of_other_names(tokenizer: Any, write_jsonl: Write) -> None:
-    file = write_jsonl([{"ask": "How many eggs?", "good": "12", "bad": "21", "gap": 2.5}])
-    dataset = build(tokenizer, file, columns=JudgedColumns("good", "bad", "gap"), prompt="ask")
-    assert texts(tokenizer, dataset) == [(PROMPT, "12<|im_end|>", "21<|im_end|>")]
-    assert dataset[0].margin == 2.5
+    file = write_jsonl([{"ask": ASK, "good": "12", "bad": "21", "gap": 2.5}])
+    (row,) = build(tokenizer, file, "pairs", chosen="good", rejected="bad", margin="gap", prompt="ask")
+    assert [tokenizer.decode(ids) for ids in row.responses] == ["12<|im_end|>", "21<|im_end|>"] and row.margin == 2.5
 
 
 def test_pairs_with_a_longer_side_are_left_out_and_counted(tokenizer: Any, write_jsonl: Write) -> None:
-    short, long = SHAPES["roll"], SHAPES["roll"] | {"rejected": "21 " * 40}
-    limit = len(tokenizer(PROMPT)["input_ids"]) + 10
-    dataset = build(tokenizer, write_jsonl([long, short]), limit)
+    long, limit = PAIR | {"rejected": "21 " * 40}, len(tokenizer(PROMPT)["input_ids"]) + 10
+    dataset = build(tokenizer, write_jsonl([long, PAIR]), "pairs", limit)
     assert len(dataset) == 1 and dataset.counts.too_long == {"preferences": 1}
     with pytest.raises(DataError, match="none of 1 pairs fits into sequence_length"):
-        build(tokenizer, write_jsonl([long]), limit)
+        build(tokenizer, write_jsonl([long]), "pairs", limit)
 
 
-def test_a_long_prompt_is_cut_and_its_responses_are_not(tokenizer: Any, write_jsonl: Write) -> None:
-    long = SHAPES["roll"] | {"instruction": "very " * 40 + "How many eggs?", "rejected": "21 or so"}
-    file = write_jsonl([long, SHAPES["roll"]])
-    cut = build(tokenizer, file, 30, filter_overlong_prompts=False, truncation="left")
-    assert len(cut) == 2 and cut.counts.truncated == {"preferences": 1}
-    prompt, chosen, rejected = texts(tokenizer, cut)[0]
-    assert prompt.startswith("<|im_start|>user\n") and prompt.endswith(PROMPT[-25:]), "the template stays whole"
-    assert (chosen, rejected) == ("12<|im_end|>", "21 or so<|im_end|>")
+def test_points_labels_and_steps(tokenizer: Any, write_jsonl: Write) -> None:
+    graded = {"prompt": ASK, "responses": ["12", "21"], "scores": [4, 0]}
+    (points,) = build(tokenizer, write_jsonl([graded]), "points")
+    assert points.scores == [4, 0]
+    label = {"prompt": ASK, "completion": "12", "label": True}
+    (labels,) = build(tokenizer, write_jsonl([label]), "labels", responses="completion", scores="label")
+    assert labels.scores == [1.0] and len(labels.responses) == 1
+    steps = {"prompt": ASK, "completions": ["One", "So 12"], "labels": [True, False]}
+    (judged,) = build(tokenizer, write_jsonl([steps]), "steps", responses="completions", scores="labels")
+    (response,) = judged.responses
+    first, second = judged.step_ends
+    assert [tokenizer.decode(response[:first]), tokenizer.decode(response[first:])] == ["One\n", "So 12<|im_end|>"]
+    assert second == len(response) and judged.scores == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "judgement", "message"),
     [
-        ({"instruction": "a", "chosen": "b", "rejected": "b"}, "are the same text"),
-        ({"instruction": "a", "chosen": "", "rejected": "b"}, "chosen must be a non-empty text"),
-        ({"instruction": "a", "chosen": "b"}, "column 'rejected' expected"),
-        ({"chosen": "b", "rejected": "c"}, "no prompt"),
-        (
-            {"chosen": [USER, answer("12")], "rejected": [{"role": "user", "content": "x"}, answer("1")]},
-            "differ before their last messages",
-        ),
-        ({"prompt": "a", "chosen": [USER], "rejected": "c"}, "ends with a message of user"),
+        ({"prompt": "a", "responses": []}, "ranking", "empty list"),
+        ({"prompt": "a", "responses": ["b"]}, "ranking", "no two responses of different rank"),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": [1, 1]}, "ranking", "no two responses of different rank"),
+        ({"prompt": "a", "responses": ["b", "b"]}, "ranking", "the same text"),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": [1]}, "points", "must be 2 numbers"),
+        ({"prompt": "a", "responses": [], "scores": []}, "points", "responses is an empty list"),
+        ({"prompt": "a", "responses": "b", "scores": 3}, "labels", "true or false"),
+        ({"chosen": "b", "rejected": "c"}, "ranking", "no prompt"),
+        ({"prompt": "a", "responses": "b", "scores": 1}, "steps", "list of steps"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "pairs", "are the same text"),
+        ({"prompt": "a", "chosen": "", "rejected": "b"}, "pairs", "chosen must be a non-empty text"),
+        ({"prompt": "a", "chosen": "b"}, "pairs", "column 'rejected' expected"),
+        ({"chosen": "b", "rejected": "c"}, "pairs", "no prompt"),
+        (BOTH | {"rejected": [answer("x"), answer("1")]}, "pairs", "differ before their last messages"),
+        ({"prompt": "a", "chosen": [USER], "rejected": "c"}, "pairs", "ends with a message of user"),
     ],
 )
-def test_rows_that_are_no_pair(tokenizer: Any, write_jsonl: Write, row: dict[str, Any], message: str) -> None:
+def test_rows_that_say_nothing(tokenizer: Any, write_jsonl: Write, row: Any, judgement: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        build(tokenizer, write_jsonl([row]))
-    assert len(build(tokenizer, write_jsonl([row, SHAPES["roll"]]), on_bad_row="skip", prompt=_prompt(row))) == 1
+        build(tokenizer, write_jsonl([row]), judgement)
+    if judgement == "pairs" and "prompt" in row:
+        assert len(build(tokenizer, write_jsonl([row, PAIR]), "pairs", on_bad_row="skip")) == 1
 
 
-def _prompt(row: dict[str, Any]) -> str | None:
-    """The first row decides on the columns."""
-    return "instruction" if "instruction" not in row else None
+@pytest.mark.parametrize(("judgement", "name"), [("ranking", "responses"), ("pairs", "preferences")])
+def test_a_long_prompt_is_cut_and_its_responses_are_not(
+    tokenizer: Any, write_jsonl: Write, judgement: str, name: str
+) -> None:
+    long = {"prompt": "very " * 40 + ASK, "chosen": "12", "rejected": "21 or so"}
+    file, limit = write_jsonl([long, PAIR]), 30
+    assert build(tokenizer, file, judgement, limit).counts.too_long == {name: 1}
+    options = {"filter_overlong_prompts": False, "truncation": "left"}
+    cut, _ = dataset = build(tokenizer, file, judgement, limit, **options)
+    assert dataset.counts.truncated == {name: 1}
+    text = tokenizer.decode(cut.prompt_ids)
+    assert text.startswith("<|im_start|>user\n") and text.endswith(PROMPT[-25:]), "the template stays whole"
+    assert [tokenizer.decode(ids) for ids in cut.responses] == ["12<|im_end|>", "21 or so<|im_end|>"]
+    assert max(map(len, cut.sides)) <= limit
+
+
+def worker(tokenizer: Any) -> RewardModelWorker:
+    """Without a model: it only reads."""
+    made = RewardModelWorker.__new__(RewardModelWorker)
+    made._tokenizer, made._longest, made._image_token = tokenizer, None, None
+    return made
+
+
+def test_images_are_no_text(tokenizer: Any) -> None:
+    """A placeholder without its image would be scored as some word."""
+    reads = worker(tokenizer)
+    reads._image_token = 7
+    assert reads._read(ModelInput(token_ids=[1, 2])) == [1, 2]
+    found = reads._read(ModelInput(token_ids=[1, 7, 2]))
+    assert isinstance(found, RewardResult) and "the prompt has images" in str(found.error)
+
+
+def test_a_reward_model_scores_sequences_that_fill_its_positions(tokenizer: Any) -> None:
+    reads = worker(tokenizer)
+    reads._longest = 3
+    assert reads._read(ModelInput(token_ids=[1, 2, 3])) == [1, 2, 3]
+    found = reads._read(ModelInput(token_ids=[1, 2, 3, 4]))
+    assert isinstance(found, RewardResult) and "4 tokens are more than the reward model's 3" in str(found.error)
+
+
+def test_trl_5813_training_and_scoring_see_the_same_tokens(tokenizer: Any, write_jsonl: Write) -> None:
+    """A recipe that closes responses in training and not in scoring gives other scores than it learnt."""
+    turns = [USER, answer("12"), {"role": "user", "content": "Sure?"}]
+    file = write_jsonl([{"messages": turns, "chosen": "Yes, 12", "rejected": "No"}])
+    (chat,) = build(tokenizer, file, score_input="chat")
+    for side, text in zip(chat.sides, ("Yes, 12", "No"), strict=True):
+        assert side == worker(tokenizer)._read(ModelInput(messages=turns, response=text))
+    (tokens,) = build(tokenizer, file, score_input="tokens")
+    for side, text in zip(tokens.sides, ("Yes, 12", "No"), strict=True):
+        # What an engine returns of a finished response: its end token included.
+        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(prompt)["input_ids"] + tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+        assert side == worker(tokenizer)._read(ModelInput(token_ids=ids))
+
+
+def test_responses_of_which_one_begins_the_other_keep_an_end_of_their_own(tokenizer: Any, write_jsonl: Write) -> None:
+    (row,) = build(tokenizer, write_jsonl([{"prompt": ASK, "chosen": "12 12", "rejected": "12"}]), score_input="chat")
+    assert all(row.responses) and row.sides[0] != row.sides[1]
+    assert row.prompt_ids == row.sides[1][: len(row.prompt_ids)] and len(row.prompt_ids) >= len(PROMPT.split())

@@ -110,18 +110,6 @@ def test_prompt_columns_in_all_their_forms(tokenizer: Any, write_jsonl: Write) -
     assert texts == {"<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"}
 
 
-@pytest.mark.parametrize("column", ["reward_model", "reward_spec"])
-def test_files_of_other_projects(tokenizer: Any, tmp_path: Path, column: str) -> None:
-    """Parquet as verl's and SkyRL's preparation of GSM8K writes it."""
-    message = {"role": "user", "content": "How many eggs?"}
-    written = {"data_source": "openai/gsm8k", "prompt": [message], column: {"method": "rule", "ground_truth": "72"}}
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([written]), tmp_path / "train.parquet")
-    names = {"messages": "prompt", "tag": "data_source"}
-    (prompt,) = build(tokenizer, str(tmp_path / "train.parquet"), {"gsm8k": ["openai/gsm8k"]}, data_args=names)
-    assert (prompt.domain, prompt.ground_truth) == ("gsm8k", "72")
-    assert "How many eggs?" in prompt.prompt_text
-
-
 def test_templates_by_tag_before_global_before_role(tokenizer: Any, write_jsonl: Write) -> None:
     files = write_jsonl([row("1", "easy"), row("2", "hard")])
     templates = {"data_args": {"template": "chatml"}, "global_template": "raw", "tag_to_template": {"hard": "base"}}
@@ -132,10 +120,10 @@ def test_templates_by_tag_before_global_before_role(tokenizer: Any, write_jsonl:
     assert chatml == build(tokenizer, files)[0].prompt_text
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_every_template_holds_the_question(tokenizer: Any, write_jsonl: Write, name: str) -> None:
-    (prompt,) = build(tokenizer, write_jsonl([row("1")]), global_template=name)
-    assert "How many eggs?" in prompt.prompt_text
+def test_every_template_holds_the_question(tokenizer: Any, write_jsonl: Write) -> None:
+    for name in TEMPLATES:
+        (prompt,) = build(tokenizer, write_jsonl([row("1")]), global_template=name)
+        assert "How many eggs?" in prompt.prompt_text, name
 
 
 def test_unknown_templates_and_tokenizers_without_one(tokenizer: Any, write_jsonl: Write) -> None:
@@ -234,27 +222,20 @@ def test_neither_messages_nor_prompt(tokenizer: Any, write_jsonl: Write) -> None
         PromptDataset.build(DataArguments(), tokenizer, 100, {"sums": []})
 
 
-def test_ids_of_several_files_and_of_rows_without(tokenizer: Any, write_jsonl: Write) -> None:
-    one = write_jsonl([row("0"), row("only")], "one.jsonl")
-    two = write_jsonl([row("0"), {"tag": "easy", "messages": row("")["messages"]}], "two.jsonl")
-    assert [p.prompt_id for p in build(tokenizer, [one, two])] == ["one/0", "only", "two/0", "two.jsonl:2"]
-
-
-def test_files_of_equal_names_give_different_ids(tokenizer: Any, write_jsonl: Write, tmp_path: Path) -> None:
-    unnamed = {"tag": "easy", "messages": row("")["messages"]}
-    files = []
+def test_ids_of_several_files_and_of_rows_without(tokenizer: Any, write_jsonl: Write, tmp_path: Path) -> None:
+    """Files of different and of equal names, and one that is listed several times."""
+    rows = [row("0"), {"tag": "easy", "messages": row("")["messages"]}]
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        files.append(write_jsonl([row("0"), unnamed], f"{folder}/train.jsonl"))
-    ids = [p.prompt_id for p in build(tokenizer, files)]
-    assert ids == ["a/train.jsonl/0", "a/train.jsonl:2", "b/train.jsonl/0", "b/train.jsonl:2"]
-
-
-def test_a_file_that_is_listed_twice_gives_different_ids(tokenizer: Any, write_jsonl: Write) -> None:
-    file = write_jsonl([row("0"), {"tag": "easy", "messages": row("")["messages"]}], "train.jsonl")
-    ids = [p.prompt_id for p in build(tokenizer, [file, file, file])]
-    names = [("train", "train.jsonl"), ("train#2", "train.jsonl#2"), ("train#3", "train.jsonl#3")]
-    assert ids == [one for stem, name in names for one in (f"{stem}/0", f"{name}:2")]
+    one, two = write_jsonl([row("0"), row("only")], "one.jsonl"), write_jsonl(rows, "two.jsonl")
+    equal = [write_jsonl(rows, f"{folder}/train.jsonl") for folder in ("a", "b")]
+    thrice = ["two/0", "two.jsonl:2", "two#2/0", "two.jsonl#2:2", "two#3/0", "two.jsonl#3:2"]
+    for files, ids in (
+        ([one, two], ["one/0", "only", "two/0", "two.jsonl:2"]),
+        (equal, ["a/train.jsonl/0", "a/train.jsonl:2", "b/train.jsonl/0", "b/train.jsonl:2"]),
+        ([two] * 3, thrice),
+    ):
+        assert [prompt.prompt_id for prompt in build(tokenizer, files)] == ids
 
 
 def test_data_sets_load_without_the_heavy_packages() -> None:
@@ -275,14 +256,16 @@ VERL = {
 """A row as verl's own preparation scripts write it."""
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "json text"])
-@pytest.mark.parametrize("named", [{}, {"prompt": "prompt"}, {"messages": "prompt"}])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "json text", "SkyRL's parquet"])
+@pytest.mark.parametrize("named", [{}, {"prompt": "prompt"}, {"messages": "prompt", "tag": "data_source"}])
 def test_verls_own_files_load_by_their_own_columns(
     tokenizer: Any, tmp_path: Path, write_jsonl: Write, kind: str, named: dict[str, str]
 ) -> None:
     rows = [VERL, {**VERL, "data_source": "lighteval/MATH"}]
+    if kind.startswith("SkyRL"):
+        rows = [{("reward_spec" if name == "reward_model" else name): row[name] for name in row} for row in rows]
     file = str(tmp_path / "train.parquet")
-    if kind == "parquet":
+    if kind.endswith("parquet"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     else:
         text = {"reward_model": json.dumps(VERL["reward_model"])} if kind == "json text" else {}

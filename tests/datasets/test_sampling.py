@@ -59,19 +59,13 @@ def test_decimal_shares_are_exact_after_many_draws() -> None:
     assert sampler.counts() == {"a": 300, "b": 2100, "c": 600}
 
 
-def test_batches_do_not_change_the_sequence() -> None:
+def test_batches_do_not_change_the_sequence_and_ids_are_unique_over_epochs() -> None:
     whole = DomainSampler(datasets(a=5, b=9), {"a": 0.3, "b": 0.7}).next_batch(40)
     parts = DomainSampler(datasets(a=5, b=9), {"a": 0.3, "b": 0.7})
     assert whole == [row for size in (1, 7, 2, 13, 17) for row in parts.next_batch(size)]
-
-
-def test_without_shares_the_number_of_rows_decides() -> None:
     sampler = DomainSampler(datasets(a=30, b=10, c=0))
     assert len(set(ids(sampler.next_batch(40)))) == 40
-    assert sampler.counts() == {"a": 30, "b": 10}
-
-
-def test_ids_are_unique_over_epochs() -> None:
+    assert sampler.counts() == {"a": 30, "b": 10}, "without shares the number of rows decides"
     drawn = ids(DomainSampler(datasets(a=3)).next_batch(7))
     assert sorted(drawn[:3]) == ["a0", "a1", "a2"]
     assert sorted(drawn[3:6]) == ["a0@1", "a1@1", "a2@1"]
@@ -112,11 +106,6 @@ def test_a_state_of_other_data_is_refused(changed: DomainSampler, message: str) 
         changed.load_state_dict(state)
 
 
-def test_a_share_of_zero_is_never_drawn() -> None:
-    sampler = DomainSampler(datasets(a=2, b=2), {"a": 1.0, "b": 0})
-    assert {row.domain for row in sampler.next_batch(20)} == {"a"}
-
-
 @pytest.mark.parametrize(
     ("probs", "message"),
     [
@@ -140,3 +129,5 @@ def test_nothing_to_draw_from() -> None:
         DomainSampler({})
     with pytest.raises(DataError, match="no rows to draw from"):
         ShuffledEpochs([], seed=0)
+    never = DomainSampler(datasets(a=2, b=2), {"a": 1.0, "b": 0})
+    assert {row.domain for row in never.next_batch(20)} == {"a"}

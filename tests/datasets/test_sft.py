@@ -33,16 +33,12 @@ def parts(tokenizer: Any, dataset: SftDataset) -> list[tuple[str, str]]:
 def test_the_loss_is_on_the_response_and_its_end(tokenizer: Any, write_jsonl: Write) -> None:
     (row,) = build(tokenizer, write_jsonl([{"id": "1", "tag": "t", "messages": [USER], "solution": "3*4=12"}]))
     assert tokenizer.decode(row.input_ids) == f"{PROMPT}3*4=12<|im_end|>"
+    alone = tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
+    assert row.input_ids[: row.prompt_length] == alone, "those of generation"
     assert len(row.response_mask) == len(row.input_ids)
     learned = [token for token, wanted in zip(row.input_ids, row.response_mask, strict=True) if wanted]
     assert tokenizer.decode(learned) == "3*4=12<|im_end|>"
     assert (learned[-1], row.row_id, row.tag) == (tokenizer.eos_token_id, "1", "t")
-
-
-def test_prompt_tokens_are_those_of_generation(tokenizer: Any, write_jsonl: Write) -> None:
-    (row,) = build(tokenizer, write_jsonl([{"messages": [USER], "solution": "\n\n12"}]))
-    alone = tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
-    assert row.input_ids[: row.prompt_length] == alone
 
 
 def test_where_the_response_comes_from(tokenizer: Any, write_jsonl: Write) -> None:
@@ -67,6 +63,9 @@ def test_earlier_answers_belong_to_the_prompt(tokenizer: Any, write_jsonl: Write
 def test_further_input_follows_the_instruction(tokenizer: Any, write_jsonl: Write) -> None:
     rows = [{"prompt": "Add.", "input": "3 4", "solution": "7"}, {"prompt": "Go.", "input": "", "solution": "ok"}]
     with_input, without = parts(tokenizer, build(tokenizer, write_jsonl(rows), query_key="input"))
+    talk = {"messages": [USER, {"role": "assistant", "content": "12"}], "input": "In a box?"}
+    ((prompt, response),) = parts(tokenizer, build(tokenizer, write_jsonl([talk]), query_key="input"))
+    assert "How many eggs?\n\nIn a box?<|im_end|>" in prompt and response == "12<|im_end|>"
     assert "user\nAdd.\n\n3 4<|im_end|>" in with_input[0]
     assert "user\nGo.<|im_end|>" in without[0]
 
@@ -87,13 +86,6 @@ def test_the_system_message_is_in_a_column(tokenizer: Any, write_jsonl: Write) -
         heads = ["Be brief.", "Mine.", "Be kind."]
         assert [text.partition("<|im_end|>")[0] for text in texts] == [f"<|im_start|>system\n{head}" for head in heads]
         assert all(text.count("system\n") == 1 for text in texts)
-
-
-def test_further_input_goes_to_the_question_of_a_conversation(tokenizer: Any, write_jsonl: Write) -> None:
-    row = {"messages": [USER, {"role": "assistant", "content": "12"}], "input": "In a box?"}
-    ((prompt, response),) = parts(tokenizer, build(tokenizer, write_jsonl([row]), query_key="input"))
-    assert "How many eggs?\n\nIn a box?<|im_end|>" in prompt
-    assert response == "12<|im_end|>"
 
 
 def test_further_input_is_a_part_of_a_question_in_parts() -> None:

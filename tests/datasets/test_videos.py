@@ -119,17 +119,15 @@ def test_frames_as_bytes_and_folders(
     assert torch.equal(by_bytes.vision.pixel_values(), by_path.vision.pixel_values())
 
 
-def test_a_model_of_text_refuses_videos(words: Any, write_jsonl: Write) -> None:
-    with pytest.raises(DataError, match="column 'videos' has 1 videos, and the model sees none"):
-        build(words, write_jsonl([{"prompt": "x", "videos": [names(4)]}]), None)
-
-
-def test_an_engine_that_does_not_see_videos(
+def test_models_and_engines_that_do_not_see_videos(
     words: Any, write_jsonl: Write, folder: Path, models: dict[str, VisionModel]
 ) -> None:
+    rows = write_jsonl([{"prompt": "<video>x", "videos": [names(4)]}])
+    with pytest.raises(DataError, match="column 'videos' has 1 videos, and the model sees none"):
+        build(words, rows, None)
     blind = replace(models["qwen3_vl"], without_videos="this engine does not generate from videos")
     with pytest.raises(DataError, match="column 'videos': this engine does not generate from videos"):
-        build(words, write_jsonl([{"prompt": "<video>x", "videos": [names(4)]}]), blind)
+        build(words, rows, blind)
     (text,) = build(words, write_jsonl([{"prompt": "x"}]), blind)
     assert text.vision is None
 

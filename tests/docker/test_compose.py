@@ -3,53 +3,62 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
+import yaml
 
 from roll.config.pipelines import definitions
 from roll.distributed.nodes import NodeEnvironment, auth_problem
 from tests.distributed.hosts import ROOT
-from tests.docker.compose import WORKDIR, ComposeError, read
 
+WORKDIR = "/home/roll/roll"
+VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?:(:[-?])([^}]*(?:\([^)]*\))?[^}]*))?\}|(\w+))")
 TEXT = (ROOT / "compose.yaml").read_text()
 TOKEN = {"RAY_AUTH_TOKEN": "5ec2e7"}
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("shm_size: 1gb", "shm_sizes: 1gb", "services.warm-start: additional property 'shm_sizes'"),
-        ("shm_size: 1gb", "shm_size: 1 gigabyte", "'1 gigabyte' is not a size"),
-        ("nofile: 65536", "nofile: many", "a limit is a number"),
-        ("networks: [run]", "networks: [runs]", "{'runs'} is not declared"),
-        ("artifacts:/home", "artifact:/home", "{'artifact'} is not declared"),
-        ('RANK: "1"', "RANK: 1", "services.node1: words of a command"),
-        ("service_completed_successfully", "done", "services.node0.depends_on: warm-start {'condition': 'done'}"),
-        ("{warm-start: {condition", "{warm: {condition", "services.node0.depends_on: warm {"),
-        ("cap_drop: [ALL]", "cap_drop: ALL", "cap_drop: str instead of list"),
-        ("volumes:\n  artifacts:", "volume:\n  artifacts:", "file: additional property 'volume'"),
-    ],
-)
-def test_what_the_specification_does_not_have_is_refused(old: str, new: str, said: str) -> None:
-    assert old in TEXT
-    with pytest.raises(ComposeError, match=re.escape(said)):
-        read(TEXT.replace(old, new), TOKEN)
+def interpolated(value: Any, environ: Mapping[str, str]) -> Any:
+    """``${NAME}``, ``${NAME:-default}``, ``${NAME:?error}`` and ``$$`` in all texts."""
+
+    def put(match: re.Match[str]) -> str:
+        dollar, name, how, word, plain = match.groups()
+        word = (word or "").replace("$$", "$")
+        if dollar:
+            return "$"
+        found = environ.get(name or plain, "")
+        if not found and how == ":?":
+            raise ValueError(f"required variable {name} is missing a value: {word}")
+        return found or word
+
+    if isinstance(value, dict):
+        return {key: interpolated(each, environ) for key, each in value.items()}
+    if isinstance(value, list):
+        return [interpolated(each, environ) for each in value]
+    return VARIABLE.sub(put, value) if isinstance(value, str) else value
+
+
+def read(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The file with variables put in; ``test_cluster_programs.py`` holds it against the specification."""
+    project: dict[str, Any] = interpolated(yaml.safe_load(TEXT), environ)
+    return project
 
 
 def test_variables() -> None:
-    with pytest.raises(ComposeError, match=r"RAY_AUTH_TOKEN is missing .*=\$\(openssl rand -hex 32\)"):
-        read(TEXT, {})
-    node = read(TEXT, TOKEN)["services"]["node0"]
+    with pytest.raises(ValueError, match=r"RAY_AUTH_TOKEN is missing .*=\$\(openssl rand -hex 32\)"):
+        read({})
+    node = read(TOKEN)["services"]["node0"]
     assert node["command"][-1].endswith(".py num_gpus_per_node=1") and node["build"]["args"] == {"DEVICE": "cpu"}
     assert node["environment"]["RAY_AUTH_TOKEN"] == TOKEN["RAY_AUTH_TOKEN"]
-    node = read(TEXT, {**TOKEN, "RECIPE": "max_steps=1", "DEVICE": "cuda"})["services"]["node0"]
+    node = read({**TOKEN, "RECIPE": "max_steps=1", "DEVICE": "cuda"})["services"]["node0"]
     assert node["command"][-1].endswith(".py max_steps=1") and node["build"]["args"] == {"DEVICE": "cuda"}
     assert all(each.partition(":")[2].startswith(WORKDIR + "/") for each in node["volumes"])
     assert f"WORKDIR {WORKDIR}\n" in (ROOT / "Dockerfile").read_text()
 
 
 def test_compose_starts_two_nodes_that_share_a_secret() -> None:
-    compose = read(TEXT, TOKEN)
+    compose = read(TOKEN)
     nodes = {name: each for name, each in compose["services"].items() if "RANK" in each["environment"]}
     assert [NodeEnvironment.from_environ(each["environment"]).rank for each in nodes.values()] == [0, 1]
     for each in nodes.values():

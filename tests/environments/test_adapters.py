@@ -18,7 +18,7 @@ import pytest
 from roll.environments.adapters import GymnasiumEnvironment
 from roll.environments.base import BrokenContract, read_reset, read_step, reset_arguments
 from roll.environments.registry import EnvironmentOptionError, make_environment
-from tests.environments.checking import check_environment
+from tests.support.environments import check_environment
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
@@ -121,23 +121,7 @@ SPACES: dict[str, tuple[Any, list[str], list[str]]] = {
     "discrete": (
         Discrete(2),
         ["1", " 0 ", "0x1"],
-        [
-            "1.0",
-            "2.9",
-            "1.",
-            "True",
-            "2",
-            "-1",
-            "1e400",
-            "10**2",
-            "9" * 40,
-            "9" * 5000,
-            "{[]: 1}",
-            "[1]",
-            "x",
-            "",
-            "None",
-        ],
+        [*"2x", "1.0", "2.9", "1.", "True", "-1", "1e400", "10**2", "9" * 40, "9" * 5000, "{[]: 1}", "[1]", "", "None"],
     ),
     "numbers": (Box(2), ["[0, 1]", "(0.25, 1.0)"], ["[0.5]", "[0.5, 2]", "[1e400, 0]", "['0.5', '1']", "[1j, 0]", "0"]),
     "number": (Box(), ["0.5", "1"], ["'0.5'", "nan", "1e400", "[0.5]"]),
@@ -215,7 +199,7 @@ def begun(environment: Any, seed: int, task: Any = None) -> Any:
 def test_gymnasium_by_id_and_by_class() -> None:
     for name in ("gymnasium:own:Corridor-v0", f"{__name__}.Corridor"):
         report = check_environment(name, {"length": 4}, episodes=4)
-        assert (report.faults, report.remarks) == ([], []), name
+        assert report.faults == [] and len(report.returns) == 4, name
         environment = make_environment(name, {"length": 4})
         (first,) = read_reset(name, begun(environment, 3)).observation
         assert first["content"] in [f"{{'at': {at}, 'others': ([1, 2], 0.5)}}" for at in range(4)]
@@ -301,8 +285,8 @@ def test_gem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.faults == [], "its draws depend on the seed alone"
     environment = make_environment("game:Draw-v0")
     assert begun(environment, 1)[0].endswith("\nGo") and environment.step("1")[0].endswith("!")  # type: ignore[index]
-    question = check_environment("rg:letters", {}, episodes=2)
-    assert question.faults == [] and "no sample_action(rng)" in question.remarks[0]
+    assert check_environment("rg:letters", {}, episodes=2).faults == []
+    assert getattr(make_environment("rg:letters"), "sample_action", None) is None
     with pytest.raises(EnvironmentOptionError, match="did you mean 'game:Draw-v0'"):
         make_environment("gem:game:Draw-v1")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,111 +10,101 @@ import pytest
 from roll.algorithms.advantages import resolve_norm_types
 from roll.algorithms.losses import actor_loss_options
 from roll.config.corrections import CORRECTION_PRESETS
-from roll.config.loader import LoadedConfig, load_config
+from roll.config.loader import LoadedConfig
 from roll.methods.policy_plan import actor_keys
+from tests.support.recipes import EXAMPLES, loaded
 
-FOLDER = Path(__file__).parents[2] / "examples/algorithms"
+FOLDER = EXAMPLES / "algorithms"
 BASES = ("base_config", "with_reference")
 RECIPES = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem not in BASES)
 
 GROUP, RAW = ("group", "group"), (None, None)
 MEAN, TOKEN, NORM = "seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"
 
-# Estimator, norm types, policy loss, aggregation, optimizer steps a batch; then options of the loss, then keys.
-EXPECTED: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
-    "ppo": (("gae", RAW, "ppo", MEAN, 2), {"clip_low": 0.2, "clip_high": 0.2}, {"value_clip": 0.5, "lambd": 0.95}),
-    "grpo": (("grpo", GROUP, "ppo", MEAN, 2), {}, {"use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_type": "k3"}),
-    "dr_grpo": (("grpo", ("group", None), "ppo", NORM, 2), {}, {}),
+# Estimator, norm types, policy loss, aggregation, optimizer steps a batch; then options of the loss, or keys.
+EXPECTED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "ppo": (("gae", RAW, "ppo", MEAN, 2), {"clip_low": 0.2, "clip_high": 0.2, "value_clip": 0.5, "lambd": 0.95}),
+    "grpo": (("grpo", GROUP, "ppo", MEAN, 2), {"use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_type": "k3"}),
+    "dr_grpo": (("grpo", ("group", None), "ppo", NORM, 2), {}),
     "dapo": (
         ("grpo", GROUP, "ppo", TOKEN, 2),
-        {"clip_low": 0.2, "clip_high": 0.28},
-        {"overlong_buffer_length": 7, "overlong_penalty_factor": 1.0},
+        {"clip_low": 0.2, "clip_high": 0.28, "overlong_buffer_length": 7, "overlong_penalty_factor": 1.0},
     ),
-    "gspo": (("grpo", GROUP, "gspo", MEAN, 2), {"clip_low": 3e-4, "clip_high": 4e-4}, {}),
-    "gspo_token": (("grpo", GROUP, "gspo_token", MEAN, 2), {"clip_low": 3e-4, "clip_high": 4e-4}, {}),
-    "cispo": (("grpo", GROUP, "cispo", TOKEN, 2), {"cispo_epsilon_low": 1.0, "cispo_epsilon_high": 2.0}, {}),
-    "m2po": (("grpo", GROUP, "m2po", TOKEN, 2), {"m2po_threshold": 0.04, "m2po_all_tokens": False}, {}),
+    "gspo": (("grpo", GROUP, "gspo", MEAN, 2), {"clip_low": 3e-4, "clip_high": 4e-4}),
+    "gspo_token": (("grpo", GROUP, "gspo_token", MEAN, 2), {"clip_low": 3e-4, "clip_high": 4e-4}),
+    "cispo": (("grpo", GROUP, "cispo", TOKEN, 2), {"cispo_epsilon_low": 1.0, "cispo_epsilon_high": 2.0}),
+    "m2po": (("grpo", GROUP, "m2po", TOKEN, 2), {"m2po_threshold": 0.04, "m2po_all_tokens": False}),
     "vespo": (
         ("grpo", GROUP, "vespo", TOKEN, 2),
         {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
-        {},
     ),
-    "maxrl": (("maxrl", RAW, "ppo", TOKEN, 2), {}, {"num_return_sequences_in_group": 8}),
-    "luspo": (("grpo", GROUP, "gspo", "seq-mean-token-sum", 2), {"clip_low": 3e-4, "clip_high": 4e-4}, {}),
-    "sapo": (("grpo", GROUP, "sapo", MEAN, 2), {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05}, {}),
-    "gmpo": (("grpo", GROUP, "gmpo", MEAN, 2), {"gmpo_clip_low": 0.4, "gmpo_clip_high": 0.4}, {}),
+    "maxrl": (("maxrl", RAW, "ppo", TOKEN, 2), {"num_return_sequences_in_group": 8}),
+    "luspo": (("grpo", GROUP, "gspo", "seq-mean-token-sum", 2), {"clip_low": 3e-4, "clip_high": 4e-4}),
+    "sapo": (("grpo", GROUP, "sapo", MEAN, 2), {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05}),
+    "gmpo": (("grpo", GROUP, "gmpo", MEAN, 2), {"gmpo_clip_low": 0.4, "gmpo_clip_high": 0.4}),
     "topr": (
         ("reinforce", ("group", None), "topr", NORM, 2),
         {"topr_lower_bound": 0.0, "topr_upper_bound": 1.0, "topr_positive_weight": 1.0, "topr_negative_weight": 1.0},
-        {},
     ),
-    "raft_pp": (("reinforce", RAW, "raft++", MEAN, 2), {"clip_high": 0.2}, {}),
+    "raft_pp": (("reinforce", RAW, "raft++", MEAN, 2), {"clip_high": 0.2}),
     "reinforce_pp": (
         ("reinforce++", RAW, "ppo", MEAN, 2),
-        {},
         {"add_token_level_kl": True, "init_kl_coef": 0.001, "kl_penalty": "k1", "num_return_sequences_in_group": 1},
     ),
     "reinforce_pp_baseline": (
         ("reinforce++_baseline", ("group", None), "ppo", MEAN, 2),
-        {},
         {"use_kl_loss": True, "kl_loss_type": "k2"},
     ),
-    "rloo": (("rloo", RAW, "vanilla", NORM, 1), {}, {}),
-    "remax": (("remax", RAW, "vanilla", NORM, 1), {}, {"num_return_sequences_in_group": 1}),
-    "opo": (("opo", RAW, "vanilla", TOKEN, 1), {}, {}),
-    "optimal_token_baseline": (("optimal_token_baseline", RAW, "ppo", TOKEN, 2), {}, {}),
-    "gpg": (("gpg", RAW, "vanilla", TOKEN, 1), {}, {}),
-    "lite_ppo": (("reinforce", ("group", "batch"), "ppo", TOKEN, 2), {}, {}),
-    "kimi15": (("grpo", ("group", None), "kimi15", NORM, 2), {"kimi15_tau": 0.1}, {}),
-    "tis": (("grpo", GROUP, "tis", MEAN, 2), {"tis_lower_bound": 0.0, "tis_upper_bound": 1.0}, {}),
-    "dro": (("grpo", ("group", None), "dro", NORM, 2), {"dro_tau": 0.1}, {"enable_reference": True}),
-    "dppo": (("grpo", ("group", None), "dppo", NORM, 2), {"dppo_divergence": "tv", "dppo_threshold": 0.15}, {}),
+    "rloo": (("rloo", RAW, "vanilla", NORM, 1), {}),
+    "remax": (("remax", RAW, "vanilla", NORM, 1), {"num_return_sequences_in_group": 1}),
+    "opo": (("opo", RAW, "vanilla", TOKEN, 1), {}),
+    "optimal_token_baseline": (("optimal_token_baseline", RAW, "ppo", TOKEN, 2), {}),
+    "gpg": (("gpg", RAW, "vanilla", TOKEN, 1), {}),
+    "lite_ppo": (("reinforce", ("group", "batch"), "ppo", TOKEN, 2), {}),
+    "kimi15": (("grpo", ("group", None), "kimi15", NORM, 2), {"kimi15_tau": 0.1}),
+    "tis": (("grpo", GROUP, "tis", MEAN, 2), {"tis_lower_bound": 0.0, "tis_upper_bound": 1.0}),
+    "dro": (("grpo", ("group", None), "dro", NORM, 2), {"dro_tau": 0.1, "enable_reference": True}),
+    "dppo": (("grpo", ("group", None), "dppo", NORM, 2), {"dppo_divergence": "tv", "dppo_threshold": 0.15}),
     "clip_cov": (
         ("grpo", GROUP, "clip_cov", TOKEN, 2),
         {"clip_cov_ratio": 2e-4, "clip_cov_low": 1.0, "clip_cov_high": 5.0},
-        {},
     ),
-    "kl_cov": (("grpo", GROUP, "kl_cov", TOKEN, 2), {"kl_cov_ratio": 2e-3, "kl_cov_coef": 1.0}, {}),
-    "pass_at_k": (("pass@k", RAW, "ppo", TOKEN, 2), {}, {"pass_k": 4, "num_return_sequences_in_group": 8}),
-    "gdpo": (("gdpo", RAW, "ppo", MEAN, 2), {}, {"reward_weights": {"correct": 1.0, "answered": 0.5}}),
-    "decoupled_ppo": (("grpo", GROUP, "ppo", MEAN, 2), {}, {"train_infer_correction": "decoupled"}),
-    "high_entropy_tokens": (("grpo", GROUP, "ppo", TOKEN, 2), {"clip_high": 0.28}, {"top_entropy_quantile": 0.2}),
+    "kl_cov": (("grpo", GROUP, "kl_cov", TOKEN, 2), {"kl_cov_ratio": 2e-3, "kl_cov_coef": 1.0}),
+    "pass_at_k": (("pass@k", RAW, "ppo", TOKEN, 2), {"pass_k": 4, "num_return_sequences_in_group": 8}),
+    "gdpo": (("gdpo", RAW, "ppo", MEAN, 2), {"reward_weights": {"correct": 1.0, "answered": 0.5}}),
+    "decoupled_ppo": (("grpo", GROUP, "ppo", MEAN, 2), {"train_infer_correction": "decoupled"}),
+    "high_entropy_tokens": (("grpo", GROUP, "ppo", TOKEN, 2), {"clip_high": 0.28, "top_entropy_quantile": 0.2}),
 }
 
 
-@cache
 def recipe(name: str) -> LoadedConfig[Any]:
-    return load_config(None, FOLDER / f"{name}.yaml", check_files=False)
+    return loaded(FOLDER / f"{name}.yaml")
 
 
-def test_every_recipe_is_described_here() -> None:
-    assert sorted(EXPECTED) == RECIPES
-
-
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", sorted({*RECIPES, *EXPECTED}))
 def test_effective_options(name: str) -> None:
-    choice, loss, keys = EXPECTED[name]
+    choice, values = EXPECTED[name]
     config, plan = recipe(name).config, recipe(name).plan
     options = actor_loss_options(actor_keys(config))
     norm_types = resolve_norm_types(config.adv_estimator, *plan.norm_types)
     steps = plan.training["actor_train"].optimizer_steps_per_step
     assert (config.adv_estimator, norm_types, options.pg_variant, options.loss_agg_mode, steps) == choice
-    assert {key: getattr(options.pg, key) for key in loss} == loss
-    assert {key: getattr(config, key) for key in keys} == keys
+    found = {key: getattr(options.pg if hasattr(options.pg, key) else config, key) for key in values}
+    assert found == values
     assert plan.needs_reference == (options.needs_reference or config.add_token_level_kl or config.enable_reference)
     assert plan.needs_critic == (name == "ppo")
     assert plan.needs_greedy_baseline == (name == "remax")
     assert plan.samples_per_step == 256
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_short_names_its_source_and_says_nothing_in_vain(name: str) -> None:
-    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
-    header = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
-    assert re.search(r"arXiv \d{4}\.\d{5}", header), "the header names the paper"
-    assert len(text.splitlines()) <= 40
-    assert recipe(name).config.exp_name == name
-    assert [str(warning) for warning in recipe(name).warnings] == []
+def test_recipes_are_short_name_their_source_and_say_nothing_in_vain() -> None:
+    for name in RECIPES:
+        text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+        header = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+        assert re.search(r"arXiv \d{4}\.\d{5}", header), f"the header of {name} names the paper"
+        assert len(text.splitlines()) <= 40, name
+        assert recipe(name).config.exp_name == name
+        assert [str(warning) for warning in recipe(name).warnings] == [], name
 
 
 def test_dapo_replaces_groups_without_a_contrast() -> None:

@@ -1,4 +1,4 @@
-"""examples/cluster: scripts run with stand-ins for the schedulers' commands, manifests against the published fields."""
+"""examples/cluster: scripts run with stand-ins for schedulers' commands, and manifests agree with this repository."""
 
 from __future__ import annotations
 
@@ -242,112 +242,10 @@ def test_skypilot(stand_ins: dict[str, str], tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", "-c", task["setup"]], check=True)
 
 
-CONTAINER = {
-    "type": "object",
-    "required": ["name", "image", "resources"],
-    "additionalProperties": False,
-    "properties": {
-        "name": {"type": "string"},
-        "image": {"type": "string", "pattern": r"^[\w./-]+:[\w.-]+$"},
-        "resources": {"type": "object", "required": ["requests", "limits"]},
-        "volumeMounts": {"type": "array", "items": {"required": ["name", "mountPath"]}},
-    },
-}
-POD = {
-    "type": "object",
-    "required": ["spec"],
-    "additionalProperties": False,
-    "properties": {
-        "spec": {
-            "type": "object",
-            "required": ["containers"],
-            "additionalProperties": False,
-            "properties": {
-                "securityContext": {"type": "object", "required": ["runAsNonRoot"]},
-                "containers": {"type": "array", "minItems": 1, "items": CONTAINER},
-                "volumes": {"type": "array"},
-            },
-        }
-    },
-}
-GROUP = {"rayStartParams": {"type": "object", "additionalProperties": {"type": "string"}}, "template": POD}
-RAY_JOB = {
-    "type": "object",
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "additionalProperties": False,
-    "properties": {
-        "apiVersion": {"const": "ray.io/v1"},
-        "kind": {"const": "RayJob"},
-        "metadata": {"type": "object", "required": ["name"]},
-        "spec": {
-            "type": "object",
-            "required": ["entrypoint", "rayClusterSpec"],
-            "additionalProperties": False,
-            "properties": {
-                "entrypoint": {"type": "string"},
-                "shutdownAfterJobFinishes": {"type": "boolean"},
-                "backoffLimit": {"type": "integer"},
-                "rayClusterSpec": {
-                    "type": "object",
-                    "required": ["headGroupSpec"],
-                    "additionalProperties": False,
-                    "properties": {
-                        "rayVersion": {"type": "string"},
-                        "authOptions": {"type": "object", "properties": {"mode": {"enum": ["disabled", "token"]}}},
-                        "headGroupSpec": {
-                            "type": "object",
-                            "required": ["rayStartParams", "template"],
-                            "additionalProperties": False,
-                            "properties": GROUP,
-                        },
-                        "workerGroupSpecs": {
-                            "type": "array",
-                            "items": {
-                                "type": "object",
-                                "required": ["groupName", "replicas", "rayStartParams", "template"],
-                                "additionalProperties": False,
-                                "properties": {
-                                    **GROUP,
-                                    "groupName": {"type": "string"},
-                                    "replicas": {"type": "integer"},
-                                    "minReplicas": {"type": "integer"},
-                                    "maxReplicas": {"type": "integer"},
-                                },
-                            },
-                        },
-                    },
-                },
-            },
-        },
-    },
-}
-"""The fields that the manifest uses, as KubeRay's reference of ``ray.io/v1`` lists them; others are misspelt."""
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("shutdownAfterJobFinishes", "shutdownAfterJobFinished", "'shutdownAfterJobFinished' was unexpected"),
-        ("mode: token", "mode: tokens", "'tokens' is not one of"),
-        ('num-gpus: "0"', "num-gpus: 0", "0 is not of type 'string'"),
-        ("minReplicas: 2", "minReplica: 2", "'minReplica' was unexpected"),
-        ("replicas: 2", 'replicas: "2"', "'2' is not of type 'integer'"),
-        ("image: roll-cuda:0.1.0", "image: roll-cuda", "does not match"),
-        ("ray.io/v1", "ray.io/v1alpha1", "'ray.io/v1' was expected"),
-    ],
-)
-def test_fields_that_kuberay_does_not_have_are_refused(old: str, new: str, said: str) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    text = (FOLDER / "kuberay.yaml").read_text()
-    assert old in text
-    with pytest.raises(jsonschema.ValidationError, match=re.escape(said)):
-        jsonschema.validate(yaml.safe_load(text.replace(old, new)), RAY_JOB)
-
-
 def test_kuberay() -> None:
-    jsonschema = pytest.importorskip("jsonschema")
+    """``test_cluster_programs.py`` holds its pods against Kubernetes's schema."""
     manifest = yaml.safe_load((FOLDER / "kuberay.yaml").read_text())
-    jsonschema.validate(manifest, RAY_JOB)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
     cluster = manifest["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
     assert f"ray[default]>={cluster['rayVersion'].rpartition('.')[0]}" in (ROOT / "setup.py").read_text()

@@ -30,18 +30,7 @@ def pods(text: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("", ""),
-        ("runAsNonRoot:", "runAsNoRoot:"),
-        ("mountPath: /runs", "mountpath: /runs"),
-        ("persistentVolumeClaim: {claimName", "persistentVolumeClaim: {name"),
-        ("emptyDir: {medium: Memory, sizeLimit", "emptyDir: {medium: Memory, size"),
-        ("runAsUser: 10001", "runAsUser: roll"),
-        ("requests:", "request:"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new"), [("", ""), ("runAsNonRoot:", "runAsNoRoot:")])
 def test_pods_are_what_kubernetes_knows(old: str, new: str) -> None:
     kubernetes = pytest.importorskip("kubernetes_validate", reason=WHY)
     text = (FOLDER / "kuberay.yaml").read_text()
@@ -56,17 +45,7 @@ def test_pods_are_what_kubernetes_knows(old: str, new: str) -> None:
             kubernetes.validate(pod, KUBERNETES, strict=True)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("", ""),
-        ("num_nodes: 2", "num_node: 2"),
-        ("accelerators: H100:8", "accelerator: H100:8"),
-        ("mode: MOUNT", "mode: MOUNTED"),
-        ("disk_size: 1024", "disk_size: much"),
-        ("envs:\n", "environment:\n"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new"), [("", ""), ("num_nodes: 2", "num_node: 2")])
 def test_skypilot_reads_its_task(old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # where it keeps logs and a data base
     sky = pytest.importorskip("sky", reason=WHY)
@@ -84,16 +63,7 @@ def test_skypilot_reads_its_task(old: str, new: str, tmp_path: Path, monkeypatch
     assert task.storage_mounts.keys() == {"/runs"}
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("", "", ""),
-        ("shm_size: 1gb", "shm_sizes: 1gb", "shm_sizes"),
-        ("service_completed_successfully", "done", "unknown variant `done`"),
-        ("nofile: 65536", "nofile: many", "ulimits.nofile"),
-        ("internal: true", "internal: sometimes", "expected a boolean"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "said"), [("", "", ""), ("shm_size: 1gb", "shm_sizes: 1gb", "shm_sizes")])
 def test_compose_reads_its_file(old: str, new: str, said: str) -> None:
     compose_spec = pytest.importorskip("compose_spec", reason=WHY)
     text = (ROOT / "compose.yaml").read_text()

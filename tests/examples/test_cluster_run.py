@@ -1,11 +1,10 @@
-"""examples/cluster/slurm.sh and compose.yaml run as written, over hosts that are network namespaces: stand-ins for
-Slurm's two commands start its tasks there, an interpreter of the compose specification starts the services."""
+"""examples/cluster/slurm.sh runs as written, over hosts that are network namespaces: stand-ins for Slurm's two commands
+start its tasks there."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +15,9 @@ from typing import Any
 
 import pytest
 
-from roll.tracking import read_metrics
 from tests.datasets.conftest import tiny  # noqa: F401  the modules of examples/tiny, as a fixture
-from tests.distributed.hosts import ROOT, TOKEN, Host, clean_environment, hosts, missing
-from tests.docker.compose import Project, read
-from tests.pipelines.tiny_runs import (
+from tests.distributed.hosts import ROOT, Host, clean_environment, hosts, missing
+from tests.support.tiny_runs import (
     HERE,
     FinishedRun,
     TinyWorld,
@@ -145,21 +142,3 @@ def test_a_slurm_job_is_preempted_and_goes_on(two_hosts: list[Host], world: Tiny
     assert again.returncode == 0, text
     assert run.values("system/global_step") == list(range(last + 1)), "no step is missing or stands there twice"
     assert f"node 1 ({two_hosts[1].name}" in text or "node 1 serves the run" in text, text
-
-
-def test_compose_services_run_as_written(tmp_path: Path) -> None:
-    """The model that ``warm-start`` leaves in a volume is what the nodes train; they find each other by their names."""
-    environ = {"RAY_AUTH_TOKEN": TOKEN, "RECIPE": "num_gpus_per_node=1 max_steps=2 eval_steps=0 save_steps=0"}
-    project = Project(read((ROOT / "compose.yaml").read_text(), environ), tmp_path)
-    made = project.volume("artifacts")
-    command = [sys.executable, ROOT / "examples/tiny/prepare.py", "--output", made, "--seeds", "0"]
-    subprocess.run(command, check=True, capture_output=True)
-    shutil.copytree(made / "seed0/init", made / "seed0/warm_start/model")  # as if trained, which takes minutes
-    with project.up(seconds=180) as services:
-        status, text = services["node0"].wait(300)
-        assert status == 0, text
-        assert services["node1"].wait(60)[0] == 0, "the further node leaves in good order"
-    rows = read_metrics(project.volume("output") / "tiny_grpo/seed0/logs/metrics.jsonl")
-    assert [row["system/global_step"] for row in rows if "system/global_step" in row] == [0, 1]
-    log = (project.volume("output") / "tiny_grpo/seed0/logs/workers/actor_train-1.log").read_text()
-    assert "process group of 2 ranks on gloo" in log

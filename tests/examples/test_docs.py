@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from roll import cli
-from roll.config.loader import load_config
+from roll.config.loader import find_file, load_config
 from roll.config.reading.compose import parse_launcher_args
 from tests.examples.metric_names import documented_patterns, undocumented
 from tests.examples.pages import FENCE, ROOT, name_of, named_files
+from tests.support.recipes import loaded
 
 PAGES = sorted(
     page
@@ -70,10 +71,9 @@ MADE_BY_RUNS = ("examples/tiny/artifacts",)
 NAMED_FUNCTION = re.compile(r"`(\w+)`")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_of_the_repository_that_a_page_names_exist(page: Path) -> None:
-    named = set(NAMED_PATH.findall(page.read_text(encoding="utf-8")))
-    assert [path for path in sorted(named) if not (ROOT / path).exists() and path not in MADE_BY_RUNS] == []
+def test_files_of_the_repository_that_a_page_names_exist() -> None:
+    named = {(name_of(page), path) for page in PAGES for path in NAMED_PATH.findall(page.read_text(encoding="utf-8"))}
+    assert [(page, path) for page, path in named if not (ROOT / path).exists() and path not in MADE_BY_RUNS] == []
 
 
 def test_functions_on_the_walks_are_in_their_files() -> None:
@@ -100,10 +100,6 @@ def test_every_page_is_on_the_map_and_in_the_navigation() -> None:
 
 
 CONFIGS = [(page, file) for page in PAGES for file in named_files(page) if file.endswith(".yaml")]
-
-
-def test_configurations_are_found() -> None:
-    assert {file for _, file in CONFIGS} >= {"sums.yaml", "my_recipe.yaml", "sft_config.yaml"}
 
 
 @pytest.mark.parametrize(("page", "file"), CONFIGS, ids=lambda value: value if isinstance(value, str) else value.stem)
@@ -163,21 +159,18 @@ COMMANDS = sorted((page, *words) for words, page in {tuple(words): page for page
 """Each once, with a page that has it."""
 
 
-def test_commands_are_found() -> None:
-    known = [words for _, *words in COMMANDS if recipe_and_overrides(words) is not None]
-    assert len(known) > 10
-
-
 def test_commands_name_recipes_and_keys_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    known = [(page, words, recipe_and_overrides(words)) for page, *words in COMMANDS]
+    known = [(page, words, found) for page, words, found in known if found is not None and found[1] != SHOWN_MISTAKE]
+    assert len(known) > 10
     refused = []
-    for page, *words in COMMANDS:
-        found = recipe_and_overrides(words)
-        if found is None or found[1] == SHOWN_MISTAKE:
-            continue
-        recipe, overrides = found
+    for page, words, (recipe, overrides) in known:
         try:
-            load_config(None, *recipe, overrides=overrides, check_files=False)
+            if overrides:
+                load_config(None, *recipe, overrides=overrides, check_files=False)
+            else:
+                loaded(find_file(Path(recipe[0]), next(iter(recipe[1:]), None)).resolve())
         except (OSError, ValueError) as error:
             refused.append(f"{page}: {' '.join(words)}: {error}")
     assert refused == []

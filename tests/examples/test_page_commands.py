@@ -37,29 +37,6 @@ def test_every_block_says_whether_it_is_run() -> None:
     assert [block.place for block in BLOCKS if block.runs is None] == [], f"reasons: {', '.join(REASONS)}"
 
 
-def test_marks(tmp_path: Path) -> None:
-    """The meaning of marks, and that others are seen."""
-    page = ROOT / "docs/made_up.md"
-    marks = {
-        "<!-- run -->": (True, (), (0,)),
-        "<!-- run: shortened max_steps=1 +a.b=[1,2] -->": (True, ("max_steps=1", "+a.b=[1,2]"), (0,)),
-        "<!-- run: shortened eval_steps=0, exit status 2 -->": (True, ("eval_steps=0",), (2,)),
-        "<!-- run: exit status 0 or 1 -->": (True, (), (0, 1)),
-        "<!-- not run: a GPU -->": (False, (), (0,)),
-        "<!-- not run: tests/examples/test_docs.py -->": (False, (), (0,)),
-        "<!-- not run: tests/examples/test_nothing.py -->": (None, (), (0,)),
-        "<!-- not run: too much work -->": (None, (), (0,)),
-        "<!-- run: slowly -->": (None, (), (0,)),
-        "text": (None, (), (0,)),
-    }
-    text = "\n".join(f"{mark}\n```bash\nroll check {n}\n```\n" for n, mark in enumerate(marks))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "read_text", lambda self, **kwargs: text)
-        found = command_blocks(page)
-    assert [(block.runs, block.overrides, block.statuses) for block in found] == list(marks.values())
-    assert found[1].text == "roll check 1" and found[1].place == "docs/made_up.md:8"
-
-
 def test_flags_of_commands_exist() -> None:
     """Of every line that begins with ``roll``, run or not: ``docs/commands.md`` is written from the parsers."""
     help_of = {}
@@ -96,7 +73,7 @@ class Clone:
 def ray_in(folder: Path, address: Path) -> Iterator[str]:
     """The address of a Ray that all runs join; its workers begin in ``folder``, as those of a run's own Ray would."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.pipelines.serve_ray", str(address)]
+    command = [sys.executable, "-m", "tests.support.serve_ray", str(address)]
     with subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.PIPE) as server:
         while not address.exists():
             assert server.poll() is None, "Ray did not start"

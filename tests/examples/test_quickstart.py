@@ -39,9 +39,10 @@ def start(*overrides: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def test_own_data_and_reward(reader: Path, tiny_model: Path) -> None:
+def test_own_data_and_reward(reader: Path, tiny_model: Path, shared_ray: str) -> None:
     """The untrained model scores ``wrong_score`` everywhere: that number comes from the reader's reward."""
-    process = start(f"pretrain={tiny_model}", "max_steps=1", "+rewards.sums.reward_kwargs.wrong_score=0.25")
+    words = (f"pretrain={tiny_model}", "max_steps=1", "+rewards.sums.reward_kwargs.wrong_score=0.25")
+    process = start(*words, RAY_ADDRESS=shared_ray)
     output, _ = process.communicate()
     assert process.returncode == 0, output[-3000:]
     rows = read_metrics(reader / "output/logs/sums/metrics.jsonl")

@@ -5,38 +5,36 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from functools import cache, reduce
+from functools import reduce
+from io import StringIO
 from operator import getitem
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from jsonschema import Draft202012Validator
+from rich.console import Console
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import recipe_costs
 from roll import cli
-from roll.config.loader import LoadedConfig, load_config
+from roll.config.loader import load_config
 from roll.config.pipelines import NAMES, definition_of
+from roll.config.plan.render import render_plan
 from roll.config.reference import json_schema
+from roll.preflight import check_parts
+from tests.support.recipes import EXAMPLES, ROOT, loaded
 
-ROOT = Path(__file__).parents[2]
 RECIPES = sorted(
-    file.relative_to(ROOT)
-    for file in (ROOT / "examples").rglob("*.yaml")
+    file
+    for file in EXAMPLES.rglob("*.yaml")
     # Made by runs; manifests of schedulers.
     if not {"artifacts", "cluster"} & set(file.parts)
 )
+COPIED = ("tiny", "tiny_agentic", "gsm8k")
+"""Folders of recipes that are copied: what stands in them should do something."""
 PRESETS = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
-SCRIPTS = sorted(file.relative_to(ROOT) for file in (ROOT / "examples").rglob("*.sh"))
-
-
-@cache
-def loaded(recipe: Path) -> LoadedConfig[Any]:
-    """Loaded once for all tests that only look at it."""
-    return load_config(None, recipe, check_files=False)
 
 
 @pytest.fixture(autouse=True)
@@ -44,46 +42,34 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def test_the_recipes_are_found() -> None:
-    names = [str(recipe) for recipe in RECIPES]
-    assert "examples/tiny/rlvr_config.yaml" in names
-    assert "examples/gsm8k/rlvr_config.yaml" in names
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_recipe_loads_and_plans(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", str(recipe), "--skip-files"]) == 0
-    plan = capsys.readouterr().out
-    assert "batch" in plan or not loaded(recipe).plan.training
-    assert str(recipe) in plan
-
-
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.parent.name in ("tiny", "tiny_agentic", "gsm8k")], ids=str)
-def test_recipe_sets_nothing_that_has_no_effect(recipe: Path) -> None:
-    """These are the ones that are copied: what stands in them should do something."""
-    assert [str(warning) for warning in loaded(recipe).warnings] == []
-
-
-def test_recipes_that_resume_share_no_folder() -> None:
+def test_every_recipe_loads_and_plans_into_a_folder_of_its_own() -> None:
     """A checkpoint is for the backend that wrote it, and for one task."""
-    folders: dict[Path, Path] = {}
+    assert {EXAMPLES / "tiny/rlvr_config.yaml", EXAMPLES / "gsm8k/rlvr_config.yaml"} <= set(RECIPES)
+    mistakes, folders = [], dict[Path, Path]()
     for recipe in RECIPES:
-        folder = loaded(recipe).plan.checkpoint_dir
-        other = folders.setdefault(folder, recipe)
-        assert other == recipe, f"{recipe} and {other} both write to {folder}"
+        found = loaded(recipe)
+        check_parts(found)
+        out = StringIO()
+        render_plan(found, Console(file=out, width=200, emoji=False))
+        if str(recipe) not in out.getvalue() or (found.plan.training and "batch" not in out.getvalue()):
+            mistakes.append(f"{recipe}: {out.getvalue()}")
+        if recipe.parent.name in COPIED:
+            mistakes += [f"{recipe}: {warning}" for warning in found.warnings]
+        if (other := folders.setdefault(found.plan.checkpoint_dir, recipe)) != recipe:
+            mistakes.append(f"{recipe} and {other} both write to {found.plan.checkpoint_dir}")
+    assert mistakes == []
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_recipe_is_valid_under_the_schema(name: str) -> None:
-    schema = json_schema(definition_of(name).config_class, name)
-    Draft202012Validator.check_schema(schema)
-    validator = Draft202012Validator(schema)
+def test_every_recipe_is_valid_under_the_schema() -> None:
     mistakes = []
-    for recipe in RECIPES:
-        if loaded(recipe).plan.pipeline == name:
-            data = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-            found = validator.iter_errors(data)
-            mistakes += [f"{recipe.name}: {error.json_path}: {error.message[:200]}" for error in found]
+    for name in NAMES:
+        schema = json_schema(definition_of(name).config_class, name)
+        Draft202012Validator.check_schema(schema)
+        validator = Draft202012Validator(schema)
+        for recipe in RECIPES:
+            if loaded(recipe).plan.pipeline == name:
+                found = validator.iter_errors(yaml.safe_load(recipe.read_text(encoding="utf-8")))
+                mistakes += [f"{recipe.name}: {error.json_path}: {error.message[:200]}" for error in found]
     assert mistakes == []
 
 
@@ -95,24 +81,22 @@ def test_preset_loads_into_a_recipe_as_its_comment_says(preset: str, tmp_path: P
     recipe = tmp_path / "examples/mine/rlvr_config.yaml"
     recipe.parent.mkdir(parents=True)
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    recipe.write_text(f"{defaults}\n" + (ROOT / "examples/tiny/rlvr_config.yaml").read_text(encoding="utf-8"))
-    loaded = load_config(None, recipe, overrides=[f"{section}.{key}=${{{preset}}}"], check_files=False)
+    recipe.write_text(f"{defaults}\n" + (EXAMPLES / "tiny/rlvr_config.yaml").read_text(encoding="utf-8"))
+    found = load_config(None, recipe, overrides=[f"{section}.{key}=${{{preset}}}"], check_files=False)
     role, *rest = f"{section}.{key}".split(".")
-    used = reduce(getitem, rest, loaded.resolved[role])
-    assert used == loaded.resolved[preset]
+    assert reduce(getitem, rest, found.resolved[role]) == found.resolved[preset]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=str)
-def test_script_is_sound(script: Path) -> None:
-    subprocess.run(["bash", "-n", script], check=True)
-    assert script.stat().st_mode & 0o111, f"{script} is not executable"
+def test_scripts_are_sound() -> None:
+    for script in EXAMPLES.rglob("*.sh"):
+        subprocess.run(["bash", "-n", script], check=True)
+        assert script.stat().st_mode & 0o111, f"{script} is not executable"
 
 
 def test_gsm8k_on_fewer_gpus_is_the_same_training(capsys: pytest.CaptureFixture[str]) -> None:
     """The header of the recipe promises it."""
-    file = "examples/gsm8k/rlvr_config.yaml"
     fewer = ["num_gpus_per_node=4", "actor_train.training_args.gradient_accumulation_steps=16"]
-    assert cli.main(["check", file, "--skip-files", *fewer]) == 0
+    assert cli.main(["check", "examples/gsm8k/rlvr_config.yaml", "--skip-files", *fewer]) == 0
     assert "2 optimizer steps of 512; 4 ranks x 16 micro-batches of 8" in capsys.readouterr().out
 
 
@@ -156,7 +140,7 @@ def test_the_shapes_behind_the_costs_have_as_many_parameters_as_the_models(model
 def test_the_costs_of_a_trainer_by_hand() -> None:
     """7.6 billion parameters on eight devices: 16 bytes each under FSDP2; 2 x 2 parts, twice, under Megatron."""
     fsdp2, zero2, megatron = (
-        recipe_costs.costs(load_config(None, ROOT / f"examples/qwen2.5-7B-rlvr_{name}.yaml", check_files=False))
+        recipe_costs.costs(loaded(EXAMPLES / f"qwen2.5-7B-rlvr_{name}.yaml"))
         for name in ("fsdp2/rlvr_config", "deepspeed/rlvr_config_2nodes", "megatron/rlvr_config")
     )
     size = 7_615_616_512

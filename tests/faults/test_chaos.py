@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.chaos import BEGIN, END, Chain, table, tiny_world, write_table
+from benchmarks.chaos import BEGIN, END, Chain, table, tiny_world, write_table
 from tests.faults.conftest import only_test_faults
-from tests.pipelines.tiny_runs import FinishedRun
+from tests.support.tiny_runs import FinishedRun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

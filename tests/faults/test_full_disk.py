@@ -13,7 +13,7 @@ from roll.report.command import main
 from roll.tracking import METRICS_NAME, read_metrics
 from roll.tracking.records import CompositeTracker, JsonlTracker
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import training_args
+from tests.support.tiny_runs import training_args
 
 
 def test_a_line_without_room_is_lost_and_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

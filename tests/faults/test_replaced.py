@@ -12,7 +12,7 @@ import pytest
 from roll.rollout.rewarding import QUARANTINE_FILE
 from tests.faults.dying_workers import DEATHS_ENV, KILLERS_ENV
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, role, untimed
+from tests.support.tiny_runs import FinishedRun, TinyWorld, role, untimed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

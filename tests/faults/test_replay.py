@@ -16,7 +16,7 @@ from roll.strategies.base import target_columns
 from tests.faults.conftest import only_test_faults
 from tests.faults.dying_workers import DEATHS_ENV
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, role, training_args
+from tests.support.tiny_runs import FinishedRun, TinyWorld, role, training_args
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

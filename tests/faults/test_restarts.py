@@ -16,8 +16,8 @@ from roll.pipelines.evaluate.samples import SAMPLES
 from tests.faults.conftest import only_test_faults
 from tests.faults.dying_workers import DEATHS_ENV
 from tests.pipelines.conftest import Run
-from tests.pipelines.subprocess_runs import Start
-from tests.pipelines.tiny_runs import (
+from tests.support.subprocess_runs import Start
+from tests.support.tiny_runs import (
     GENERATING,
     NUM_VALIDATION,
     FinishedRun,

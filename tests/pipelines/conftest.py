@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.datasets.conftest import tiny  # noqa: F401  the modules of examples/tiny, as a fixture
-from tests.pipelines.subprocess_runs import Start, starter
-from tests.pipelines.tiny_runs import (
+from tests.support.subprocess_runs import Start, starter
+from tests.support.tiny_runs import (
     FinishedRun,
     TinyWorld,
     agentic_settings,

@@ -43,10 +43,6 @@ def by_question(ground_truth: str, response: str) -> float:
     return float(int(ground_truth) % 3) if int(ground_truth) % 3 else digit_share(response)
 
 
-def always_one(response: str) -> float:
-    return 1.0
-
-
 def digits_in_parts(response: str) -> dict[str, float]:
     """As ``digit_share``, but right (1) for about a quarter of the responses; with two further numbers to be weighed
     against each other."""

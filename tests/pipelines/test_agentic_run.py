@@ -12,8 +12,8 @@ import pytest
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
 from tests.pipelines.judging import TEMPLATE, chance_of_yes
-from tests.pipelines.subprocess_runs import Start
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, agentic_settings, load_changed, role, training_args
+from tests.support.subprocess_runs import Start
+from tests.support.tiny_runs import FinishedRun, TinyWorld, agentic_settings, load_changed, role, training_args
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

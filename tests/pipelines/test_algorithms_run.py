@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import role, training_args
+from tests.support.tiny_runs import role, training_args
 
 pytestmark = pytest.mark.e2e
 
@@ -41,7 +41,7 @@ def test_ppo_learns_values_and_keeps_near_the_reference(run: Run) -> None:
     "changes",
     [
         {"adv_estimator": "reinforce++", "whiten_advantages": True},
-        {"adv_estimator": "rloo"},
+        pytest.param({"adv_estimator": "rloo"}, marks=pytest.mark.long),
         {"adv_estimator": "reinforce", "norm_mean_type": "batch"},
     ],
     ids=["reinforce++", "rloo", "reinforce"],
@@ -71,15 +71,6 @@ def test_several_epochs_of_several_mini_batches_are_clipped(run: Run) -> None:
         assert row["actor/ratio_min"] < 0.95 < 1.05 < row["actor/ratio_max"]
         assert 0 < row["actor/clipfrac"] < 1
     assert max(finished.values("actor/train_infer_log_diff_abs_max")) < 1e-4, "engines follow every optimizer step"
-
-
-def test_nothing_is_computed_that_nothing_uses(run: Run) -> None:
-    """On-policy GRPO without KL: no reference, no old log-probs, no values, and no entropy where it is not logged."""
-    finished = run({"max_steps": 1, "log_entropy": False, "reference": role("fsdp2_infer", [0]), "critic": CRITIC})
-    (row,) = finished.steps
-    assert not {"time/ref_log_probs_values", "time/old_log_probs", "time/values", "actor/entropy"} & row.keys()
-    started = {path.stem.rpartition("-")[0] for path in (finished.logs / "workers").iterdir()}
-    assert started == {"actor_train", "actor_infer", "rewards.digits"}
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import pytest
 
 from roll.checkpoint.state import load_state
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import HERE, FinishedRun, TinyWorld, untimed
+from tests.support.tiny_runs import HERE, FinishedRun, TinyWorld, untimed
 
 pytestmark = pytest.mark.e2e
 
@@ -74,6 +74,7 @@ def test_an_interrupted_run_goes_on_with_what_was_under_way(
     assert {one["prompt_id"] for one in held} <= set.union(*after)
 
 
+@pytest.mark.long
 def test_without_room_ahead_the_numbers_are_those_of_a_synchronous_run(run: Run) -> None:
     """A tenth of a step is less than a prompt. A loop that does what is done without one changes nothing, either."""
     both = {"max_steps": 2, "enable_old_logprobs_recompute": True}

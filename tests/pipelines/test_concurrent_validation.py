@@ -18,9 +18,9 @@ from roll.pipelines.rlvr.rollout import Validation, ValidationPlan, validate
 from roll.rollout.groups import SampleGroup
 from roll.rollout.scheduling import RolloutScheduler
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import TinyWorld, untimed
 from tests.rollout.test_asynchronous import Bench, bench, longest_is_even, row  # noqa: F401  a fixture
 from tests.rollout.token_engines import LONGEST
+from tests.support.tiny_runs import TinyWorld, untimed
 
 QUESTIONS = 11
 STEPS = 12
@@ -104,6 +104,7 @@ def test_what_fails_in_it_ends_the_wait_for_others(bench: Any) -> None:  # noqa:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_a_run_measures_the_same_during_training_and_before_it(run: Run, world: TinyWorld, tmp_path: Path) -> None:
     """Every number of every step and every answer; what differs is who waits."""
     section = {

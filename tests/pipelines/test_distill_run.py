@@ -16,8 +16,8 @@ from roll.config.reading.errors import ConfigError
 from roll.datasets import EpochOrder
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import GENERATING, FinishedRun, TinyWorld, constant_rate, role, training_args, untimed
 from tests.serving.conftest import Serving
+from tests.support.tiny_runs import GENERATING, FinishedRun, TinyWorld, constant_rate, role, training_args, untimed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -314,7 +314,7 @@ def test_teachers_by_tag_in_addition_to_rewards(run: Run, world: TinyWorld) -> N
 
 def test_a_teacher_of_another_vocabulary_is_refused_before_anything_starts(world: TinyWorld, tmp_path: Path) -> None:
     from roll.preflight import check_parts
-    from tests.pipelines.tiny_runs import distill_settings, load_changed
+    from tests.support.tiny_runs import distill_settings, load_changed
 
     other = tmp_path / "other"
     other.mkdir()

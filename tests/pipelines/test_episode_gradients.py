@@ -19,7 +19,7 @@ from roll.pipelines.model_calls import even_mini_batches, num_samples, shuffled_
 from roll.protocol import DataProto
 from roll.rollout.episode_batch import SampleRule, build_episode_batch
 from roll.strategies.base import Output
-from tests.rollout.episodes import make_episode, random_groups, said
+from tests.support.episodes import make_episode, random_groups, said
 
 VOCABULARY = 50
 

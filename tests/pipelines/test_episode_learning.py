@@ -17,7 +17,7 @@ from roll.pipelines.agentic.config import AgenticConfig
 from roll.protocol import DataProto
 from roll.protocol.metrics import to_floats
 from roll.rollout.episode_batch import SampleRule, build_episode_batch
-from tests.rollout.episodes import make_episode, random_groups, said
+from tests.support.episodes import make_episode, random_groups, said
 
 GAMMA, LAMBD, STEP_GAMMA = 0.9, 0.8, 0.7
 Key = tuple[int, int, int]

@@ -20,10 +20,10 @@ from roll.strategies.remote import ServiceRefused
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.config.good import changed
 from tests.pipelines.conftest import Run
-from tests.pipelines.subprocess_runs import Start
-from tests.pipelines.tiny_runs import GENERATING, FinishedRun, TinyWorld, rlvr_settings, training_args
 from tests.serving.conftest import Serving
 from tests.serving.test_harness import INSPECT
+from tests.support.subprocess_runs import Start
+from tests.support.tiny_runs import GENERATING, FinishedRun, TinyWorld, rlvr_settings, training_args
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -15,8 +15,8 @@ import yaml
 
 from roll.distributed import DeadlineExceeded, WorkerFailed
 from tests.pipelines.conftest import Run
-from tests.pipelines.subprocess_runs import Driver, Start, left_of
-from tests.pipelines.tiny_runs import (
+from tests.support.subprocess_runs import Driver, Start, left_of
+from tests.support.tiny_runs import (
     HERE,
     TinyWorld,
     agentic_settings,
@@ -218,6 +218,7 @@ def test_a_worker_that_hangs_is_named_after_the_deadline(run: Run) -> None:
     assert time.monotonic() - began < 45
 
 
+@pytest.mark.long
 def test_a_run_ends_when_its_engine_holds_other_weights(run: Run) -> None:
     with pytest.raises(WorkerFailed) as failure:
         run({"actor_infer.worker_cls": f"{HERE}.faulty_workers.CorruptingEngine"})

@@ -13,147 +13,119 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from roll.distributed import WorkerFailed
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import GRPO_STEPS, HERE, SECRET, FinishedRun
+from tests.support.tiny_runs import GRPO_STEPS, HERE, SECRET
 
 pytestmark = pytest.mark.e2e
 
-EXPECTED_EACH_STEP = [
-    "system/global_step",
-    "system/samples",
-    "system/tokens",
-    "system/tps",
-    "system/actor_infer/response/tps_dp",
-    "scheduler/collect_query_count",
-    "scheduler/query_use_count",
-    "critic/score/mean",
-    "critic/rewards/mean",
-    "critic/advantages/mean",
-    "critic/returns/mean",
-    "token/response_length/mean",
-    "token/prompt_length/mean",
-    "token/total_length/max",
-    "actor/pg_loss",
-    "actor/total_loss",
-    "actor/kl_loss",
-    "actor/grad_norm",
-    "actor/lr",
-    "actor/approxkl",
-    "actor/clipfrac",
-    "actor/ratio_mean",
-    "actor/ratio_max",
-    "actor/ratio_min",
-    "actor/train_infer_log_diff_abs_mean",
-    "digits/score/mean",
-    "reward/digits/error_rate",
-    "time/step_total",
-    "time/step_generate",
-    "time/step_train",
-    "time/step_model_update",
-    "time/ref_log_probs_values",
-    "time/adv",
-]
+EXPECTED = {
+    "system": "global_step samples tokens tps actor_infer/response/tps_dp",
+    "scheduler": "collect_query_count query_use_count",
+    "critic": "score/mean rewards/mean advantages/mean returns/mean",
+    "token": "response_length/mean prompt_length/mean total_length/max",
+    "actor": "pg_loss total_loss kl_loss grad_norm lr approxkl clipfrac ratio_mean ratio_max ratio_min "
+    "train_infer_log_diff_abs_mean",
+    "digits": "score/mean",
+    "reward": "digits/error_rate",
+    "time": "step_total step_generate step_train step_model_update ref_log_probs_values adv",
+}
+EXPECTED_EACH_STEP = [f"{family}/{name}" for family, names in EXPECTED.items() for name in names.split()]
 """Names that users' dashboards are built on."""
 
 
-@pytest.fixture(scope="module")
-def finished(grpo_run: FinishedRun) -> FinishedRun:
-    return grpo_run
-
-
-def test_every_step_has_the_metrics_of_the_contract(finished):
-    assert [row["system/global_step"] for row in finished.steps] == list(range(GRPO_STEPS))
-    missing = {name for row in finished.steps for name in EXPECTED_EACH_STEP if name not in row}
+def test_every_step_has_the_metrics_of_the_contract(grpo_run):
+    assert [row["system/global_step"] for row in grpo_run.steps] == list(range(GRPO_STEPS))
+    missing = {name for row in grpo_run.steps for name in EXPECTED_EACH_STEP if name not in row}
     assert not missing
 
 
-def test_batch_arithmetic_is_reported(finished):
-    for row in finished.steps:
+def test_batch_arithmetic_is_reported(grpo_run):
+    for row in grpo_run.steps:
         assert row["system/samples"] == row["actor/total_samples"] == row["actor/samples_used"] == 16
         assert row["system/tokens"] == pytest.approx(16 * row["token/total_length/mean"])
         assert row["system/tps"] == pytest.approx(row["system/tokens"] / row["time/step_total"])
-    assert len(set(finished.values("token/response_length/mean"))) > 1, "the case needs responses of different lengths"
+    assert len(set(grpo_run.values("token/response_length/mean"))) > 1, "the case needs responses of different lengths"
 
 
-def test_phases_add_up_to_the_step(finished):
-    for row in finished.steps:
+def test_phases_add_up_to_the_step(grpo_run):
+    for row in grpo_run.steps:
         phases = ("step_model_update", "step_generate", "ref_log_probs_values", "adv", "step_train")
         assert sum(row[f"time/{phase}"] for phase in phases) <= row["time/step_total"]
 
 
-def test_update_on_the_data_of_the_current_policy_has_ratio_one(finished):
+def test_update_on_the_data_of_the_current_policy_has_ratio_one(grpo_run):
     for name in ("actor/ratio_mean", "actor/ratio_max", "actor/ratio_min"):
-        assert finished.values(name) == [1.0] * GRPO_STEPS
-    assert finished.values("actor/approxkl") == [0.0] * GRPO_STEPS
+        assert grpo_run.values(name) == [1.0] * GRPO_STEPS
+    assert grpo_run.values("actor/approxkl") == [0.0] * GRPO_STEPS
 
 
-def test_engines_follow_the_trainer(finished):
+def test_engines_follow_the_trainer(grpo_run):
     """Float32 on both sides: rounding alone is left, though the weights have moved at every step."""
-    assert max(finished.values("actor/train_infer_log_diff_abs_max")) < 1e-4
-    assert finished.values("model_update/version") == list(range(GRPO_STEPS))
-    moved = finished.values("actor/kl_loss")
+    assert max(grpo_run.values("actor/train_infer_log_diff_abs_max")) < 1e-4
+    assert grpo_run.values("model_update/version") == list(range(GRPO_STEPS))
+    moved = grpo_run.values("actor/kl_loss")
     assert moved[0] == pytest.approx(0, abs=1e-10)
     assert moved[-1] > 1e-4, "without a change of the policy the comparison would show nothing"
 
 
-def test_validation_before_between_and_after(finished):
-    rows = {row["step"]: row for row in read_metrics(finished.logs / METRICS_NAME) if "val/sampled/accuracy" in row}
+def test_validation_before_between_and_after(grpo_run):
+    rows = {row["step"]: row for row in read_metrics(grpo_run.logs / METRICS_NAME) if "val/sampled/accuracy" in row}
     assert sorted(rows) == [0, 2, GRPO_STEPS]
     assert {"val/greedy/accuracy", "val_correct/all/mean", "val/sampled/pass@2"} <= rows[0].keys()
     for row in rows.values():
         low, accuracy, high = (row[f"val/evens.sampled/accuracy{end}"] for end in ("_low", "", "_high"))
         assert 0 <= low <= accuracy <= high <= 1 and row["val_correct/evens/mean"] == accuracy
     assert "val/evens.greedy/accuracy" not in rows[0]
-    table = [json.loads(line) for line in (finished.logs / "samples-validation-evens.jsonl").open()]
+    table = [json.loads(line) for line in (grpo_run.logs / "samples-validation-evens.jsonl").open()]
     assert {row["tag"] for row in table} == {"even"}
 
 
-def test_tensorboard_shows_what_the_metrics_file_says(finished):
-    events = EventAccumulator(str(finished.logs / "tensorboard"))
+def test_tensorboard_shows_what_the_metrics_file_says(grpo_run):
+    events = EventAccumulator(str(grpo_run.logs / "tensorboard"))
     events.Reload()
     for name in EXPECTED_EACH_STEP:
         written = [(event.step, event.value) for event in events.Scalars(name)]
-        assert written == [(row["step"], pytest.approx(row[name])) for row in finished.steps], name
+        assert written == [(row["step"], pytest.approx(row[name])) for row in grpo_run.steps], name
 
 
-def test_curves_are_drawn(finished):
-    picture = (finished.output / "curves.png").read_bytes()
+def test_curves_are_drawn(grpo_run):
+    picture = (grpo_run.output / "curves.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 10_000
 
 
-def test_samples_are_dumped(finished):
+def test_samples_are_dumped(grpo_run):
     for step in range(GRPO_STEPS):
-        rows = [json.loads(line) for line in (finished.output / f"rollouts/train-{step:06d}.jsonl").open()]
+        rows = grpo_run.samples(step)
         assert len(rows) == 16
         assert len({row["prompt_id"] for row in rows}) == 4
         mean = sum(row["score"] for row in rows) / len(rows)
-        assert mean == pytest.approx(finished.steps[step]["critic/score/mean"])
-    assert len((finished.output / "rollouts/validation-000002.jsonl").read_text().splitlines()) == 8 * 2
+        assert mean == pytest.approx(grpo_run.steps[step]["critic/score/mean"])
+    assert len((grpo_run.output / "rollouts/validation-000002.jsonl").read_text().splitlines()) == 8 * 2
 
 
-def test_checkpoints_are_there(finished):
-    assert sorted(path.name for path in (finished.output / "checkpoints").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+def test_checkpoints_are_there(grpo_run):
+    assert sorted(path.name for path in (grpo_run.output / "checkpoints").iterdir()) == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_secrets_are_masked_in_all_that_is_written(finished):
-    given = finished.output / "input" / "config.yaml"
+def test_secrets_are_masked_in_all_that_is_written(grpo_run):
+    given = grpo_run.output / "input" / "config.yaml"
     assert SECRET in given.read_text()
-    assert yaml.safe_load((finished.output / "config.yaml").read_text())["adv_estimator"] == "grpo"
-    for path in finished.output.rglob("*"):
+    assert yaml.safe_load((grpo_run.output / "config.yaml").read_text())["adv_estimator"] == "grpo"
+    for path in grpo_run.output.rglob("*"):
         if path.is_file() and path != given:
             assert SECRET.encode() not in path.read_bytes(), path
 
 
-def test_trained_model_loads_with_the_auto_classes(finished, world):
-    trained = AutoModelForCausalLM.from_pretrained(finished.output / "model")
+def test_trained_model_loads_with_the_auto_classes(grpo_run, world):
+    trained = AutoModelForCausalLM.from_pretrained(grpo_run.output / "model")
     start = AutoModelForCausalLM.from_pretrained(world.model)
-    assert AutoTokenizer.from_pretrained(finished.output / "model").get_vocab()
+    assert AutoTokenizer.from_pretrained(grpo_run.output / "model").get_vocab()
     moved = [not a.equal(b) for a, b in zip(trained.parameters(), start.parameters(), strict=True)]
     assert all(moved)
 
 
-def test_peak_memory_in_the_steps_asked_for(finished):
-    measured = [any(name.startswith("memory/") for name in row) for row in finished.steps]
+def test_peak_memory_in_the_steps_asked_for(grpo_run):
+    measured = [any(name.startswith("memory/") for name in row) for row in grpo_run.steps]
     assert measured == [True, False, True, False]
 
 
@@ -164,6 +136,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.long
 def test_no_secret_is_in_anything_that_a_run_writes(
     run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,6 +151,7 @@ def test_no_secret_is_in_anything_that_a_run_writes(
     run(changes | {"max_steps": 1, "save_steps": 1, "async_generation_ratio": 1.0}, output=tmp_path)
     with pytest.raises(WorkerFailed) as failure:
         run(changes | {"rewards.digits.on_error": "raise"}, output=tmp_path)
+    assert "rewards.digits rank 0" in str(failure.value) and "'score'" in str(failure.value)
     out, err = capfd.readouterr()
     texts = {"message": str(failure.value).encode(), "stdout": out.encode(), "stderr": err.encode()}
     given = tmp_path / "input"

@@ -16,16 +16,15 @@ import pytest
 
 from tests.distributed.hosts import TOKEN, Host, hosts, missing
 from tests.pipelines.conftest import Run
-from tests.pipelines.subprocess_runs import ROOT
-from tests.pipelines.tiny_runs import (
+from tests.support.subprocess_runs import ROOT
+from tests.support.tiny_runs import (
     HERE,
-    TIMED,
-    TIMED_NAMES,
     FinishedRun,
     TinyWorld,
     load_changed,
     rlvr_settings,
     training_args,
+    untimed,
 )
 
 LOOPBACK = ("127.0.0.1", "[::1]", "[::ffff:127.0.0.1]")
@@ -99,13 +98,6 @@ def spread(world: TinyWorld, output: Path, changes: Mapping[str, Any]) -> Path:
     return output / "input" / "config.yaml"
 
 
-def numbers(run: FinishedRun) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in row.items() if not name.startswith(TIMED) and name not in TIMED_NAMES}
-        for row in run.steps
-    ]
-
-
 def test_two_hosts_compute_what_one_does(three_hosts: list[Host], run: Run, world: TinyWorld, tmp_path: Path) -> None:
     """Trainers and engines on both; gloo over the hosts' own cable, the hosts' names being in no resolver."""
     config = spread(world, tmp_path, {})
@@ -125,7 +117,7 @@ def test_two_hosts_compute_what_one_does(three_hosts: list[Host], run: Run, worl
             "actor_infer.device_mapping": [0, 1],
         }
     )
-    assert numbers(there.finished) == numbers(here)
+    assert [*map(untimed, there.finished.steps)] == [*map(untimed, here.steps)]
 
 
 def test_a_dead_engine_host_is_survived_and_a_cut_off_trainer_is_named(

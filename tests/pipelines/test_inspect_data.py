@@ -17,7 +17,7 @@ from roll.config.roles import DataArguments
 from roll.datasets import DataError, PromptRow
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.inspect_data import STYLES, Painter, inspect_data
-from tests.pipelines.tiny_runs import (
+from tests.support.tiny_runs import (
     TinyWorld,
     dpo_settings,
     grpo_changes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from tests.pipelines.conftest import Run
 from tests.pipelines.judging import TEMPLATE, chance_of_yes
-from tests.pipelines.tiny_runs import TinyWorld, role
+from tests.support.tiny_runs import TinyWorld, role
 
 pytestmark = pytest.mark.e2e
 
@@ -28,6 +27,7 @@ def test_a_judge_on_a_role_and_one_in_a_reward_section(run: Run, world: TinyWorl
 
     own = role("hf_infer", [0]) | {"model_args": {"model_name_or_path": str(world.model), "dtype": "fp32"}}
     changes = {
+        "max_steps": 1,
         "rollout_dump_dir": str(tmp_path / "rollouts"),
         "is_offload_states": True,
         "reward_model": role("hf_infer", [0]),
@@ -41,15 +41,15 @@ def test_a_judge_on_a_role_and_one_in_a_reward_section(run: Run, world: TinyWorl
     finished = run(changes, output=tmp_path)
     model: Any = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(world.model)
-    for row in finished.steps:
-        for name in ("shared", "own"):
-            assert row[f"reward/{name}/error_rate"] == 0.0
-            assert row[f"reward/{name}/tries"] <= 1.0
-        samples = [json.loads(line) for line in (tmp_path / f"rollouts/train-{row['step']:06d}.jsonl").open()]
-        for sample in samples[:3]:
-            expected = chance_of_yes(model, tokenizer, sample["response"].strip())
-            assert sample["score"] == pytest.approx(expected, abs=1e-4)
-        assert len({sample["score"] for sample in samples}) > 1
-        assert row["time/reward_model/offload/total"] > 0
-        assert row["time/judge.own/offload/total"] > 0
-    assert len(finished.steps) == 2
+    (row,) = finished.steps
+    for name in ("shared", "own"):
+        assert row[f"reward/{name}/error_rate"] == 0.0
+        assert row[f"reward/{name}/tries"] <= 1.0
+    samples = finished.samples(0)
+    assert {sample["domain"] for sample in samples} == {"shared", "own"}
+    for sample in samples[:3]:
+        expected = chance_of_yes(model, tokenizer, sample["response"].strip())
+        assert sample["score"] == pytest.approx(expected, abs=1e-4)
+    assert len({sample["score"] for sample in samples}) > 1
+    assert row["time/reward_model/offload/total"] > 0
+    assert row["time/judge.own/offload/total"] > 0

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,16 +14,13 @@ import torch
 from roll.config.loader import LoadedConfig
 from roll.config.rewards import JUDGE_ROLE
 from roll.distributed import WorkerContext, WorkerDied
-from roll.pipelines import clusters as clusters_module
-from roll.pipelines.clusters import JudgeService, StartingClusters, start_clusters
-from roll.pipelines.rlvr.pipeline import RLVRPipeline
-from roll.pipelines.run_context import GENERATION
+from roll.pipelines.clusters import JudgeService
 from roll.rewards import RewardSample
 from roll.workers.reward import RewardSettings, RewardWorker
 from tests.config.good import changed, load
 from tests.pipelines.judging import TEMPLATE, chance_of_yes
-from tests.pipelines.tiny_runs import TinyWorld, role
 from tests.serving.local_cluster import LocalCluster
+from tests.support.tiny_runs import TinyWorld, role
 
 
 def loaded_with_judge(world: TinyWorld, folder: Path) -> LoadedConfig[Any]:
@@ -38,16 +34,13 @@ def loaded_with_judge(world: TinyWorld, folder: Path) -> LoadedConfig[Any]:
         "rewards": {
             "judged": judged | {"reward_kwargs": quick, "tag_included": ["a"]},
             "math": {"worker_cls": "math_rule", "tag_included": ["b"]},
-            "own": judged
-            | {"reward_kwargs": quick, "tag_included": ["c"], "judge_model_type": "inference"}
-            | role("hf_infer", [0, 1]),
         },
     }
     return load(folder, changed(changes))
 
 
 @contextmanager
-def opened(loaded: LoadedConfig[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[JudgeService, LocalCluster]]:
+def opened(loaded: LoadedConfig[Any]) -> Iterator[tuple[JudgeService, LocalCluster]]:
     service = JudgeService(loaded.config, loaded.plan, JUDGE_ROLE)
     cluster = LocalCluster(loaded.plan.roles[JUDGE_ROLE].section, world_size=2)
     service.open(cluster)  # type: ignore[arg-type]
@@ -58,15 +51,13 @@ def opened(loaded: LoadedConfig[Any], monkeypatch: pytest.MonkeyPatch) -> Iterat
         cluster.close()
 
 
-def test_engines_of_the_role_answer_a_reward_worker(
-    world: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_of_the_role_answer_a_reward_worker(world: TinyWorld, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model: Any = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(world.model)
     loaded = loaded_with_judge(world, tmp_path)
-    with opened(loaded, monkeypatch) as (service, cluster):
+    with opened(loaded) as (service, cluster):
         # 2 x 100 tokens and 2,048 for the template do not fit the tiny model's 2,048 positions.
         assert cluster.role.strategy_args.strategy_config == {"max_model_len": 2048, "load_format": "auto"}
         section = loaded.plan.roles["rewards.judged"].section
@@ -93,61 +84,3 @@ def test_engines_of_the_role_answer_a_reward_worker(
             service.check()
         worker.close()
         other.close()
-
-
-class RecordedCluster:
-    """Takes what a cluster would be started with."""
-
-    def __init__(self, name: str, worker: str, resources: Any, role: Any, **settings: Any) -> None:
-        self.name, self.worker, self.role = name, worker, role
-        self.settings = settings["settings"]
-
-    def call_all(self, method: Any, *arguments: Any) -> Any:
-        assert method.__name__ == "initialize"
-        return SimpleNamespace(result=list)
-
-
-def test_the_judge_starts_with_the_run_and_only_its_domains_hear_of_it(
-    world: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("roll.pipelines.run_context.Cluster", RecordedCluster)
-    starting: StartingClusters[Any] = start_clusters(loaded_with_judge(world, tmp_path), resources=None)  # type: ignore[arg-type]
-    clusters = starting.clusters
-    judge, engines = clusters.judges[JUDGE_ROLE], clusters.judge_engines[JUDGE_ROLE]
-    assert engines in clusters.all()
-    opened_with: list[Any] = []
-    for each in clusters.judges.values():
-        monkeypatch.setattr(each, "open", opened_with.append)
-    residency: Any = SimpleNamespace(moves=lambda name: False)
-    starting.begin(residency)
-    starting.finish(residency)
-    judge.close()
-    clusters.judges["judge.own"].close()
-    started: list[Any] = [engines, clusters.judge_engines["judge.own"]]
-    assert opened_with == started
-    assert [cluster.name for cluster in started] == [JUDGE_ROLE, "judge.own"]
-    assert {cluster.worker for cluster in started} == {clusters_module.GENERATION_WORKER}
-    rewards: dict[str, Any] = dict(clusters.rewards)
-    assert (rewards["own"].role.device_mapping, rewards["own"].role.world_size) == (None, 2)
-    judged, rule, own = (rewards[name].settings for name in ("judged", "math", "own"))
-    assert own.judge_model_name == "judge.own" and own.judge_api_url != judged.judge_api_url
-    assert judged.judge_api_url.startswith("http://127.0.0.1:")
-    assert judged.judge_api_key and judged.judge_api_key not in repr(judged)
-    assert judged.judge_model_name == JUDGE_ROLE
-    assert rule is None
-
-
-@pytest.mark.parametrize("moves", [False, True])
-def test_the_judge_works_while_samples_are_made_and_leaves_shared_devices_after(moves: bool) -> None:
-    done: list[Any] = []
-    judge = SimpleNamespace(**{name: lambda name=name: done.append(name) for name in ("resume", "check", "pause")})
-    pipeline: Any = object.__new__(RLVRPipeline)
-    pipeline.residency = SimpleNamespace(bring=done.append, moves=lambda name: moves)
-    pipeline.clusters = SimpleNamespace(judges={JUDGE_ROLE: judge})
-    with pipeline.generating():
-        done.append("generate")
-    needs = {"actor_infer": GENERATION, JUDGE_ROLE: GENERATION}
-    assert done == [needs, "resume", "generate", "check", *(["pause"] if moves else [])]
-    pipeline.clusters = SimpleNamespace(judges={})
-    with pipeline.generating():
-        pass

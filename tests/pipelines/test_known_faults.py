@@ -41,7 +41,7 @@ from tests.config.good import GONE, changed, load
 from tests.config.test_distillation import TEACHER, opd
 from tests.pipelines.in_process import Here, TokenModel, prepare, run_here, worker_on
 from tests.pipelines.test_teaching import TEACHERS, Teacher, scored
-from tests.pipelines.tiny_runs import (
+from tests.support.tiny_runs import (
     NUM_PROBLEMS,
     NUM_VALIDATION,
     TinyWorld,
@@ -139,16 +139,6 @@ def test_dpo_02_validation_reports_its_last_batch_at_a_fixed_beta(dpo: Make, wor
     assert found["val/acc"] == pytest.approx(float((lead[:, 0] > lead[:, 1]).double().mean()))
     sizes = [len(batch) // 2 for batch in pipeline.learner.batches("forward")]
     assert sizes == [5] * 12 + [4]
-
-
-def test_dpo_03_the_last_model_is_saved_only_at_max_steps(dpo: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The epochs end first; a checkpoint and the exported model are those of the last update."""
-    arguments = training_args(4, 4) | {"num_train_epochs": 1, "save_hf_model": True}
-    pipeline = dpo(**{"max_steps": GONE, "actor_train.training_args": arguments, "save_steps": 4})
-    saved: list[int] = []
-    monkeypatch.setattr(pipeline, "save", lambda steps, state: saved.append(steps))
-    assert run_here(pipeline, monkeypatch)[1] == [NUM_PROBLEMS // 16]
-    assert saved == [4] and pipeline.learner.names().count("step") == 4
 
 
 def test_dpo_04_a_file_name_is_read_letter_by_letter(dpo: Make, world: TinyWorld) -> None:
@@ -254,21 +244,6 @@ def test_dpo_11_an_adapter_loads_a_second_model_as_its_reference(world: TinyWorl
         assert "reference" in load_changed(settings, lora | written).plan.roles, "a section is never taken for absent"
 
 
-def test_dpo_12_robust_is_taken_for_smoothing() -> None:
-    """The mean of ``robust`` over labels that are swapped so often is the loss without swaps; cDPO's is not."""
-    share, lead = 0.2, torch.tensor([[0.7, 0.0]], dtype=torch.float64)
-    sums, swapped = (PairSums(one, torch.zeros_like(one), torch.ones_like(one)) for one in (lead, lead.flip(1)))
-    clean = float(preference_loss(sums, PreferenceLossConfig(beta=1.0)))
-    means = {}
-    for name in ("robust", "sigmoid"):
-        options = PreferenceLossConfig(beta=1.0, loss_type=name, label_smoothing=share)
-        means[name] = (1 - share) * float(preference_loss(sums, options)) + share * float(
-            preference_loss(swapped, options)
-        )
-    assert means["robust"] == pytest.approx(clean, rel=1e-9)
-    assert means["sigmoid"] != pytest.approx(clean, rel=1e-2)
-
-
 # Distillation
 
 
@@ -295,12 +270,21 @@ def test_distill_03_the_teachers_vocabulary_ends_before_added_tokens(distill: Ma
 def test_distill_08_steps_without_the_ranks_and_a_last_model_by_luck(
     distill: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks, 4 rows each, two micro-batches: 16 rows a step; the epoch's last model is exported."""
+    """Two ranks, 4 rows each, two micro-batches: 16 rows a step; without ``max_steps`` the epochs' last model is saved
+    and exported, by the driver that DPO and SFT have as well."""
     arguments = training_args(4, 2) | {"num_train_epochs": 1.5, "save_hf_model": True}
-    changes = {"student.device_mapping": [0, 1], "teacher.device_mapping": [0], "student.training_args": arguments}
+    changes = {
+        "save_steps": 6,
+        "student.device_mapping": [0, 1],
+        "teacher.device_mapping": [0],
+        "student.training_args": arguments,
+    }
     pipeline = distill(max_steps=GONE, **changes)
     assert (pipeline.plan.global_batch_size, pipeline.num_steps) == (16, 6)
+    saved: list[int] = []
+    monkeypatch.setattr(pipeline, "save", lambda steps, state: saved.append(steps))
     assert run_here(pipeline, monkeypatch)[1] == [6]
+    assert saved == [6] and pipeline.learner.names().count("step") == 6
 
 
 def test_distill_09_a_prompt_searched_in_the_tokens_of_its_answer(
@@ -401,12 +385,6 @@ def test_sft_06_the_validation_loss_is_a_list_of_sums(
     losses = [-float(table[token]) for row in pipeline.held_out for token in row.input_ids[row.prompt_length :]]
     assert list(validations) == [2, 4]
     assert validations[2] == {"val/loss": pytest.approx(np.mean(losses), rel=1e-5)}
-
-
-def test_sft_08_the_last_model_is_saved_if_two_counters_agree(sft: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = training_args(4, 4) | {"num_train_epochs": 1, "save_hf_model": True}
-    pipeline = sft(max_steps=GONE, **{"sft_train.training_args": arguments})
-    assert run_here(pipeline, monkeypatch)[1] == [NUM_PROBLEMS // 16]
 
 
 # On-policy distillation

@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, role, training_args
+from tests.support.tiny_runs import FinishedRun, TinyWorld, role, training_args
 
 pytestmark = pytest.mark.e2e
 
@@ -83,6 +83,7 @@ def test_zero_3_with_a_reference_of_its_own_gives_the_same_run(run: Run, finishe
         assert other.values(name) == pytest.approx(finished.values(name), rel=1e-3, abs=1e-6), name
 
 
+@pytest.mark.long
 def test_an_adapter_alone_makes_a_reference_of_it(run: Run, world: TinyWorld, tmp_path: Path) -> None:
     """DPO that goes on with an adapter, against the same adapter: ln 2 at the first step."""
     import peft

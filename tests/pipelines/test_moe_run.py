@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, training_args
 from tests.strategies.moe_models import moe_config
+from tests.support.tiny_runs import FinishedRun, TinyWorld, training_args
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -21,8 +21,8 @@ from roll.checkpoint.store import ObjectStore
 from roll.distributed.guard import kill_tree
 from tests.checkpoint.test_store import bucket  # noqa: F401  the fixture
 from tests.pipelines.conftest import Run
-from tests.pipelines.subprocess_runs import Start
-from tests.pipelines.tiny_runs import (
+from tests.support.subprocess_runs import Start
+from tests.support.tiny_runs import (
     HERE,
     TinyWorld,
     constant_rate,

@@ -25,7 +25,7 @@ from roll.protocol.metrics import Mean, Metrics
 from roll.strategies.base import Output, TensorBatch
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.test_own_pipeline import logging_restored
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, role, training_args
+from tests.support.tiny_runs import FinishedRun, TinyWorld, role, training_args
 
 HERE = "tests.pipelines.test_own_method"
 

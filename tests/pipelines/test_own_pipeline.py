@@ -34,7 +34,7 @@ from roll.config.reading.fields import setting
 from roll.config.roles import ReferenceWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig
 from roll.pipelines.run_lifetime import RunLifetime
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, role, training_args
+from tests.support.tiny_runs import FinishedRun, TinyWorld, role, training_args
 
 HERE = "tests.pipelines.test_own_pipeline"
 

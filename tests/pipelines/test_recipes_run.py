@@ -16,7 +16,7 @@ from roll.pipelines.rlvr.pipeline import RLVRPipeline
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.config.good import changed, load
 from tests.config.test_preflight import ALL_KINDS
-from tests.pipelines.tiny_runs import GENERATING, HERE, TinyWorld
+from tests.support.tiny_runs import GENERATING, HERE, TinyWorld
 
 pytestmark = pytest.mark.e2e
 

@@ -10,7 +10,7 @@ import pytest
 
 from roll.report.run_files import REPORT_NAME, Run, read_run
 from tests.pipelines.conftest import Run as Start
-from tests.pipelines.tiny_runs import FinishedRun, untimed
+from tests.support.tiny_runs import FinishedRun, untimed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

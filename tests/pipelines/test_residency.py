@@ -13,7 +13,7 @@ from roll.pipelines.rows import RowsPipeline
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.strategies.base import StateKind
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import TinyWorld, dpo_settings, load_changed, role, training_args, untimed
+from tests.support.tiny_runs import TinyWorld, dpo_settings, load_changed, role, training_args, untimed
 
 
 class Recorder:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.pipelines.conftest import Run
-from tests.pipelines.subprocess_runs import Start
-from tests.pipelines.tiny_runs import (
+from tests.support.subprocess_runs import Start
+from tests.support.tiny_runs import (
     GRPO_STEPS,
     HERE,
     FinishedRun,

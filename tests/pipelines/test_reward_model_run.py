@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import HERE, TinyWorld, role
+from tests.support.tiny_runs import HERE, TinyWorld, role
 
 pytestmark = pytest.mark.e2e
 

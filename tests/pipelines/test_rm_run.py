@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from roll import cli
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import (
+from tests.support.tiny_runs import (
     FinishedRun,
     TinyWorld,
     constant_rate,

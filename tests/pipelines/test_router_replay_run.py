@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import TinyWorld, role, training_args
 from tests.strategies.moe_models import write_moe
+from tests.support.tiny_runs import TinyWorld, role, training_args
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

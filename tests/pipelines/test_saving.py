@@ -91,34 +91,22 @@ def test_a_busy_rank_is_not_waited_for(manager: CheckpointManager) -> None:
     assert busy.asked == [False, True] and names(manager) == ["checkpoint-2"]
 
 
-def test_nothing_appears_where_a_rank_could_not_write(manager: CheckpointManager) -> None:
-    with pytest.raises(OSError, match="disk full"):
-        pending(manager, Writers(OSError("disk full"))).publish()
+def test_nothing_appears_where_a_rank_could_not_write_or_the_run_ends(manager: CheckpointManager) -> None:
+    """Whether or not a poll has been told of it before."""
+    for failed, polled in ((OSError("disk full"), False), (LateAnswer(OSError("disk full")), True)):
+        checkpoint = pending(manager, Writers(failed))
+        assert not (polled and checkpoint.is_written())
+        with pytest.raises(OSError, match="disk full"):
+            checkpoint.publish()
+        assert names(manager) == []
+    interrupted = pending(manager, Writers(None))
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            raise KeyboardInterrupt
+        except BaseException:
+            interrupted.discard()
+            raise
     assert names(manager) == []
-
-
-def test_nothing_appears_where_a_rank_has_told_a_poll_that_it_could_not_write(manager: CheckpointManager) -> None:
-    checkpoint = pending(manager, Writers(LateAnswer(OSError("disk full"))))
-    assert not checkpoint.is_written()
-    with pytest.raises(OSError, match="disk full"):
-        checkpoint.publish()
-    assert names(manager) == []
-
-
-def test_discarded(manager: CheckpointManager) -> None:
-    checkpoint = pending(manager, Writers(None))
-    with pytest.raises(KeyboardInterrupt), discarding(checkpoint):
-        raise KeyboardInterrupt
-    assert names(manager) == []
-
-
-@contextmanager
-def discarding(checkpoint: PendingCheckpoint) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        checkpoint.discard()
-        raise
 
 
 @contextmanager

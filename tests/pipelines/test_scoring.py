@@ -13,7 +13,7 @@ from roll.pipelines.rlvr.config import RLVRConfig
 from roll.protocol import DataProto
 from roll.protocol.metrics import to_floats
 from roll.rollout.groups import build_batch
-from tests.rollout.helpers import make_group
+from tests.support.sample_groups import make_group
 
 COLUMNS = ("loss_mask", "response_level_rewards", "token_level_rewards", "advantages", "returns")
 

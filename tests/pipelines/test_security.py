@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from roll.distributed.guard import run_processes
-from tests.pipelines.subprocess_runs import Start
-from tests.pipelines.tiny_runs import HERE, TinyWorld, load_changed, rlvr_settings, training_args
+from tests.support.subprocess_runs import Start
+from tests.support.tiny_runs import HERE, TinyWorld, load_changed, rlvr_settings, training_args
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e]
 

@@ -11,8 +11,8 @@ import pytest
 
 from roll.config.loader import load_config
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import TinyWorld
 from tests.rewards.http_service import Answer, completion, serving
+from tests.support.tiny_runs import TinyWorld
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import TinyWorld, constant_rate, supervised_layout, training_args, untimed
+from tests.support.tiny_runs import TinyWorld, constant_rate, supervised_layout, training_args, untimed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.pipelines.conftest import Run
 from tests.pipelines.test_evaluate_run import PROMPTS, changed_model, evaluation, samples
-from tests.pipelines.tiny_runs import GENERATING, TinyWorld, role
+from tests.support.tiny_runs import GENERATING, TinyWorld, role
 
 pytestmark = [
     pytest.mark.long,

@@ -52,7 +52,7 @@ def test_rows_come_back_as_they_were_also_from_a_later_process(tmp_path: Path) -
         again.get(rows[3][0])
 
 
-def test_a_shard_that_the_index_does_not_name_does_not_count(tmp_path: Path) -> None:
+def test_shards_that_the_index_does_not_name_and_caches_of_something_else(tmp_path: Path) -> None:
     cache = TeacherCache(str(tmp_path), MADE_WITH)
     cache.put([(b"a" * 16, targets(2, 0))])
     cache.flush()
@@ -61,12 +61,6 @@ def test_a_shard_that_the_index_does_not_name_does_not_count(tmp_path: Path) -> 
     again.put([(b"b" * 16, targets(1, 1))])
     again.flush()
     assert len(TeacherCache(str(tmp_path), MADE_WITH)) == 2
-
-
-def test_made_with_something_else(tmp_path: Path) -> None:
-    cache = TeacherCache(str(tmp_path), MADE_WITH)
-    cache.put([(b"a" * 16, targets(2, 0))])
-    cache.flush()
     with pytest.raises(ConfigError, match="was made with logits_topk 3, not 5"):
         TeacherCache(str(tmp_path), MADE_WITH | {"logits_topk": 5})
 

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from roll.cli import main
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld
+from tests.support.tiny_runs import FinishedRun, TinyWorld
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -14,7 +14,7 @@ from roll.pipelines.rlvr.accuracy import (
     pass_metrics,
     voted_answer,
 )
-from tests.rollout.helpers import make_group
+from tests.support.sample_groups import make_group
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(8, 0, 4), (8, 3, 1), (8, 3, 4), (8, 8, 8), (5, 2, 3), (4, 1, 4)])

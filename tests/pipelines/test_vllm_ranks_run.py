@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipelines.subprocess_runs import Start, left_of
-from tests.pipelines.tiny_runs import GENERATING, HERE, FinishedRun, TinyWorld, load_changed, rlvr_settings, role
 from tests.strategies.vllm.test_parallel import whole_engines
+from tests.support.subprocess_runs import Start, left_of
+from tests.support.tiny_runs import GENERATING, HERE, FinishedRun, TinyWorld, load_changed, rlvr_settings, role
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, whole_engines]
 

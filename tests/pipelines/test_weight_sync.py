@@ -16,7 +16,7 @@ from roll.weight_sync.encoding import SyncReport, WeightSyncError, iter_buckets
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from roll.workers.generation import GenerationWorker
 from tests.pipelines.faulty_workers import FaultyEngine
-from tests.pipelines.tiny_runs import HERE, TinyWorld
+from tests.support.tiny_runs import HERE, TinyWorld
 
 pytestmark = pytest.mark.e2e
 

@@ -72,16 +72,7 @@ DAMAGES: dict[str, Damage] = {
     },
     **{f"run.json with {odd}": text("record/run.json", odd) for odd in ("[]", '{"began": []}', '{"panels": 5}')},
     **{f"config.yaml with {odd}": text("config.yaml", odd) for odd in ("a: [1", "- 1", "!!python/name:os.system")},
-    **{
-        f"calls with {line}": text(WORKER, line, '["update", 1.0, 9e9]')
-        for line in (
-            "null",
-            '["update", 1]',
-            '["update", "a", {}]',
-            '{"x": 1}',
-            '{"role": "a", "rank": 0, "devices": 5}',
-        )
-    },
+    **{f"calls with {line}": text(WORKER, line, '["update", 1.0, 9e9]') for line in ODD_CALLS},
 }
 
 

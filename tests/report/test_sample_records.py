@@ -26,7 +26,7 @@ from roll.rollout.episode_batch import build_episode_batch
 from roll.tracking import METRICS_NAME
 from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, read_payloads
 from tests import vision_models
-from tests.rollout.episodes import random_groups
+from tests.support.episodes import random_groups
 
 
 class Letters:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from roll.rewards.base import RewardResult
 from roll.rollout.groups import SampleGroup, build_batch, greedy_baseline, reward_components
 from roll.rollout.loops import join_requests
-from tests.rollout.helpers import make_group
+from tests.support.sample_groups import make_group
 
 tokens = st.lists(st.integers(0, 1000), min_size=1, max_size=6)
 group_shapes = st.lists(st.tuples(tokens, st.lists(tokens, min_size=1, max_size=3)), min_size=1, max_size=4)

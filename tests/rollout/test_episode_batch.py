@@ -11,7 +11,7 @@ import torch
 from roll.agents.conversation import Call, Conversations
 from roll.agents.episode import Episode, EpisodeGroup, Outcome, Task
 from roll.rollout.episode_batch import build_episode_batch, episode_score
-from tests.rollout.episodes import make_episode, random_groups, said
+from tests.support.episodes import make_episode, random_groups, said
 
 PAD = 999
 

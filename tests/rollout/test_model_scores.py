@@ -14,7 +14,7 @@ from roll.rewards import RewardOptionError, RewardResult, RewardSample, build_re
 from roll.rewards.base import failure
 from roll.rollout.rewarding import ModelInput, ModelScorer, RewardClient, ScoringWorker
 from tests.rollout.fake_clusters import FakeCall, FakeRewards, on_clock
-from tests.rollout.helpers import make_group
+from tests.support.sample_groups import make_group
 
 
 @dataclass

@@ -13,7 +13,7 @@ from roll.distributed.failures import RankReport
 from roll.rollout.groups import SampleGroup
 from roll.rollout.rewarding import QUARANTINE_FILE, RewardClient, SampleQuarantine
 from tests.rollout.fake_clusters import FakeRewards, let_be_done, on_clock, settle
-from tests.rollout.helpers import make_group
+from tests.support.sample_groups import make_group
 
 
 def groups(count: int, size: int = 2, domain: str = "a", first: int = 0):

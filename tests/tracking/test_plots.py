@@ -82,24 +82,14 @@ def test_panels_without_data_are_left_out(tmp_path: Path, figures: list[Figure])
 
 
 def test_numbers_that_are_not_finite_do_not_spoil_the_curve(tmp_path: Path, figures: list[Figure]) -> None:
-    tracker = JsonlTracker(tmp_path)
-    for step in range(60):
-        tracker.log({"critic/score/mean": math.nan if step == 30 else 1.0}, step)
-    tracker.close()
-    plot_run(tmp_path / "metrics.jsonl", tmp_path / "run.png", "demo", RLVR.panels)
-    smooth = figures[0].axes[0].lines[1].get_ydata()
-    np.testing.assert_allclose(smooth, np.ones(60))
-
-
-def test_missing_log_raises(tmp_path: Path) -> None:
+    """And a divergence that is zero throughout has no panel."""
     with pytest.raises(FileNotFoundError):
         plot_run(tmp_path / "metrics.jsonl", tmp_path / "run.png", "demo", RLVR.panels)
-
-
-def test_a_divergence_that_is_zero_throughout_has_no_panel(tmp_path: Path, figures: list[Figure]) -> None:
     tracker = JsonlTracker(tmp_path)
-    for step in range(3):
-        tracker.log({"critic/score/mean": 0.0, "actor/approxkl": 0.0}, step)
+    for step in range(60):
+        tracker.log({"critic/score/mean": math.nan if step == 30 else 1.0, "actor/approxkl": 0.0}, step)
     tracker.close()
     plot_run(tmp_path / "metrics.jsonl", tmp_path / "run.png", "demo", RLVR.panels)
     assert titles(figures[0]) == ["Reward"]
+    smooth = figures[0].axes[0].lines[1].get_ydata()
+    np.testing.assert_allclose(smooth, np.ones(60))

@@ -121,16 +121,9 @@ def test_jsonl_new_run_keeps_the_old_record(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         tracker = JsonlTracker(tmp_path)
         tracker.log({"loss": value}, 0)
+        assert [row["loss"] for row in read_metrics(tmp_path / METRICS_NAME)] == [value], "on disk at once"
         tracker.close()
-    assert [row["loss"] for row in read_metrics(tmp_path / METRICS_NAME)] == [2.0]
     assert [row["loss"] for row in read_metrics(tmp_path / f"{METRICS_NAME}.previous")] == [1.0]
-
-
-def test_every_row_is_on_disk_at_once(tmp_path: Path) -> None:
-    tracker = JsonlTracker(tmp_path)
-    tracker.log({"loss": 1.0}, 0)
-    assert [row["loss"] for row in read_metrics(tmp_path / METRICS_NAME)] == [1.0]
-    tracker.close()
 
 
 def test_reducer_tags_are_stripped_unless_names_would_collide() -> None:
@@ -163,13 +156,6 @@ def test_build_always_keeps_the_runs_own_record(tmp_path: Path, capsys: pytest.C
     }
 
 
-def test_log_dir_of_the_yaml_gets_the_experiments_name(tmp_path: Path) -> None:
-    tracker = build(tmp_path, "tensorboard", {"log_dir": str(tmp_path / "board")})
-    tracker.log({"loss": 1.0}, 0)
-    tracker.close()
-    assert curves(tmp_path / "board" / "demo") == {"loss": [(0, 1.0)]}
-
-
 @pytest.mark.parametrize(
     ("track_with", "kwargs", "message"),
     [
@@ -190,10 +176,15 @@ def test_mistakes_are_named(tmp_path: Path, track_with: str | list[str], kwargs:
     assert not (tmp_path / "logs").exists(), "a refused configuration left files behind"
 
 
-def test_options_left_empty_and_options_of_one_tracker_among_several(tmp_path: Path) -> None:
-    kwargs = {"api_key": "", "project": None, "log_dir": "", "tensorboard": {"log_dir": str(tmp_path / "board")}}
-    build(tmp_path, ["tensorboard", "jsonl", "stdout"], kwargs).close()
-    assert list((tmp_path / "board" / "demo").iterdir())
+@pytest.mark.parametrize("nested", [False, True], ids=["its options", "options of one among several"])
+def test_log_dir_of_the_yaml_gets_the_experiments_name(tmp_path: Path, nested: bool) -> None:
+    """Options that are left empty count for nothing."""
+    board = {"log_dir": str(tmp_path / "board")}
+    kwargs = {"api_key": "", "project": None, "log_dir": "", "tensorboard": board} if nested else board
+    tracker = build(tmp_path, ["tensorboard", "jsonl", "stdout"] if nested else "tensorboard", kwargs)
+    tracker.log({"loss": 1.0}, 0)
+    tracker.close()
+    assert curves(tmp_path / "board" / "demo") == {"loss": [(0, 1.0)]}
 
 
 class FailingTracker(Tracker):
@@ -217,11 +208,13 @@ def test_one_tracker_that_cannot_close_does_not_keep_the_others_open(
     assert curves(tmp_path) == {"loss": [(0, 1.0)]}
 
 
-@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio"])
 def test_online_tracker_says_what_is_missing(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the package: the extra to install. With it: the variable to set. Never a prompt."""
     for variable in ("WANDB_API_KEY", "SWANLAB_API_KEY", "WANDB_MODE", "SWANLAB_MODE"):
         monkeypatch.delenv(variable, raising=False)
+    if name == "trackio":
+        monkeypatch.setitem(sys.modules, "trackio", None)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises((ModuleNotFoundError, ValueError)) as raised:
@@ -247,12 +240,6 @@ def test_online_tracker_offline_and_resumed(tmp_path: Path, name: str) -> None:
     runs = [path for path in folder.glob("**/*run-*") if path.is_dir() and not path.is_symlink()]
     assert len(runs) >= 1 and all(run_id in path.name for path in runs)
     assert sum(file.stat().st_size for path in runs for file in path.rglob("*") if file.is_file()) > 0
-
-
-def test_trackio_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'roll-rl\[trackio\]'"):
-        build(tmp_path, "trackio")
 
 
 def test_trackio_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from roll.strategies.base import Output
 from roll.translation import skyrl, verl
 from roll.translation.command import tree
 from roll.translation.engine import Translation
-from tests.rollout.helpers import make_group
+from tests.support.sample_groups import make_group
 from tests.translation.conftest import Translate
 from tests.translation.source_formulas import (
     Responses,

@@ -12,7 +12,7 @@ from roll.config.loader import load_config
 from roll.pipelines.rlvr.pipeline import RLVRPipeline
 from tests.datasets.conftest import tiny  # noqa: F401  fixtures of other folders
 from tests.pipelines.conftest import world  # noqa: F401
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld
+from tests.support.tiny_runs import FinishedRun, TinyWorld
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

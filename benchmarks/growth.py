@@ -1,4 +1,4 @@
-"""Growth of a run's processes over many steps: ``python -m tests.faults.growth --page docs/reliability.md``.
+"""Growth of a run's processes over many steps: ``python -m benchmarks.growth --page docs/reliability.md``.
 
 The tiny RLVR run of the tests goes on for 500 steps, with a checkpoint every 50 of which three are kept; the memory,
 open files and threads of each of its processes, and the files on disk, are read from ``/proc`` on the way.
@@ -15,10 +15,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.chaos import tiny_world
 from roll.distributed.guard import command_of, descendants, kill_tree
-from tests.faults.chaos import tiny_world
-from tests.pipelines.subprocess_runs import ROOT, Driver
-from tests.pipelines.tiny_runs import load_changed, rlvr_settings
+from tests.support.subprocess_runs import ROOT, Driver
+from tests.support.tiny_runs import load_changed, rlvr_settings
 
 BEGIN, END = "<!-- growth: begin -->", "<!-- growth: end -->"
 WORKERS = ("actor_train-0", "actor_infer-0", "rewards.digits-0")

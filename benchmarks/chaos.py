@@ -1,4 +1,4 @@
-"""Kill runs at random moments, have them go on, and compare: ``python -m tests.faults.chaos --kills 100``.
+"""Kill runs at random moments, have them go on, and compare: ``python -m benchmarks.chaos --kills 100``.
 
 Runs come in chains: started, killed, continued, killed again, until the last one is left alone. Two kinds of run, one
 after the other, by turns: a synchronous one, whose metrics must equal those of the undisturbed run bit for bit; and an
@@ -35,8 +35,8 @@ from roll.checkpoint.state import load_state
 from roll.distributed.guard import command_of, descendants, kill, kill_tree
 from roll.tracking import METRICS_NAME
 from tests.faults.dying_workers import SIGNPOSTS_ENV
-from tests.pipelines.subprocess_runs import ROOT, Driver
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, load_changed, make_world, rlvr_settings, untimed
+from tests.support.subprocess_runs import ROOT, Driver
+from tests.support.tiny_runs import FinishedRun, TinyWorld, load_changed, make_world, rlvr_settings, untimed
 
 STEPS, PROMPTS, SAMPLES = 8, 4, 4
 WORKERS = "tests.faults.dying_workers"

@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
 
-from tests.pipelines import forked_worker
+from tests.support import forked_worker
 
 IMPORTED = [
     "torch._dynamo",

@@ -15,6 +15,7 @@ from roll.tracking import METRICS_NAME, read_metrics
 from tests.config.good import changed, load
 
 HERE = "tests.pipelines"
+"""Where rewards, workers and environments of runs are."""
 GRPO_STEPS = 4
 SECRET = "a-secret-that-nobody-reads"
 NUM_PROBLEMS, NUM_VALIDATION = 64, 8
@@ -27,40 +28,19 @@ TIMED = ("time/", "memory/", "model_update/")
 TIMED_NAMES = ("time", "system/tps", "system/actor_infer/response/tps_dp")
 
 
+def _in_folder(name: str) -> Any:
+    return property(lambda world: world.folder / name)
+
+
 @dataclass(frozen=True)
 class TinyWorld:
-    """Files that a run reads."""
+    """Files that a run reads; the teacher is another model with the same tokenizer."""
 
     folder: Path
-
-    @property
-    def model(self) -> Path:
-        return self.folder / "model"
-
-    @property
-    def train(self) -> Path:
-        return self.folder / "train.jsonl"
-
-    @property
-    def validation(self) -> Path:
-        return self.folder / "val.jsonl"
-
-    @property
-    def demonstrations(self) -> Path:
-        return self.folder / "sft.jsonl"
-
-    @property
-    def preferences(self) -> Path:
-        return self.folder / "pairs.jsonl"
-
-    @property
-    def teacher(self) -> Path:
-        """Another model with the same tokenizer."""
-        return self.folder / "teacher"
-
-    @property
-    def validation_answers(self) -> Path:
-        return self.folder / "val_sft.jsonl"
+    model, teacher = _in_folder("model"), _in_folder("teacher")
+    train, validation = _in_folder("train.jsonl"), _in_folder("val.jsonl")
+    demonstrations, validation_answers = _in_folder("sft.jsonl"), _in_folder("val_sft.jsonl")
+    preferences = _in_folder("pairs.jsonl")
 
 
 def make_world(tiny: Mapping[str, ModuleType], folder: Path) -> TinyWorld:
@@ -118,31 +98,42 @@ def constant_rate(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments | {"lr_scheduler_type": "constant"}
 
 
-def rlvr_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
-    """GRPO with one trainer and one engine: 4 prompts x 4 samples, one optimizer step of 16."""
-    data = {"file_name": [str(world.train)], "messages": "messages"}
+def shared_settings(output: Path, pipeline: str, exp_name: str, max_steps: int) -> dict[str, Any]:
+    """Two devices; nothing is saved, validated or measured."""
     return {
-        "pipeline": "rlvr",
-        "exp_name": "tiny",
+        "pipeline": pipeline,
+        "exp_name": exp_name,
         "seed": 7,
-        "pretrain": str(world.model),
-        "reward_pretrain": str(world.model),
         "output_dir": str(output),
         "logging_dir": str(output / "logs"),
         "track_with": ["jsonl"],
         "num_gpus_per_node": 2,
-        "max_steps": 2,
-        "save_steps": 0,
-        "eval_steps": 0,
-        "memory_steps": 0,
+        "max_steps": max_steps,
+        **dict.fromkeys(("save_steps", "eval_steps", "memory_steps"), 0),
         "rpc_timeout": 120,
+    }
+
+
+def policy_settings(world: TinyWorld) -> dict[str, Any]:
+    """The model, a trainer with an optimizer step of 16 samples, and an engine."""
+    return {
+        "pretrain": str(world.model),
+        "reward_pretrain": str(world.model),
+        "adv_estimator": "grpo",
+        "actor_train": role("fsdp2_train", [0], training_args=training_args(8, 2)),
+        "actor_infer": role("hf_infer", [1], generating_args=GENERATING),
+    }
+
+
+def rlvr_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
+    """GRPO with one trainer and one engine: 4 prompts x 4 samples, one optimizer step of 16."""
+    settings = shared_settings(output, "rlvr", "tiny", 2) | policy_settings(world)
+    settings["actor_train"]["data_args"] = {"file_name": [str(world.train)], "messages": "messages"}
+    return settings | {
         "rollout_batch_size": 4,
         "num_return_sequences_in_group": 4,
         "prompt_length": 128,
         "response_length": 12,
-        "adv_estimator": "grpo",
-        "actor_train": role("fsdp2_train", [0], training_args=training_args(8, 2), data_args=data),
-        "actor_infer": role("hf_infer", [1], generating_args=GENERATING),
         "rewards": {
             "digits": {"worker_cls": f"{HERE}.rewards.digit_share", "tag_included": ["even", "odd"], "world_size": 1}
         },
@@ -181,20 +172,8 @@ def grpo_changes(world: TinyWorld, output: Path) -> dict[str, Any]:
 def sft_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
     """Imitation on one rank: 8 demonstrations a step."""
     data = {"file_name": str(world.demonstrations), "messages": "messages", "response": "response"}
-    return {
-        "pipeline": "sft",
-        "exp_name": "tiny_sft",
-        "seed": 7,
+    return shared_settings(output, "sft", "tiny_sft", 6) | {
         "pretrain": str(world.model),
-        "output_dir": str(output),
-        "logging_dir": str(output / "logs"),
-        "track_with": ["jsonl"],
-        "num_gpus_per_node": 2,
-        "max_steps": 6,
-        "save_steps": 0,
-        "eval_steps": 0,
-        "memory_steps": 0,
-        "rpc_timeout": 120,
         "sequence_length": 160,
         "sft_train": role("fsdp2_train", [0], training_args=training_args(4, 2), data_args=data),
     }
@@ -213,48 +192,22 @@ class LengthGame:
 
 def agentic_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
     """Games in one conversation each, with one trainer and one engine: 4 tasks x 4 episodes, one optimizer step."""
+    game = {"env_type": f"{__name__}.LengthGame", "max_steps": 3, "max_tokens_per_step": 8}
     return {
-        "pipeline": "agentic",
-        "exp_name": "tiny_game",
-        "seed": 7,
-        "pretrain": str(world.model),
-        "reward_pretrain": str(world.model),
-        "output_dir": str(output),
-        "logging_dir": str(output / "logs"),
-        "track_with": ["jsonl"],
-        "num_gpus_per_node": 2,
-        "max_steps": 1,
-        "save_steps": 0,
-        "eval_steps": 0,
-        "memory_steps": 0,
-        "rpc_timeout": 120,
+        **shared_settings(output, "agentic", "tiny_game", 1),
+        **policy_settings(world),
         "rollout_batch_size": 16,
         "sequence_length": 512,
-        "adv_estimator": "grpo",
-        "custom_envs": {"game": {"env_type": f"{HERE}.tiny_runs.LengthGame", "max_steps": 3, "max_tokens_per_step": 8}},
+        "custom_envs": {"game": game},
         "train_env_manager": {"num_env_groups": 4, "group_size": 4, "tags": ["game"]},
-        "actor_train": role("fsdp2_train", [0], training_args=training_args(8, 2)),
-        "actor_infer": role("hf_infer", [1], generating_args=GENERATING),
     }
 
 
 def dpo_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
     """DPO on one rank, 8 pairs a step, with its reference on the same device."""
     data = {"file_name": str(world.preferences)}
-    return {
-        "pipeline": "dpo",
-        "exp_name": "tiny_dpo",
-        "seed": 7,
+    return shared_settings(output, "dpo", "tiny_dpo", 3) | {
         "pretrain": str(world.model),
-        "output_dir": str(output),
-        "logging_dir": str(output / "logs"),
-        "track_with": ["jsonl"],
-        "num_gpus_per_node": 2,
-        "max_steps": 3,
-        "save_steps": 0,
-        "eval_steps": 0,
-        "memory_steps": 0,
-        "rpc_timeout": 120,
         "sequence_length": 160,
         "actor_train": role("fsdp2_train", [0], training_args=constant_rate(training_args(4, 2, 1e-4)), data_args=data),
         "reference": role("fsdp2_infer", [0], infer_batch_size=4),
@@ -309,6 +262,10 @@ class FinishedRun:
     def steps(self) -> list[dict[str, Any]]:
         """The metrics of each training step, in order; those of a validation at the same step are among them."""
         return [row for row in read_metrics(self.logs / METRICS_NAME) if "system/global_step" in row]
+
+    def samples(self, step: int) -> list[dict[str, Any]]:
+        """The samples of a training step, where ``rollout_dump_dir`` is the folder ``rollouts`` of the output."""
+        return [json.loads(line) for line in (self.output / f"rollouts/train-{step:06d}.jsonl").open()]
 
     def values(self, name: str) -> list[float]:
         """One metric over the steps."""

@@ -1,4 +1,4 @@
-"""A Ray for several runs: ``python -m tests.pipelines.serve_ray ADDRESS_FILE``, until its standard input closes."""
+"""A Ray for several runs: ``python -m tests.support.serve_ray ADDRESS_FILE``, until its standard input closes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from roll.distributed import ray_runtime
-from tests.pipelines.warm_workers import warm_workers
+from tests.support.warm_workers import warm_workers
 
 
 def main(address_file: Path) -> None:
