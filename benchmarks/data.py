@@ -137,7 +137,7 @@ def through_datasets(folder: Path, file: Path, processes: int | None = None) -> 
     datasets.disable_progress_bars()
     data_args, paths = DataArguments(file_name=str(file)), data_files(str(file))
     renderer = Renderer(load_tokenizer(folder), TemplateChoice.of_settings(data_args, None, None))
-    maker = PromptMaker(data_args, renderer, LENGTH, {"math": ["math"]})
+    maker = PromptMaker(data_args, renderer, LENGTH, domains={"math": ["math"]})
     settings = cache_settings(maker)
     assert settings is not None, "the tokenizer is a fast one"
     key = cache_key(paths, settings)

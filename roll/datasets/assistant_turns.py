@@ -1,9 +1,9 @@
 """Conversations of which every assistant's turn is learned, tool calls included, and nothing else.
 
 Which tokens those are, the chat template says: by its own ``{% generation %}`` marks, where it has them; else by what
-it renders of the conversation's beginnings.  Turn i begins behind ``render(messages[:i], add_generation_prompt=True)``,
+it renders of the conversation's beginnings.  Turn i begins after ``render(messages[:i], add_generation_prompt=True)``,
 the prompt that the model would be given for it, and ends with ``render(messages[:i + 1])``, at the last special token
-of that (what a template writes behind the end of a turn, the model never has to).  Both must be beginnings of the
+of that (the model never has to write what a template adds after the end of a turn).  Both must be beginnings of the
 whole, or a turn would be learned in a context that it is never generated in; a row for which they are not is refused
 (templates that drop the thoughts of earlier turns, for one).
 """
@@ -86,13 +86,13 @@ def parsed(source: SourceRow, column: str, text: str) -> Any:
 
 
 class AssistantTurns:
-    """Renders, tokenises and masks conversations with one tokenizer and one choice of templates."""
+    """Renders, tokenises and masks conversations with one tokenizer and one choice of templates.
+
+    Raises:
+        DataError: a template that does not render turn by turn.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, templates: TemplateChoice) -> None:
-        """
-        Raises:
-            DataError: a template that does not render turn by turn.
-        """
         for name in templates.renders:
             if name not in GROWING_TEMPLATES and not name.endswith(TEMPLATE_ENDINGS):
                 raise DataError(
@@ -108,8 +108,18 @@ class AssistantTurns:
         from jinja2 import TemplateError
 
         name = self._templates.of(one.tag)
+        # Arguments of the tokenizer's template by a template's name.
+        variables = {**getattr(self._templates.renders[name], "keywords", {}), **self._templates.variables}
+        template = str(variables.get("chat_template") or self._tokenizer.chat_template)
         try:
-            found = self._by_marks(one, name) if self._has_marks(name) else self._by_beginnings(one, name)
+            if name in ("chatml", "empty") or GENERATION.search(template) is None:
+                found = self._by_beginnings(one, name)
+            else:
+                options = {"tools": one.tools, "return_assistant_tokens_mask": True, **variables}
+                marked: Any = self._tokenizer.apply_chat_template(
+                    one.messages, tokenize=True, return_dict=True, **options
+                )
+                found = Masked(list(marked["input_ids"]), [bool(value) for value in marked["assistant_masks"]])
         except DataError as error:
             return error
         except (TemplateError, TypeError, KeyError, ValueError) as error:
@@ -118,25 +128,9 @@ class AssistantTurns:
             return DataError(f"{one.source.place}: the template {name!r} marks no token of an assistant's turn")
         return found
 
-    def _variables(self, name: str) -> dict[str, Any]:
-        """Arguments of the tokenizer's template by a template's name."""
-        return {**getattr(self._templates.renders[name], "keywords", {}), **self._templates.variables}
-
-    def _has_marks(self, name: str) -> bool:
-        if name in ("chatml", "empty"):
-            return False
-        template = self._variables(name).get("chat_template") or self._tokenizer.chat_template
-        return GENERATION.search(str(template)) is not None
-
-    def _by_marks(self, one: Conversation, name: str) -> Masked:
-        options: dict[str, Any] = {"tools": one.tools, **self._variables(name)}
-        found: Any = self._tokenizer.apply_chat_template(
-            one.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
-        )
-        return Masked(list(found["input_ids"]), [bool(value) for value in found["assistant_masks"]])
-
     def _by_beginnings(self, one: Conversation, name: str) -> Masked:
-        """
+        """Find the turns by what the template renders of the conversation's beginnings.
+
         Raises:
             DataError: a beginning of the conversation is not one of the whole.
         """
@@ -157,8 +151,11 @@ class AssistantTurns:
                 beginnings.append(beginning)
         whole, edges = self._tokens(text, beginnings)
         mask = [False] * len(whole)
-        for begin, behind in zip(edges[::2], edges[1::2], strict=True):
-            end = self._end(whole, begin, behind)
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            # A turn ends with its last special token, if only space follows it.
+            last = next((place for place in range(end - 1, begin - 1, -1) if whole[place] in self._special), None)
+            if last is not None and not str(self._tokenizer.decode(whole[last + 1 : end])).strip():
+                end = last + 1
             mask[begin:end] = [True] * (end - begin)
         if turns[-1] == len(one.messages) - 1 and mask[-1] and whole[-1] not in self._special:
             # A template without an end of turn: the model would never learn to stop.
@@ -191,13 +188,6 @@ class AssistantTurns:
         return self._templates.renders[name](
             self._tokenizer, one.messages[:count], add_generation_prompt=opens, **options, **variables
         )
-
-    def _end(self, ids: Sequence[int], begin: int, end: int) -> int:
-        """Behind the last special token of a turn, if only space follows it."""
-        last = next((number for number in range(end - 1, begin - 1, -1) if ids[number] in self._special), None)
-        if last is None or str(self._tokenizer.decode(list(ids[last + 1 : end]))).strip():
-            return end
-        return last + 1
 
 
 def spans_of(mask: Sequence[bool]) -> list[int]:

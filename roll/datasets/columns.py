@@ -141,16 +141,15 @@ class DomainRouter:
 
     There is no default domain beyond that: a row that nothing claims is an error that lists what is known, because a
     row scored by the wrong rule teaches the wrong thing without anyone noticing.
+
+    Args:
+        domains: each domain's ``tag_included``. Null or empty: claims no tag by name.
+
+    Raises:
+        DataError: no domain at all, or a tag claimed by two.
     """
 
     def __init__(self, domains: Mapping[str, Sequence[str] | None]) -> None:
-        """
-        Args:
-            domains: each domain's ``tag_included``. Null or empty: claims no tag by name.
-
-        Raises:
-            DataError: no domain at all, or a tag claimed by two.
-        """
         if not domains:
             raise DataError("rewards: no domain configured; for example rewards: {math_rule: {tag_included: [gsm8k]}}")
         self._domains = list(domains)
@@ -190,7 +189,8 @@ Keep = Callable[[SourceRow], bool]
 
 
 def build_filter(setting: str | Mapping[str, Any] | None) -> Keep | None:
-    """The filter of ``dataset_filter``; None: all rows are kept.
+    """The filter of ``dataset_filter``: conditions, or the dotted path of a function ``(row) -> bool``; None: all rows
+    are kept.
 
     The filter raises DataError for a row that it cannot judge.
 
@@ -199,17 +199,25 @@ def build_filter(setting: str | Mapping[str, Any] | None) -> Keep | None:
     """
     if not setting:
         return None
-    if isinstance(setting, str):
-        return own_filter(setting)
-    conditions = setting
-    return lambda source: all(holds(source, column, condition) for column, condition in conditions.items())
+    if not isinstance(setting, str):
+        conditions = setting
+        return lambda source: all(holds(source, column, condition) for column, condition in conditions.items())
+    path, function = setting, import_function(setting)
+
+    def keep(source: SourceRow) -> bool:
+        try:
+            return bool(function(source.row))
+        except Exception as error:
+            raise DataError(f"{source.place}: dataset_filter {path} failed: {type(error).__name__}: {error}") from error
+
+    return keep
 
 
 def holds(source: SourceRow, column: str, condition: Any) -> bool:
     """The value is equal, one of a list, or within ``{min, max}`` (both included).
 
     Raises:
-        DataError: no such column, or no number where a range is asked for.
+        DataError: no such column, or no number where the condition is a range.
     """
     if column not in source.row:
         found = sorted(source.row)
@@ -235,19 +243,6 @@ def as_number(source: SourceRow, column: str, wanted_by: str) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise DataError(f"{source.place}: {wanted_by} wants a number in column {column!r}, found {value!r}") from None
-
-
-def own_filter(path: str) -> Keep:
-    """The user's function ``(row) -> bool`` by its dotted path."""
-    function = import_function(path)
-
-    def keep(source: SourceRow) -> bool:
-        try:
-            return bool(function(source.row))
-        except Exception as error:
-            raise DataError(f"{source.place}: dataset_filter {path} failed: {type(error).__name__}: {error}") from error
-
-    return keep
 
 
 def import_function(path: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Images and videos of rows: where they are read, where they stand in conversations, and how many tokens they take."""
+"""Images and videos of rows: where they are read, where they occur in conversations, and how many tokens they take."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from roll.protocol.vision import VisionInputs  # they import torch
 
 IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
-"""Where an image or a video stands in a text."""
+"""Marks of images and videos in a text."""
 FLAG = "image_flag"
 """Column of mixed sets: false for rows of text."""
 FRAMES_KEYS = ("video", "frames")
@@ -81,14 +81,15 @@ class ImageReader:
 
     @property
     def placeholders(self) -> frozenset[int]:
-        """Token ids that stand for images and videos; empty for a model of text."""
+        """Token ids of the placeholders of images and videos; empty for a model of text."""
         return frozenset() if self.model is None else frozenset((self.model.image_token_id, self.model.video_token_id))
 
     def read(self, source: SourceRow, messages: list[Message]) -> tuple[list[Message], list[Seen]]:
         """The conversation with a text in place of every image and video, and these in that order.
 
         Raises:
-            DataError: an image that cannot be read, as many marks as there are no images, or the same of videos.
+            DataError: an image that cannot be read, as many marks as there are no images, or the same of videos; more
+                of them than the engine that generates keeps room for.
         """
         from roll.protocol.images import EncodedImage, EncodedVideo
 
@@ -124,7 +125,17 @@ class ImageReader:
                     seen.append(self.encoded(source, value, number))
                     text += self.model.placeholder
             rendered.append({**message, "content": text if one else message["content"]})
-        check_room(source, self.model, seen)
+        num_videos = sum(isinstance(one, EncodedVideo) for one in seen)
+        limits = (
+            ("image", len(seen) - num_videos, self.model.most_images),
+            ("video", num_videos, self.model.most_videos),
+        )
+        for what, number, most in limits:
+            if most is not None and number > most:
+                raise DataError(
+                    f"{source.place}: {number} {what}s, and the engine keeps room for {most}; limit_mm_per_prompt: "
+                    f"{{{what}: {number}}} is enough"
+                )
         if any(map(_is_url, images)):
             fetched = [image.data.tobytes() for image in seen if isinstance(image, EncodedImage)]
             self._fetched[source.place] = {**row, self.column: fetched}
@@ -206,7 +217,7 @@ class ImageReader:
         return vision
 
     def _images(self, row: Row) -> list[Any]:
-        """The images of a row; a vision-language model's may also stand in the column ``image``."""
+        """The images of a row; a vision-language model's may also be in the column ``image``."""
         if row.get(FLAG) is False:
             return []
         is_usual = self.column == DataArguments().images and self.model is not None
@@ -244,7 +255,7 @@ class ImageReader:
         return parts
 
     def _parts(self, source: SourceRow, content: Any) -> list[str | _Place]:
-        """The parts of a message: texts, and where images and videos stand."""
+        """The parts of a message: texts, and places of images and videos."""
         if isinstance(content, str):
             pieces = _MARKS.split(content)
             return [_Place(piece) if place % 2 else piece for place, piece in enumerate(pieces) if place % 2 or piece]
@@ -302,15 +313,12 @@ class ImageReader:
             if video is not None:
                 raise DataError(f"{where}: {value!r} is a URL, which is fetched for images alone; download the frames")
             return EncodedImage.of(self._fetch(where, value))
-        folders = (self.folder if video is None else self.video_folder or self.folder, source.path.parent)
-        return EncodedImage.of(self._file(where, folders, value.removeprefix("file://")))
-
-    def _file(self, where: str, folders: Sequence[Path | None], name: str) -> bytes:
-        path = Path(name).expanduser()
-        places = [folder / path for folder in folders if folder is not None] + [path]
+        name = value.removeprefix("file://")
+        path, folder = Path(name).expanduser(), self.folder if video is None else self.video_folder or self.folder
+        places = [*([] if folder is None else [folder / path]), source.path.parent / path, path]
         for place in places:
             try:
-                return place.read_bytes()
+                return EncodedImage.of(place.read_bytes())
             except FileNotFoundError:
                 continue
             except (OSError, ValueError) as error:
@@ -336,21 +344,15 @@ class ImageReader:
         return data
 
 
+@dataclass(frozen=True)
 class PreparedImages:
     """The images of prepared rows, which are read when a row is drawn."""
 
-    def __init__(
-        self,
-        reader: ImageReader,
-        data_args: DataArguments,
-        files: Sequence[Path],
-        messages: Callable[[SourceRow], list[Message]] | None = None,
-    ) -> None:
-        """``messages`` gives a row's conversation; None: that of its prompt column."""
-        self._reader = reader
-        self._data_args = data_args
-        self._files = files
-        self._messages = messages
+    reader: ImageReader
+    data_args: DataArguments
+    files: Sequence[Path]
+    messages: Callable[[SourceRow], list[Message]] | None = None
+    """Gives a row's conversation; None: that of its prompt column."""
 
     def of(self, row: dict[str, Any], token_ids: Sequence[int], file: int, number: int) -> VisionInputs | None:
         """The images of one row; None: it has none.
@@ -358,37 +360,20 @@ class PreparedImages:
         Raises:
             DataError: an image that is gone or has changed since the row was prepared.
         """
-        if not self._reader.is_seen(token_ids):
+        if not self.reader.is_seen(token_ids):
             return None
-        source = SourceRow(self._files[file], number, row)
-        messages = self._messages or Columns.of(self._data_args, source).read_messages
-        return self._reader.restore(source, messages, token_ids)
+        source = SourceRow(self.files[file], number, row)
+        messages = self.messages or Columns.of(self.data_args, source).read_messages
+        return self.reader.restore(source, messages, token_ids)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an image or a video stands in a message."""
+    """The place of an image or a video in a message."""
 
     mark: str
     own: Any = None
     """Value that the message brings along; None: the next one of the column."""
-
-
-def check_room(source: SourceRow, model: VisionModel, seen: Sequence[Seen]) -> None:
-    """
-    Raises:
-        DataError: more images or videos than the engine that generates keeps room for.
-    """
-    from roll.protocol.images import EncodedVideo
-
-    num_videos = sum(isinstance(one, EncodedVideo) for one in seen)
-    counts = (("image", len(seen) - num_videos, model.most_images), ("video", num_videos, model.most_videos))
-    for what, number, most in counts:
-        if most is not None and number > most:
-            raise DataError(
-                f"{source.place}: {number} {what}s, and the engine keeps room for {most}; limit_mm_per_prompt: "
-                f"{{{what}: {number}}} is enough"
-            )
 
 
 def read_video(reader: ImageReader, source: SourceRow, value: Any, number: int) -> EncodedVideo:

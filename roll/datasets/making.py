@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -12,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from roll.config import objects
 from roll.config.data import DataArguments
@@ -42,20 +43,19 @@ class Tally:
     truncated: Counter[str] = field(default_factory=Counter)
     without_truth: Counter[str] = field(default_factory=Counter)
     answered: Counter[str] = field(default_factory=Counter)
-    shortest: int | None = None
-    """Tokens of the shortest row that was left out as too long."""
+    shortest: float = math.inf
+    """Tokens of the shortest row that was left out as too long; infinite: none was."""
 
     def leave_out(self, domain: str, length: int) -> None:
         self.too_long[domain] += 1
-        self.shortest = length if self.shortest is None else min(length, self.shortest)
+        self.shortest = min(length, self.shortest)
 
     def add(self, other: Tally) -> None:
         self.too_long += other.too_long
         self.truncated += other.truncated
         self.without_truth += other.without_truth
         self.answered += other.answered
-        if other.shortest is not None:
-            self.shortest = other.shortest if self.shortest is None else min(other.shortest, self.shortest)
+        self.shortest = min(other.shortest, self.shortest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,32 +71,32 @@ class Draft(Conversation):
 TokensT = TypeVar("TokensT")
 
 
+@dataclass(eq=False)
 class RowMaker(ABC, Generic[TokensT]):
-    """Turns rows as read into prepared rows of one kind (prompts, demonstrations)."""
+    """Turns rows as read into prepared rows of one kind (prompts, demonstrations).
 
-    what: str
-    """Rows of this kind, in the plural."""
-    limit_key: str
-    """The key that limits its tokens."""
-    example: str
+    Raises:
+        DataError: no file is named.
+    """
+
+    limit_key: ClassVar[str]
+    """The key that limits the tokens of a row."""
+    example: ClassVar[str]
     """A file name, for error messages."""
-    columns: Columns
+    what: str = field(init=False, default="rows")
+    """Rows of this kind, in the plural."""
+    data_args: DataArguments
+    renderer: Renderer
+    limit: int
+    """Most tokens of a row."""
+    images: ImageReader = field(default_factory=lambda: ImageReader(None))
+    columns: Columns = field(init=False)
+    tally: Tally = field(init=False, default_factory=Tally)
+    """The counts of the present chunk."""
 
-    def __init__(
-        self, data_args: DataArguments, renderer: Renderer, limit: int, images: ImageReader | None = None
-    ) -> None:
-        """
-        Raises:
-            DataError: no file is named.
-        """
-        if data_args.file_name is None:
+    def __post_init__(self) -> None:
+        if self.data_args.file_name is None:
             raise DataError(f"data_args.file_name is not set; for example file_name: {self.example}")
-        self.data_args = data_args
-        self.images = images or ImageReader(None)
-        self.renderer = renderer
-        self.limit = limit
-        self.tally = Tally()
-        """The counts of the present chunk."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
@@ -132,10 +132,18 @@ class RowMaker(ABC, Generic[TokensT]):
         Raises:
             DataError: a row that ends the loading.
         """
-        drafts = []
+        drafts, curriculum = [], self.data_args.curriculum
         for source in sources:
             try:
-                drafts.append(self._draft(source))
+                messages, content = self.read(source)
+                difficulty = (
+                    None if curriculum is None else as_number(source, curriculum.column, "data_args.curriculum")
+                )
+                messages, images = self.images.read(source, messages)
+                vision = self.images.look(source, images)
+                tag = self.columns.read_tag(source)
+                messages = self.renderer.templates.with_system(messages, tag)
+                drafts.append(Draft(source, tag, messages, content=content, difficulty=difficulty, vision=vision))
             except DataError as error:
                 bad_rows.report(error)
         rows = []
@@ -151,16 +159,6 @@ class RowMaker(ABC, Generic[TokensT]):
             if row is not None:
                 rows.append(row)
         return rows
-
-    def _draft(self, source: SourceRow) -> Draft:
-        messages, content = self.read(source)
-        curriculum = self.data_args.curriculum
-        difficulty = None if curriculum is None else as_number(source, curriculum.column, "data_args.curriculum")
-        messages, images = self.images.read(source, messages)
-        vision = self.images.look(source, images)
-        tag = self.columns.read_tag(source)
-        messages = self.renderer.templates.with_system(messages, tag)
-        return Draft(source, tag, messages, content=content, difficulty=difficulty, vision=vision)
 
     def stored(
         self,
@@ -226,8 +224,14 @@ def make_all(maker: RowMaker[Any], chunks: Iterable[list[SourceRow]], processes:
         return
     # Forked children would inherit the locks of threads that Ray and the tokenizer have in this process.
     pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (maker, objects.pickles()))
+    waiting: deque[Future[Made]] = deque()
     try:
-        yield from _in_order(pool, chunks, CHUNKS_AHEAD * processes)
+        for chunk in chunks:
+            waiting.append(pool.submit(_make, chunk))
+            if len(waiting) >= CHUNKS_AHEAD * processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
     except BrokenProcessPool as error:
         rule = "a process that prepares rows has died, perhaps for want of memory; fewer of them need less"
         raise DataError(f"{rule}: data_args.preprocessing_num_workers = 1 prepares them in this one") from error
@@ -239,8 +243,7 @@ def make(maker: RowMaker[Any], chunk: Sequence[SourceRow]) -> Made:
     from roll.datasets.store import encode_rows
 
     maker.tally, bad = Tally(), Collected()
-    rows = maker.make(chunk, bad)
-    return Made(encode_rows(rows), maker.tally, bad.errors)
+    return Made(encode_rows(maker.make(chunk, bad)), maker.tally, bad.errors)
 
 
 def num_processes(data_args: DataArguments, paths: Sequence[Path]) -> int:
@@ -262,16 +265,6 @@ class Collected(BadRows):
 
     def report(self, error: DataError) -> None:
         self.errors.append(error)
-
-
-def _in_order(pool: ProcessPoolExecutor, chunks: Iterable[list[SourceRow]], ahead: int) -> Iterator[Made]:
-    waiting: deque[Future[Made]] = deque()
-    for chunk in chunks:
-        waiting.append(pool.submit(_make, chunk))
-        if len(waiting) >= ahead:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
 
 
 _maker: RowMaker[Any] | None = None

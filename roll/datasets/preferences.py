@@ -8,7 +8,7 @@ steps (a label for every step of one response).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import accumulate, chain, takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,9 +70,9 @@ class JudgedColumns:
     """A response or a list of them; of steps a list of the steps of one response."""
     scores: str = "scores"
     """A number (a label) or a list of as many as there are responses or steps; of rankings it may be missing: the
-    responses then stand from the best to the worst."""
+    responses are then in order, the best first."""
     separator: str = "\n"
-    """Stands behind every step."""
+    """Added after every step."""
 
 
 class JudgedDataset(PreparedRows[JudgedRow]):
@@ -103,11 +103,13 @@ class JudgedDataset(PreparedRows[JudgedRow]):
         """
         renderer = Renderer(tokenizer, TemplateChoice.of_settings(data_args, global_template, None))
         images = ImageReader.of(data_args, vision)
-        maker = JudgedMaker(data_args, renderer, sequence_length, columns, judgement, score_input, images)
+        maker = JudgedMaker(
+            data_args, renderer, sequence_length, images, names=columns, judgement=judgement, score_input=score_input
+        )
         return cls(*load_rows(maker, maker.conversation))
 
     def _row(self, position: int) -> JudgedRow:
-        store, extra = self._store, self._store.row(position)
+        store, extra = self._store, self._store.content("row", position)
         ids, begin, responses = store.token_ids(position), store.value("prompt_length", position), []
         prompt = ids[:begin]
         for length in extra["lengths"]:
@@ -144,56 +146,48 @@ class JudgedTokens:
     step_ends: list[int] = field(default_factory=list)
 
 
+@dataclass(eq=False, kw_only=True)
 class JudgedMaker(RowMaker[JudgedTokens]):
-    """Makes judged rows; the content of a draft is a :class:`Judged`."""
+    """Makes judged rows; the content of a draft is a :class:`Judged`.
+
+    Args:
+        judgement, score_input: as :meth:`JudgedDataset.build` has them.
+    """
 
     limit_key, example = "sequence_length", "data/preferences.jsonl"
+    names: JudgedColumns
+    judgement: Judgement
+    score_input: ScoreInput
 
-    def __init__(
-        self,
-        data_args: DataArguments,
-        renderer: Renderer,
-        limit: int,
-        names: JudgedColumns,
-        judgement: Judgement,
-        score_input: ScoreInput,
-        images: ImageReader,
-    ) -> None:
-        super().__init__(data_args, renderer, limit, images)
-        self._end = end_of_response(renderer.tokenizer)
-        self._names = names
-        self._judgement = judgement
-        self._input = score_input
-        self.what = "pairs" if judgement == "pairs" else "rows"
-        self._domain = "preferences" if judgement == "pairs" else "responses"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._end = end_of_response(self.renderer.tokenizer)
+        pairs = self.judgement == "pairs"
+        self.what, self._domain = ("pairs", "preferences") if pairs else ("rows", "responses")
 
     def settings(self) -> dict[str, Any]:
-        names = self._names
-        return {
-            "columns": [names.chosen, names.rejected, names.margin, names.responses, names.scores, names.separator],
-            "kind": [self._judgement, self._input],
-            "eos_token": self._end,
-        }
+        kind = [self.judgement, self.score_input]
+        return {"columns": list(astuple(self.names)), "kind": kind, "eos_token": self._end}
 
     def columns_of(self, first: SourceRow) -> Columns:
-        """The prompt's column is the configured one, else one of the usual names; without any of them the prompt stands
+        """The prompt's column is the configured one, else one of the usual names; without any of them the prompt is
         in the conversations of the responses."""
         if self.data_args.prompt is not None or self.data_args.messages is not None:
             return Columns.of(self.data_args, first)
-        names = self._names
-        pairs = self._judgement == "pairs"
+        names = self.names
+        pairs = self.judgement == "pairs"
         usual = PROMPT_COLUMNS if pairs else (*PROMPT_COLUMNS, names.chosen)
         last = names.chosen if pairs else names.responses
         name = next((name for name in usual if name in first.row), last)
         return Columns.of(replace(self.data_args, prompt=name), first)
 
     def tokenize(self, drafts: Sequence[Draft]) -> list[JudgedTokens | DataError]:
-        if self._input == "chat":
+        if self.score_input == "chat":
             return [self._chat(draft) for draft in drafts]
         texts = []
         for draft in drafts:
             parts = draft.content.responses
-            behind = self._names.separator if self._judgement == "steps" else self._end
+            behind = self.names.separator if self.judgement == "steps" else self._end
             texts += [f"{part}{behind}" for part in parts[:-1]] + [f"{parts[-1]}{self._end}"]
         ids = iter(tokenize(self.renderer.tokenizer, texts, [False] * len(texts)))
         found: list[JudgedTokens | DataError] = []
@@ -201,7 +195,7 @@ class JudgedMaker(RowMaker[JudgedTokens]):
             own = [next(ids) for _ in draft.content.responses]
             if isinstance(rendered, DataError):
                 found.append(rendered)
-            elif self._judgement == "steps":
+            elif self.judgement == "steps":
                 whole, ends = list(chain.from_iterable(own)), list(accumulate(map(len, own)))
                 found.append(JudgedTokens(rendered.token_ids, [whole], ends))
             else:
@@ -216,7 +210,7 @@ class JudgedMaker(RowMaker[JudgedTokens]):
 
     def finish(self, draft: Draft, tokens: JudgedTokens) -> StoredRow | None:
         longest, prompt = max(map(len, tokens.responses)), tokens.prompt
-        if self._input == "tokens" and draft.vision is None:  # a cut could go through an image
+        if self.score_input == "tokens" and draft.vision is None:  # a cut could go through an image
             prompt = self._cut(draft, prompt, self.limit - longest)
         length = len(prompt) + longest
         if length > self.limit:
@@ -270,11 +264,14 @@ class JudgedMaker(RowMaker[JudgedTokens]):
             DataError: a column that is missing or holds something else; responses to different prompts; a ranking
                 without two different responses of different rank.
         """
-        names = self._names
-        if self._judgement == "steps":
-            return self._steps(source)
-        pair = self._judgement == "pairs" or (
-            self._judgement in ("ranking", "labels") and source.row.get(names.responses) is None
+        names = self.names
+        if self.judgement == "steps":
+            steps = source.row.get(names.responses)
+            if not isinstance(steps, list) or not steps or not all(isinstance(one, str) and one for one in steps):
+                raise DataError(f"{source.place}: {names.responses} must be a list of steps, each a non-empty text")
+            return self.columns.read_messages(source), Judged(steps, self._scores(source, len(steps)), None)
+        pair = self.judgement == "pairs" or (
+            self.judgement in ("ranking", "labels") and source.row.get(names.responses) is None
         )
         if pair:
             values = [(name, require(source, name)) for name in (names.chosen, names.rejected)]
@@ -288,12 +285,12 @@ class JudgedMaker(RowMaker[JudgedTokens]):
         messages = self._messages(source, [before for _, before in sides], pair)
         responses, both = [text for text, _ in sides], f"{names.chosen} and {names.rejected}"
         margin = None if names.margin is None else as_number(source, names.margin, "margin_key")
-        if self._judgement == "pairs":
+        if self.judgement == "pairs":
             if responses[0] == responses[1]:
                 raise DataError(f"{source.place}: {both} are the same text")
             return messages, Judged(responses, [], margin)
         scores = [1.0, 0.0] if pair else self._scores(source, len(responses))
-        if self._judgement == "ranking":
+        if self.judgement == "ranking":
             if len(responses) < 2 or len(set(scores)) < 2:
                 raise DataError(f"{source.place}: no two responses of different rank: {len(responses)} responses")
             best = {text for text, score in zip(responses, scores, strict=True) if score == max(scores)}
@@ -302,29 +299,22 @@ class JudgedMaker(RowMaker[JudgedTokens]):
                 raise DataError(f"{source.place}: {what} are the same text and of different rank")
         return messages, Judged(responses, scores, margin)
 
-    def _steps(self, source: SourceRow) -> tuple[list[Message], Judged]:
-        names = self._names
-        steps = source.row.get(names.responses)
-        if not isinstance(steps, list) or not steps or not all(isinstance(one, str) and one for one in steps):
-            raise DataError(f"{source.place}: {names.responses} must be a list of steps, each a non-empty text")
-        return self.columns.read_messages(source), Judged(steps, self._scores(source, len(steps)), None)
-
     def _scores(self, source: SourceRow, count: int) -> list[float]:
-        name = self._names.scores
+        name = self.names.scores
         value: Any = source.row.get(name)
-        if value is None and self._judgement == "ranking":
+        if value is None and self.judgement == "ranking":
             return [float(count - place) for place in range(count)]
         values = value if isinstance(value, list) else [value]
         if len(values) != count or not all(isinstance(one, int | float) for one in values):
             raise DataError(f"{source.place}: {name} must be {count} numbers, found {str(value)[:60]!r}")
         scores = [float(one) for one in values]
-        if self._judgement in ("labels", "steps") and not all(0 <= one <= 1 for one in scores):
+        if self.judgement in ("labels", "steps") and not all(0 <= one <= 1 for one in scores):
             raise DataError(f"{source.place}: {name} must be true or false, or a number from 0 to 1, found {value!r}")
         return scores
 
     def _messages(self, source: SourceRow, before: Sequence[list[Message] | None], pair: bool) -> list[Message]:
         """The prompt, of its own column or from the conversations of the responses."""
-        names = self._names
+        names = self.names
         if {self.columns.prompt, self.columns.messages} & {names.chosen, names.responses}:
             first = before[0]
             if first is None or None in before:

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +23,7 @@ from roll.datasets.columns import Keep, Message, build_filter, filter_source
 from roll.datasets.images import PreparedImages
 from roll.datasets.making import RowMaker, Tally, make_all, num_processes
 from roll.datasets.reading import SourceRow, data_files, stream_rows, unique_names
+from roll.datasets.templates import TEMPLATES, template_text
 from roll.datasets.types import BadRows, DataError, LoadCounts
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ ROWS_FORMAT = 3
 FORMAT = 4
 """Version of a cache entry; increased when the same settings give other rows or files."""
 SMALLEST = 4 * 2**20
-"""Bytes of data files from which rows are kept without being asked to."""
+"""Bytes of data files from which rows are kept by default."""
 KEYS_OF_NO_ROW = (
     *("on_bad_row", "use_cache", "cache_dir"),
     *("shuffle", "domain_interleave_probs", "preprocessing_num_workers"),
@@ -54,7 +55,7 @@ RowT = TypeVar("RowT")
 
 
 class PreparedRows(Sequence[RowT]):
-    """Prepared rows in file order, each built when it is asked for.
+    """Prepared rows in file order, each built when it is read.
 
     Args:
         images: of the rows; None: the model sees none.
@@ -139,7 +140,8 @@ def prepare(maker: RowMaker[Any]) -> tuple[RowStore, list[Path]]:
     settings = cache_settings(maker) if is_wanted(data_args, paths) else None
     if settings is None:
         return build_store(maker, paths, None), paths
-    folder = cache_root(data_args) / cache_key(paths, settings)
+    root = cache_home() if data_args.cache_dir is None else Path(data_args.cache_dir).expanduser()
+    folder = root / "datasets" / cache_key(paths, settings)
     found = open_entry(folder, data_args)
     if found is not None:
         logger.info("prepared rows are read from %s", folder)
@@ -175,12 +177,13 @@ def build_store(maker: RowMaker[Any], paths: Sequence[Path], folder: Path | None
     selection = Selection(build_filter(maker.data_args.dataset_filter), unusable)
     writer, tally = RowStoreWriter(folder), Tally()
     try:
-        read = chunks(selection(stream_rows(paths, unreadable)))
+        sources = selection(stream_rows(paths, unreadable))
+        read = iter(lambda: list(islice(sources, CHUNK)), [])
         first = next(read, None)
         if first is not None:
             maker.columns = maker.columns_of(first[0])
-            read = chain([first], read)
-        for made in make_all(maker, read, num_processes(maker.data_args, paths)):
+        chunks = chain([] if first is None else [first], read)
+        for made in make_all(maker, chunks, num_processes(maker.data_args, paths)):
             for problem in made.bad:
                 unusable.report(problem)
             tally.add(made.tally)
@@ -207,46 +210,34 @@ def build_store(maker: RowMaker[Any], paths: Sequence[Path], folder: Path | None
 
 def nothing_left(maker: RowMaker[Any], tally: Tally, counts: LoadCounts) -> str:
     """The reason why no row is left."""
-    if tally.shortest is None:
+    if not counts.too_long:
         return f"no row is left: {counts}"
     limit, what = maker.limit, maker.what
     none_fits = f"none of {sum(counts.too_long.values())} {what} fits into {maker.limit_key} = {limit}"
     return f"{none_fits}; the shortest has {tally.shortest} tokens"
 
 
+@dataclass
 class Selection:
     """Rows that ``dataset_filter`` lets through, counted."""
 
-    def __init__(self, keep: Keep | None, bad_rows: BadRows) -> None:
-        self._keep = keep
-        self._bad_rows = bad_rows
-        self.read = 0
-        self.filtered = 0
+    keep: Keep | None
+    bad_rows: BadRows
+    read: int = 0
+    filtered: int = 0
 
     def __call__(self, sources: Iterable[SourceRow]) -> Iterator[SourceRow]:
         for source in sources:
             self.read += 1
             try:
-                wanted = self._keep is None or self._keep(source)
+                wanted = self.keep is None or self.keep(source)
             except DataError as error:
-                self._bad_rows.report(error)
+                self.bad_rows.report(error)
                 continue
             if wanted:
                 yield source
             else:
                 self.filtered += 1
-
-
-def chunks(sources: Iterator[SourceRow]) -> Iterator[list[SourceRow]]:
-    while chunk := list(islice(sources, CHUNK)):
-        yield chunk
-
-
-def cache_root(data_args: DataArguments) -> Path:
-    """``data_args.cache_dir``, else the folder of this user."""
-    if data_args.cache_dir is not None:
-        return Path(data_args.cache_dir).expanduser() / "datasets"
-    return cache_home() / "datasets"
 
 
 def is_wanted(data_args: DataArguments, paths: Sequence[Path]) -> bool:
@@ -267,7 +258,8 @@ def cache_settings(maker: RowMaker[Any]) -> dict[str, Any] | None:
         return None
     section = {k: v for k, v in asdict(maker.data_args).items() if k not in KEYS_OF_NO_ROW}
     section |= {"file_name": None, "dataset_filter": chosen}
-    templates = {name: render_source(name) for name in sorted(maker.renderer.templates.renders)}
+    names = sorted(maker.renderer.templates.renders)
+    templates = {name: "" if name in TEMPLATES else template_text(name) for name in names}
     choice = [maker.renderer.templates.common, dict(maker.renderer.templates.by_tag or {})]
     kind = [type(maker).__name__, maker.limit, maker.settings()]
     return {
@@ -281,19 +273,16 @@ def cache_settings(maker: RowMaker[Any]) -> dict[str, Any] | None:
     }
 
 
-def render_source(name: str) -> str:
-    """A template's content, where it is a file."""
-    from roll.datasets.templates import TEMPLATES, template_text
-
-    return "" if name in TEMPLATES else template_text(name)
-
-
 def cache_key(paths: Sequence[Path], settings: Mapping[str, Any]) -> str:
     """Changes with the content of a file, the order of the files and every setting."""
     # Ids of rows have both in them.
     names = unique_names(paths, [path.name for path in paths])
     stems = unique_names(paths, [path.stem for path in paths])
-    files = [[name, stem, content_hash(path)] for name, stem, path in zip(names, stems, paths, strict=True)]
+    files = []
+    for name, stem, path in zip(names, stems, paths, strict=True):
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        files.append([name, stem, content])
     text = json.dumps([FORMAT, files, settings], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -314,11 +303,6 @@ def blocks_hash(path: Path, blocks: int = 64, size: int = 1 << 18) -> str:
             file.seek(number * size if whole else number * (total - size) // (blocks - 1))
             digest.update(file.read(size))
     return digest.hexdigest()
-
-
-def content_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
@@ -55,7 +56,8 @@ class PromptDataset(PreparedRows[PromptRow]):
         """
         templates = TemplateChoice.of_settings(data_args, global_template, tag_to_template)
         images = ImageReader.of(data_args, vision)
-        return cls(*load_rows(PromptMaker(data_args, Renderer(tokenizer, templates), prompt_length, domains, images)))
+        renderer = Renderer(tokenizer, templates)
+        return cls(*load_rows(PromptMaker(data_args, renderer, prompt_length, images, domains=domains)))
 
     def by_domain(self) -> dict[str, PromptDataset]:
         """The rows of each domain that has any, in file order."""
@@ -71,13 +73,13 @@ class PromptDataset(PreparedRows[PromptRow]):
 
     def _row(self, position: int) -> PromptRow:
         store = self._store
-        row, token_ids = store.row(position), store.token_ids(position)
+        row, token_ids = store.content("row", position), store.token_ids(position)
         return PromptRow(
             prompt_id=store.value("id", position),
             domain=store.value("domain", position),
             tag=store.value("tag", position),
             token_ids=token_ids,
-            prompt_text=store.text(position),
+            prompt_text=store.content("text", position),
             ground_truth=read_ground_truth(row),
             row=row,
             vision=self._vision(position, row, token_ids),
@@ -91,47 +93,38 @@ FOREIGN_TRUTHS = ("reward_model", "reward_spec")
 def read_ground_truth(row: Row) -> Any:
     """The column ``ground_truth``, else the entry of that name in ``reward_model`` (verl) or ``reward_spec`` (SkyRL);
     None: the row has none."""
-    value = row.get("ground_truth")
-    if value is not None:
-        return value
-    sections = (_as_section(row.get(name)) for name in FOREIGN_TRUTHS)
-    found = (section.get("ground_truth") for section in sections if isinstance(section, dict))
-    return next((truth for truth in found if truth is not None), None)
+    for section in (row, *map(row.get, FOREIGN_TRUTHS)):
+        if isinstance(section, str) and section.startswith("{"):
+            # CSV and some JSONL files hold the section as JSON text.
+            with suppress(json.JSONDecodeError):
+                section = json.loads(section)
+        if isinstance(section, dict) and section.get("ground_truth") is not None:
+            return section["ground_truth"]
+    return None
 
 
-def _as_section(value: Any) -> Any:
-    """CSV and some JSONL files hold the section as JSON text."""
-    if not isinstance(value, str) or not value.startswith("{"):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value
-
-
+@dataclass(eq=False)
 class PromptMaker(RowMaker[Rendered]):
-    """Makes prompts; the content of a draft is its domain."""
+    """Makes prompts; the content of a draft is its domain.
 
-    what, limit_key, example = "prompts", "prompt_length", "data/train.jsonl"
+    Args:
+        domains: ``tag_included`` of each reward section.
+    """
 
-    def __init__(
-        self,
-        data_args: DataArguments,
-        renderer: Renderer,
-        prompt_length: int,
-        domains: Mapping[str, Sequence[str] | None],
-        images: ImageReader,
-    ) -> None:
-        super().__init__(data_args, renderer, prompt_length, images)
-        self._domains = domains
-        self._router = DomainRouter(domains)
+    limit_key, example = "prompt_length", "data/train.jsonl"
+    what: str = field(init=False, default="prompts")
+    domains: Mapping[str, Sequence[str] | None] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._router = DomainRouter(self.domains)
 
     def settings(self) -> dict[str, Any]:
-        return {"domains": {name: sorted(tags or ()) for name, tags in self._domains.items()}}
+        return {"domains": {name: sorted(tags or ()) for name, tags in self.domains.items()}}
 
     def in_order(self, counts: LoadCounts) -> LoadCounts:
         """Put the domains in the order of the configuration."""
-        kept = {domain: counts.kept[domain] for domain in self._domains if domain in counts.kept}
+        kept = {domain: counts.kept[domain] for domain in self.domains if domain in counts.kept}
         return replace(counts, kept=kept)
 
     def read(self, source: SourceRow) -> tuple[list[Message], str]:
@@ -146,10 +139,7 @@ class PromptMaker(RowMaker[Rendered]):
         return tokens if token_ids is tokens.token_ids else Rendered(tokens.text, token_ids)
 
     def finish(self, draft: Draft, tokens: Rendered) -> StoredRow | None:
-        """
-        Raises:
-            DataError: too long, and neither left out nor cut by choice.
-        """
+        """The row; ``DataError`` where it is too long, and neither left out nor cut by choice."""
         domain, length, side = draft.content, len(tokens.token_ids), self.data_args.truncation
         if length > self.limit:
             if self.data_args.filter_overlong_prompts:

@@ -17,13 +17,13 @@ from roll.datasets.types import BadRows, DataError
 
 Row = dict[str, Any]
 Numbered = Iterator[tuple[int, Row | DataError]]
-"""Row numbers with what stands there: a row, or the reason why it is none."""
+"""Row numbers with what is there: a row, or the reason why it is none."""
 TOOLS = "tools"
 """Column of the schemas of the tools that a conversation has."""
 MESSAGE_KEYS = frozenset({"role", "from"})
 """Keys of which every message has one (the second in ShareGPT's form)."""
 ROWS_AT_A_TIME = 4096
-"""Of a Parquet file: they are decoded together."""
+"""Rows of a Parquet file that are decoded together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def read_rows(file_names: str | Sequence[str]) -> list[SourceRow]:
 
 
 def data_files(file_names: str | Sequence[str]) -> list[Path]:
-    """The files that the names stand for: a folder for the data files in it, ``*`` and ``?`` for matching names,
+    """The files of the names: a folder for the data files in it, ``*`` and ``?`` for matching names,
     ``hub:OWNER/NAME[/CONFIG][:SPLIT]`` for the files that the hub's data set is kept in on this machine.
 
     Raises:
@@ -73,7 +73,12 @@ def stream_rows(paths: Iterable[Path], bad_rows: BadRows | None = None) -> Gener
     for file, path in enumerate(paths):
         found = False
         try:
-            for number, row in reader_of(path)(path):
+            suffix = format_of(path)
+            if suffix not in READERS:
+                raise DataError(f"{path}: unknown kind of file {suffix!r}; expected one of {', '.join(READERS)}")
+            if path.suffix == ".gz" and suffix in BINARY_FORMATS:
+                raise DataError(f"{path}: {suffix} files are compressed inside; give the file without .gz")
+            for number, row in READERS[suffix](path):
                 found = True
                 if isinstance(row, DataError):
                     bad_rows.report(row)
@@ -86,7 +91,7 @@ def stream_rows(paths: Iterable[Path], bad_rows: BadRows | None = None) -> Gener
 
 
 def expand(name: str) -> list[Path]:
-    """The files that one configured name stands for."""
+    """The files of one configured name."""
     try:
         hub = hub_name(name)
     except ValueError as error:
@@ -120,15 +125,6 @@ def unique_names(paths: Sequence[Path], names: Sequence[str]) -> Sequence[str]:
     return [f"{name}#{count}" if count > 1 else name for name, count in zip(shown, times, strict=True)]
 
 
-def reader_of(path: Path) -> Callable[[Path], Numbered]:
-    suffix = format_of(path)
-    if suffix not in READERS:
-        raise DataError(f"{path}: unknown kind of file {suffix!r}; expected one of {', '.join(READERS)}")
-    if path.suffix == ".gz" and suffix in BINARY_FORMATS:
-        raise DataError(f"{path}: {suffix} files are compressed inside; give the file without .gz")
-    return READERS[suffix]
-
-
 def open_text(path: Path, newline: str | None = None) -> IO[str]:
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8-sig", newline=newline)
@@ -136,13 +132,13 @@ def open_text(path: Path, newline: str | None = None) -> IO[str]:
 
 
 def read_json(path: Path) -> Numbered:
-    """A JSON array of objects, or (as many ``.json`` files are) one object a line."""
+    """A JSON array of objects, or (as all ``.jsonl`` and many ``.json`` files are) one object a line."""
     with open_text(path) as file:
         beginning = file.read(1)
         while beginning.isspace():
             beginning = file.read(1)
         file.seek(0)
-        if beginning != "[":
+        if beginning != "[" or format_of(path) == ".jsonl":
             yield from parse_json_lines(path, file)
             return
         text = file.read()
@@ -165,11 +161,6 @@ def whole_characters(value: Any, text: str) -> Any:
     return value
 
 
-def read_json_lines(path: Path) -> Numbered:
-    with open_text(path) as file:
-        yield from parse_json_lines(path, file)
-
-
 def parse_json_lines(path: Path, lines: Iterable[str]) -> Numbered:
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -179,8 +170,8 @@ def parse_json_lines(path: Path, lines: Iterable[str]) -> Numbered:
         except json.JSONDecodeError as error:
             message = f"{path}, row {number}: not valid JSON at column {error.colno}: {error.msg}; expected one object"
             yield number, DataError(message)
-            continue
-        yield number, expect_object(path, number, row, line)
+        else:
+            yield number, expect_object(path, number, row, line)
 
 
 def expect_object(path: Path, number: int, row: Any, text: str) -> Row | DataError:
@@ -283,7 +274,7 @@ def read_arrow(path: Path) -> Numbered:
 
 READERS: dict[str, Callable[[Path], Numbered]] = {
     ".json": read_json,
-    ".jsonl": read_json_lines,
+    ".jsonl": read_json,
     ".csv": read_csv,
     ".parquet": read_parquet,
     ".arrow": read_arrow,

@@ -41,25 +41,18 @@ class EpochOrder:
         """Positions of the rows, each once."""
         # A text seed is hashed with SHA-512, so streams of different names and epochs are independent.
         generator = random.Random(f"{self.seed}/{self.name}/{epoch}")
-        order: list[int] = []
-        for band in self._bands(epoch):
-            if self.shuffle:
-                generator.shuffle(band)
-            order += band
-        return order
+        curriculum, bands = self.curriculum, [list(range(self.num_rows))]
+        if curriculum is not None and epoch < curriculum.epochs:
+            import numpy as np
 
-    def _bands(self, epoch: int) -> list[list[int]]:
-        """Groups of rows, drawn one group after the other in the epoch."""
-        curriculum = self.curriculum
-        if curriculum is None or epoch >= curriculum.epochs:
-            return [list(range(self.num_rows))]
-        import numpy as np
-
-        assert self.difficulties is not None, "a curriculum comes with difficulties"
-        # Stable: rows of equal difficulty stay in the order of the files before they are shuffled.
-        ranked = np.argsort(np.asarray(self.difficulties), kind="stable")
-        bands = [part.tolist() for part in np.array_split(ranked, curriculum.bands)]
-        return bands if curriculum.order == "easy_first" else bands[::-1]
+            assert self.difficulties is not None, "a curriculum comes with difficulties"
+            # Stable: rows of equal difficulty stay in the order of the files before they are shuffled.
+            ranked = np.argsort(np.asarray(self.difficulties), kind="stable")
+            bands = [part.tolist() for part in np.array_split(ranked, curriculum.bands)]
+            bands = bands if curriculum.order == "easy_first" else bands[::-1]
+        for band in bands if self.shuffle else ():
+            generator.shuffle(band)
+        return [row for band in bands for row in band]
 
     def description(self) -> dict[str, Any]:
         """Properties that a checkpoint must agree with, as plain JSON values."""
@@ -71,18 +64,18 @@ T = TypeVar("T")
 
 
 class ShuffledEpochs(Generic[T]):
-    """Endless passes over ``rows``; the order of each depends on seed, name and epoch alone."""
+    """Endless passes over ``rows``; the order of each depends on seed, name and epoch alone.
+
+    Args:
+        order: the epochs' order; None: shuffled, or as the rows are.
+
+    Raises:
+        DataError: no rows.
+    """
 
     def __init__(
         self, rows: Sequence[T], seed: int, name: str = "", shuffle: bool = True, order: EpochOrder | None = None
     ) -> None:
-        """
-        Args:
-            order: the epochs' order; None: shuffled, or as the rows are.
-
-        Raises:
-            DataError: no rows.
-        """
         if not rows:
             raise DataError(f"no rows to draw from{f' in domain {name!r}' if name else ''}")
         self._rows = rows
@@ -125,7 +118,8 @@ class ShuffledEpochs(Generic[T]):
         return {**self._epochs.description(), "contents": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """
+        """Continue where ``state`` was taken.
+
         Raises:
             DataError: the state belongs to other rows, another seed or another order.
         """
@@ -148,6 +142,15 @@ class DomainSampler:
     After n draws the count of a domain with share p differs from p*n by less than 1, whatever the batch sizes: the
     quota method of R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980), whose bound is
     1 - 1/(2k - 2) for k domains.  Shares are exact fractions, so nothing drifts.
+
+    Args:
+        datasets: the rows of each domain (:meth:`PromptDataset.by_domain`).
+        probs: share of each domain (``domain_interleave_probs``), normalised to sum 1; a domain with share 0 is never
+            drawn. None: in proportion to the number of rows.
+        data_args: says whether epochs are shuffled or follow a curriculum; None: shuffled.
+
+    Raises:
+        DataError: a share without rows, rows without a share, or a share that is not a number >= 0.
     """
 
     def __init__(
@@ -157,21 +160,14 @@ class DomainSampler:
         seed: int = 42,
         data_args: DataArguments | None = None,
     ) -> None:
-        """
-        Args:
-            datasets: the rows of each domain (:meth:`PromptDataset.by_domain`).
-            probs: share of each domain (``domain_interleave_probs``), normalised to sum 1; a domain with share 0 is
-                never drawn. None: in proportion to the number of rows.
-            data_args: says whether epochs are shuffled or follow a curriculum; None: shuffled.
-
-        Raises:
-            DataError: a share without rows, rows without a share, or a share that is not a number >= 0.
-        """
         self._shares = shares(datasets, probs)
-        self._streams = {
-            domain: ShuffledEpochs(rows, seed, domain, order=order_of(rows, data_args, seed, domain))
-            for domain, rows in ((domain, datasets[domain]) for domain in self._shares if self._shares[domain])
-        }
+        self._streams: dict[str, ShuffledEpochs[PromptRow]] = {}
+        for domain in (domain for domain, share in self._shares.items() if share):
+            rows, order = datasets[domain], None
+            if data_args is not None:
+                difficulties = rows.difficulties if isinstance(rows, PromptDataset) else None
+                order = EpochOrder.of(data_args, len(rows), seed, domain, difficulties)
+            self._streams[domain] = ShuffledEpochs(rows, seed, domain, order=order)
         self._domains = list(self._streams)
         self._datasets = datasets
         self._rows_by_id: dict[str, dict[str, PromptRow]] = {}
@@ -187,13 +183,12 @@ class DomainSampler:
     def next_batch(self, size: int) -> list[PromptRow]:
         """The next ``size`` prompts, domains interleaved. A prompt's id names its epoch (``id``, ``id@1`` ...),
         so every id is unique over the run."""
-        return [self._next_row() for _ in range(size)]
-
-    def _next_row(self) -> PromptRow:
-        stream = self._streams[self._next_domain()]
-        epoch = stream.epoch
-        row = stream.next_row()
-        return replace(row, prompt_id=f"{row.prompt_id}@{epoch}") if epoch else row
+        rows = []
+        for _ in range(size):
+            stream = self._streams[self._next_domain()]
+            epoch, row = stream.epoch, stream.next_row()
+            rows.append(replace(row, prompt_id=f"{row.prompt_id}@{epoch}") if epoch else row)
+        return rows
 
     def _next_domain(self) -> str:
         """The most urgent of the domains that may be drawn without running ahead of their quota."""
@@ -201,7 +196,7 @@ class DomainSampler:
             return self._domains[0]
         margin, turn = Fraction(1, 2 * len(self._domains) - 2), self.num_drawn + 1
         lacks = {domain: self._shares[domain] * turn - self._streams[domain].num_drawn for domain in self._domains}
-        # Shares sum to 1, so some domain is behind its quota.
+        # Shares sum to 1, so some domain is below its quota.
         behind = [domain for domain in self._domains if lacks[domain] >= margin]
         return min(behind, key=lambda domain: (1 - margin - lacks[domain]) / self._shares[domain])
 
@@ -243,14 +238,6 @@ class DomainSampler:
             )
         for domain, stream in self._streams.items():
             stream.load_state_dict(state["domains"][domain])
-
-
-def order_of(rows: Sequence[PromptRow], data_args: DataArguments | None, seed: int, domain: str) -> EpochOrder | None:
-    """The order that ``data_args`` asks for; None: the usual one."""
-    if data_args is None:
-        return None
-    difficulties = rows.difficulties if isinstance(rows, PromptDataset) else None
-    return EpochOrder.of(data_args, len(rows), seed, domain, difficulties)
 
 
 def shares(datasets: Mapping[str, Sequence[PromptRow]], probs: Mapping[str, float] | None) -> dict[str, Fraction]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.data import DataArguments
@@ -13,7 +13,7 @@ from roll.datasets.images import ImageReader
 from roll.datasets.making import Draft, RowMaker
 from roll.datasets.preparation import PreparedRows, load_rows
 from roll.datasets.reading import SourceRow
-from roll.datasets.templates import Renderer, TemplateChoice, end_of_response, tokenize
+from roll.datasets.templates import Rendered, Renderer, TemplateChoice, end_of_response, tokenize
 from roll.datasets.types import DataError, SftRow
 from roll.datasets.vision_model import VisionModel
 
@@ -60,11 +60,9 @@ class SftDataset(PreparedRows[SftRow]):
         Raises:
             DataError: a file, row or template that cannot be used, or no row left.
         """
-        templates = TemplateChoice.of_settings(data_args, global_template, tag_to_template)
+        renderer = Renderer(tokenizer, TemplateChoice.of_settings(data_args, global_template, tag_to_template))
         images = ImageReader.of(data_args, vision)
-        keys = query_key, system_key
-        maker = sft_maker(data_args, tokenizer, templates, sequence_length, keys, images, train_on)
-        return cls(*load_rows(maker))
+        return cls(*load_rows(SftMaker(data_args, renderer, sequence_length, images, train_on, query_key, system_key)))
 
     def _row(self, position: int) -> SftRow:
         store = self._store
@@ -74,57 +72,62 @@ class SftDataset(PreparedRows[SftRow]):
             tag=store.value("tag", position),
             input_ids=input_ids,
             prompt_length=store.value("prompt_length", position),
-            vision=self._vision(position, (store.row(position) or {}) if self._images is not None else {}, input_ids),
-            spans=store.spans(position),
+            vision=self._vision(
+                position, (store.content("row", position) or {}) if self._images is not None else {}, input_ids
+            ),
+            spans=store.content("spans", position),
         )
 
 
-def sft_maker(
-    data_args: DataArguments,
-    tokenizer: PreTrainedTokenizerBase,
-    templates: TemplateChoice,
-    sequence_length: int,
-    keys: tuple[str | None, str | None],
-    images: ImageReader,
-    train_on: TrainOn,
-) -> RowMaker[Any]:
-    """The maker of demonstrations.
+@dataclass(eq=False)
+class SftMaker(RowMaker[Masked]):
+    """Makes demonstrations, of which the response alone carries the loss, or every turn of the assistant.
 
     Args:
-        keys: ``query_key`` and ``system_key``.
+        train_on, query_key, system_key: as :meth:`SftDataset.build` has them.
 
     Raises:
-        DataError: no file, a tokenizer without an end of text, or a template that cannot be used.
+        DataError: no file, a tokenizer without an end of text, or a template that does not render turn by turn.
     """
-    renderer = Renderer(tokenizer, templates)
-    query_key, system_key = keys
-    if train_on == "assistant":
-        return DialogueMaker(data_args, renderer, sequence_length, system_key, images)
-    return SftMaker(data_args, renderer, sequence_length, query_key, system_key, images)
 
+    limit_key, example = "sequence_length", "data/sft.jsonl"
+    what: str = field(init=False, default="demonstrations")
+    train_on: TrainOn = "last"
+    query_key: str | None = None
+    system_key: str | None = None
 
-class DialogueMaker(RowMaker[Masked]):
-    """Makes demonstrations in which every turn of the assistant carries the loss."""
-
-    what, limit_key, example = "demonstrations", "sequence_length", "data/sft.jsonl"
-
-    def __init__(
-        self, data_args: DataArguments, renderer: Renderer, limit: int, system_key: str | None, images: ImageReader
-    ) -> None:
-        super().__init__(data_args, renderer, limit, images)
-        self._end = end_of_response(renderer.tokenizer)
-        self._system_key = system_key
-        self._turns = AssistantTurns(renderer.tokenizer, renderer.templates)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._end = end_of_response(self.renderer.tokenizer)
+        every_turn = self.train_on == "assistant"
+        self._turns = AssistantTurns(self.renderer.tokenizer, self.renderer.templates) if every_turn else None
 
     def settings(self) -> dict[str, Any]:
-        return {"train_on": "assistant", "eos_token": self._end, "system_key": self._system_key}
+        keys = {"query_key": self.query_key, "system_key": self.system_key}
+        return {**keys, "train_on": self.train_on, "eos_token": self._end}
 
-    def read(self, source: SourceRow) -> tuple[list[Message], list[Any] | None]:
-        messages, tools = read_dialogue(self.columns, source)
-        return with_system(messages, column_of(source, self._system_key)), tools
+    def read(self, source: SourceRow) -> tuple[list[Message], Any]:
+        """The messages, and the response, or with ``train_on: assistant`` the tools."""
+        rest: Any
+        if self._turns is not None:
+            messages, rest = read_dialogue(self.columns, source)
+        else:
+            messages, rest = read_demonstration(self.columns, source, self.query_key)
+        return with_system(messages, self.system_key and source.row.get(self.system_key)), rest
 
     def tokenize(self, drafts: Sequence[Draft]) -> list[Masked | DataError]:
-        return [self._turns(replace(draft, tools=draft.content)) for draft in drafts]
+        if self._turns is not None:
+            return [self._turns(replace(draft, tools=draft.content)) for draft in drafts]
+        texts = [f"{draft.content}{self._end}" for draft in drafts]
+        responses = tokenize(self.renderer.tokenizer, texts, [False] * len(texts))
+        found: list[Masked | DataError] = []
+        for prompt, response in zip(self.renderer(drafts), responses, strict=True):
+            if isinstance(prompt, Rendered):
+                mask = [False] * len(prompt.token_ids) + [True] * len(response)
+                found.append(Masked(prompt.token_ids + response, mask))
+            else:
+                found.append(prompt)
+        return found
 
     def expand(self, draft: Draft, tokens: Masked) -> Masked:
         ids = self.images.expand(draft.source, tokens.token_ids, draft.vision)
@@ -139,57 +142,9 @@ class DialogueMaker(RowMaker[Masked]):
             self.tally.leave_out(DOMAIN, length)
             return None
         spans, row = spans_of(tokens.mask), None if draft.vision is None else self.images.row_of(draft.source)
-        return self.stored(draft, DOMAIN, tokens.token_ids, spans[0], row, spans=spans)
-
-
-class SftMaker(RowMaker[tuple[list[int], list[int]]]):
-    """Makes demonstrations in which the response alone carries the loss: ids of the prompt and of the response."""
-
-    what, limit_key, example = "demonstrations", "sequence_length", "data/sft.jsonl"
-
-    def __init__(
-        self,
-        data_args: DataArguments,
-        renderer: Renderer,
-        limit: int,
-        query_key: str | None,
-        system_key: str | None,
-        images: ImageReader,
-    ) -> None:
-        super().__init__(data_args, renderer, limit, images)
-        self._end = end_of_response(renderer.tokenizer)
-        self._query_key, self._system_key = query_key, system_key
-
-    def settings(self) -> dict[str, Any]:
-        return {"query_key": self._query_key, "system_key": self._system_key, "eos_token": self._end}
-
-    def read(self, source: SourceRow) -> tuple[list[Message], str]:
-        messages, response = read_demonstration(self.columns, source, self._query_key)
-        return with_system(messages, column_of(source, self._system_key)), response
-
-    def tokenize(self, drafts: Sequence[Draft]) -> list[tuple[list[int], list[int]] | DataError]:
-        texts = [f"{draft.content}{self._end}" for draft in drafts]
-        responses = tokenize(self.renderer.tokenizer, texts, [False] * len(texts))
-        pairs = zip(self.renderer(drafts), responses, strict=True)
-        return [prompt if isinstance(prompt, DataError) else (prompt.token_ids, response) for prompt, response in pairs]
-
-    def expand(self, draft: Draft, tokens: tuple[list[int], list[int]]) -> tuple[list[int], list[int]]:
-        prompt, response = tokens
-        return self.images.expand(draft.source, prompt, draft.vision), response
-
-    def finish(self, draft: Draft, tokens: tuple[list[int], list[int]]) -> StoredRow | None:
-        prompt, response = tokens
-        length = len(prompt) + len(response)
-        if length > self.limit:
-            self.tally.leave_out(DOMAIN, length)
-            return None
-        row = None if draft.vision is None else self.images.row_of(draft.source)
-        return self.stored(draft, DOMAIN, prompt + response, len(prompt), row)
-
-
-def column_of(source: SourceRow, name: str | None) -> Any:
-    """The row's value in a column that may have no name, or may not be there."""
-    return None if name is None else source.row.get(name)
+        # A response after its prompt needs no spans.
+        kept = spans if self._turns is not None else ()
+        return self.stored(draft, DOMAIN, tokens.token_ids, spans[0], row, spans=kept)
 
 
 def read_demonstration(columns: Columns, source: SourceRow, query_key: str | None = None) -> tuple[list[Message], str]:
@@ -212,7 +167,7 @@ def read_demonstration(columns: Columns, source: SourceRow, query_key: str | Non
         )
     if not isinstance(response, str) or not response:
         raise DataError(f"{source.place}: the response must be a non-empty text, found {response!r}")
-    if query := column_of(source, query_key):
+    if query := query_key and source.row.get(query_key):
         content, further = messages[-1]["content"], f"\n\n{query}"
         parts = [*content, {"type": "text", "text": further}] if isinstance(content, list) else f"{content}{further}"
         messages[-1] = {**messages[-1], "content": parts}

@@ -20,7 +20,7 @@ from roll.datasets.reading import unique_names
 from roll.datasets.types import BadRows, DataError, LoadCounts
 
 MARK = "\x00roll"
-"""Key of an object that stands for a value of another type."""
+"""Key of an object that encodes a value of another type."""
 _ESCAPED_MARK = json.dumps(MARK)[1:-1]
 
 
@@ -105,7 +105,7 @@ class StoredRow:
     """The columns as read; None where they are not needed."""
     difficulty: float | None
     spans: list[int] = field(default_factory=list)
-    """Of a demonstration: begin and end of every run of tokens that carry the loss; empty: what is behind the
+    """In a demonstration, begin and end of every run of tokens that carry the loss; empty: all after the
     prompt."""
 
 
@@ -183,18 +183,10 @@ class RowStore:
         ids: list[int] = scalar.values.to_numpy().tolist()
         return ids
 
-    def spans(self, index: int) -> list[int]:
-        """See :attr:`StoredRow.spans`."""
-        found: list[int] = self._rows["spans"][self._positions[index]].as_py()
-        return found
-
-    def text(self, index: int) -> str:
-        return str(self._rows["text"][self._positions[index]].as_py())
-
-    def row(self, index: int) -> dict[str, Any]:
-        """All columns of the row as read."""
-        found: dict[str, Any] = from_json(self._rows["row"][self._positions[index]].as_py())
-        return found
+    def content(self, name: str, index: int) -> Any:
+        """``text``, ``spans`` or ``row`` (all columns as read) of :class:`StoredRow`."""
+        found = self._rows[name][self._positions[index]].as_py()
+        return from_json(found) if name == "row" else found
 
 
 class RowStoreWriter:

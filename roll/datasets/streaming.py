@@ -44,13 +44,12 @@ class StreamedEpochs(Generic[T]):
     Args:
         build: the row that is drawn of a prepared one.
         name: of the stream, part of its seeds.
+
+    Raises:
+        DataError: no file.
     """
 
     def __init__(self, maker: RowMaker[Any], build: Callable[[StoredRow], T], seed: int, name: str) -> None:
-        """
-        Raises:
-            DataError: no file.
-        """
         data_args = maker.data_args
         assert data_args.file_name is not None, "checked by the maker's maker"
         self._maker, self._build, self._seed, self._name = maker, build, seed, name
@@ -75,13 +74,13 @@ class StreamedEpochs(Generic[T]):
         Raises:
             DataError: a row that cannot be used, or an epoch without any that can.
         """
-        return [self._next() for _ in range(size)]
-
-    def _next(self) -> T:
-        while not self._rows:
-            self._open_next()
-        self._taken += 1
-        return self._build(self._rows.popleft())
+        drawn = []
+        for _ in range(size):
+            while not self._rows:
+                self._open_next()
+            self._taken += 1
+            drawn.append(self._build(self._rows.popleft()))
+        return drawn
 
     def _open_next(self) -> None:
         """Prepare the next window, of the next epoch where this one has ended."""
@@ -90,7 +89,15 @@ class StreamedEpochs(Generic[T]):
         self._window, self._taken = self._window + 1, 0
         sources = list(islice(self._sources, self._size))
         if sources:
-            self._rows = deque(self._prepared(sources))
+            self._maker.tally = Tally()
+            rows = self._maker.make(sources, self._bad)
+            self._tally.add(self._maker.tally)
+            self._kept += len(rows)
+            if self._maker.data_args.shuffle:
+                random.Random(f"{self._seed}/{self._name}/{self._epoch}/{self._window}").shuffle(rows)
+            self._rows = deque(
+                replace(row, id=f"{self._names[row.file]}:{row.number}") if row.id is None else row for row in rows
+            )
             return
         if not self._kept:
             names = ", ".join(str(path) for path in self._paths)
@@ -108,15 +115,6 @@ class StreamedEpochs(Generic[T]):
             return iter(())
         self._maker.columns = self._maker.columns_of(first)
         return (one for part in ([first], sources) for one in part)
-
-    def _prepared(self, sources: list[SourceRow]) -> list[StoredRow]:
-        self._maker.tally = Tally()
-        rows = self._maker.make(sources, self._bad)
-        self._tally.add(self._maker.tally)
-        self._kept += len(rows)
-        if self._maker.data_args.shuffle:
-            random.Random(f"{self._seed}/{self._name}/{self._epoch}/{self._window}").shuffle(rows)
-        return [row if row.id is not None else replace(row, id=f"{self._names[row.file]}:{row.number}") for row in rows]
 
     def close(self) -> None:
         """Close the file that is being read."""

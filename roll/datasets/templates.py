@@ -24,7 +24,7 @@ Render = Callable[..., str]
 
 BASE_INTRODUCTION = (
     "A dialogue between a user, who asks, and an assistant, who solves. The assistant first reasons inside "
-    "<think> </think> and then answers inside <answer> </answer>, with the final result in \\boxed{}."
+    "<think> </think> and then answers inside <answer> </answer>, with the final result in \\boxed{{}}."
 )
 LONG_COT_SYSTEM = (
     "Think step by step before you answer: explore, check and correct your reasoning, then give a clear final solution."
@@ -53,17 +53,6 @@ def render_chatml(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     return f"{turns}<|im_start|>assistant\n" if variables.get("add_generation_prompt", True) else turns
 
 
-def render_base(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
-    """For models without chat training: a dialogue in plain text that asks for thought, answer and box in tags (the
-    idea of DeepSeek-R1-Zero's template, arXiv 2501.12948, table 1)."""
-    return f"{BASE_INTRODUCTION}\nUser: {joined(messages)}\nAssistant:"
-
-
-def render_raw(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
-    """Nothing around the contents."""
-    return joined(messages)
-
-
 def render_long_cot(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
     """Asks for a long chain of thought and a boxed answer."""
     conversation = [
@@ -80,8 +69,9 @@ def render_opened_thought(tokenizer: PreTrainedTokenizerBase, messages: Sequence
     return render_native(tokenizer, messages, **variables) + "<think>\n"
 
 
-def joined(messages: Sequence[Message]) -> str:
-    return "\n".join(message["content"] for message in messages)
+def render_plain(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], frame: str, **variables: Any) -> str:
+    """The contents alone in a frame of plain text, for models without chat training."""
+    return frame.format("\n".join(message["content"] for message in messages))
 
 
 TEMPLATES: dict[str, Render] = {
@@ -93,8 +83,9 @@ TEMPLATES: dict[str, Render] = {
     "qwen3_nothink": partial(render_native, enable_thinking=False),
     "chatml": render_chatml,
     "empty": render_chatml,
-    "base": render_base,
-    "raw": render_raw,
+    # The idea of DeepSeek-R1-Zero's template (arXiv 2501.12948, table 1): thought, answer and box in tags.
+    "base": partial(render_plain, frame=f"{BASE_INTRODUCTION}\nUser: {{}}\nAssistant:"),
+    "raw": partial(render_plain, frame="{}"),
     "longCOT_qwen2.5": render_long_cot,
     "longcot_V3": render_opened_thought,
 }
@@ -192,12 +183,12 @@ class Rendered:
     token_ids: list[int]
 
 
+@dataclass(frozen=True)
 class Renderer:
     """Renders and tokenises with one tokenizer and one choice of templates."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, templates: TemplateChoice) -> None:
-        self.tokenizer = tokenizer
-        self.templates = templates
+    tokenizer: PreTrainedTokenizerBase
+    templates: TemplateChoice
 
     def __call__(self, conversations: Sequence[Conversation]) -> list[Rendered | DataError]:
         """Text and token ids of each conversation, or what is wrong with it. Equal conversations share one list of
@@ -210,16 +201,14 @@ class Renderer:
                 texts[key] = self.render(one)
         good = {key: text for key, text in texts.items() if isinstance(text, str)}
         encoded = tokenize(self.tokenizer, list(good.values()), [name in PLAIN_TEMPLATES for name, _ in good])
-        rendered = {key: Rendered(text, ids) for (key, text), ids in zip(good.items(), encoded, strict=True)}
-        results: list[Rendered | DataError] = []
-        for key, one in zip(keys, conversations, strict=True):
-            result = texts[key]
-            if isinstance(result, str):
-                whole = rendered[key]
-                results.append(whole if whole.token_ids else DataError(f"{one.source.place}: the prompt is empty"))
-            else:
-                results.append(result)
-        return results
+        found: dict[tuple[str, str], Any] = dict(texts)
+        found |= {key: Rendered(text, ids) for (key, text), ids in zip(good.items(), encoded, strict=True)}
+        return [
+            found[key]
+            if isinstance(found[key], DataError) or found[key].token_ids
+            else DataError(f"{one.source.place}: the prompt is empty")
+            for key, one in zip(keys, conversations, strict=True)
+        ]
 
     def render(self, one: Conversation) -> str | DataError:
         """The text of one conversation, or what its template says against it."""
@@ -274,7 +263,7 @@ def truncate(one: Conversation, long: Rendered, limit: int, side: Side, renderer
 
     Args:
         long: the prompt as it is.
-        side: which part of the last user message goes: its beginning, its end, or what stands in its middle.
+        side: which part of the last user message goes: its beginning, its end, or its middle.
 
     Returns:
         None where even an empty message would leave the prompt too long.

@@ -19,7 +19,7 @@ class PromptRow:
     """One prompt, ready to be sampled from."""
 
     prompt_id: str
-    """Unique over a run: a prompt drawn again in a later epoch carries ``@<epoch>`` behind its id, so that groups
+    """Unique over a run: a prompt drawn again in a later epoch carries ``@<epoch>`` after its id, so that groups
     found by this id never mix two draws."""
     domain: str
     """The ``rewards.<domain>`` section that scores it."""
@@ -46,7 +46,7 @@ class SftRow:
     vision: VisionInputs | None = field(default=None, repr=False)
     """Images of the prompt."""
     spans: list[int] = field(default_factory=list)
-    """Begin and end of every run of tokens that carry the loss, in turn; empty: all behind the prompt, which is the
+    """Begin and end of every run of tokens that carry the loss, in turn; empty: all after the prompt, which is the
     response with its end-of-turn token."""
 
     @property
@@ -101,10 +101,7 @@ class BadRows:
         self.count = 0
 
     def report(self, error: DataError) -> None:
-        """
-        Raises:
-            DataError: ``error`` itself, unless bad rows are skipped.
-        """
+        """Count the row, or raise ``error`` itself unless bad rows are skipped."""
         if self._policy == "raise":
             raise error
         self.count += 1

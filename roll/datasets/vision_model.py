@@ -1,4 +1,4 @@
-"""A vision-language model as the data layer sees it: how images and videos are cut, and what stands for them."""
+"""A vision-language model as the data layer sees it: how images and videos are cut, and their placeholders."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class VisionModel:
     video: VideoProcessing
     video_token_id: int
     video_tokens: tuple[str, str, str]
-    """Texts of the tokens that open a video or a grid of it, stand for it, and close it."""
+    """Texts of the tokens that open a video or a grid of it, hold its place, and close it."""
     tokens_per_second: float = 0.0
     """Positions that a second of a video takes; unused where the prompt has time stamps."""
     without_videos: str | None = None

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from roll.datasets import DataError, SftDataset, SftRow
 from roll.datasets.images import ImageReader
-from roll.datasets.sft import sft_maker
+from roll.datasets.sft import SftMaker
 from roll.datasets.store import StoredRow
 from roll.datasets.streaming import StreamedEpochs
-from roll.datasets.templates import TemplateChoice
+from roll.datasets.templates import Renderer, TemplateChoice
 from roll.datasets.vision_model import VisionModel
 from roll.methods.base import Loss, Totals
 from roll.methods.rows import RowMethod, demonstration_batch
@@ -68,9 +68,9 @@ class SFT(RowMethod[SFTConfig, SftRow]):
             raise DataError(
                 "sft_train.data_args.streaming: true: rows with images are prepared at the start; set it false"
             )
-        templates = TemplateChoice.of_settings(data_args, config.global_template, None)
-        keys, images = (config.query_key, config.system_key), ImageReader.of(data_args, None)
-        maker = sft_maker(data_args, tokenizer, templates, config.sequence_length, keys, images, config.train_on)
+        renderer = Renderer(tokenizer, TemplateChoice.of_settings(data_args, config.global_template, None))
+        limit, images = config.sequence_length, ImageReader.of(data_args, None)
+        maker = SftMaker(data_args, renderer, limit, images, config.train_on, config.query_key, config.system_key)
         return StreamedEpochs(maker, row_of, config.seed, self.stream)
 
     def lengths(self, rows: Sequence[SftRow]) -> list[int]:

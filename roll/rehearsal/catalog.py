@@ -2,7 +2,7 @@
 well-known sizes. Torch-free.
 
 Every figure of the hardware is a peak that no program reaches, so that times that follow from them are lower bounds.
-Models have a table because hubs cannot be asked from everywhere, and the sizes of the usual models do not change: it
+Models have a table because not every host reaches a hub, and the sizes of the usual models do not change: it
 holds what decides about memory and arithmetic.
 """
 
@@ -32,7 +32,7 @@ class Gpu:
     half: float
     """FLOP/s of dense matrix products in bf16 and fp16."""
     single: float
-    """The same in float32, without TF32 (which PyTorch does not use unless asked to)."""
+    """The same in float32, without TF32 (which PyTorch does not use by default)."""
     bandwidth: float
     """Bytes a second between memory and processors."""
     cache: int
@@ -82,17 +82,15 @@ class Hardware:
 
 
 def find_gpu(name: str) -> Gpu:
-    """
-    Raises:
-        ConfigError: a name that is not in the table.
-    """
+    """The device of this name; ``ConfigError`` where it is not in the table."""
     if name not in GPUS:
         raise ConfigError([Problem("--gpu", name, f"is not known: {', '.join(GPUS)} are", DEFAULT_GPU)])
     return GPUS[name]
 
 
 def hardware(gpu: str, network: str, per_node: int) -> Hardware:
-    """
+    """A device with its connections.
+
     Args:
         network: ``within+between``, such as ``nvlink+ib400``.
         per_node: devices of a node.

@@ -22,7 +22,9 @@ EXIT_DOES_NOT_FIT = 1
 def main(words: Sequence[str]) -> int:
     """0: it fits; 1: it does not; mistakes raise ``ConfigError``."""
     arguments = build_parser().parse_intermixed_args(words)
-    given = dict(_role_and_file(text) for text in arguments.model_config)
+    # "ROLE=FILE", or "FILE" for all roles.
+    parts = [text.partition("=") if "=" in text else ("", "=", text) for text in arguments.model_config]
+    given = {role: Path(file) for role, _, file in parts}
     loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, arguments.overrides, check_files=False)
     machine = hardware(arguments.gpu, arguments.network, loaded.plan.num_devices_per_node)
     # Only tensors without contents are computed with: no accelerator is needed, or touched.
@@ -51,11 +53,6 @@ def main(words: Sequence[str]) -> int:
         if not report.fits and not found and not arguments.no_suggestions:
             console.print("no single change that was rehearsed makes it fit", markup=False, highlight=False)
     return 0 if report.fits else EXIT_DOES_NOT_FIT
-
-
-def _role_and_file(text: str) -> tuple[str, Path]:
-    role, separator, file = text.partition("=")
-    return (role, Path(file)) if separator else ("", Path(text))
 
 
 def build_parser() -> argparse.ArgumentParser:

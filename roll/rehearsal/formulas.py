@@ -2,7 +2,7 @@
 trainers, memory and time of generation engines. Torch-free.
 
 ``roll check`` prints :func:`quick_lines`, and refuses :func:`misfits` with ``--gpu``; ``roll rehearse`` uses the sizes
-for engines, since no fake tensor can stand in for vLLM or SGLang, and checks the rest by running it.
+for engines, since vLLM and SGLang do not run on fake tensors, and checks the rest by running it.
 """
 
 from __future__ import annotations
@@ -138,7 +138,12 @@ def role_states(role: RolePlan, shape: ModelShape) -> States | None:
     config = typed_strategy_config(role.section.strategy_args)
     learns, world = trains(str(role.strategy_name)), role.world_size
     compute, weights = BYTES[role.section.model_args.dtype], float(shape.total)
-    trained = float(_lora_weights(role, shape)) if uses_lora(role.section.model_args) else weights
+    trained = weights
+    if uses_lora(role.section.model_args):
+        # Adapters on every linear layer of the decoder's layers.
+        attention = 4 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+        per_rank = attention + 3 * (shape.hidden + shape.intermediate)
+        trained = float(shape.layers * role.section.model_args.lora_rank * per_rank)
     if isinstance(config, ShardedStrategyConfig):
         shards = world if config.fsdp_size <= 1 or config.fsdp_size >= world else config.fsdp_size
         master = BYTES[config.master_dtype] if learns else compute
@@ -158,14 +163,6 @@ def role_states(role: RolePlan, shape: ModelShape) -> States | None:
     if isinstance(config, MegatronStrategyConfig):
         return megatron_states(role, config, shape, learns)
     return States(weights * compute, 0.0, 0.0)
-
-
-def _lora_weights(role: RolePlan, shape: ModelShape) -> int:
-    """Of adapters on every linear layer of the decoder's layers."""
-    rank = role.section.model_args.lora_rank
-    ends = 2 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-    attention = 2 * shape.hidden + ends
-    return shape.layers * rank * (attention + 3 * (shape.hidden + shape.intermediate))
 
 
 def _zero_states(
@@ -221,14 +218,6 @@ def activation_bytes(role: RolePlan, shape: ModelShape, tokens: int) -> float:
     return float(shape.layers * tokens * shape.hidden * compute + 1.5 * inside)
 
 
-def micro_batch_tokens(plan: Plan, role: RolePlan) -> int:
-    """Most tokens of one micro-batch of a role that trains."""
-    training = plan.training[role.name]
-    if training.rule is not None and training.rule.max_tokens is not None:
-        return training.rule.max_tokens
-    return training.micro_batch_size * role.sequence_length
-
-
 def _known_shapes(plan: Plan) -> Iterator[tuple[RolePlan, ModelShape]]:
     """The roles that compute on devices of the run, where the sizes of their models are known."""
     for role in plan.roles.values():
@@ -257,7 +246,11 @@ def quick_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         if name not in plan.training:
             yield name, f"{weights}; about {size(states.total)} a device"
             continue
-        activations = activation_bytes(role, shape, micro_batch_tokens(plan, role))
+        training = plan.training[name]
+        tokens = training.rule.max_tokens if training.rule is not None else None
+        if tokens is None:
+            tokens = training.micro_batch_size * role.sequence_length
+        activations = activation_bytes(role, shape, tokens)
         parts = [f"states {size(states.total - states.gathered)}"]
         parts += [f"gathered layers {size(states.gathered)}"] if states.gathered else []
         parts.append(f"activations {size(activations)}")
@@ -274,7 +267,7 @@ def size(num_bytes: float) -> str:
 VLLM_SHARE, SGLANG_SHARE = 0.9, 0.85
 """Share of a device that the engines take where nothing is written; their own choice differs a little by version."""
 ENGINE_WORKSPACE = 2.0 * 2**30
-"""Of that share: activations of a prefill, sampling and captured graphs. Assumed."""
+"""Part of that share for activations of a prefill, sampling and captured graphs. Assumed."""
 
 
 @dataclass(frozen=True)
@@ -356,23 +349,15 @@ def misfits(plan: Plan, gpu: Gpu) -> list[Problem]:
     return found
 
 
-@dataclass(frozen=True)
-class GenerationTime:
-    """Lower bound of the time in which an engine makes its samples, every one of full length."""
-
-    compute: float
-    memory: float
-
-    @property
-    def seconds(self) -> float:
-        return max(self.compute, self.memory)
-
-
 def generation_time(
     role: RolePlan, shape: ModelShape, use: EngineUse, gpu: Gpu, samples: int, group: int, prompt: int, response: int
-) -> GenerationTime:
-    """Prompts are computed once a group; each decoding step reads the weights once (of experts those that its tokens
-    choose, all equally often) and the keys and values of every running sample."""
+) -> tuple[float, float]:
+    """Lower bounds of the time in which an engine makes its samples, every one of full length: seconds of arithmetic,
+    and of reading.
+
+    Prompts are computed once a group; each decoding step reads the weights once (of experts those that its tokens
+    choose, all equally often) and the keys and values of every running sample.
+    """
     itemsize, ranks = BYTES[role.section.model_args.dtype], max(1, role.num_gpus_per_worker)
     speed = gpu.half if itemsize == 2 else gpu.single
     own = samples / max(1, role.dp_size)
@@ -383,9 +368,7 @@ def generation_time(
     steps = response * own / running
     read = shape.total if not shape.experts else _read_weights(shape, running)
     cached = running * (prompt + response / 2) * shape.kv_bytes(itemsize)
-    return GenerationTime(
-        compute=flops / ranks / speed, memory=steps * (read * itemsize + cached) / ranks / gpu.bandwidth
-    )
+    return flops / ranks / speed, steps * (read * itemsize + cached) / ranks / gpu.bandwidth
 
 
 def _read_weights(shape: ModelShape, tokens: float) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 _PICKING = {"aten::embedding", "aten::gather", "aten::index_select", "aten::index"}
-"""Of the table as much is read as there is in the output."""
+"""They read as much of their table as they write."""
 _SCATTERING = {"aten::scatter_add_", "aten::index_add_", "aten::index_put_", "aten::scatter_", "aten::index_copy_"}
 _FILLING = {
     *(f"aten::{name}_like" for name in ("zeros", "ones", "full", "rand", "randn")),
@@ -124,7 +124,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Of what is repeated without a copy, what there is of it."""
+    """Bytes of a tensor; what is repeated without a copy (``expand``) counts once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -137,5 +137,5 @@ def _key(tensor: Tensor) -> int:
 
 
 def id_of(storage: Any) -> int:
-    """The identity of a storage, the same for all Python objects that stand for it."""
+    """The identity of a storage, the same for all Python objects that refer to it."""
     return int(storage._cdata)

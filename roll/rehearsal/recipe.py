@@ -29,7 +29,7 @@ from roll.rehearsal.simulate import RoleRun, Task
 from roll.strategies.base import ModelHead, Output, StateKind
 
 CONTEXT_BYTES = int(0.75 * GIB)
-"""Of a process on a device: the driver's context, kernels and the buffers of NCCL. Assumed."""
+"""Assumed of a process on a device: the driver's context, kernels and the buffers of NCCL."""
 _STATES = {
     StateKind.MODEL_PARAMS: "parameters",
     StateKind.OTHER_PARAMS: "gradient buffers",
@@ -126,7 +126,8 @@ def rehearse_recipe(
     say: Callable[[str], None] = lambda text: None,
     known: dict[Any, RoleRun] | None = None,
 ) -> Rehearsal:
-    """
+    """Rehearse every role of a recipe, and put the phases of a step together.
+
     Args:
         loaded: a configuration, as :func:`roll.config.loader.load_config` gives it.
         given: ``config.json`` by role; that of ``""`` for all roles without one.
@@ -144,7 +145,11 @@ def rehearse_recipe(
     for name, role in plan.roles.items():
         if name not in configs:
             continue
-        if role.strategy_name in generation_strategies() and not _computes(loaded, name):
+        # `hf_infer` of a role that computes log-probs is a plain model, not an engine; `vllm` of a teacher is one.
+        pipeline_task = loaded.pipeline.task_of(role.key, role.section)
+        is_plain = pipeline_task is not GENERATES and backend_of(role.strategy_name or "").computes is not None
+        computes = role.strategy_name not in pipeline_task.strategies or is_plain
+        if role.strategy_name in generation_strategies() and not computes:
             shape = shapes[name]
             if shape is None:
                 rule = "the arithmetic of engines knows decoders with attention and gated MLPs or experts only"
@@ -198,23 +203,24 @@ def _model_configs(plan: Plan, given: Mapping[str, Path]) -> dict[str, Mapping[s
     return found
 
 
-def _computes(loaded: Any, name: str) -> bool:
-    """``hf_infer`` of a role that computes log-probs is a plain model, not an engine; ``vllm`` of a teacher is one."""
-    role = loaded.plan.roles[name]
-    task = loaded.pipeline.task_of(role.key, role.section)
-    is_plain = task is not GENERATES and backend_of(role.strategy_name or "").computes is not None
-    return role.strategy_name not in task.strategies or is_plain
-
-
 def _task(loaded: Any, name: str) -> Task:
-    plan = loaded.plan
+    plan, config = loaded.plan, loaded.config
     role: RolePlan = plan.roles[name]
+    is_rm = plan.pipeline == "rm"
     training = plan.training.get(name)
     learner = training or next(iter(plan.training.values()))
-    units = _rows_of_unit(loaded)
+    # Rows of what a batch size counts: a pair has two.
+    compares = config.loss_type in RANKS if is_rm else plan.pipeline == "dpo" and not is_unpaired(config)
+    units = 2 if compares else 1
     response = min(getattr(plan, "max_new_tokens", role.sequence_length - 1), role.sequence_length - 1)
     per_rank = -(-learner.samples_per_step // role.dp_size) * units
-    looks = name != "actor_train" if training is None or name == "critic" else _looks_back(loaded, name)
+    looks = name != "actor_train" if training is None or name == "critic" else False
+    if name == "actor_train" and training is not None:
+        # The policy computes log-probs before it learns: its own old ones, or under LoRA those of the reference.
+        reference = getattr(plan, "needs_reference", False) and "reference" not in plan.roles
+        looks = bool(getattr(plan, "needs_old_log_probs", False) or reference)
+    scores = is_rm or loaded.pipeline.task_of(role.key, role.section) is SCORES
+    head = ModelHead.VALUE if name == "critic" else ModelHead.SCORE if scores else ModelHead.CAUSAL_LM
     compared, given = _teaching(loaded, name)
     return Task(
         role=role.section,
@@ -228,28 +234,12 @@ def _task(loaded: Any, name: str) -> Task:
         forward_rows=per_rank if looks else 0,
         sends=name == "actor_train" and "actor_infer" in plan.roles,
         bucket_bytes=loaded.config.model_update_buffer_size_mb * 2**20,
-        head=_head(loaded, name),
+        head=head,
         units=units,
         more_outputs=_more_outputs(loaded, name),
         compared_tokens=compared,
         top_tokens=given,
     )
-
-
-def _rows_of_unit(loaded: Any) -> int:
-    """Rows of what a batch size counts: a pair has two."""
-    config = loaded.config
-    if loaded.plan.pipeline == "rm":
-        return 2 if config.loss_type in RANKS else 1
-    return 2 if loaded.plan.pipeline == "dpo" and not is_unpaired(config) else 1
-
-
-def _head(loaded: Any, name: str) -> ModelHead:
-    role = loaded.plan.roles[name]
-    if name == "critic":
-        return ModelHead.VALUE
-    is_scored = loaded.plan.pipeline == "rm" or loaded.pipeline.task_of(role.key, role.section) is SCORES
-    return ModelHead.SCORE if is_scored else ModelHead.CAUSAL_LM
 
 
 def _more_outputs(loaded: Any, name: str) -> tuple[Output, ...]:
@@ -273,15 +263,6 @@ def _teaching(loaded: Any, name: str) -> tuple[int | None, int | None]:
         return None, None
     learns = name in ("student", "actor_train")
     return (count, None) if learns else (None, count if name.partition(".")[0] == TEACHER else None)
-
-
-def _looks_back(loaded: Any, name: str) -> bool:
-    """The policy computes log-probs before it learns: its own old ones, or under LoRA those of the reference."""
-    plan = loaded.plan
-    if name != "actor_train":
-        return False
-    reference = getattr(plan, "needs_reference", False) and "reference" not in plan.roles
-    return bool(getattr(plan, "needs_old_log_probs", False) or reference)
 
 
 class _RecordingCluster:
@@ -393,8 +374,10 @@ class _Step:
                 if StateKind.KV_CACHE in there:
                     parts[name, "KV cache"] = use.cache
                     parts[name, "workspace"] = use.workspace
-                if phase.name == "weight update" and name == "actor_infer":
-                    parts[name, "receive bucket"] = self._sent_bucket()
+                sender = self.runs.get("actor_train")
+                if phase.name == "weight update" and name == "actor_infer" and sender and "send" in sender.works:
+                    # An engine copies a bucket to its device before it takes it over.
+                    parts[name, "receive bucket"] = max(sender.works["send"].working.values(), default=0) / 2
                 continue
             run = self.runs[name]
             for state, label in _STATES.items():
@@ -407,11 +390,6 @@ class _Step:
                     label = "send buckets" if sends else str(kind)
                     parts[name, label] = parts.get((name, label), 0.0) + size
         return PhaseUse(phase.name, {key: size for key, size in parts.items() if size})
-
-    def _sent_bucket(self) -> float:
-        """An engine copies a bucket to its device before it takes it over."""
-        send = self.runs["actor_train"].works.get("send") if "actor_train" in self.runs else None
-        return max(send.working.values(), default=0) / 2 if send is not None else 0.0
 
     def host(self) -> dict[str, float]:
         """Host memory of a worker: what it is moved to between phases, what stays there, and columns of log-probs."""
@@ -443,20 +421,12 @@ class _Step:
         if phase.name == "generation":
             role, shape = plan.roles["actor_infer"], report.shapes["actor_infer"]
             assert shape is not None
-            bound = generation_time(
-                role,
-                shape,
-                self.engines["actor_infer"],
-                gpu,
-                plan.samples_per_step,
-                plan.group_size,
-                plan.sequence_length - plan.max_new_tokens,
-                plan.max_new_tokens,
-            )
-            is_compute = bound.compute >= bound.memory
-            compute, memory = compute + bound.compute * is_compute, memory + bound.memory * (not is_compute)
-            speed = gpu.half if role.section.model_args.dtype != "fp32" else gpu.single
-            flops += bound.compute * speed
+            batch, use = (plan.samples_per_step, plan.group_size), self.engines["actor_infer"]
+            lengths = plan.sequence_length - plan.max_new_tokens, plan.max_new_tokens
+            arithmetic, moving = generation_time(role, shape, use, gpu, *batch, *lengths)
+            compute += arithmetic if arithmetic >= moving else 0.0
+            memory += moving if arithmetic < moving else 0.0
+            flops += arithmetic * (gpu.half if role.section.model_args.dtype != "fp32" else gpu.single)
         report.times[phase.name] = PhaseTime(compute, memory, network_time(flows, report.hardware))
         report.traffic[phase.name] = flows
         report.flops[phase.name] = flops

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -11,8 +12,8 @@ from rich.text import Text
 
 from roll.config.plan.render import compact
 from roll.rehearsal.formulas import size
-from roll.rehearsal.recipe import DeviceUse, Rehearsal
-from roll.rehearsal.roofline import as_json, merged
+from roll.rehearsal.recipe import DeviceUse, PhaseUse, Rehearsal
+from roll.rehearsal.roofline import merged
 
 ORDER = (
     "weights",
@@ -41,9 +42,20 @@ def render(report: Rehearsal, console: Console) -> None:
         _render_device(report, use, console)
     for name, number in report.host.items():
         _line(console, f"host memory of a worker, {name}: {size(number)}")
-    console.print(_time_table(report))
-    for text in traffic_sentences(report):
-        _line(console, text)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("phase", no_wrap=True)
+    for heading in ("at least", "TFLOP", "compute", "memory", "network"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("bound by")
+    for name, time in report.times.items():
+        cells = [f"{time.seconds:.2f} s", f"{report.flops[name] / 1e12:,.0f}"]
+        cells += [f"{part:.2f}" for part in (time.compute, time.memory, time.network)]
+        table.add_row(name, *cells, time.bound if time.seconds else "")
+    console.print(table)
+    for flow in merged(list(report.traffic.values())):
+        links = [f"{size(flow.within)} within the node"] if flow.within else []
+        links += [f"{size(flow.between)} between nodes"] if flow.between else []
+        _line(console, f"{flow.name} over {flow.ranks} ranks: {' and '.join(links)} a device and step")
     order = (
         f"{', '.join(report.concurrent)} while the rest goes on" if report.concurrent else "phases one after another"
     )
@@ -81,27 +93,6 @@ def _render_device(report: Rehearsal, use: DeviceUse, console: Console) -> None:
         _line(console, f"  without offload between phases: {size(without.total)} in: {without.name}")
 
 
-def _time_table(report: Rehearsal) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("phase", no_wrap=True)
-    for heading in ("at least", "TFLOP", "compute", "memory", "network"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("bound by")
-    for name, time in report.times.items():
-        cells = [f"{time.seconds:.2f} s", f"{report.flops[name] / 1e12:,.0f}"]
-        cells += [f"{part:.2f}" for part in (time.compute, time.memory, time.network)]
-        table.add_row(name, *cells, time.bound if time.seconds else "")
-    return table
-
-
-def traffic_sentences(report: Rehearsal) -> Iterator[str]:
-    """Bytes of one device in a step, by collective."""
-    for flow in merged(list(report.traffic.values())):
-        links = [f"{size(flow.within)} within the node"] if flow.within else []
-        links += [f"{size(flow.between)} between nodes"] if flow.between else []
-        yield f"{flow.name} over {flow.ranks} ranks: {' and '.join(links)} a device and step"
-
-
 def verdict(report: Rehearsal) -> Iterator[str]:
     """The verdict on its fit, with the sum where it does not fit."""
     yield from report.problems
@@ -137,17 +128,7 @@ def to_json(report: Rehearsal) -> dict[str, Any]:
                 "peak": use.peak.total,
                 "peak_phase": use.peak.name,
                 "peak_without_offload": use.peak_without_offload.total,
-                "phases": [
-                    {
-                        "name": phase.name,
-                        "total": phase.total,
-                        "parts": [
-                            {"role": role, "kind": kind, "bytes": number}
-                            for (role, kind), number in sorted(phase.parts.items(), key=lambda item: _place(item[0][1]))
-                        ],
-                    }
-                    for phase in use.phases
-                ],
+                "phases": [{"name": phase.name, "total": phase.total, "parts": _parts(phase)} for phase in use.phases],
             }
             for use in report.devices
         ],
@@ -159,7 +140,9 @@ def to_json(report: Rehearsal) -> dict[str, Any]:
             }
             for name, shape in report.shapes.items()
         },
-        "phases": as_json(report.times),
+        "phases": {
+            name: {"seconds": time.seconds, **asdict(time), "bound": time.bound} for name, time in report.times.items()
+        },
         "flops": report.flops,
         "traffic": {
             name: [
@@ -172,8 +155,14 @@ def to_json(report: Rehearsal) -> dict[str, Any]:
     }
 
 
-def _place(kind: str) -> int:
-    return ORDER.index(kind) if kind in ORDER else len(ORDER)
+def _parts(phase: PhaseUse) -> list[dict[str, Any]]:
+    def place(part: tuple[tuple[str, str], float]) -> int:
+        kind = part[0][1]
+        return ORDER.index(kind) if kind in ORDER else len(ORDER)
+
+    return [
+        {"role": role, "kind": kind, "bytes": size} for (role, kind), size in sorted(phase.parts.items(), key=place)
+    ]
 
 
 def _line(console: Console, text: str, style: str = "") -> None:

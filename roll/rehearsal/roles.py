@@ -31,7 +31,7 @@ from roll.config.strategies.registry import (
 )
 from roll.rehearsal.formulas import BYTES, ModelShape, megatron_share, megatron_states, model_shape
 from roll.rehearsal.simulate import RoleRun, Task, Work, rehearse
-from roll.rehearsal.tracker import Collective, Kind
+from roll.rehearsal.tracker import Collective, Kind, Operation
 from roll.strategies.base import StateKind
 
 BUCKET_ELEMENTS = 500_000_000
@@ -65,22 +65,15 @@ def rehearse_role(role: RolePlan, task: Task, config: Mapping[str, Any]) -> Role
             return megatron_run(role, options, shape, config, task_at, task)
         if isinstance(options, HfInferStrategyConfig):
             return rehearse(task_at(config), execute_sharded=False)
-        run_task = task_at(config)
+        own_task, method = task_at(config), "executed"
         if isinstance(options, Fsdp1StrategyConfig):
-            return _as_fsdp1(run_task)
-        return rehearse(run_task)
-
-
-def _as_fsdp1(task: Task) -> RoleRun:
-    """FSDP1 shards the same units over the same ranks: run as FSDP2, with the options that both have."""
-    own = {item.name for item in fields(Fsdp2StrategyConfig)}
-    arguments = task.role.strategy_args
-    options = {key: value for key, value in arguments.strategy_config.items() if key in own}
-    name = "fsdp2_train" if task.updates else "fsdp2_infer"
-    role = replace(task.role, strategy_args=replace(arguments, strategy_name=name, strategy_config=options))
-    run = rehearse(replace(task, role=role))
-    run.method = "as fsdp2"
-    return run
+            # FSDP1 shards the same units over the same ranks: run as FSDP2, with the options that both have.
+            own, arguments = {item.name for item in fields(Fsdp2StrategyConfig)}, own_task.role.strategy_args
+            common = {key: value for key, value in arguments.strategy_config.items() if key in own}
+            name = "fsdp2_train" if task.updates else "fsdp2_infer"
+            arguments = replace(arguments, strategy_name=name, strategy_config=common)
+            own_task, method = replace(own_task, role=replace(own_task.role, strategy_args=arguments)), "as fsdp2"
+        return replace(rehearse(own_task), method=method)
 
 
 def deepspeed_run(role: RolePlan, options: DeepSpeedStrategyConfig, shape: ModelShape | None, task: Task) -> RoleRun:
@@ -103,7 +96,8 @@ def deepspeed_run(role: RolePlan, options: DeepSpeedStrategyConfig, shape: Model
     ranks, compute = task.world_size, BYTES[role.section.model_args.dtype]
     whole = run.states[StateKind.MODEL_PARAMS]
     weights = whole / compute
-    trained = _trained_weights(run, weights, compute, uses_lora(role.section.model_args))
+    with_adapters = uses_lora(role.section.model_args) and "train" in run.works
+    trained = run.works["train"].peak[Kind.GRADIENTS] / compute if with_adapters else weights
     stage, masters = plan.stage, 4 if compute < 4 else 0
     shard = ranks if stage else 1
     parameters = whole / ranks if stage == 3 else whole
@@ -160,12 +154,6 @@ def _take_freed_pages(work: Work, accumulates: bool) -> None:
         room -= taken
 
 
-def _trained_weights(run: RoleRun, weights: float, compute: int, lora: bool) -> float:
-    if not lora or "train" not in run.works:
-        return weights
-    return run.works["train"].peak[Kind.GRADIENTS] / compute
-
-
 def megatron_run(
     role: RolePlan,
     options: MegatronStrategyConfig,
@@ -198,12 +186,24 @@ def megatron_run(
     run.method = "activations of a rank's slice executed, states by arithmetic"
     for name, work in run.works.items():
         work.peak[Kind.GRADIENTS] = 0
-        _divide_tokens(work, options.context_parallel_size)
+        # Context-parallel ranks each compute a part of every sequence.
+        context, operations = options.context_parallel_size, Counter[Operation]()
+        work.peak[Kind.ACTIVATIONS] //= context
+        for operation, count in work.operations.items():
+            part = replace(operation, flops=operation.flops // context, num_bytes=operation.num_bytes // context)
+            operations[part] += count
+        work.operations = operations
         if name == "train":
             _add_megatron_traffic(work, options, shape, task, weights, compute, copies)
             recomputes = not task.role.model_args.disable_gradient_checkpointing
-            layers, tokens = -(-shape.layers // stages), work.tokens // options.context_parallel_size
-            fused = _kept_by_fused_layers(shape, options.bias_activation_fusion and not task.on_cpu)
+            layers, tokens = -(-shape.layers // stages), work.tokens // context
+            # Numbers of a token that a layer of Megatron keeps for its backward pass and the slice's layer does not.
+            # Queries, keys and values are one product: a view of the values keeps it, when the rotated queries and keys
+            # have been made of it. So are both halves of the gated MLP: the second, to which an offset is added, is
+            # there twice unless the activation is one kernel. And what attention gives is copied into the order
+            # (length, batch).
+            mlp = 0 if options.bias_activation_fusion and not task.on_cpu else shape.intermediate
+            fused = mlp + (2 * shape.heads + shape.kv_heads) * shape.head_dim
             own = fused // tensor * tokens * compute
             work.peak[Kind.ACTIVATIONS] += own * (1 if recomputes else layers)
             hidden = tokens * shape.hidden * compute // (tensor if options.sequence_parallel else 1)
@@ -216,17 +216,6 @@ def megatron_run(
         flow = Collective("gather", tuple(range(tensor * stages)), int(shape.total * compute))
         run.works["send"].collectives[flow] += 1
     return run
-
-
-def _kept_by_fused_layers(shape: ModelShape, activation_is_fused: bool) -> int:
-    """Numbers of a token that a layer of Megatron keeps for its backward pass and the slice's layer does not.
-
-    Queries, keys and values are one product: a view of the values keeps it, when the rotated queries and keys have been
-    made of it.  So are both halves of the gated MLP: the second, to which an offset is added, is there twice unless the
-    activation is one kernel.  And what attention gives is copied into the order (length, batch).
-    """
-    mlp = 0 if activation_is_fused else shape.intermediate
-    return mlp + (2 * shape.heads + shape.kv_heads) * shape.head_dim
 
 
 def _slice_of(
@@ -249,19 +238,6 @@ def _slice_of(
         # Tokens are dealt out evenly: as many as a rank has come to its experts.
         sliced["num_experts"] = max(shape.top_k, shape.experts // expert_ranks)
     return sliced
-
-
-def _divide_tokens(work: Work, context: int) -> None:
-    """Context-parallel ranks each compute a part of every sequence."""
-    if context == 1:
-        return
-    work.peak[Kind.ACTIVATIONS] //= context
-    work.operations = Counter(
-        {
-            replace(operation, flops=operation.flops // context, num_bytes=operation.num_bytes // context): count
-            for operation, count in work.operations.items()
-        }
-    )
 
 
 def _add_megatron_traffic(

@@ -8,8 +8,8 @@ receive over its slowest link.  So a phase takes at least the larger of the two 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -22,9 +22,9 @@ class PhaseTime:
     """Seconds, each a lower bound."""
 
     compute: float
-    """Of kernels that arithmetic bounds."""
+    """Time of the kernels that arithmetic bounds."""
     memory: float
-    """Of kernels that memory traffic bounds."""
+    """Time of the kernels that memory traffic bounds."""
     network: float
 
     @property
@@ -117,7 +117,3 @@ def merged(flows: Sequence[Sequence[Traffic]]) -> list[Traffic]:
         totals[flow.name, flow.ranks][0] += flow.within
         totals[flow.name, flow.ranks][1] += flow.between
     return [Traffic(name, ranks, *sums) for (name, ranks), sums in totals.items()]
-
-
-def as_json(times: Mapping[str, PhaseTime]) -> dict[str, dict[str, float | str]]:
-    return {name: {"seconds": time.seconds, **asdict(time), "bound": time.bound} for name, time in times.items()}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from roll.algorithms.distillation import divergence
 from roll.config.lora import uses_lora
 from roll.config.losses import DivergenceConfig
 from roll.config.plan.plan import micro_batching
-from roll.config.roles import ModelArguments, WorkerConfig
+from roll.config.roles import WorkerConfig
 from roll.models import attention
 from roll.models.build import (
     DTYPES,
@@ -69,7 +69,7 @@ class Work(Tally):
     micro_batches: int = 1
     """In one pipeline step."""
     tokens: int = 0
-    """Of the largest micro-batch, as computed."""
+    """Tokens of the largest micro-batch, as computed."""
 
     @property
     def working(self) -> dict[Kind, int]:
@@ -108,11 +108,11 @@ class Task:
     response: int
     group_size: int = 1
     rows_per_update: int = 0
-    """Of a rank in an optimizer step; 0: the role does not learn."""
+    """Rows of a rank in an optimizer step; 0: the role does not learn."""
     updates: int = 0
     """Optimizer steps of a pipeline step."""
     forward_rows: int = 0
-    """Of a rank in passes without gradient; 0: none."""
+    """Rows of a rank in passes without gradient; 0: none."""
     sends: bool = False
     """It sends its weights to engines."""
     bucket_bytes: int = 2**30
@@ -124,7 +124,7 @@ class Task:
     compared_tokens: int | None = None
     """The model is compared with a teacher's distributions of so many tokens each; 0: of the whole vocabulary."""
     top_tokens: int | None = None
-    """As a teacher it gives its distributions, so many tokens of each; 0: the whole vocabulary."""
+    """A teacher gives so many tokens of each distribution; 0: the whole vocabulary."""
     cache: int = 0
     """Bytes of the last level of the device's cache."""
     on_cpu: bool = False
@@ -167,7 +167,11 @@ class _Rehearsed(DataParallelStrategy):
         args = self.role.model_args
         lora = uses_lora(args)
         dtype = self.compute_dtype if lora and self.mixes_types else storage_dtype
-        model = build_without_weights(args, self.head.value, dtype)
+        head: HeadName = self.head.value
+        attention_name = attention_implementation(args)
+        model = empty_model(checked_config(args, head), head, dtype=dtype, attn_implementation=attention_name)
+        freeze_modules(model, args.freeze_module_prefix)
+        model = model.eval()
         self.sparse_layers = sparse_layers(model)
         if lora:
             with torch.device("meta"):
@@ -249,14 +253,6 @@ class RehearsedModule(_Rehearsed):
         raise AssertionError("there is nothing to save")
 
 
-def build_without_weights(args: ModelArguments, head: HeadName, dtype: torch.dtype) -> Any:
-    """The language model on torch's ``meta`` device."""
-    config = checked_config(args, head)
-    model = empty_model(config, head, dtype=dtype, attn_implementation=attention_implementation(args))
-    freeze_modules(model, args.freeze_module_prefix)
-    return model.eval()
-
-
 def full_rows(rows: int, task: Task) -> TensorBatch:
     """Samples of full length; those of a group share a prompt."""
     length = task.prompt + task.response
@@ -287,7 +283,13 @@ def rehearse(task: Task, execute_sharded: bool = True) -> RoleRun:
         strategy.tracker, strategy.passes = tracker, []
         strategy.initialize(num_training_steps=10 if task.updates else 0)
         if task.updates and execute_sharded:
-            _make_optimizer_states(strategy, tracker)
+            # AdamW allocates its moments in the first step: a step of zeros, which a run never sees.
+            with tracker:
+                for parameter in strategy.trainable:
+                    parameter.grad = torch.zeros_like(parameter)
+                strategy.optimizer.step()
+                strategy.optimizer.zero_grad(set_to_none=True)
+                tracker.mark(state_tensors(strategy.optimizer), Kind.OPTIMIZER)
         states = {
             StateKind.MODEL_PARAMS: tracker.live[Kind.PARAMETERS],
             StateKind.OPTIMIZER_STATES: tracker.live[Kind.OPTIMIZER],
@@ -303,29 +305,13 @@ def rehearse(task: Task, execute_sharded: bool = True) -> RoleRun:
         on_host = execute_sharded and strategy.config.offload_policy and not task.on_cpu
         del strategy
     gc.collect()
-    return _with_states_on_host(states, works) if on_host else RoleRun(states, works)
-
-
-def _with_states_on_host(states: dict[StateKind, int], works: dict[str, Work]) -> RoleRun:
-    """Under ``offload_policy`` shards of parameters, gradients and moments stay in host memory."""
+    if not on_host:
+        return RoleRun(states, works)
+    # Under `offload_policy` shards of parameters, gradients and moments stay in host memory.
     gradients = max(work.peak.get(Kind.GRADIENTS, 0) for work in works.values())
     for work in works.values():
         work.peak |= dict.fromkeys((Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER), 0)
     return RoleRun(dict.fromkeys(states, 0), works, host=sum(states.values()) + gradients)
-
-
-def _make_optimizer_states(strategy: Any, tracker: Tracker) -> None:
-    """AdamW allocates its moments in the first step: a step of zeros, which a run never sees."""
-    with tracker:
-        for parameter in strategy.trainable:
-            parameter.grad = torch.zeros_like(parameter)
-        strategy.optimizer.step()
-        strategy.optimizer.zero_grad(set_to_none=True)
-        tracker.mark(state_tensors(strategy.optimizer), Kind.OPTIMIZER)
-
-
-def _outputs(task: Task) -> list[Output]:
-    return [Output.LOG_PROBS, *task.more_outputs] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
 
 
 def _vocabulary(strategy: Any) -> int:
@@ -365,8 +351,14 @@ def _train(strategy: Any, task: Task) -> Work:
     batch, count = _first_micro_batches(strategy, task, task.rows_per_update, trains=True)
     batch, teachers = _teacher_of(strategy, batch, task)
     strategy.passes = []
+    outputs = [Output.LOG_PROBS, *task.more_outputs] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
+
+    def sum_of_outputs(outputs: TensorBatch, batch: TensorBatch) -> tuple[Tensor, Metrics]:
+        # A loss that needs every output; what a run's own adds is as small as the batch's columns.
+        return -torch.stack([values.sum() for values in outputs.values() if values.requires_grad]).sum(), {}
+
     with strategy.tracker.counting() as step:
-        strategy.train_step(batch, sum_of_outputs, _outputs(task), 1.0, teachers)
+        strategy.train_step(batch, sum_of_outputs, outputs, 1.0, teachers)
     return _work(step, strategy.passes, batch, count, task.updates)
 
 
@@ -412,24 +404,24 @@ def _send(strategy: Any, task: Task) -> Work:
     return Work(peak=tally.peak, collectives=Counter({Collective("gather", group, sent): 1}))
 
 
-def sum_of_outputs(outputs: TensorBatch, batch: TensorBatch) -> tuple[Tensor, Metrics]:
-    """A loss that needs every output; what a run's own adds is as small as the batch's columns."""
-    return -torch.stack([values.sum() for values in outputs.values() if values.requires_grad]).sum(), {}
-
-
-def _even_destinations(experts: DispatchedExperts, chosen: Tensor) -> tuple[list[int], list[int], Tensor]:
-    """Every rank's experts are chosen equally often."""
-    size, own = chosen.shape[0], experts.num_experts // experts.group.size()
-    counts = [len(part) for part in np.array_split(range(size), experts.group.size())]
-    return counts, counts, torch.arange(size, device=chosen.device) % own
-
-
 @contextmanager
 def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
     """On an accelerator the head takes larger chunks, and packed rows are one kernel; nothing is copied by NumPy."""
     from transformers import masking_utils
 
-    find_packed = masking_utils.find_packed_sequence_indices
+    find_packed, packed_attention = masking_utils.find_packed_sequence_indices, attention.packed_attention
+
+    def even_destinations(experts: DispatchedExperts, chosen: Tensor) -> tuple[list[int], list[int], Tensor]:
+        # Every rank's experts are chosen equally often.
+        size, own = chosen.shape[0], experts.num_experts // experts.group.size()
+        counts = [len(part) for part in np.array_split(range(size), experts.group.size())]
+        return counts, counts, torch.arange(size, device=chosen.device) % own
+
+    def packed(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scaling: float | None) -> Tensor:
+        if query.dtype not in attention._VARLEN_DTYPES:
+            return packed_attention(query, key, value, sequences, scaling)
+        parts = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
+        return _Varlen.apply(*parts, sequences.lengths, tracker)[None]
 
     def packed_indices(position_ids: Tensor) -> Tensor | None:
         # A model asks the values whether rows are packed. Those that it numbers itself are not, but they are fake.
@@ -438,12 +430,12 @@ def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
     patches: list[tuple[Any, str, Any]] = [
         (gather, "copy_into", lambda target, source: target.copy_(source)),
         (masking_utils, "find_packed_sequence_indices", packed_indices),
-        (DispatchedExperts, "destinations", _even_destinations),
+        (DispatchedExperts, "destinations", even_destinations),
     ]
     if not on_cpu:
         patches += [
             (HeadMemory, "for_device", staticmethod(lambda device: _ACCELERATOR_HEAD)),
-            (attention, "packed_attention", _packed_attention(tracker)),
+            (attention, "packed_attention", packed),
         ]
     originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
     for owner, name, value in patches:
@@ -458,21 +450,10 @@ def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
 _ACCELERATOR_HEAD = HeadMemory.for_device(torch.device("cuda"))
 
 
-def _packed_attention(tracker: Tracker) -> Callable[..., Tensor]:
+class _Varlen(torch.autograd.Function):
     """A stand-in for the kernel for sequences of different lengths, of which there is none on a CPU: it keeps queries,
     keys, values, the output and a float32 number for each query and head."""
-    original = attention.packed_attention
 
-    def packed(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scaling: float | None) -> Tensor:
-        if query.dtype not in attention._VARLEN_DTYPES:
-            return original(query, key, value, sequences, scaling)
-        parts = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
-        return _Varlen.apply(*parts, sequences.lengths, tracker)[None]
-
-    return packed
-
-
-class _Varlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: Any, tracker: Tracker) -> Tensor:
         output = torch.empty_like(query)

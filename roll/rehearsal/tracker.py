@@ -9,7 +9,7 @@ tensor of any module.  And memory at a peak is to be reported in a recipe's term
 parameters), not in PyTorch's.
 
 Operations on real tensors only (the batch, which decides about micro-batches) are really computed; as soon as one of
-its inputs is fake, so is a result.  A number that is asked of a fake tensor is 1.
+its inputs is fake, so is a result.  ``item()`` of a fake tensor is 1.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
@@ -65,7 +66,7 @@ class Collective:
     ranks: tuple[int, ...]
     """Global ranks of its group."""
     num_bytes: int
-    """Of the whole tensor: what an all-gather gives, what a reduce-scatter is given."""
+    """Bytes of the whole tensor: what an all-gather gives, what a reduce-scatter is given."""
 
 
 @dataclass
@@ -87,7 +88,8 @@ class Tally:
 
 
 class Tracker(TorchDispatchMode):
-    """
+    """Counts everything that happens while it is entered.
+
     Args:
         granularity: bytes to which the allocator of the device rounds up: 512 on CUDA, 64 on a CPU.
         cache: bytes of the last level of the device's cache.
@@ -193,7 +195,7 @@ class Tracker(TorchDispatchMode):
         if known is None:
             return
         group = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)), None)
-        ranks = _ranks_of(group)
+        ranks = () if group is None else tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
         total = max(tensor.numel() * tensor.element_size() for tensor in tensors)
         if known in ("gather", "all_gather") and not name.startswith("_"):
             total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -253,14 +255,6 @@ _COLLECTIVES = {
 }
 
 
-def _ranks_of(group: Any) -> tuple[int, ...]:
-    import torch.distributed as dist
-
-    if group is None:
-        return ()
-    return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
-
-
 def flops_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Multiplications and additions of a kernel; 0 for all but matrix products and attention."""
     if name in _FACTORS:
@@ -268,21 +262,13 @@ def flops_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int
         return 2 * prod(args[left].shape) * int(args[right].shape[-1])
     if name == "aten::_grouped_mm":
         return 2 * prod(args[0].shape[-2:]) * int(args[1].shape[-1])
-    if name == _CPU_ATTENTION:
-        return _attention_flops(args[0], args[1], _is_causal(args, kwargs, 4), 2)
-    if name == f"{_CPU_ATTENTION}_backward":
-        return _attention_flops(args[1], args[2], _is_causal(args, kwargs, 7), 5)
-    return 0
-
-
-def _attention_flops(query: Tensor, key: Tensor, causal: bool, products: int) -> int:
-    """``products`` matrix products of (length, keys, head); of causal attention half of each is needed."""
-    rows, heads, length, size = query.shape
-    return 2 * products * rows * heads * length * key.shape[2] * size // (2 if causal else 1)
-
-
-def _is_causal(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int) -> bool:
-    return bool(kwargs.get("is_causal", args[place] if len(args) > place else False))
+    if name not in _ATTENTION:
+        return 0
+    first, place, products = _ATTENTION[name]
+    rows, heads, length, size = args[first].shape
+    # Causal attention needs half of each product.
+    causal = bool(kwargs.get("is_causal", args[place] if len(args) > place else False))
+    return 2 * products * rows * heads * length * int(args[first + 1].shape[2]) * size // (2 if causal else 1)
 
 
 _FACTORS = {
@@ -293,4 +279,9 @@ _FACTORS = {
     "aten::baddbmm": (1, 2),
 }
 """Places of the two matrices among the arguments of a product."""
-_CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 4, 2),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 7, 5),
+}
+"""Places of the queries (the keys follow) and of ``is_causal`` among the arguments, and the number of matrix products
+of (length, keys, head)."""

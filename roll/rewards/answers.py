@@ -1,4 +1,4 @@
-"""Answers in responses: after the thought, in a box, behind ``####``, in tags, stated in prose; and numbers as they are
+"""Answers in responses: after the thought, in a box, after ``####``, in tags, stated in prose; and numbers as they are
 written."""
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from roll.rewards.thoughts import opened_thought, split_thought
 from roll.rewards.units import unit_of
 
 _MARKED = re.compile(r"####[ \t]*([^\n]+)")
-
-
 MAX_BOXES = 16
 """Boxes tried from the end: a text of unclosed boxes, as degenerate models write, must not take quadratic time."""
 
@@ -57,7 +55,7 @@ def after_thought(response: str, prompt: str = "") -> str | None:
 
 
 def last_marked(text: str) -> str | None:
-    """Text behind the last ``####`` on its line."""
+    """Text after the last ``####`` on its line."""
     found = _MARKED.findall(text)
     return found[-1].strip() if found else None
 
@@ -113,16 +111,16 @@ def parse_number(text: str) -> Fraction | None:
 
 def without_periods(expression: str) -> str:
     """The expression with fractions in place of decimals with a period, such as ``0.1\\overline{36}``."""
+
+    def fraction(match: re.Match[str]) -> str:
+        number, decimals, period = match.groups()
+        scale = 10 ** len(decimals)
+        return str(Fraction(int(number + decimals), scale) + Fraction(int(period), scale * (10 ** len(period) - 1)))
+
     text = expression.strip()
     sign = "-" if text.startswith("-") else ""
     whole = _PERIOD.fullmatch(text.removeprefix("-"))
-    return f"{sign}{_fraction(whole)}" if whole else _PERIOD.sub(lambda match: f"({_fraction(match)})", expression)
-
-
-def _fraction(match: re.Match[str]) -> Fraction:
-    number, decimals, period = match.groups()
-    scale = 10 ** len(decimals)
-    return Fraction(int(number + decimals), scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
+    return f"{sign}{fraction(whole)}" if whole else _PERIOD.sub(lambda match: f"({fraction(match)})", expression)
 
 
 def _decimal(digits: str) -> Fraction | None:
@@ -260,9 +258,7 @@ class Masked:
 
     text: str
     formulas: list[str]
-
-    def formula(self, character: str) -> str:
-        return self.formulas[ord(character) - _FIRST]
+    """By the code point of their character, from ``_FIRST`` on."""
 
 
 def stated_answer(text: str) -> str | None:
@@ -270,8 +266,14 @@ def stated_answer(text: str) -> str | None:
     masked = mask(text[-TAIL:])
     statements = list(_ANSWER.finditer(masked.text)) if "answer" in masked.text.lower() else []
     for match in reversed(statements):
-        found = _from_statement(masked, _until_end(masked.text[match.end() :]))
-        if found is not None:
+        end = _END.search(masked.text, match.end())
+        segment = masked.text[match.end() : end.start() if end else None]
+        runs = list(_RUN.finditer(segment))
+        if runs:
+            near = len(segment[: runs[0].start()].split()) <= _NEAR_WORDS
+            run = runs[0] if near else runs[-1]
+            return _with_unit(_joined(masked, run), segment[run.end() :])
+        if (found := _plain_value(segment)) is not None:
             return found
     sentence = last_sentence(masked)
     return None if sentence is None else _from_sentence(masked, sentence)
@@ -311,8 +313,10 @@ def mask(text: str) -> Masked:
     # Most texts without formulas have not even the characters that these begin with.
     has_formulas = "$" in text or "\\" in text
     while has_formulas and (match := _DELIMITED.search(text, position)) is not None:
-        if match.group("dollar") is not None and _is_money(match.group("dollar")):
-            # The first sign stands before an amount; the second may open a formula or stand before another amount.
+        between = match.group("dollar") or ""
+        if between[:1].isdigit() and (between[-1].isspace() or between[-1] == "(") and _PROSE.search(between):
+            # "$5 and then $": the first sign stands before an amount; the second may open a formula or precede
+            # another amount.
             pieces.append(text[position : match.start() + 1])
             position = match.start() + 1
             continue
@@ -323,33 +327,12 @@ def mask(text: str) -> Masked:
     return Masked(_MARKUP.sub("", masked) if has_markup else masked, formulas)
 
 
-def _is_money(content: str) -> bool:
-    """True if ``5 and then `` stands between two amounts, not in a formula."""
-    return content[0].isdigit() and (content[-1].isspace() or content[-1] == "(") and bool(_PROSE.search(content))
-
-
-def _until_end(text: str) -> str:
-    """The rest of the sentence."""
-    end = _END.search(text)
-    return text if end is None else text[: end.start()]
-
-
 def last_sentence(masked: Masked) -> str | None:
     """The last one that has a formula, a number or a LaTeX command."""
     for sentence in reversed(_SENTENCES.split(masked.text)):
         if re.search(rf"{_MASK}|[0-9]|\\[a-zA-Z]", sentence):
             return _REMARK.sub(" ", sentence).strip().rstrip(".!").rstrip()
     return None
-
-
-def _from_statement(masked: Masked, segment: str) -> str | None:
-    """The answer from what follows ``the answer is``."""
-    runs = list(_RUN.finditer(segment))
-    if not runs:
-        return _plain_value(segment)
-    near = len(segment[: runs[0].start()].split()) <= _NEAR_WORDS
-    run = runs[0] if near else runs[-1]
-    return _with_unit(_joined(masked, run), segment[run.end() :])
 
 
 def _from_sentence(masked: Masked, sentence: str) -> str | None:
@@ -370,16 +353,15 @@ def _from_sentence(masked: Masked, sentence: str) -> str | None:
 
 
 def _joined(masked: Masked, run: re.Match[str]) -> str:
-    """Formulas that stand together, as one list."""
-    formulas = [_end_of_chain(masked.formula(character)) for character in re.findall(_MASK, run.group())]
+    """Adjacent formulas, as one list. Of ``a + b = 3 + 4 = 7`` the last link counts; a single equation is
+    left as it is."""
+    formulas = []
+    for character in re.findall(_MASK, run.group()):
+        formula = masked.formulas[ord(character) - _FIRST]
+        links = re.split(r"(?<![<>!:=\\])=(?!=)", formula)
+        is_chain = len(links) > 2 and "," not in formula and "\\\\" not in formula
+        formulas.append(links[-1].strip() if is_chain else formula)
     return ", ".join(formulas) + (r"\%" if run.group("percent") and not formulas[-1].endswith("%") else "")
-
-
-def _end_of_chain(formula: str) -> str:
-    """The last link of ``a + b = 3 + 4 = 7``; a single equation is left as it is."""
-    links = re.split(r"(?<![<>!:=\\])=(?!=)", formula)
-    is_chain = len(links) > 2 and "," not in formula and "\\\\" not in formula
-    return links[-1].strip() if is_chain else formula
 
 
 def _plain_value(segment: str) -> str | None:

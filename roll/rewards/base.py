@@ -144,8 +144,10 @@ class GuardedReward:
             results = self._checked(samples)
         except Exception:  # one bad sample must not cost the others their reward: find it
             results = [self._single(sample) for sample in samples]
-        if not self._has_failed:
-            self._show_first_failure(results)
+        failed = next((result for result in results if result.error is not None), None)
+        if failed is not None and not self._has_failed:
+            self._has_failed = True
+            logger.warning("reward %s: first failure (later ones are only counted): %s", self._name, failed.error)
         return results
 
     def _checked(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
@@ -162,12 +164,6 @@ class GuardedReward:
                 self._has_raised = self._has_failed = True
                 logger.exception("reward %s failed; later failures are counted without a traceback", self._name)
             return failure(f"{self._name}: {type(error).__name__}: {error}")
-
-    def _show_first_failure(self, results: Sequence[RewardResult]) -> None:
-        failed = next((result for result in results if result.error is not None), None)
-        if failed is not None:
-            self._has_failed = True
-            logger.warning("reward %s: first failure (later ones are only counted): %s", self._name, failed.error)
 
     def check_host(self) -> None:
         """Let a rule look at this host."""

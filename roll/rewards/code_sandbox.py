@@ -31,16 +31,11 @@ _PROGRAM = re.compile(f"{_WORD}|{_ASSIGNMENT}", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Fence:
-    before: str
-    mark: str
-    info: str
-
-
-@dataclass(frozen=True, slots=True)
 class Block:
+    """A fenced block."""
+
     language: str
-    """As written behind the fence, in lower case; '' for none."""
+    """As written after the fence, in lower case; '' for none."""
     text: str
 
 
@@ -51,69 +46,64 @@ def last_code_block(text: str, languages: Sequence[str] = PYTHON) -> str | None:
     that is cut off counts; an empty one does not; without any block of these languages, None.
     """
     found = [block for block in code_blocks(text) if block.text.strip()]
-    named = [block for block in found if block.language and is_wanted(block.language, languages)]
-    if named:
-        return named[-1].text
+    any_python = "python" in languages
+    for block in reversed(found):
+        if block.language and (block.language in languages or (any_python and _ANY_PYTHON.fullmatch(block.language))):
+            return block.text
     plain = [block for block in found if not block.language] if "" in languages else []
-    programs = [block for block in plain if _PROGRAM.search(block.text)] if "python" in languages else []
+    programs = [block for block in plain if _PROGRAM.search(block.text)] if any_python else []
     return (programs or plain)[-1].text if plain else None
-
-
-def is_wanted(language: str, languages: Sequence[str]) -> bool:
-    return language in languages or ("python" in languages and _ANY_PYTHON.fullmatch(language) is not None)
 
 
 def code_blocks(text: str) -> list[Block]:
     """All fenced blocks, the last of which may be cut off."""
     blocks: list[Block] = []
-    opened: Fence | None = None
+    opened: tuple[str, str, str] | None = None
     lines: list[str] = []
-    # Not splitlines(), which also splits at characters that may stand in a program's texts.
+
+    def finish() -> None:
+        before, _, info = opened or ("", "", "")
+        quoted = min(before.count(">"), _DEEPEST_QUOTATION)
+        bare = [re.sub(rf"^(?:\s*> ?){{1,{quoted}}}", "", line) for line in lines] if quoted else lines
+        # "python", 'Python title="x"', "python:main.py", "{.python .numberLines}" and "main.py" all name Python.
+        found = _LANGUAGE.match(info.partition(":")[0].strip().lower())
+        name = found[1] if found else ""
+        language = "python" if name.endswith(".py") else name
+        blocks.append(Block(language, textwrap.dedent("\n".join(bare)).strip("\n")))
+
+    # Not splitlines(), which also splits at characters that may occur in a program's texts.
     for line in text.replace("\r\n", "\n").split("\n"):
         if opened is None:
             opened, lines = opening_fence(line), []
             continue
-        # Text before the closing fence on its line; None if it does not close the block.
-        stripped = line.rstrip()
-        before = stripped.rstrip(opened.mark[0])
-        rest = before if len(stripped) - len(before) >= len(opened.mark) else None
-        if rest is None:
+        # A closing fence is at the end of a line; there may be text before it.
+        stripped, mark = line.rstrip(), opened[1]
+        rest = stripped.rstrip(mark[0])
+        if len(stripped) - len(rest) < len(mark):
             lines.append(line)
             continue
-        blocks.append(finished(opened, [*lines, rest] if rest.strip(" \t>") else lines))
+        lines += [rest] if rest.strip(" \t>") else []
+        finish()
         opened = None
     if opened is not None:
-        blocks.append(finished(opened, lines))
+        finish()
     return blocks
 
 
-def opening_fence(line: str) -> Fence | None:
-    """A fence behind nothing but a list's or a quotation's mark, or behind a sentence if it names a language."""
+def opening_fence(line: str) -> tuple[str, str, str] | None:
+    """Text before a fence, its mark, and text after it; None for a line that opens no block.
+
+    Only the mark of a list or a quotation may precede it, or a sentence if the fence names a language.
+    """
     begin = min((line.find(mark) for mark in ("```", "~~~") if mark in line), default=-1)
     if begin < 0:
         return None
     before, rest = line[:begin], line[begin:]
     info = rest.lstrip(rest[0])
-    if "`" in info:
-        return None
     marker = before.strip(" \t>")
-    if marker and not _LIST_ITEM.fullmatch(marker) and not info.strip().isalnum():
+    if "`" in info or (marker and not _LIST_ITEM.fullmatch(marker) and not info.strip().isalnum()):
         return None
-    return Fence(before, rest[: len(rest) - len(info)], info)
-
-
-def finished(opened: Fence, lines: list[str]) -> Block:
-    quoted = min(opened.before.count(">"), _DEEPEST_QUOTATION)
-    if quoted:
-        lines = [re.sub(rf"^(?:\s*> ?){{1,{quoted}}}", "", line) for line in lines]
-    return Block(language_of(opened.info), textwrap.dedent("\n".join(lines)).strip("\n"))
-
-
-def language_of(info: str) -> str:
-    """Of ``python``, ``Python title="x"``, ``python:main.py``, ``{.python .numberLines}`` or ``main.py``: python."""
-    found = _LANGUAGE.match(info.partition(":")[0].strip().lower())
-    name = found[1] if found else ""
-    return "python" if name.endswith(".py") else name
+    return before, rest[: len(rest) - len(info)], info
 
 
 MAX_PARALLEL = 8
@@ -175,7 +165,17 @@ class CodeSandbox(RewardRule):
     """Environment variable with the service's token."""
 
     def __post_init__(self) -> None:
-        self._check()
+        for name in ("timeout", "case_timeout", "memory_mb", "output_mb", "processes", "parallel"):
+            if getattr(self, name) <= 0:
+                raise RewardOptionError(f"code_sandbox: {name} = {getattr(self, name)}: must be more than 0")
+        if self.parallel > MAX_PARALLEL:
+            raise RewardOptionError(f"code_sandbox: parallel = {self.parallel}: must be at most {MAX_PARALLEL}")
+        for name in self.require:
+            if name not in PROTECTIONS:
+                known = ", ".join(PROTECTIONS)
+                raise RewardOptionError(f"code_sandbox: require = {self.require}: no protection {name!r}; {known}")
+        if "/" in self.file_name or not self.file_name:
+            raise RewardOptionError(f"code_sandbox: file_name = {self.file_name!r}: must be a plain name")
         self._service = self._make_service() if self.service_url else None
         limits = Limits(
             wall=self.timeout,
@@ -194,19 +194,6 @@ class CodeSandbox(RewardRule):
         )
         self._sandbox = Sandbox(Settings(tuple(self.preload), tuple(self.readable), tuple(self.require)))
         self._is_reported = False
-
-    def _check(self) -> None:
-        for name in ("timeout", "case_timeout", "memory_mb", "output_mb", "processes", "parallel"):
-            if getattr(self, name) <= 0:
-                raise RewardOptionError(f"code_sandbox: {name} = {getattr(self, name)}: must be more than 0")
-        if self.parallel > MAX_PARALLEL:
-            raise RewardOptionError(f"code_sandbox: parallel = {self.parallel}: must be at most {MAX_PARALLEL}")
-        for name in self.require:
-            if name not in PROTECTIONS:
-                known = ", ".join(PROTECTIONS)
-                raise RewardOptionError(f"code_sandbox: require = {self.require}: no protection {name!r}; {known}")
-        if "/" in self.file_name or not self.file_name:
-            raise RewardOptionError(f"code_sandbox: file_name = {self.file_name!r}: must be a plain name")
 
     def _make_service(self) -> HttpReward:
         """A client that sends a program per request, with the options that are not the default."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll.config.rewards import RewardComponentConfig, RewardConfig, judge_sampling
+from roll.config.rewards import RewardConfig, judge_sampling
 from roll.rewards.base import GuardedReward, RewardFunction, RewardOptionError, RewardResult, RewardSample, is_timeout
 from roll.rewards.custom import Limits
 from roll.rewards.registry import build_reward, load_target, option_names, resolve_name
@@ -28,10 +28,6 @@ class Component:
     """The factor is 1 from this score on and 0 below; None: the score itself."""
     error_value: float | None = None
     """Score where the reward failed; None: the sample has failed."""
-
-    def factor(self, score: float) -> float:
-        """Factor of the sum, for a gate."""
-        return score if self.gate_threshold is None else float(score >= self.gate_threshold)
 
 
 class CompositeReward:
@@ -66,12 +62,17 @@ class CompositeReward:
         metrics: dict[str, float] = {}
         errors = []
         for component, result in zip(self._components, results, strict=True):
-            score = component.error_value if result.error is not None else result.score
-            metrics |= component_metrics(component.name, result, score)
+            name, has_failed = component.name, result.error is not None
+            score = component.error_value if has_failed else result.score
+            # Averaged over samples, failures become rates.
+            metrics |= {f"{name}/{number}": value for number, value in result.metrics.items()}
+            metrics |= {} if score is None else {f"{name}/score": score}
+            metrics |= {f"{name}/error_rate": float(has_failed), f"{name}/timeout_rate": float(is_timeout(result))}
             if score is None:
-                errors.append(f"{component.name}: {result.error}")
+                errors.append(f"{name}: {result.error}")
             elif component.is_gate:
-                factor *= component.factor(score)
+                threshold = component.gate_threshold
+                factor *= score if threshold is None else float(score >= threshold)
             else:
                 total += component.weight * score
         if errors and factor != 0:
@@ -94,16 +95,6 @@ class CompositeReward:
     def close(self) -> None:
         for component in self._components:
             component.reward.close()
-
-
-def component_metrics(name: str, result: RewardResult, score: float | None) -> dict[str, float]:
-    """A component's numbers under its name; averaged over samples, failures become rates."""
-    metrics = {f"{name}/{number}": value for number, value in result.metrics.items()}
-    if score is not None:
-        metrics[f"{name}/score"] = score
-    metrics[f"{name}/error_rate"] = float(result.error is not None)
-    metrics[f"{name}/timeout_rate"] = float(is_timeout(result))
-    return metrics
 
 
 SECTION_KEYS = {
@@ -132,19 +123,18 @@ def build_section(name: str, config: RewardConfig) -> GuardedReward | CompositeR
     if not config.components:
         limits = Limits(config.timeout, config.concurrency)
         return GuardedReward(name, build_reward(*reward_options(name, config), limits))
-    return CompositeReward([_component(name, key, part, config) for key, part in config.components.items()])
-
-
-def _component(domain: str, name: str, part: RewardComponentConfig, config: RewardConfig) -> Component:
-    limits = Limits(part.timeout or config.timeout, config.concurrency)
-    shared = section_options(domain, config) | {"timeout": limits.timeout}
-    try:
-        reward = build_reward(*chosen_options(part.worker_cls or name, shared, part.reward_kwargs), limits)
-    except RewardOptionError as error:
-        error.component = name
-        raise
-    guarded = GuardedReward(f"{domain}.{name}", reward)
-    return Component(name, guarded, part.weight, part.gate, part.gate_threshold, part.error_value)
+    components = []
+    for key, part in config.components.items():
+        limits = Limits(part.timeout or config.timeout, config.concurrency)
+        shared = section_options(name, config) | {"timeout": limits.timeout}
+        try:
+            reward = build_reward(*chosen_options(part.worker_cls or key, shared, part.reward_kwargs), limits)
+        except RewardOptionError as error:
+            error.component = key
+            raise
+        guarded = GuardedReward(f"{name}.{key}", reward)
+        components.append(Component(key, guarded, part.weight, part.gate, part.gate_threshold, part.error_value))
+    return CompositeReward(components)
 
 
 def reward_options(name: str, config: RewardConfig) -> tuple[str, dict[str, Any]]:
@@ -169,7 +159,7 @@ def concurrent_calls(name: str, config: RewardConfig) -> int:
 
 
 def section_options(name: str, config: RewardConfig) -> dict[str, Any]:
-    """The section's own keys under the names of the options that they stand for; those without a value are left out."""
+    """The section's own keys under the names of the options that they set; those without a value are left out."""
     values = {option: getattr(config, key) for key, option in SECTION_KEYS.items()}
     if config.use_local:
         values["service_url"] = None

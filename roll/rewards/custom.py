@@ -40,15 +40,14 @@ class CustomReward:
     the batch as :class:`RewardSample`s, with its options, and returns one of those for each.  ``async`` functions run
     concurrently in an event loop.  What is raised is logged with its traceback the first time and carried as the error
     of the sample (of all samples of a batch), and so is a call that takes too long.
+
+    Raises:
+        RewardOptionError: an option that the function does not take.
     """
 
     def __init__(
         self, name: str, function: Callable[..., Any], options: Mapping[str, Any], limits: Limits | None = None
     ) -> None:
-        """
-        Raises:
-            RewardOptionError: an option that the function does not take.
-        """
         parameters = inspect.signature(function).parameters
         self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._names = {n for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
@@ -93,14 +92,15 @@ class CustomReward:
         """Each call's result or exception, in order."""
         if self._loop is not None:
             return self._loop.run(gathered(calls, limit, self._limits.concurrency))
-        return [self._outcome(call, limit) for call in calls]
-
-    def _outcome(self, call: Callable[[], Any], limit: float | None) -> Any:
-        try:
-            with deadline(limit):
-                return call()
-        except (Exception, Overdue) as error:  # whatever a user's code raises belongs to this sample, not to the run
-            return error
+        outcomes: list[Any] = []
+        for call in calls:
+            try:
+                with deadline(limit):
+                    outcome = call()
+            except (Exception, Overdue) as error:  # what a user's code raises belongs to this sample, not to the run
+                outcome = error
+            outcomes.append(outcome)
+        return outcomes
 
     def _result(self, outcome: Any) -> RewardResult:
         if isinstance(outcome, Overdue | TimeoutError):
@@ -160,8 +160,12 @@ def deadline(seconds: float | None) -> Iterator[None]:
         return
     began = time.monotonic()
     interrupts = threading.current_thread() is threading.main_thread()
+
+    def end(number: int, frame: types.FrameType | None) -> None:
+        raise Overdue
+
     if interrupts:
-        before = signal.signal(signal.SIGALRM, _raise_overdue)
+        before = signal.signal(signal.SIGALRM, end)
         signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -171,10 +175,6 @@ def deadline(seconds: float | None) -> Iterator[None]:
             signal.signal(signal.SIGALRM, before)
     if time.monotonic() - began > seconds:
         raise Overdue
-
-
-def _raise_overdue(number: int, frame: types.FrameType | None) -> None:
-    raise Overdue
 
 
 class LoopThread:

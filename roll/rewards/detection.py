@@ -23,21 +23,19 @@ _LABEL_TAG = re.compile(r"<(?:ref|label|\|object_ref_start\|)>([^<]{1,200})<[^>]
 _FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
 BOX_KEYS = ("bbox_2d", "bbox", "box_2d", "box", "bounding_box", "Position")
 LABEL_KEYS = ("label", "category", "name", "class")
-CONFIDENCE_KEYS = ("confidence", "score", "Confidence")
 MAX_BOXES = 300
 """Boxes of a response that are looked at: matching costs their product with the true ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Corners, the label if there is one, and how sure the model is."""
+    """Corners, and the label if there is one."""
 
     x1: float
     y1: float
     x2: float
     y2: float
     label: str | None = None
-    confidence: float = 1.0
 
     @property
     def area(self) -> float:
@@ -63,7 +61,10 @@ def read_boxes(text: str) -> list[Box]:
         found = boxes_in_json(candidate)
         if found:
             return found[:MAX_BOXES]
-    tagged = [make_box(match.groups(), label=_label_before(text, match.start())) for match in _BOX_TAG.finditer(text)]
+    tagged = []
+    for match in _BOX_TAG.finditer(text):
+        label = _LABEL_TAG.search(text[max(0, match.start() - 300) : match.start()])
+        tagged.append(make_box(match.groups(), label=label[1].strip() if label else None))
     plain = tagged or [make_box(match.groups()) for match in _QUADRUPLE.finditer(text)]
     return [box for box in plain if box is not None][:MAX_BOXES]
 
@@ -85,8 +86,7 @@ def boxes_of(value: Any) -> list[Box]:
         if key is None:
             return [box for inner in value.values() if isinstance(inner, list | dict) for box in boxes_of(inner)]
         label = next((str(value[name]) for name in LABEL_KEYS if value.get(name) is not None), None)
-        sure = next((value[name] for name in CONFIDENCE_KEYS if _is_number(value.get(name))), 1.0)
-        box = make_box(value[key], label, float(sure))
+        box = make_box(value[key], label)
         return [box] if box is not None else boxes_of(value[key])
     if not isinstance(value, list | tuple):
         return []
@@ -94,7 +94,7 @@ def boxes_of(value: Any) -> list[Box]:
     return [box] if box is not None else [box for inner in value for box in boxes_of(inner)]
 
 
-def make_box(corners: Any, label: str | None = None, confidence: float = 1.0) -> Box | None:
+def make_box(corners: Any, label: str | None = None) -> Box | None:
     """A box of four finite numbers, corners in order; None for anything else."""
     if not isinstance(corners, list | tuple) or len(corners) != 4:
         return None
@@ -104,16 +104,7 @@ def make_box(corners: Any, label: str | None = None, confidence: float = 1.0) ->
         return None
     if not all(map(math.isfinite, (x1, y1, x2, y2))):
         return None
-    return Box(min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2), label, confidence)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _label_before(text: str, position: int) -> str | None:
-    match = _LABEL_TAG.search(text[max(0, position - 300) : position])
-    return match.group(1).strip() if match else None
+    return Box(min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2), label)
 
 
 def best_matching(weights: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
@@ -198,7 +189,16 @@ class Detection(RewardRule):
 
     def measure(self, given: Sequence[Box], wanted: Sequence[Box]) -> dict[str, float]:
         """All numbers of a response, each 0..1."""
-        overlaps = [[self._overlap(box, truth) for truth in wanted] for box in given]
+        given_labels, wanted_labels = (
+            [None if box.label is None else box.label.strip().lower() for box in boxes] for boxes in (given, wanted)
+        )
+        overlaps = [
+            [
+                0.0 if self.match_labels and right not in (None, label) else iou(box, truth)
+                for truth, right in zip(wanted, wanted_labels, strict=True)
+            ]
+            for box, label in zip(given, given_labels, strict=True)
+        ]
         pairs = [overlaps[row][column] for row, column in best_matching(overlaps)] if given and wanted else []
         hits = sum(overlap >= self.iou_threshold for overlap in pairs)
         nothing = not given and not wanted
@@ -212,12 +212,3 @@ class Detection(RewardRule):
             "f1": 2 * precision * recall / (precision + recall) if precision + recall else 0.0,
             "answered": float(bool(given)),
         }
-
-    def _overlap(self, box: Box, truth: Box) -> float:
-        if self.match_labels and truth.label is not None and _folded(box.label) != _folded(truth.label):
-            return 0.0
-        return iou(box, truth)
-
-
-def _folded(label: str | None) -> str | None:
-    return None if label is None else label.strip().lower()

@@ -52,10 +52,7 @@ def score(
 
 @cache
 def load_file(path: str) -> ModuleType:
-    """
-    Raises:
-        FileNotFoundError: no such file.
-    """
+    """The file as a module; ``FileNotFoundError`` where there is none."""
     spec = importlib.util.spec_from_file_location("reward_function_file", path)
     if spec is None or spec.loader is None or not os.path.isfile(path):
         raise FileNotFoundError(f"reward function file {path}: no such Python file")

@@ -96,7 +96,13 @@ class JsonClient:
 
     def post(self, bodies: Sequence[Any]) -> list[Reply]:
         """Post every body; one reply each, in order. Never raises for what the service does."""
-        return self._thread.run(self._post_all(bodies)) if bodies else []
+
+        async def post_all() -> list[Reply]:
+            if self._client is None:
+                self._client, self._slots = self._connect(), asyncio.Semaphore(self._options.concurrency)
+            return await asyncio.gather(*(self._post(body) for body in bodies))
+
+        return self._thread.run(post_all()) if bodies else []
 
     def close(self) -> None:
         """Close connections and thread."""
@@ -104,11 +110,6 @@ class JsonClient:
             self._thread.run(self._client.aclose())
             self._client = None
         self._thread.close()
-
-    async def _post_all(self, bodies: Sequence[Any]) -> list[Reply]:
-        if self._client is None:
-            self._client, self._slots = self._connect(), asyncio.Semaphore(self._options.concurrency)
-        return await asyncio.gather(*(self._post(body) for body in bodies))
 
     def _connect(self) -> httpx2.AsyncClient:
         size = self._options.concurrency
@@ -122,10 +123,17 @@ class JsonClient:
 
     async def _post(self, body: Any) -> Reply:
         timeout, state = self._options.timeout, _Progress()
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(lambda error: isinstance(error, ServiceError) and error.is_transient),
+            stop=stop_after_attempt(self._options.max_retries + 1),
+            wait=self._pause,
+            before_sleep=state.note,
+            reraise=True,
+        )
         async with self._slots:
             try:
                 async with asyncio.timeout(timeout):
-                    answer = await self._try_repeatedly(body, state)
+                    answer: Any = await retrying(self._try_once, body, state)
             except TimeoutError:
                 last = f"; before that: {state.last_error}" if state.last_error else ""
                 message = f"timeout: no answer within {timeout:g} s ({state.tries} tries{last})"
@@ -134,16 +142,6 @@ class JsonClient:
                 tries = f" ({state.tries} tries)" if state.tries > 1 else ""
                 return Reply(error=masked_text(f"{error}{tries}"), tries=state.tries)
         return Reply(answer, tries=state.tries)
-
-    async def _try_repeatedly(self, body: Any, state: _Progress) -> Any:
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(lambda error: isinstance(error, ServiceError) and error.is_transient),
-            stop=stop_after_attempt(self._options.max_retries + 1),
-            wait=self._pause,
-            before_sleep=state.note,
-            reraise=True,
-        )
-        return await retrying(self._try_once, body, state)
 
     def _pause(self, state: RetryCallState) -> float:
         """Seconds until the next try."""
@@ -157,7 +155,7 @@ class JsonClient:
         """The answer, of which no more than ``max_reply`` bytes are ever held.
 
         Raises:
-            ServiceError: it is longer, or compressed although nobody asked for that.
+            ServiceError: it is longer, or compressed although that was not accepted.
         """
         async with client.stream("POST", self._url, json=body) as response:
             encoding = response.headers.get("content-encoding", "identity")
@@ -249,16 +247,26 @@ class AnswerCache:
             if key in self._entries:
                 self._entries.move_to_end(key)
                 return self._entries[key]
-        answer = self._read(key)
-        if answer is not MISSING:
-            self._remember(key, answer)
+        if self._folder is None:
+            return MISSING
+        try:
+            answer = json.loads(self._file(self._folder, key).read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):  # a damaged file counts as none
+            return MISSING
+        self._remember(key, answer)
         return answer
 
     def put(self, key: str, answer: Any) -> None:
         """Keep an answer, which must be JSON."""
         self._remember(key, answer)
-        if self._folder is not None:
-            self._write(self._file(self._folder, key), answer)
+        if self._folder is None:
+            return
+        file = self._file(self._folder, key)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all: other workers may read the folder.
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as temporary:
+            json.dump(answer, temporary)
+        os.replace(temporary.name, file)
 
     def _remember(self, key: str, answer: Any) -> None:
         with self._lock:
@@ -267,22 +275,6 @@ class AnswerCache:
             while len(self._entries) > self._max_entries:
                 self._entries.popitem(last=False)
 
-    def _read(self, key: str) -> Any:
-        if self._folder is None:
-            return MISSING
-        try:
-            return json.loads(self._file(self._folder, key).read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):  # a damaged file is asked for again
-            return MISSING
-
     @staticmethod
     def _file(folder: Path, key: str) -> Path:
         return folder / key[:2] / f"{key}.json"
-
-    @staticmethod
-    def _write(file: Path, answer: Any) -> None:
-        """Whole or not at all: other workers may read the folder."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as temporary:
-            json.dump(answer, temporary)
-        os.replace(temporary.name, file)

@@ -1,4 +1,4 @@
-"""Rewards computed elsewhere: by a service behind HTTP (format: docs/rewards.md) or by the role reward_model."""
+"""Rewards computed elsewhere: by a service over HTTP (format: docs/rewards.md) or by the role reward_model."""
 
 from __future__ import annotations
 
@@ -51,23 +51,18 @@ class HttpReward(ServiceOptions, RewardRule):
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         batches = [samples[begin : begin + self.batch_size] for begin in range(0, len(samples), self.batch_size)]
-        replies = self._client.post([self._body(batch) for batch in batches])
+        replies = self._client.post(
+            [{"samples": [self._sample(sample) for sample in batch], "options": self.options} for batch in batches]
+        )
         return [result for batch, reply in zip(batches, replies, strict=True) for result in read(reply, len(batch))]
 
-    def _body(self, batch: Sequence[RewardSample]) -> dict[str, Any]:
-        return {"samples": [self._sample(sample) for sample in batch], "options": self.options}
-
-    def _sample(self, sample: RewardSample) -> dict[str, Any]:
+    def _sample(self, sample: RewardSample) -> Any:
         row = sample.row if self.columns is None else {name: sample.row.get(name) for name in self.columns}
-        content = {
-            "prompt": sample.prompt,
-            "response": sample.response,
-            "ground_truth": sample.ground_truth,
-            "finish_reason": sample.finish_reason,
-            "row": row,
-        }
-        plain: dict[str, Any] = json.loads(json.dumps(content, default=_as_json))
-        return plain
+        names = ("prompt", "response", "ground_truth", "finish_reason")
+        content = {name: getattr(sample, name) for name in names} | {"row": row}
+        # Arrays become lists; what else JSON does not know becomes its text.
+        plain = json.dumps(content, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
+        return json.loads(plain)
 
     def close(self) -> None:
         self._client.close()
@@ -93,28 +88,18 @@ def _read_one(result: Any) -> RewardResult:
     if not isinstance(metrics, Mapping):
         return failure(f"http_reward: metrics must be an object, not {type(metrics).__name__}")
     numbers = {"score": entry.get("score"), **metrics}
-    wrong = [name for name, value in numbers.items() if not _is_number(value)]
-    if wrong:
-        shown = repr(numbers[wrong[0]])[:MAX_SHOWN]
-        return failure(f"http_reward: {wrong[0]} must be a finite number, not {shown}")
+    for name, value in numbers.items():
+        if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+            return failure(f"http_reward: {name} must be a finite number, not {repr(value)[:MAX_SHOWN]}")
     score = float(numbers.pop("score"))
     return RewardResult(score, {name: float(value) for name, value in numbers.items()})
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
-def _as_json(value: Any) -> Any:
-    """Arrays become lists; what JSON does not know becomes its text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 @dataclass
 class RewardModelScore(RewardRule):
     """``scale * raw + shift``, perhaps squashed; ``raw`` is what a sequence-classification model with one label says.
 
-    The model is computed before this rule is asked (:mod:`roll.rollout.rewarding`).
+    The model is computed before this rule is called (:mod:`roll.rollout.rewarding`).
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("raw",)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -16,7 +16,7 @@ from roll.rewards.ifeval_instructions import CHECKS
 from roll.rewards.rlvr_ifeval import FUNCTIONS
 
 MAX_LENGTH = 200_000
-"""Characters that are looked at; nothing that is asked for takes more."""
+"""Characters that are looked at; no instruction needs more."""
 Instruction = tuple[str, dict[str, Any]]
 RULES = {**CHECKS, **FUNCTIONS}
 """IFEval's by the instruction's id, RLVR-IFeval's by the function's name."""
@@ -50,28 +50,20 @@ class IFEval(RewardRule):
     def judge(self, sample: RewardSample) -> RewardResult:
         text = (after_thought(sample.response, sample.prompt) or "")[:MAX_LENGTH].strip()
         try:
-            return self._verdict(text, read_instructions(sample))
+            instructions = read_instructions(sample)
+            strict = [follows(text, *instruction) for instruction in instructions]
+            variants = list(loosened(text))
+            loose = [
+                followed or any(follows(variant, *instruction) for variant in variants)
+                for followed, instruction in zip(strict, instructions, strict=True)
+            ]
         except (TypeError, ValueError) as error:  # of the row: arguments that a check cannot use
             return failure(f"ifeval: {error}")
-
-    def _verdict(self, text: str, instructions: Sequence[Instruction]) -> RewardResult:
-        strict = [follows(text, *instruction) for instruction in instructions]
-        variants = list(loosened(text))
-        loose = [
-            followed or any(follows(variant, *instruction) for variant in variants)
-            for followed, instruction in zip(strict, instructions, strict=True)
-        ]
         verdicts = strict if self.mode == "strict" else loose
         value = sum(verdicts) / len(verdicts) if self.partial else float(all(verdicts))
-        return RewardResult(
-            self.score * value,
-            {
-                "strict": float(all(strict)),
-                "loose": float(all(loose)),
-                "instructions_strict": sum(strict) / len(strict),
-                "instructions_loose": sum(loose) / len(loose),
-            },
-        )
+        shares = sum(strict) / len(strict), sum(loose) / len(loose)
+        metrics = zip(self.numbers, (float(all(strict)), float(all(loose)), *shares), strict=True)
+        return RewardResult(self.score * value, dict(metrics))
 
 
 def follows(text: str, identity: str, arguments: Mapping[str, Any]) -> bool:
@@ -90,10 +82,11 @@ def loosened(text: str) -> Iterator[str]:
 
 
 def read_instructions(sample: RewardSample) -> list[Instruction]:
-    """Types and arguments, checked.
+    """Types and arguments of a row's instructions, without the arguments that are null: published rows carry those of
+    all other types.
 
     Raises:
-        ValueError: there are none, or they cannot be used; with what is wrong.
+        ValueError: there are none, no such type, or an argument that it lacks.
     """
     source = sample.row if sample.row.get("instruction_id_list") is not None else as_mapping(sample.ground_truth)
     if "func_name" in source:
@@ -108,7 +101,17 @@ def read_instructions(sample: RewardSample) -> list[Instruction]:
         if len(arguments) != len(identities):
             raise ValueError(f"{len(identities)} instructions but {len(arguments)} kwargs")
         found = list(zip(identities, map(as_mapping, arguments), strict=True))
-    return [checked(identity, arguments) for identity, arguments in found]
+    checked = []
+    for identity, given in found:
+        if identity not in RULES:
+            hint = did_you_mean(str(identity), RULES, "; did you mean {!r}?")
+            raise ValueError(f"no such instruction: {identity!r}{hint}")
+        parameters = list(inspect.signature(RULES[identity]).parameters.values())[1:]
+        missing = [p.name for p in parameters if p.default is p.empty and given.get(p.name) is None]
+        if missing:
+            raise ValueError(f"{identity}: kwargs lack {missing[0]!r}")
+        checked.append((identity, {p.name: given[p.name] for p in parameters if given.get(p.name) is not None}))
+    return checked
 
 
 def as_mapping(value: Any) -> dict[str, Any]:
@@ -119,19 +122,3 @@ def as_mapping(value: Any) -> dict[str, Any]:
         except ValueError:
             return {}
     return dict(value) if isinstance(value, Mapping) else {}
-
-
-def checked(identity: str, arguments: Mapping[str, Any]) -> Instruction:
-    """Arguments without those that are null, which published rows carry for all other types.
-
-    Raises:
-        ValueError: no such type, or an argument that it lacks.
-    """
-    if identity not in RULES:
-        hint = did_you_mean(str(identity), RULES, "; did you mean {!r}?")
-        raise ValueError(f"no such instruction: {identity!r}{hint}")
-    parameters = list(inspect.signature(RULES[identity]).parameters.values())[1:]
-    missing = [p.name for p in parameters if p.default is p.empty and arguments.get(p.name) is None]
-    if missing:
-        raise ValueError(f"{identity}: kwargs lack {missing[0]!r}")
-    return identity, {p.name: arguments[p.name] for p in parameters if arguments.get(p.name) is not None}

@@ -4,90 +4,36 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 
-Check = Callable[..., bool]
-CHECKS: dict[str, Check] = {}
-"""By the id of the instruction's type."""
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "less than": lambda found, wanted: found < wanted,
     "at least": lambda found, wanted: found >= wanted,
     "at most": lambda found, wanted: found <= wanted,
     "exactly": lambda found, wanted: found == wanted,
 }
-ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _FENCE_START, _FENCE_END = re.compile(r"^```(?:json|Json|JSON)?"), re.compile(r"```$")
 
 
-def instruction(identity: str) -> Callable[[Check], Check]:
-    """Register a check under the id of its instruction."""
-
-    def decorate(check: Check) -> Check:
-        CHECKS[identity] = check
-        return check
-
-    return decorate
-
-
 def holds(found: int, relation: str, wanted: int) -> bool:
-    """
-    Raises:
-        ValueError: no such relation.
-    """
+    """Compare two counts; ValueError for an unknown relation."""
     if relation not in RELATIONS:
         raise ValueError(f"relation {relation!r}: must be one of {', '.join(RELATIONS)}")
     return RELATIONS[relation](found, int(wanted))
 
 
-@instruction("keywords:existence")
-def existence(text: str, *, keywords: Sequence[str]) -> bool:
-    return all(keyword.lower() in text.lower() for keyword in keywords)
-
-
-@instruction("keywords:frequency")
-def frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    return holds(text.lower().count(keyword.lower()), relation, frequency)
-
-
-@instruction("keywords:forbidden_words")
-def forbidden_words(text: str, *, forbidden_words: Sequence[str]) -> bool:
-    return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in forbidden_words)
-
-
-@instruction("keywords:letter_frequency")
-def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return holds(text.lower().count(letter.lower()), let_relation, let_frequency)
-
-
-@instruction("language:response_language")
-def response_language(text: str, *, language: str) -> bool:
-    return _is_in(text, language)
-
-
-def _is_in(text: str, code: str) -> bool:
+def is_in(text: str, code: str) -> bool:
     """As published: a text whose language is not detected is not held against the response."""
     return language(text) in (code, None)
 
 
-@instruction("length_constraints:number_sentences")
-def number_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
-    return holds(count_sentences(text), relation, num_sentences)
-
-
-@instruction("length_constraints:number_paragraphs")
-def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
+def has_paragraphs(text: str, *, num_paragraphs: int) -> bool:
     """Paragraphs are divided by ``***``."""
     paragraphs = parts(text, r"\s?\*\*\*\s?")
     return paragraphs is not None and len(paragraphs) == int(num_paragraphs)
 
 
-@instruction("length_constraints:number_words")
-def number_words(text: str, *, num_words: int, relation: str) -> bool:
-    return holds(count_words(text), relation, num_words)
-
-
-@instruction("length_constraints:nth_paragraph_first_word")
 def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     """Paragraphs are divided by two line ends; empty ones do not count."""
     paragraphs = [piece.strip() for piece in text.split("\n\n")]
@@ -99,12 +45,6 @@ def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: i
     return re.split(r"[.,?!'\"]", first, maxsplit=1)[0].lower() == first_word.lower()
 
 
-@instruction("detectable_content:number_placeholders")
-def number_placeholders(text: str, *, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= int(num_placeholders)
-
-
-@instruction("detectable_content:postscript")
 def postscript(text: str, *, postscript_marker: str) -> bool:
     """A marker written with spaces, or without its last stop, counts."""
     marker = postscript_marker.strip()
@@ -116,19 +56,12 @@ def postscript(text: str, *, postscript_marker: str) -> bool:
     return re.search(pattern, text.lower()) is not None
 
 
-@instruction("detectable_format:number_bullet_lists")
 def number_bullet_lists(text: str, *, num_bullets: int) -> bool:
     stars = re.findall(r"^[^\S\n]*\*[^*\n].*$", text, re.MULTILINE)
     dashes = re.findall(r"^[^\S\n]*-.*$", text, re.MULTILINE)
     return len(stars) + len(dashes) == int(num_bullets)
 
 
-@instruction("detectable_format:constrained_response")
-def constrained_response(text: str, *, options: Sequence[str] = ANSWERS) -> bool:
-    return any(option in text for option in options)
-
-
-@instruction("detectable_format:number_highlighted_sections")
 def number_highlighted_sections(text: str, *, num_highlights: int) -> bool:
     single = re.findall(r"\*[^\n*]*\*", text)
     double = re.findall(r"\*\*[^\n*]*\*\*", text)
@@ -136,13 +69,6 @@ def number_highlighted_sections(text: str, *, num_highlights: int) -> bool:
     return len(found) >= int(num_highlights)
 
 
-@instruction("detectable_format:multiple_sections")
-def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
-    headings = re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", text)
-    return len(headings) >= int(num_sections)
-
-
-@instruction("detectable_format:json_format")
 def json_format(text: str) -> bool:
     """The whole text is JSON, perhaps in a fence."""
     inner = _FENCE_END.sub("", _FENCE_START.sub("", text.strip())).strip()
@@ -153,56 +79,19 @@ def json_format(text: str) -> bool:
     return True
 
 
-@instruction("detectable_format:title")
 def title(text: str) -> bool:
     """Something between ``<<`` and ``>>`` on one line."""
     spans = ((line, line.find("<<"), line.rfind(">>")) for line in text.split("\n"))
     return any(0 <= begin < end and line[begin:end].strip("<> \t\r") for line, begin, end in spans)
 
 
-@instruction("combination:two_responses")
 def two_responses(text: str) -> bool:
     answers = parts(text, r"\*\*\*\*\*\*")
     return answers is not None and len(answers) == 2 and answers[0] != answers[1]
 
 
-@instruction("combination:repeat_prompt")
-def repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-@instruction("startend:end_checker")
-def end_checker(text: str, *, end_phrase: str) -> bool:
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
-@instruction("startend:quotation")
-def quotation(text: str) -> bool:
-    inner = text.strip()
-    return len(inner) > 1 and inner[0] == inner[-1] == '"'
-
-
-@instruction("change_case:capital_word_frequency")
-def capital_word_frequency(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    return holds(count_capital_words(text), capital_relation, capital_frequency)
-
-
-@instruction("change_case:english_capital")
-def english_capital(text: str) -> bool:
-    return text.isupper() and _is_in(text, "en")
-
-
-@instruction("change_case:english_lowercase")
-def english_lowercase(text: str) -> bool:
-    return text.islower() and _is_in(text, "en")
-
-
-@instruction("punctuation:no_comma")
-def no_comma(text: str) -> bool:
-    return "," not in text
-
-
 WORD = re.compile(r"\w+")
+ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _CAPITAL_WORD = re.compile(r"[^\W_]+(?:[-'’.&/][^\W_]+)*")
 _ABBREVIATIONS = frozenset(
     """
@@ -272,3 +161,55 @@ def language(text: str) -> str | None:
         return str(detect(text))
     except LangDetectException:
         return None
+
+
+CHECKS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": lambda text, *, keywords: all(keyword.lower() in text.lower() for keyword in keywords),
+    "keywords:frequency": lambda text, *, keyword, frequency, relation: holds(
+        text.lower().count(keyword.lower()), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda text, *, forbidden_words: (
+        not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in forbidden_words)
+    ),
+    "keywords:letter_frequency": lambda text, *, letter, let_frequency, let_relation: holds(
+        text.lower().count(letter.lower()), let_relation, let_frequency
+    ),
+    "language:response_language": lambda text, *, language: is_in(text, language),
+    "length_constraints:number_sentences": lambda text, *, num_sentences, relation: holds(
+        count_sentences(text), relation, num_sentences
+    ),
+    "length_constraints:number_paragraphs": has_paragraphs,
+    "length_constraints:number_words": lambda text, *, num_words, relation: holds(
+        count_words(text), relation, num_words
+    ),
+    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
+    "detectable_content:number_placeholders": lambda text, *, num_placeholders: (
+        len(re.findall(r"\[[^\[\]\n]*\]", text)) >= int(num_placeholders)
+    ),
+    "detectable_content:postscript": postscript,
+    "detectable_format:number_bullet_lists": number_bullet_lists,
+    "detectable_format:constrained_response": lambda text, *, options=ANSWERS: any(
+        option in text for option in options
+    ),
+    "detectable_format:number_highlighted_sections": number_highlighted_sections,
+    "detectable_format:multiple_sections": lambda text, *, section_spliter, num_sections: (
+        len(re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", text)) >= int(num_sections)
+    ),
+    "detectable_format:json_format": json_format,
+    "detectable_format:title": title,
+    "combination:two_responses": two_responses,
+    "combination:repeat_prompt": lambda text, *, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda text, *, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": lambda text: len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"',
+    "change_case:capital_word_frequency": lambda text, *, capital_frequency, capital_relation: holds(
+        count_capital_words(text), capital_relation, capital_frequency
+    ),
+    "change_case:english_capital": lambda text: text.isupper() and is_in(text, "en"),
+    "change_case:english_lowercase": lambda text: text.islower() and is_in(text, "en"),
+    "punctuation:no_comma": lambda text: "," not in text,
+}
+"""By the id of the instruction's type; the keyword arguments are those of a row's ``kwargs``."""

@@ -1,4 +1,4 @@
-"""The LLM judge: a language model behind an OpenAI-compatible service scores responses."""
+"""The LLM judge: a language model served by an OpenAI-compatible service scores responses."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LLMJudge(ServiceOptions, RewardRule):
     rescale: bool = True
     """With both bounds: bring scores to 0..1."""
     unanswered_score: float = 0.0
-    """Score of a response whose thought never ended; the judge is not asked."""
+    """Score of a response whose thought never ended; the judge is not called."""
     temperature: float = 0.0
     top_p: float = 1.0
     max_tokens: int = 1024
@@ -90,12 +90,6 @@ class LLMJudge(ServiceOptions, RewardRule):
         if self.api_key_env and not self.api_key and self.api_key_env not in os.environ:
             raise RewardOptionError(f"api_key_env = {self.api_key_env!r}: no such variable in the environment")
         self._template: Template = load_template(self.prompt)
-        self._reader = self._make_reader()
-        self._cache = AnswerCache(Path(self.cache_dir).expanduser() if self.cache_dir else None) if self.cache else None
-        key = self.api_key or os.environ.get(self.api_key_env, "")
-        self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", self, key)
-
-    def _make_reader(self) -> ScoreReader:
         built_in = BUILT_IN.get(self.prompt)
         extract = self.extract or (built_in.extract if built_in is not None else None)
         if extract is None:
@@ -103,9 +97,11 @@ class LLMJudge(ServiceOptions, RewardRule):
         low, high = self.min_score, self.max_score
         if built_in is not None and low is None and high is None:
             low, high = built_in.min_score, built_in.max_score
-        return ScoreReader(
-            extract, self.score_pattern, self.json_field, self.positive, self.negative, low, high, self.rescale
-        )
+        words = self.positive, self.negative
+        self._reader = ScoreReader(extract, self.score_pattern, self.json_field, *words, low, high, self.rescale)
+        self._cache = AnswerCache(Path(self.cache_dir).expanduser() if self.cache_dir else None) if self.cache else None
+        key = self.api_key or os.environ.get(self.api_key_env, "")
+        self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", self, key)
 
     def judge(self, sample: RewardSample) -> RewardResult:
         return self([sample])[0]
@@ -126,8 +122,18 @@ class LLMJudge(ServiceOptions, RewardRule):
         return [results[index] for index in range(len(samples))]
 
     def _body(self, sample: RewardSample, answer: str) -> dict[str, Any]:
-        """The request of one sample."""
-        text = self._template.render(variables(sample, answer, self.positive, self.negative))
+        """The request of one sample; ``answer`` is its response without the thought."""
+        text = self._template.render(
+            question=question_of(sample),
+            prompt=sample.prompt,
+            response=answer,
+            full_response=sample.response,
+            reference="" if sample.ground_truth is None else sample.ground_truth,
+            finish_reason=sample.finish_reason,
+            row=sample.row,
+            positive=self.positive,
+            negative=self.negative,
+        )
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         by_log_prob = self._reader.extract == "logprob"
         body: dict[str, Any] = {
@@ -211,44 +217,26 @@ def load_template(prompt: str) -> Template:
     Raises:
         RewardOptionError: no such name or file, a mistake in the template, or a variable that it is not given.
     """
-    text = _text(prompt)
+    text = prompt
+    if prompt in BUILT_IN:
+        template = resources.files(__package__) / "judge_templates" / BUILT_IN[prompt].file
+        text = template.read_text(encoding="utf-8")
+    elif "{{" not in prompt and "{%" not in prompt:
+        file = Path(prompt).expanduser()
+        if not file.is_file():
+            rule = "is no file, no template text (with {{ response }}), and no built-in prompt"
+            raise RewardOptionError(f"prompt = {prompt!r}: {rule}; those are {', '.join(BUILT_IN)}")
+        text = file.read_text(encoding="utf-8")
     environment = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False, trim_blocks=True)
     try:
         used = meta.find_undeclared_variables(environment.parse(text))
-        template = environment.from_string(text)
+        compiled = environment.from_string(text)
     except TemplateError as error:
         raise RewardOptionError(f"prompt: not a Jinja template: {error}") from error
     for name in sorted(used - {*VARIABLES}):
         hint = did_you_mean(name, VARIABLES)
         raise RewardOptionError(f"prompt: no variable {name!r}; {hint}there are {', '.join(VARIABLES)}")
-    return template
-
-
-def _text(prompt: str) -> str:
-    if prompt in BUILT_IN:
-        return (resources.files(__package__) / "judge_templates" / BUILT_IN[prompt].file).read_text(encoding="utf-8")
-    if "{{" in prompt or "{%" in prompt:
-        return prompt
-    file = Path(prompt).expanduser()
-    if not file.is_file():
-        rule = "is no file, no template text (with {{ response }}), and no built-in prompt"
-        raise RewardOptionError(f"prompt = {prompt!r}: {rule}; those are {', '.join(BUILT_IN)}")
-    return file.read_text(encoding="utf-8")
-
-
-def variables(sample: RewardSample, answer: str, positive: str, negative: str) -> dict[str, Any]:
-    """Variables of a sample's template; ``answer`` is the response without its thought."""
-    return {
-        "question": question_of(sample),
-        "prompt": sample.prompt,
-        "response": answer,
-        "full_response": sample.response,
-        "reference": "" if sample.ground_truth is None else sample.ground_truth,
-        "finish_reason": sample.finish_reason,
-        "row": sample.row,
-        "positive": positive,
-        "negative": negative,
-    }
+    return compiled
 
 
 def question_of(sample: RewardSample) -> str:

@@ -25,7 +25,7 @@ CUT = frozenset({"length", "content_filter", "abort"})
 
 
 class NoScore(ValueError):
-    """The answer has no score in the form that was asked for."""
+    """The answer has no score in the required form."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,14 @@ class ScoreReader:
         if low is not None and high is not None and low >= high:
             raise RewardOptionError(f"min_score = {low:g}: must be less than max_score {high:g}")
         if self.extract == "regex":
-            check_pattern(self.pattern)
+            key = f"score_pattern = {self.pattern!r}"
+            try:
+                names = regex.compile(self.pattern).groupindex
+            except regex.error as error:
+                raise RewardOptionError(f"{key}: not a regular expression: {error}") from error
+            if "score" not in names:
+                example = r"Rating: (?P<score>\d+)"
+                raise RewardOptionError(f"{key}: must have a group named score, as in {example!r}")
         elif self.pattern:
             raise RewardOptionError(f"score_pattern belongs to extract: regex, not to {self.extract}")
 
@@ -73,7 +80,7 @@ class ScoreReader:
     def _find(self, text: str, is_cut: bool) -> float:
         found = {
             "yes_no": lambda: stated_word(text, self.positive, self.negative, is_cut),
-            "number": lambda: self._on_scale(stated_score(text, is_cut)),
+            "number": lambda: self._on_scale(_decisive(text, _STRONG_NUMBERS, _WEAK_NUMBERS, is_cut)),
             "boxed": lambda: self._value(last_boxed(text)),
             "json": lambda: self._value(json_value(text, self.json_field)),
             "regex": lambda: self._value(last_match(self.pattern, text, is_cut)),
@@ -83,21 +90,24 @@ class ScoreReader:
             raise NoScore(f"no score ({self.extract}) in the judge's answer {shortened(text)!r}{why}")
         return float(found)
 
-    def _on_scale(self, score: Score | None) -> float | None:
-        """The number as it was written.
+    def _on_scale(self, match: re.Match[str] | None) -> float | None:
+        """The number of a match as it was written.
 
         Raises:
-            NoScore: it belongs to another scale than the one that was asked for.
+            NoScore: it belongs to another scale than the requested one.
         """
-        if score is None:
+        if match is None:
             return None
-        if self.max_score is not None and score.scale not in (None, self.max_score):
-            scales = f"on a scale of {score.scale:g}, not of max_score {self.max_score:g}"
-            raise NoScore(f"the judge's score {score.value:g} is {scales}")
-        return score.value
+        number, scale = match["number"].replace("−", "-"), _scale_of(match)
+        grouped = re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", number)
+        value = float(number.replace(",", "" if grouped else "."))
+        if self.max_score is not None and scale not in (None, self.max_score):
+            scales = f"on a scale of {scale:g}, not of max_score {self.max_score:g}"
+            raise NoScore(f"the judge's score {value:g} is {scales}")
+        return value
 
     def _value(self, value: Any) -> float | None:
-        """A number, or a word that stands for one; None for anything else."""
+        """A number, or a word that means one; None for anything else."""
         if isinstance(value, bool):
             return float(value)
         if isinstance(value, int | float):
@@ -107,28 +117,12 @@ class ScoreReader:
         word = _TEXT.sub(r"\1", value.strip()).strip("*.!\"'").casefold()
         if word in (self.positive.casefold(), self.negative.casefold()):
             return float(word == self.positive.casefold())
-        score, is_fraction = read_score(value), self.max_score in (None, 1)
-        if score is not None and score.scale is not None and not is_fraction:
+        # The whole text as a score, such as "7/10", "85%" or "8 points".
+        score = re.fullmatch(rf"{_SPACE}{_SCORE}(?:\s*points?)?[\s*_`\"'.!]*", value, re.IGNORECASE)
+        if score is not None and _scale_of(score) is not None and self.max_score not in (None, 1):
             return self._on_scale(score)
         number = parse_number(value.strip().strip("*"))
-        if number is not None:
-            return float(number)
-        return None if score is None else self._on_scale(score)
-
-
-def check_pattern(pattern: str) -> None:
-    """
-    Raises:
-        RewardOptionError: no regular expression, or one without a group named ``score``.
-    """
-    key = f"score_pattern = {pattern!r}"
-    try:
-        names = regex.compile(pattern).groupindex
-    except regex.error as error:
-        raise RewardOptionError(f"{key}: not a regular expression: {error}") from error
-    if "score" not in names:
-        example = r"Rating: (?P<score>\d+)"
-        raise RewardOptionError(f"{key}: must have a group named score, as in {example!r}")
+        return float(number) if number is not None else self._on_scale(score)
 
 
 def answer_text(choice: Mapping[str, Any]) -> str:
@@ -250,38 +244,10 @@ _ALTERNATIVE = re.compile(r"[\s*_`\"']*(?:/|\bor?\b)[\s*_`\"']*\w*\Z", re.IGNORE
 """An alternative to the verdict that was cut while it was named: "Yes or", "Yes/N"."""
 
 
-@dataclass(frozen=True)
-class Score:
-    """A number as a judge wrote it."""
-
-    value: float
-    scale: float | None = None
-    """10 in ``7 out of 10``, 100 of a percentage."""
-
-
-def stated_score(text: str, is_cut: bool) -> Score | None:
-    """The last number that is marked as a score."""
-    match = _decisive(text, _STRONG_NUMBERS, _WEAK_NUMBERS, is_cut)
-    return None if match is None else _score_of(match)
-
-
-def read_score(text: str) -> Score | None:
-    """A text that is a score as a whole, such as ``7/10``, ``85%`` or ``8 points``."""
-    match = re.fullmatch(rf"{_SPACE}{_SCORE}(?:\s*points?)?[\s*_`\"'.!]*", text, re.IGNORECASE)
-    return None if match is None else _score_of(match)
-
-
-def _score_of(match: re.Match[str]) -> Score:
+def _scale_of(match: re.Match[str]) -> float | None:
+    """10 in ``7 out of 10``, 100 of a percentage; None: the judge named none."""
     groups = match.groupdict()
-    scale = 100.0 if groups.get("percent") else None
-    return Score(_as_float(groups["number"]), float(groups["scale"]) if groups.get("scale") else scale)
-
-
-def _as_float(number: str) -> float:
-    number = number.replace("−", "-")
-    if re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", number):
-        return float(number.replace(",", ""))
-    return float(number.replace(",", "."))
+    return float(groups["scale"]) if groups.get("scale") else 100.0 if groups.get("percent") else None
 
 
 def stated_word(text: str, positive: str, negative: str, is_cut: bool) -> bool | None:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
@@ -34,7 +34,7 @@ from roll.rewards.answers import (
 )
 from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.notation import canonical, plain
-from roll.rewards.units import Unit, quantity
+from roll.rewards.units import quantity
 
 MAX_ANSWER = 1000
 """Characters; no answer to a question is longer, and algebra on it would only cost time."""
@@ -78,7 +78,8 @@ class MathRule(RewardRule):
         gold, is_number = read_truth(str(sample.ground_truth))
         # Numbers in prose say nothing about a truth that is none.
         sources = self.sources if is_number else [source for source in self.sources if source != "number"]
-        answer = find_answer(sample.response, sample.prompt, sources)
+        text = after_thought(sample.response, sample.prompt) or ""
+        answer = next((found for found in (_SOURCES[source](text) for source in sources) if found), None)
         if answer is None or len(answer) > MAX_ANSWER:
             return RewardResult(0.0, {"correct": 0.0, "answered": 0.0})
         verdict = equivalent(gold, canonical(answer), self._verifier)
@@ -91,18 +92,10 @@ class MathRule(RewardRule):
         self._verifier.close()
 
 
-def find_answer(response: str, prompt: str, sources: Sequence[str]) -> str | None:
-    """The answer of the first source that has one."""
-    text = after_thought(response, prompt)
-    if text is None:
-        return None
-    return next((found for found in (_SOURCES[source](text) for source in sources) if found), None)
-
-
 @lru_cache(maxsize=4096)
 def read_truth(ground_truth: str) -> tuple[str, bool]:
     """The ground truth as it is compared, and whether it is a numeral."""
-    # A ground truth may itself be a worked solution that ends in a box or behind `####`.
+    # A ground truth may itself be a worked solution that ends in a box or after `####`.
     gold = canonical((last_boxed(ground_truth) or last_marked(ground_truth) or ground_truth).strip().strip("$").strip())
     return gold, parse_number(plain(gold)) is not None
 
@@ -166,21 +159,22 @@ def readings(gold: str, answer: str) -> list[tuple[str, str]]:
         if unit.dimension != own.dimension:
             return []
         pairs = [(_times(left, unit.size / own.size), right)]
-    elif unit is not None or own is not None:
-        pairs = _with_one_unit(left, right, unit, own)
+    elif known := unit or own:
+        pairs = [(left, right)]
+        if known.dimension == (("degree", 1),):
+            # An angle without a unit may also be one in radians; other units are left open.
+            pairs.append((rf"({left})\cdot\pi/180", right) if unit else (left, rf"({right})\cdot\pi/180"))
     else:
         pairs = _without_modulus(_in_digits(left, right), _in_digits(right, left))
-    return [pair for one in pairs for pair in _without_percent(*one)]
-
-
-def _with_one_unit(left: str, right: str, unit: Unit | None, own: Unit | None) -> list[tuple[str, str]]:
-    """An angle without a unit may also be one in radians; other units are left open."""
-    known = unit or own
-    assert known is not None, "called with one"
-    pairs = [(left, right)]
-    if known.dimension == (("degree", 1),):
-        pairs.append((rf"({left})\cdot\pi/180", right) if unit else (left, rf"({right})\cdot\pi/180"))
-    return pairs
+    found = []
+    for left, right in pairs:
+        bare = [_PERCENT_SIGN.sub("", text) for text in (left, right)]
+        found.append((bare[0], bare[1]))
+        if (bare[0] == left) != (bare[1] == right):
+            # With a percent sign on one side both readings are right.
+            part = Fraction(1, 100)
+            found.append((_times(bare[0], part), right) if bare[0] != left else (left, _times(bare[1], part)))
+    return found
 
 
 def _times(value: str, factor: Fraction) -> str:
@@ -211,16 +205,6 @@ def _in_digits(expression: str, other: str) -> str:
         return str(value)
     counted = _COUNTED.fullmatch(expression)
     return counted[1] if counted and parse_number(plain(other)) is not None else expression
-
-
-def _without_percent(left: str, right: str) -> list[tuple[str, str]]:
-    """Both readings of a percent sign on one side; none where it is on both."""
-    bare = [_PERCENT_SIGN.sub("", text) for text in (left, right)]
-    if (bare[0] == left) == (bare[1] == right):
-        return [(bare[0], bare[1])]
-    part = Fraction(1, 100)
-    whole = (_times(bare[0], part), right) if bare[0] != left else (left, _times(bare[1], part))
-    return [(bare[0], bare[1]), whole]
 
 
 _COUNTED = re.compile(
@@ -257,13 +241,12 @@ class MathVerifier:
 
     Calls may come from any thread; they are answered one after the other.  The limit works off the main thread, where
     signals do not.
+
+    Args:
+        timeout: seconds of wall time for one comparison.
     """
 
     def __init__(self, timeout: float) -> None:
-        """
-        Args:
-            timeout: seconds of wall time for one comparison.
-        """
         self._timeout = timeout
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -294,11 +277,9 @@ class MathVerifier:
                 self._stop()
                 return Verdict(error=f"timeout: no verdict within {self._timeout:g} s"), False
         reply = json.loads(line)
-        if "equal" in reply:
-            return Verdict(equal=reply["equal"]), False
         if reply.get("timeout"):
             return Verdict(error=f"timeout: no verdict within {self._timeout:g} s"), False
-        return Verdict(error=reply["error"]), False
+        return Verdict(reply.get("equal"), reply.get("error")), False
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:

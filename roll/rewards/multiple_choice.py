@@ -15,7 +15,7 @@ from roll.rewards.text_rules import repeated_share
 class MultipleChoice(RewardRule):
     """1 for the right choice, ``format_score`` for another one, 0 where none is found.
 
-    The choice is looked for in the last box, then in ``<answer>``, then behind the last "answer is" or "answer:", and,
+    The choice is looked for in the last box, then in ``<answer>``, then after the last "answer is" or "answer:", and,
     unless ``boxed_only``, as the last letter standing alone. Several letters (``A, C``) must agree as a set.
     """
 

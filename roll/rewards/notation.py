@@ -119,7 +119,7 @@ def canonical(expression: str) -> str:
         expression = _DIGITS_OF_ROOT.sub(r"\\sqrt{\1}", expression) if "sqrt" in expression else expression
     expression = _TIMES_TEN.sub(r"\\times ", expression)
     expression = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", expression)
-    expression = _MIXED.sub(_mixed, expression)
+    expression = _MIXED.sub(_improper, expression)
     expression = _REPEATED.sub(r"\1\\overline{\2}", expression)
     if (ratio := _RATIO.fullmatch(expression)) is not None:
         expression = f"{ratio[1]}:{ratio[2]}"
@@ -141,52 +141,44 @@ def canonical(expression: str) -> str:
     return without_periods(_PERCENT.sub(r"\\%", expression))
 
 
-def _mixed(found: re.Match[str]) -> str:
+def _improper(found: re.Match[str]) -> str:
+    """A mixed number as a single fraction."""
     whole, numerator, denominator = map(int, found.groups())
     return f"{whole * denominator + numerator}/{denominator}" if numerator < denominator else found.group()
 
 
 def _in_latex(expression: str) -> str:
     """Roots, vulgar fractions, raised and lowered characters, Greek letters and wide ones as LaTeX has them."""
-    expression = _ROOT.sub(_root, expression)
+
+    def root(found: re.Match[str]) -> str:
+        sign, radicand = found.groups()
+        inner = radicand[1:-1] if radicand and radicand[0] in "({" else radicand
+        return _ROOTS[sign] + (f"{{{inner}}}" if inner is not None else "")
+
     written, open_tag = "", ""
-    for character in expression:
+    for character in _ROOT.sub(root, expression):
         tag = "" if character.isascii() else unicodedata.decomposition(character).partition(" ")[0]
+        usual, name = unicodedata.normalize("NFKC", character), unicodedata.name(character, "")
         if open_tag and tag != open_tag:
             written, open_tag = written + "}", ""
         if tag == "<fraction>":
-            written = _with_fraction(written, character)
+            numerator, _, denominator = usual.partition("⁄")
+            whole = _WHOLE.search(written)  # "2¼" is a mixed number
+            value = (int(whole[1]) if whole else 0) + Fraction(int(numerator), int(denominator or 1))
+            written = written[: whole.start()] if whole else written
+            written += f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
         elif tag in _TAGGED:
-            raised = unicodedata.normalize("NFKC", character).replace("−", "-")
+            raised = usual.replace("−", "-")
             written += raised if open_tag else f"{_TAGGED[tag]}{{{raised}"
             open_tag = tag
+        elif character.isascii() or character in _NAMES:
+            written += character
+        elif name.startswith("GREEK") and " LETTER " in name:
+            letter = name.rpartition(" ")[2].lower()
+            written += f"\\{letter.capitalize() if 'CAPITAL' in name else letter} "
         else:
-            written += character if character.isascii() else _character(character)
+            written += usual
     return written + ("}" if open_tag else "")
-
-
-def _with_fraction(written: str, character: str) -> str:
-    """``2¼`` is a mixed number."""
-    numerator, _, denominator = unicodedata.normalize("NFKC", character).partition("⁄")
-    whole = _WHOLE.search(written)
-    value = (int(whole[1]) if whole else 0) + Fraction(int(numerator), int(denominator or 1))
-    return f"{written[: whole.start()] if whole else written}\\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
-def _root(found: re.Match[str]) -> str:
-    sign, radicand = found.groups()
-    inner = radicand[1:-1] if radicand and radicand[0] in "({" else radicand
-    return _ROOTS[sign] + (f"{{{inner}}}" if inner is not None else "")
-
-
-def _character(character: str) -> str:
-    if character in _NAMES:
-        return character
-    name = unicodedata.name(character, "")
-    if name.startswith("GREEK") and " LETTER " in name:
-        letter = name.rpartition(" ")[2].lower()
-        return f"\\{letter.capitalize() if 'CAPITAL' in name else letter} "
-    return unicodedata.normalize("NFKC", character)
 
 
 def plain(expression: str) -> str:

@@ -95,7 +95,7 @@ def option_names(worker_cls: str) -> set[str]:
 
 
 def load_target(name: str) -> Any:
-    """The rule's class or the user's function behind a resolved name."""
+    """The rule's class or the user's function of a resolved name."""
     if name in REWARDS:
         return load_dotted(REWARDS[name].target)
     target = load_dotted(name)
@@ -117,7 +117,11 @@ def load_dotted(path: str) -> Any:
 
 
 def build_rule(name: str, rule: type, options: Mapping[str, Any]) -> RewardFunction:
-    """An instance of a rule's dataclass; every option is checked against the field's type."""
+    """An instance of a rule's dataclass; every option is checked against the field's type.
+
+    Raises:
+        RewardOptionError: an option that the rule lacks, of the wrong type, or missing.
+    """
     fields = {field.name: field for field in dataclasses.fields(rule) if field.init}
     hints = typing.get_type_hints(rule)
     checked = {}
@@ -127,27 +131,13 @@ def build_rule(name: str, rule: type, options: Mapping[str, Any]) -> RewardFunct
             raise RewardOptionError(
                 f"reward {name}: unknown option {option!r}; {hint}known: {', '.join(fields) or 'none'}"
             )
-        checked[option] = check_option(name, option, value, hints[option])
-    missing = [
-        field.name
-        for field in fields.values()
-        if field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-        and field.name not in options
-    ]
-    if missing:
-        raise RewardOptionError(f"reward {name}: option {missing[0]!r} must be set in reward_kwargs")
+        try:
+            checked[option] = convert(value, hints[option])
+        except Mismatch as error:
+            raise RewardOptionError(f"reward {name}: {option} = {value!r}: {error.rule}") from None
+    unset = dataclasses.MISSING
+    for option, field in fields.items():
+        if field.default is unset and field.default_factory is unset and option not in options:
+            raise RewardOptionError(f"reward {name}: option {option!r} must be set in reward_kwargs")
     built: RewardFunction = rule(**checked)
     return built
-
-
-def check_option(name: str, option: str, value: Any, hint: Any) -> Any:
-    """``value`` as ``hint`` (bool, int, float, str, Literal, lists, maps, or a union of those).
-
-    Raises:
-        RewardOptionError: with the rule that it breaks.
-    """
-    try:
-        return convert(value, hint)
-    except Mismatch as error:
-        raise RewardOptionError(f"reward {name}: {option} = {value!r}: {error.rule}") from None

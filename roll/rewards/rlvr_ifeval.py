@@ -19,10 +19,7 @@ _SENTENCE_END = re.compile(r"(?<=[.?!])(?<!\w\.\w.)(?<![A-Z][a-z]\.)\s")
 
 
 def _enough(found: int, quantifier: str, wanted: int, tolerance: int) -> bool:
-    """
-    Raises:
-        ValueError: no such quantifier.
-    """
+    """Compare with a tolerance to the allowed side; ValueError for an unknown quantifier."""
     if quantifier not in QUANTIFIERS:
         raise ValueError(f"quantifier {quantifier!r}: must be one of {', '.join(QUANTIFIERS)}")
     low = wanted if quantifier == "at least" else wanted - tolerance
@@ -45,85 +42,38 @@ def _spans(text: str, opening: str, closing: str) -> int:
     return count
 
 
-def verify_keywords(text: str, *, keyword_list: Sequence[str]) -> bool:
-    return all(keyword.lower() in text.lower() for keyword in keyword_list)
-
-
-def verify_keyword_frequency(text: str, *, word: str, N: int) -> bool:
-    return re.findall(r"\w+", text.lower()).count(word.lower()) == int(N)
-
-
-def validate_forbidden_words(text: str, *, forbidden_words: Sequence[str]) -> bool:
-    """A forbidden word inside another one counts."""
-    return not any(word.lower() in text.lower() for word in forbidden_words)
-
-
-def verify_letter_frequency(text: str, *, letter: str, N: int) -> bool:
+def letter_frequency(text: str, *, letter: str, N: int) -> bool:
     if len(letter) != 1:
         raise ValueError(f"letter {letter!r}: must be a single character")
     return text.count(letter) == int(N)
 
 
-def validate_response_language(text: str, *, language: str) -> bool:
-    return language_of(text) == language
-
-
-def verify_paragraph_count(text: str, *, N: int) -> bool:
+def paragraph_count(text: str, *, N: int) -> bool:
     paragraphs = "\n".join(map(str.strip, text.splitlines())).split(DIVIDER)
     return len(paragraphs) == int(N) and all(map(str.strip, paragraphs))
 
 
-def validate_word_constraint(text: str, *, N: int, quantifier: str) -> bool:
-    return _enough(len(text.split()), quantifier, int(N), _tenth(int(N)))
-
-
-def verify_sentence_constraint(text: str, *, N: int, quantifier: str) -> bool:
-    return _enough(len(_SENTENCE_END.split(text)), quantifier, int(N), 1)
-
-
-def validate_paragraphs(text: str, *, N: int, first_word: str, i: int) -> bool:
+def first_word_of_paragraph(text: str, *, N: int, first_word: str, i: int) -> bool:
     paragraphs = text.split("\n\n")
     if not 1 <= int(i) <= int(N):
         raise ValueError(f"i = {i}: must lie in 1..{N}, the number of paragraphs")
     return len(paragraphs) == int(N) and paragraphs[int(i) - 1].strip().startswith(first_word)
 
 
-def verify_postscript(text: str, *, postscript_marker: str) -> bool:
+def postscript(text: str, *, postscript_marker: str) -> bool:
     """Something follows the first marker."""
     _, marker, rest = text.partition(postscript_marker)
     return bool(marker and rest.strip())
 
 
-def validate_placeholders(text: str, *, N: int) -> bool:
-    return _spans(text, "[", "]") >= int(N)
-
-
-def verify_bullet_points(text: str, *, N: int) -> bool:
-    return sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == int(N)
-
-
-def validate_title(text: str) -> bool:
-    return _spans(text, "<<", ">>") > 0
-
-
-def validate_choice(text: str, *, options: Sequence[str] | str) -> bool:
+def choice(text: str, *, options: Sequence[str] | str) -> bool:
     """Published rows also hold the options as one text, ``(yes, no)``."""
     if isinstance(options, str):
         options = [option.strip().strip("\"'") for option in options.strip("[]()").split(",")]
     return any(option in text for option in options)
 
 
-def validate_highlighted_sections(text: str, *, N: int) -> bool:
-    """``**bold**`` are two: an empty section at either end."""
-    return _spans(text, "*", "*") >= int(N)
-
-
-def validate_sections(text: str, *, N: int, section_splitter: str) -> bool:
-    headings = re.findall(rf"{re.escape(section_splitter)}\s?\d+", text, re.IGNORECASE)
-    return len(headings) >= int(N)
-
-
-def validate_json_format(text: str) -> bool:
+def json_format(text: str) -> bool:
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -131,48 +81,50 @@ def validate_json_format(text: str) -> bool:
     return True
 
 
-def validate_repeat_prompt(text: str, *, original_prompt: str) -> bool:
-    return text.startswith(original_prompt)
-
-
-def validate_two_responses(text: str) -> bool:
+def two_responses(text: str) -> bool:
     answers = text.split("******")
     return len(answers) == 2 and answers[0].strip() != answers[1].strip()
 
 
-def validate_uppercase(text: str) -> bool:
-    return text == text.upper()
-
-
-def validate_lowercase(text: str) -> bool:
-    return text == text.lower()
-
-
-def validate_frequency_capital_words(text: str, *, N: int, quantifier: str) -> bool:
-    return _enough(len(re.findall(r"\b[A-Z]+\b", text)), quantifier, int(N), _tenth(int(N)))
-
-
-def validate_end(text: str, *, end_phrase: str) -> bool:
-    return text.endswith(end_phrase)
-
-
-def validate_quotation(text: str) -> bool:
-    return text.startswith('"') and text.endswith('"')
-
-
-def validate_no_commas(text: str) -> bool:
-    return "," not in text
-
-
 FUNCTIONS: dict[str, Callable[..., bool]] = {
-    function.__name__: function
-    for function in (
-        *(verify_keywords, verify_keyword_frequency, validate_forbidden_words, verify_letter_frequency),
-        *(validate_response_language, verify_paragraph_count, validate_word_constraint, verify_sentence_constraint),
-        *(validate_paragraphs, verify_postscript, validate_placeholders, verify_bullet_points, validate_title),
-        *(validate_choice, validate_highlighted_sections, validate_sections, validate_json_format),
-        *(validate_repeat_prompt, validate_two_responses, validate_uppercase, validate_lowercase),
-        *(validate_frequency_capital_words, validate_end, validate_quotation, validate_no_commas),
-    )
+    "verify_keywords": lambda text, *, keyword_list: all(keyword.lower() in text.lower() for keyword in keyword_list),
+    "verify_keyword_frequency": lambda text, *, word, N: re.findall(r"\w+", text.lower()).count(word.lower()) == int(N),
+    # A forbidden word inside another one counts.
+    "validate_forbidden_words": lambda text, *, forbidden_words: (
+        not any(word.lower() in text.lower() for word in forbidden_words)
+    ),
+    "verify_letter_frequency": letter_frequency,
+    "validate_response_language": lambda text, *, language: language_of(text) == language,
+    "verify_paragraph_count": paragraph_count,
+    "validate_word_constraint": lambda text, *, N, quantifier: _enough(
+        len(text.split()), quantifier, int(N), _tenth(int(N))
+    ),
+    "verify_sentence_constraint": lambda text, *, N, quantifier: _enough(
+        len(_SENTENCE_END.split(text)), quantifier, int(N), 1
+    ),
+    "validate_paragraphs": first_word_of_paragraph,
+    "verify_postscript": postscript,
+    "validate_placeholders": lambda text, *, N: _spans(text, "[", "]") >= int(N),
+    "verify_bullet_points": lambda text, *, N: (
+        sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == int(N)
+    ),
+    "validate_title": lambda text: _spans(text, "<<", ">>") > 0,
+    "validate_choice": choice,
+    # ``**bold**`` are two: an empty section at either end.
+    "validate_highlighted_sections": lambda text, *, N: _spans(text, "*", "*") >= int(N),
+    "validate_sections": lambda text, *, N, section_splitter: (
+        len(re.findall(rf"{re.escape(section_splitter)}\s?\d+", text, re.IGNORECASE)) >= int(N)
+    ),
+    "validate_json_format": json_format,
+    "validate_repeat_prompt": lambda text, *, original_prompt: text.startswith(original_prompt),
+    "validate_two_responses": two_responses,
+    "validate_uppercase": lambda text: text == text.upper(),
+    "validate_lowercase": lambda text: text == text.lower(),
+    "validate_frequency_capital_words": lambda text, *, N, quantifier: _enough(
+        len(re.findall(r"\b[A-Z]+\b", text)), quantifier, int(N), _tenth(int(N))
+    ),
+    "validate_end": lambda text, *, end_phrase: text.endswith(end_phrase),
+    "validate_quotation": lambda text: text.startswith('"') and text.endswith('"'),
+    "validate_no_commas": lambda text: "," not in text,
 }
 """By the ``func_name`` of a row; a row's other keys are the function's arguments."""

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from roll.rewards.base import GuardedReward, RewardOptionError, RewardResult, RewardSample
+from roll.rewards.base import GuardedReward, RewardOptionError, RewardSample
 from roll.rewards.http_client import LOOPBACK
 from roll.rewards.registry import build_reward, load_target, resolve_name
 
@@ -71,23 +71,20 @@ class ClientOptions:
         if not isinstance(options, Mapping):
             raise RewardOptionError("options: must be an object")
         for name, value in options.items():
-            self._check(name, value)
-        return {**self._own, **options}
-
-    def _check(self, name: str, value: Any) -> None:
-        own = getattr(self._model, name, self._own.get(name))
-        if value == own:
-            return
-        if "*" not in self._allowed and name not in self._allowed:
-            raise RewardOptionError(
-                f"options: {name} is set by the service; --options and --client-options change that"
-            )
-        if name == "require" and not (isinstance(value, list) and set(own or ()) <= set(value)):
-            raise RewardOptionError(f"options: require = {value!r}: the service itself requires {own!r}")
-        if name in MAX_OPTIONS:
-            limit = max(as_number(own or 0), MAX_OPTIONS[name])
-            if not as_number(value) <= limit:
+            own = getattr(self._model, name, self._own.get(name))
+            if value == own:
+                continue
+            if "*" not in self._allowed and name not in self._allowed:
+                raise RewardOptionError(
+                    f"options: {name} is set by the service; --options and --client-options change that"
+                )
+            if name == "require" and not (isinstance(value, list) and set(own or ()) <= set(value)):
+                raise RewardOptionError(f"options: require = {value!r}: the service itself requires {own!r}")
+            limit = max(as_number(own or 0), MAX_OPTIONS.get(name, math.inf))
+            # NaN, for what is no number, is not within any limit.
+            if name in MAX_OPTIONS and not as_number(value) <= limit:
                 raise RewardOptionError(f"options: {name} = {value!r}: at most {limit:g} is granted")
+        return {**self._own, **options}
 
 
 def as_number(value: Any) -> float:
@@ -114,7 +111,7 @@ class RewardPool:
         self._instances = instances
         self._lock = threading.Lock()
         self._idle: list[tuple[str, GuardedReward]] = []
-        """The longest unused first, each behind its options as JSON."""
+        """The longest unused first, each after its options as JSON."""
 
     def score(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The results of a request, as they are sent back.
@@ -124,15 +121,31 @@ class RewardPool:
         """
         if len(body["samples"]) > MAX_SAMPLES:
             raise ValueError(f"samples: at most {MAX_SAMPLES} a request")
-        samples = [read_sample(sample) for sample in body["samples"]]
+        samples = [
+            RewardSample(
+                prompt=str(sample.get("prompt", "")),
+                response=str(sample["response"]),
+                ground_truth=sample.get("ground_truth"),
+                finish_reason=str(sample.get("finish_reason", "stop")),
+                row=dict(sample.get("row") or {}),
+            )
+            for sample in body["samples"]
+        ]
         with self._instance(self._options.merged(body.get("options") or {})) as reward:
-            return [shown(result) for result in reward(samples)]
+            return [
+                {"error": result.error} if result.score is None else {"score": result.score, "metrics": result.metrics}
+                for result in reward(samples)
+            ]
 
     @contextmanager
     def _instance(self, options: Mapping[str, Any]) -> Iterator[GuardedReward]:
         key = json.dumps(options, sort_keys=True)
         with self._free:
-            reward = self._take(key) or GuardedReward(self._reward, build_reward(self._reward, options))
+            with self._lock:
+                # The one that was used last: the others age, and leave first.
+                place = next((at for at in reversed(range(len(self._idle))) if self._idle[at][0] == key), None)
+                reward = None if place is None else self._idle.pop(place)[1]
+            reward = reward or GuardedReward(self._reward, build_reward(self._reward, options))
             try:
                 yield reward
             finally:
@@ -143,34 +156,11 @@ class RewardPool:
                 for _, old in surplus:
                     old.close()
 
-    def _take(self, key: str) -> GuardedReward | None:
-        with self._lock:
-            for index in reversed(range(len(self._idle))):
-                if self._idle[index][0] == key:
-                    return self._idle.pop(index)[1]
-        return None
-
     def close(self) -> None:
         with self._lock:
             for _, reward in self._idle:
                 reward.close()
             self._idle.clear()
-
-
-def read_sample(sample: Mapping[str, Any]) -> RewardSample:
-    return RewardSample(
-        prompt=str(sample.get("prompt", "")),
-        response=str(sample["response"]),
-        ground_truth=sample.get("ground_truth"),
-        finish_reason=str(sample.get("finish_reason", "stop")),
-        row=dict(sample.get("row") or {}),
-    )
-
-
-def shown(result: RewardResult) -> dict[str, Any]:
-    if result.score is None:
-        return {"error": result.error}
-    return {"score": result.score, "metrics": result.metrics}
 
 
 class RewardServer(ThreadingHTTPServer):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import string
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import regex  # type: ignore[import-untyped]
 
@@ -35,11 +35,6 @@ _STRICT_TEXT = re.compile(r"#### (-?[0-9.,]+)")
 _ANYWHERE_TEXT = re.compile(r"-?[0-9.,]+")
 
 
-@lru_cache(maxsize=4096)
-def _truth(ground_truth: str) -> Fraction | None:
-    return parse_number(ground_truth.rpartition(_MARK)[2])
-
-
 @dataclass(frozen=True)
 class Gsm8kRule(RewardRule):
     """1 for the right number, ``format_score`` for a wrong one, 0 where no answer is found.
@@ -50,7 +45,7 @@ class Gsm8kRule(RewardRule):
     numbers: ClassVar[tuple[str, ...]] = ("correct", "answered")
     client_options: ClassVar[tuple[str, ...]] = ("*",)
     method: Literal["strict", "flexible"] = "strict"
-    """``strict``: the number must stand behind ``####``. ``flexible``: without that mark, the last number counts."""
+    """``strict``: the number must follow ``####``. ``flexible``: without that mark, the last number counts."""
     score: float = 1.0
     format_score: float = 0.0
     """Score of an answer that is found but wrong."""
@@ -60,23 +55,18 @@ class Gsm8kRule(RewardRule):
     def judge(self, sample: RewardSample) -> RewardResult:
         if sample.ground_truth is None:
             return failure("gsm8k_rule: the row has no ground_truth")
+        stated = str(sample.ground_truth).rpartition(_MARK)[2].strip()
+        truth: str | Fraction | None
+        answer: str | Fraction | None
         if self.compare == "string":
-            return self._score_text(sample.response, str(sample.ground_truth))
-        truth = _truth(str(sample.ground_truth))
-        if truth is None:
-            return failure(f"gsm8k_rule: ground_truth {sample.ground_truth!r} is not a number")
-        answer = extract_number(sample.response, self.method)
-        return self._verdict(answer is not None, answer == truth)
-
-    def _score_text(self, response: str, ground_truth: str) -> RewardResult:
-        answer = extract_text(response, self.method)
-        return self._verdict(answer is not None, answer == ground_truth.rpartition(_MARK)[2].strip())
-
-    def _verdict(self, answered: bool, right: bool) -> RewardResult:
-        if right:
-            return RewardResult(self.score, {"correct": 1.0, "answered": 1.0})
-        score = self.format_score if answered else 0.0
-        return RewardResult(score, {"correct": 0.0, "answered": float(answered)})
+            truth, answer = stated, extract_text(sample.response, self.method)
+        else:
+            truth, answer = parse_number(stated), extract_number(sample.response, self.method)
+            if truth is None:
+                return failure(f"gsm8k_rule: ground_truth {sample.ground_truth!r} is not a number")
+        right, answered = answer == truth, answer is not None
+        score = self.score if right else self.format_score if answered else 0.0
+        return RewardResult(score, {"correct": float(right), "answered": float(answered)})
 
 
 def extract_number(response: str, method: str) -> Fraction | None:
@@ -140,62 +130,54 @@ def word_f1(answer: str, truth: str) -> float:
     return 2 * shared / (len(given) + len(wanted))
 
 
-def truths(ground_truth: Any) -> list[str]:
-    """Acceptable answers: one, or any of a list."""
-    values = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
-    return [str(value) for value in values if value is not None]
-
-
 @dataclass
-class ExactMatch(RewardRule):
-    """1 where the answer equals (one of) the ground truth, else 0."""
+class _AgainstTexts(RewardRule):
+    """The best comparison with any acceptable answer, times ``score``; a ground truth may be a list of those."""
 
-    numbers: ClassVar[tuple[str, ...]] = ("correct", "answered")
-    client_options: ClassVar[tuple[str, ...]] = ("*",)
+    name: ClassVar[str]
     score: float = 1.0
     source: Source = "response"
     """Compared text: the whole ``response`` after the thought, or its ``boxed``, ``marked`` or ``tagged`` answer."""
-    normalize: bool = True
-    """Compare without case, punctuation, articles and spacing; false: character by character."""
+
+    @abstractmethod
+    def compare(self, answer: str, truth: str) -> float:
+        """0..1."""
 
     def judge(self, sample: RewardSample) -> RewardResult:
-        wanted = truths(sample.ground_truth)
+        truths = sample.ground_truth if isinstance(sample.ground_truth, list | tuple) else [sample.ground_truth]
+        wanted = [str(truth) for truth in truths if truth is not None]
         if not wanted:
-            return failure("exact_match: the row has no ground_truth")
-        answer = answer_text(sample, self.source)
-        if answer is None:
-            return RewardResult(0.0, {"correct": 0.0, "answered": 0.0})
-        if self.normalize:
-            right = normalized(answer) in [normalized(truth) for truth in wanted]
-        else:
-            right = answer in wanted
-        return RewardResult(self.score if right else 0.0, {"correct": float(right), "answered": 1.0})
+            return failure(f"{self.name}: the row has no ground_truth")
+        text = after_thought(sample.response, sample.prompt)
+        answer = None if text is None else _SOURCES[self.source](text)
+        best = 0.0 if answer is None else max(self.compare(answer, truth) for truth in wanted)
+        return RewardResult(self.score * best, {self.numbers[0]: best, "answered": float(answer is not None)})
 
 
 @dataclass
-class F1(RewardRule):
+class ExactMatch(_AgainstTexts):
+    """1 where the answer equals (one of) the ground truth, else 0."""
+
+    name: ClassVar[str] = "exact_match"
+    numbers: ClassVar[tuple[str, ...]] = ("correct", "answered")
+    client_options: ClassVar[tuple[str, ...]] = ("*",)
+    normalize: bool = True
+    """Compare without case, punctuation, articles and spacing; false: character by character."""
+
+    def compare(self, answer: str, truth: str) -> float:
+        return float(normalized(answer) == normalized(truth) if self.normalize else answer == truth)
+
+
+@dataclass
+class F1(_AgainstTexts):
     """The F1 of the words shared with the ground truth (the best of several), times ``score``."""
 
+    name: ClassVar[str] = "f1"
     numbers: ClassVar[tuple[str, ...]] = ("f1", "answered")
     client_options: ClassVar[tuple[str, ...]] = ("*",)
-    score: float = 1.0
-    source: Source = "response"
-    """As for ``exact_match``."""
 
-    def judge(self, sample: RewardSample) -> RewardResult:
-        wanted = truths(sample.ground_truth)
-        if not wanted:
-            return failure("f1: the row has no ground_truth")
-        answer = answer_text(sample, self.source)
-        if answer is None:
-            return RewardResult(0.0, {"f1": 0.0, "answered": 0.0})
-        best = max(word_f1(answer, truth) for truth in wanted)
-        return RewardResult(self.score * best, {"f1": best, "answered": 1.0})
-
-
-def answer_text(sample: RewardSample, source: Source) -> str | None:
-    text = after_thought(sample.response, sample.prompt)
-    return None if text is None else _SOURCES[source](text)
+    def compare(self, answer: str, truth: str) -> float:
+        return word_f1(answer, truth)
 
 
 _TAGGED = r"\s*<answer>.*?</answer>\s*"
@@ -237,7 +219,7 @@ class FormatRule(RewardRule):
 
 
 def repeated_share(parts: list[str], n: int) -> float:
-    """Share of the n-grams of ``parts`` that stood there before, 0..1: ``1 - different / all``; 0 if there are none.
+    """Share of the n-grams of ``parts`` that occurred before, 0..1: ``1 - different / all``; 0 if there are none.
 
     Source: Yeo et al., "Demystifying Long Chain-of-Thought Reasoning in LLMs", arXiv 2502.03373 (a repetition penalty
     on n-grams); the share over the whole response is the form that open implementations use.

@@ -201,22 +201,6 @@ _PART = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([A-Za-z]{1,12})")
 _COMPOUND = re.compile(rf"{_PART.pattern}(?:\s*(?:,|and)?\s*{_PART.pattern}){{1,3}}")
 
 
-def _sum_of_units(text: str) -> tuple[str, Unit | None]:
-    """``1 hour 30 minutes``, in the first of its units."""
-    parts = [(Fraction(number), _named(name)) for number, name in _PART.findall(text)]
-    first = parts[0][1]
-    if first is None or any(unit is None or unit.dimension != first.dimension for _, unit in parts):
-        return text, None
-    return str(sum(number * unit.size for number, unit in parts if unit) / first.size), first
-
-
-def _multiplied(value: str, count: Fraction) -> str:
-    try:
-        return str(Fraction(value.replace(",", "")) * count)
-    except (ValueError, ZeroDivisionError):
-        return f"({value})*{count}"
-
-
 @lru_cache(maxsize=4096)
 def quantity(expression: str) -> tuple[str, Unit | None]:
     """The value of an expression and the unit after it (or the currency in front); None: it has none that is known."""
@@ -230,13 +214,21 @@ def quantity(expression: str) -> tuple[str, Unit | None]:
         return (value, unit) if further is None else (text, None)
     marked = _SPACES.sub(" ", _TEXT.sub("\x00\\1\x00", _FRACTION_OF_UNITS.sub(r"\\text{\1/\2}", text)))
     if (compound := _COMPOUND.fullmatch(marked.replace("\x00", " ").strip())) is not None:
-        return _sum_of_units(compound.group())
+        # "1 hour 30 minutes", in the first of its units
+        parts = [(Fraction(number), _named(name)) for number, name in _PART.findall(compound.group())]
+        first = parts[0][1]
+        if first is None or any(unit is None or unit.dimension != first.dimension for _, unit in parts):
+            return compound.group(), None
+        return str(sum(number * unit.size for number, unit in parts if unit) / first.size), first
     for found in _BEGIN.finditer(marked):
         value, rest = marked[: found.start()].strip(), marked[found.start() :]
         unit = unit_of(rest.replace("\x00", "").strip())
         if unit is not None and value and re.search(r"[0-9)}i]$", value) and "\x00" not in value:
             if unit.count != 1:
-                value = _multiplied(value, unit.count)
+                try:
+                    value = str(Fraction(value.replace(",", "")) * unit.count)
+                except (ValueError, ZeroDivisionError):
+                    value = f"({value})*{unit.count}"
             if not unit.dimension:
                 return value, None
             return value, replace(unit, is_sure=re.search(r"\x00|[°¢]|\\circ|[A-Za-z]{4}", rest) is not None)

@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 import types
+from itertools import accumulate
 from typing import IO, Any
 
 import sympy  # type: ignore[import-untyped]
@@ -130,7 +131,7 @@ def equivalent(gold: str, given: str, cpu_seconds: float) -> bool:
 
 
 def is_solved_inequality(expression: str) -> bool:
-    """True if a single variable stands alone against constants, as in ``x > 2`` and ``-1 \\le x < 3``.
+    """True if a single variable is compared with constants, as in ``x > 2`` and ``-1 \\le x < 3``.
 
     Such an answer may be compared with an interval.  Any inequality must not be: to repeat the question would be right.
     """
@@ -138,13 +139,16 @@ def is_solved_inequality(expression: str) -> bool:
 
 
 def says_the_same(truth: list[Any], given: str) -> bool:
-    """
+    """Compare an answer with the forms of a truth.
+
     Raises:
-        TooLarge: evaluating the answer would make numbers far beyond those of the truth.
+        TooLarge: parsing the answer would take too long, or evaluating it make numbers far beyond those of the truth.
     """
     from math_verify import parse, verify
 
-    check_spelling(given)
+    depths = accumulate((character in "([{") - (character in ")]}") for character in given)
+    if max(depths, default=0) > MAX_DEPTH or _EVALUATED_AT_ONCE.search(given):
+        raise TooLarge
     answer = joined_inequalities(given) or parse(boxed(given), parsing_timeout=None)
     limit = max(MAX_BITS, 4 * max(height(form, math.inf) for form in truth))
     for form in answer:
@@ -154,7 +158,16 @@ def says_the_same(truth: list[Any], given: str) -> bool:
         isinstance(form, sympy.MatrixBase) for form in answer
     ):
         truth, answer = [[as_tuple(form) for form in forms] for forms in (truth, answer)]
-    truth, answer = with_imaginary_unit(truth, answer), with_imaginary_unit(answer, truth)
+    # The letter i is the imaginary unit where neither side has another letter.
+    forms = [*truth, *answer]
+    if {letter.name for form in forms for letter in getattr(form, "free_symbols", ())} == {"i"}:
+        truth, answer = (
+            [
+                form.subs(dict.fromkeys(form.free_symbols, sympy.I)) if isinstance(form, sympy.Expr) else form
+                for form in side
+            ]
+            for side in (truth, answer)
+        )
     as_set = is_solved_inequality(given)
     return bool(verify(truth, answer, timeout_seconds=None, allow_set_relation_comp=as_set))
 
@@ -200,16 +213,6 @@ def equal_numbers(gold: Any, given: Any, *_: int) -> bool:
     return bool(abs(values[0] - values[1]) <= size * sympy.Float(10, DIGITS) ** (10 - DIGITS))
 
 
-def with_imaginary_unit(forms: list[Any], others: list[Any]) -> list[Any]:
-    """The forms with the imaginary unit for the letter i, where neither they nor the others have another letter."""
-    letters = {letter.name for form in (*forms, *others) for letter in getattr(form, "free_symbols", ())}
-    if letters != {"i"}:
-        return forms
-    return [
-        form.subs(dict.fromkeys(form.free_symbols, sympy.I)) if isinstance(form, sympy.Expr) else form for form in forms
-    ]
-
-
 def joined_inequalities(given: str) -> list[Any]:
     """The set of ``x < 1 or x > 2``, or of ``x > 1 and x < 2``; empty for anything but solved inequalities of one
     variable."""
@@ -231,13 +234,13 @@ def boxed(expression: str) -> str:
 
 
 MAX_BITS = 200_000.0
-"""Of one number: 2^200000, 10^60000, or 17000!."""
+"""Most of one number: 2^200000, 10^60000, or 17000!."""
 BITS_OF_A_TERM = 50.0
 """A term of a power that is multiplied out costs as much: 4,000 of them are the bound."""
 MAX_TERMS = 10_000
-"""Of a sum or product with numbers as limits."""
+"""Most terms of a sum or product with numbers as limits."""
 MAX_ENTRIES = 400
-"""Of a matrix."""
+"""Most entries of a matrix."""
 MAX_DEPTH = 30
 """Brackets in brackets: parsing takes exponential time in them."""
 _EVALUATED_AT_ONCE = re.compile(r"\\[dt]?binom\s*\{?\s*[0-9]{7}")
@@ -260,19 +263,6 @@ _ITERATED = (sympy.Sum, sympy.Product)
 
 class TooLarge(Exception):
     """Evaluating the expression would make numbers beyond the bounds."""
-
-
-def check_spelling(expression: str) -> None:
-    """
-    Raises:
-        TooLarge: parsing alone would take too long.
-    """
-    depth = deepest = 0
-    for character in expression:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    if deepest > MAX_DEPTH or _EVALUATED_AT_ONCE.search(expression):
-        raise TooLarge
 
 
 def height(expression: Any, limit: float = MAX_BITS) -> float:
@@ -325,7 +315,7 @@ def _magnitude(node: Any, bits: float) -> float:
     """An upper bound on the absolute value."""
     if isinstance(node, sympy.Rational):
         return abs(node.p) / node.q
-    # Symbols stand for small numbers.
+    # Symbols count as small numbers.
     return 2.0 ** min(bits, 1000.0) if node.is_number else 1.0
 
 

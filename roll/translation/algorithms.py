@@ -77,11 +77,11 @@ def put_advantages(draft: Draft) -> None:
 
 def put_reward_weights(draft: Draft, used: bool) -> None:
     """Names and weights of the rewards that verl's ``gdpo`` normalises apart."""
+    names = draft.get("gdpo_keys", default=[])
+    weights = draft.get("gdpo_weights", default=[1.0] * len(names))
     if not used:
         draft.without_effect("counts with gdpo only", "gdpo_keys", "gdpo_weights")
         return
-    names = draft.get("gdpo_keys", default=[])
-    weights = draft.get("gdpo_weights", default=[1.0] * len(names))
     if not names or len(names) != len(weights):
         rule = "is needed with gdpo: the rewards to normalise apart, as many as algorithm.gdpo_reward_weights"
         draft.problems.missing("algorithm.gdpo_reward_keys", rule, "[accuracy,format]")
@@ -150,19 +150,14 @@ def put_clip_range(draft: Draft, variant: str) -> set[str]:
     draft.put("use_pg_clip_range", True, "clip_low", "clip_high")
     draft.put("pg_clip_low", min(low, 1.0), "clip_low")  # ratios are positive: 1 is as good as no bound
     draft.put("pg_clip_high", high, "clip_high")
-    dual = variant == "ppo" and is_dual(draft)
+    # Their loss bounds negative advantages: verl's `vanilla` always, SkyRL's `dual_clip`.
+    dual = variant == "ppo" and draft.raw.get("loss", "vanilla") in draft.facts.get("dual_names", ())
     if dual:
         draft.put("dual_clip_loss", True, "dual_clip", "loss")
         draft.put("dual_clip_coef", float(draft.value_of("dual_clip")), "dual_clip")
     elif draft.states("loss") and not draft.whole:
         draft.put("dual_clip_loss", False, "loss")
     return {"clip_low", "clip_high"} | ({"dual_clip"} if dual else set())
-
-
-def is_dual(draft: Draft) -> bool:
-    """Return true where their loss bounds negative advantages: verl's ``vanilla`` always, SkyRL's ``dual_clip``."""
-    names = draft.facts.get("dual_names", ())
-    return draft.raw["loss"] in names if "loss" in draft.raw else "vanilla" in names
 
 
 def put_options(draft: Draft, variant: str) -> set[str]:
@@ -215,18 +210,12 @@ def put_aggregation(draft: Draft) -> None:
             modes.add(mode)
             if mode != policy:
                 draft.put(f"{term}_loss_agg_mode", mode, "aggregation", fact)
-    put_norm_length(draft, NORM in modes)
-
-
-def put_norm_length(draft: Draft, used: bool) -> None:
-    """Length that ``seq-mean-token-sum-norm`` divides by."""
     length = draft.value_of("norm_length")
-    if not used:
-        draft.without_effect(f"no term is divided by it: {NORM} is not used", "norm_length")
-        return
     if length is None and draft.facts.get("norm_is_sequence"):
         length = draft.get("prompt_length", default=0) + draft.get("response_length", default=0)
-    if length is not None:
+    if NORM not in modes:
+        draft.without_effect(f"no term is divided by it: {NORM} is not used", "norm_length")
+    elif length is not None:
         draft.put("loss_norm_length", int(length), "norm_length", "aggregation")
 
 
@@ -248,13 +237,12 @@ def put_passes(draft: Draft) -> None:
     """Passes over a batch and their order, the same for both roles."""
     if draft.states("shuffle.actor"):
         draft.put("shuffle_mini_batches", draft.facts["shuffle.actor"], "shuffle.actor", "shuffle.critic")
-    has_critic = "critic" in draft.roles
-    of_actor = draft.get("shuffle.actor", default=False)
-    if has_critic and "shuffle.critic" in draft.explicit and draft.facts["shuffle.critic"] != of_actor:
-        draft.refuse("shuffle.critic", "must equal the actor's: there is one key for both")
     if draft.states("passes"):
         draft.put("ppo_epochs", draft.facts["passes"], "passes")
-    if "passes.critic" in draft.explicit and has_critic:
-        passes = draft.facts["passes.critic"]
-        if passes != draft.first_of("passes"):
-            draft.refuse("passes.critic", "must equal the actor's: there is one number of passes here")
+    of_actor = {
+        "shuffle.critic": (draft.get("shuffle.actor", default=False), "there is one key for both"),
+        "passes.critic": (draft.first_of("passes"), "there is one number of passes here"),
+    }
+    for fact, (value, why) in of_actor.items() if "critic" in draft.roles else ():
+        if fact in draft.explicit and draft.facts[fact] != value:
+            draft.refuse(fact, f"must equal the actor's: {why}")

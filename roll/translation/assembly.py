@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 from roll.translation.algorithms import put_algorithm
 from roll.translation.distillation import put_teacher
@@ -18,18 +17,16 @@ from roll.translation.placement import (
     put_devices,
     put_engine,
     put_forward_batches,
-    put_host_memory,
-    put_master_types,
     put_optimizers,
+    put_options,
     put_run_ahead,
     put_strategies,
-    put_switches,
     put_token_budgets,
-    strategy_of,
 )
 from roll.translation.rules import Dialect, Draft
-from roll.translation.sampling import put_sampling
+from roll.translation.sampling import put_group_filter, put_overlong, put_truncated
 
+FILE = re.compile(r"\.\w+$|[*?\[}]$|/$|^hub:")
 TRACKERS_WITH_PROJECT = {"wandb", "swanlab", "trackio"}
 GSM8K = "gsm8k"
 FUNCTION_FILE = "roll.rewards.function_file.score"
@@ -81,9 +78,13 @@ def put_steps(draft: Draft) -> None:
 
 
 def put_data(draft: Draft) -> None:
+    """Files, columns, template, seed, and what ends a response."""
     for fact, section in (("train_files", "actor_train"), ("val_files", "validation")):
         if draft.states(fact) and draft.facts[fact] is not None:
-            draft.put(f"{section}.data_args.file_name", [file_or_folder(name) for name in draft.facts[fact]], fact)
+            # A name without an ending is a folder there.
+            is_folder = [isinstance(one, str) and not FILE.search(one) for one in draft.facts[fact]]
+            names = [f"{one}/" if folder else one for one, folder in zip(draft.facts[fact], is_folder, strict=True)]
+            draft.put(f"{section}.data_args.file_name", names, fact)
     if draft.states("train_files", "prompt_key"):
         column = draft.get("prompt_key", default="prompt")
         draft.put("actor_train.data_args.messages", column, "train_files", "prompt_key")
@@ -96,21 +97,10 @@ def put_data(draft: Draft) -> None:
             draft.put(key, int(draft.facts[fact]), fact)
     if draft.whole and draft.states("val_files") and draft.get("val_temperature") == 0:
         draft.put("validation.greedy", False, "val_temperature")
-
-
-def file_or_folder(name: Any) -> Any:
-    """A name without an ending is a folder there."""
-    if not isinstance(name, str) or re.search(r"\.\w+$|[*?\[}]$|/$|^hub:", name):
-        return name
-    return f"{name}/"
-
-
-def put_stops(draft: Draft) -> None:
-    """Stop strings, which stay in the response."""
     for fact, section in (("stop.train", "actor_infer"), ("stop.validation", "validation")):
         if draft.get(fact):
             draft.put(f"{section}.generating_args.stop_strings", draft.facts[fact], fact)
-            draft.put(f"{section}.generating_args.include_stop_str_in_output", True, fact)
+            draft.put(f"{section}.generating_args.include_stop_str_in_output", True, fact)  # as there
 
 
 def put_tracking(draft: Draft) -> None:
@@ -128,12 +118,6 @@ def put_tracking(draft: Draft) -> None:
         draft.put("resume_from_checkpoint", draft.facts["resume_path"], "resume_path")
     elif draft.states("resume") and resume is not None:
         draft.put("resume_from_checkpoint", resume, "resume")
-
-
-def put_models(draft: Draft) -> None:
-    put_family(draft, {role: strategy_of(draft, role) for role, _ in draft.sections()})
-    put_routes(draft)
-    put_adapters(draft)
 
 
 def put_adapters(draft: Draft) -> None:
@@ -154,21 +138,27 @@ def put_adapters(draft: Draft) -> None:
 
 def put_reward(draft: Draft) -> None:
     """The reward of a whole run; options of a rule that scores no row go."""
-    put_rules(draft)
+    played = draft.facts.get("episodes") and "reward" in draft.raw
+    if played or put_reward_model(draft) or put_function(draft):
+        draft.without_effect("no row is scored by it", "sandbox_url")
+    elif draft.get("sandbox_url"):
+        for name, sources in BY_SOURCE.items():
+            draft.put(f"rewards.{name}.worker_cls", name, "sandbox_url")
+            draft.put(f"rewards.{name}.tag_included", sources, "sandbox_url")
+            put_workers(draft, name)
+        # A program's score is the share of the cases that it passes.
+        draft.put("rewards.code_sandbox.reward_kwargs.partial", True, "sandbox_url")
+        text = "rows of another data_source are refused when the data are read: add it to tag_included of their rule"
+        draft.remark(["sandbox_url"], text)
+    else:
+        put_rule(draft)
     if draft.whole and "rewards.gsm8k_rule.worker_cls" not in draft.keys:
         for key in [key for key in draft.keys if key.startswith("rewards.gsm8k_rule.")]:
             del draft.keys[key]
 
 
-def put_rules(draft: Draft) -> None:
-    """Rewards as the environment names them, or as they follow from the files' names."""
-    played = draft.facts.get("episodes") and "reward" in draft.raw
-    if played or put_reward_model(draft) or put_function(draft):
-        draft.without_effect("no row is scored by it", "sandbox_url")
-        return
-    if draft.get("sandbox_url"):
-        put_rewards_by_source(draft)
-        return
+def put_rule(draft: Draft) -> None:
+    """The rule that the environment names, or that follows from the files' names."""
     files = [str(name) for name in draft.get("train_files", default=[])]
     reward = draft.get("reward") or ("gsm8k_rule" if files and all(GSM8K in name.lower() for name in files) else None)
     own = [key for key in draft.keys if key.startswith("rewards.gsm8k_rule.")]
@@ -187,17 +177,6 @@ def put_rules(draft: Draft) -> None:
 def put_workers(draft: Draft, reward: str) -> None:
     if draft.get("reward_workers") is not None:
         draft.put(f"rewards.{reward}.world_size", max(1, draft.facts["reward_workers"]), "reward_workers")
-
-
-def put_rewards_by_source(draft: Draft) -> None:
-    """Programs and mathematics, each by its rule; a program's score is the share of the cases that it passes."""
-    for name, sources in BY_SOURCE.items():
-        draft.put(f"rewards.{name}.worker_cls", name, "sandbox_url")
-        draft.put(f"rewards.{name}.tag_included", sources, "sandbox_url")
-        put_workers(draft, name)
-    draft.put("rewards.code_sandbox.reward_kwargs.partial", True, "sandbox_url")
-    text = "rows of another data_source are refused when the data are read: add it to tag_included of their rule"
-    draft.remark(["sandbox_url"], text)
 
 
 def put_function(draft: Draft) -> bool:
@@ -254,9 +233,7 @@ def put_reward_model(draft: Draft) -> bool:
 
 STEPS: tuple[Callable[[Draft], None], ...] = (
     put_strategies,
-    put_host_memory,
-    put_master_types,
-    put_switches,
+    put_options,
     put_engine,
     put_devices,
     check_experts,
@@ -266,13 +243,16 @@ STEPS: tuple[Callable[[Draft], None], ...] = (
     put_token_budgets,
     put_optimizers,
     put_algorithm,
-    put_models,
+    put_family,
+    put_routes,
+    put_adapters,
     put_teacher,
     put_steps,
     put_data,
-    put_stops,
     put_reward,
-    put_sampling,
+    put_group_filter,
+    put_overlong,
+    put_truncated,
     put_tracking,
     put_episodes,
 )

@@ -101,11 +101,6 @@ def _without_unset(translation: Translation) -> Translation:
     return replace(translation, keys=keys)
 
 
-def shell_text(translation: Translation) -> str:
-    """One ``key=value`` a line, quoted for the shell."""
-    return "".join(f"{shlex.quote(word)}\n" for word in overrides(translation))
-
-
 def render_notes(translation: Translation, console: Console) -> None:
     """Print what each of their keys became; defaults that were written out come last."""
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
@@ -143,7 +138,9 @@ def main(argv: Sequence[str]) -> int:
         console = Console(stderr=True, emoji=False, width=WIDTH)
     try:
         translation = translated(arguments)
-        sys.stdout.write(yaml_text(translation) if arguments.yaml else shell_text(translation))
+        # One `key=value` a line, quoted for the shell.
+        lines = "".join(f"{shlex.quote(word)}\n" for word in overrides(translation))
+        sys.stdout.write(yaml_text(translation) if arguments.yaml else lines)
         sys.stdout.flush()
         if not arguments.quiet:
             render_notes(translation, console)

@@ -52,7 +52,10 @@ def find_teacher(draft: Draft) -> None:
     if form == "topk" and draft.get("distill_pg"):
         rule = "as an advantage of the sampled token, a divergence of top-k tokens has no equal"
         draft.refuse("distill_pg", rule, False)
-    if draft.get("distill_rewards", default=True):
+    with_rewards = draft.get("distill_rewards", default=True)
+    # The weight of the divergence, whose key verl reads next to rewards only.
+    draft.facts["distill_weight"] = float(draft.value_of("distill_coef")) if with_rewards else 1.0
+    if with_rewards:
         _check_with_rewards(draft, form)
     else:
         _state_alone(draft, form)
@@ -60,11 +63,6 @@ def find_teacher(draft: Draft) -> None:
         _check_single_update(draft)
     if form == "loss":
         _state_loss(draft)
-
-
-def _weight(draft: Draft) -> float:
-    """Weight of the divergence; verl reads its key next to rewards only."""
-    return float(draft.value_of("distill_coef")) if draft.get("distill_rewards", default=True) else 1.0
 
 
 def _check_with_rewards(draft: Draft, form: str) -> None:
@@ -113,7 +111,7 @@ def _state_loss(draft: Draft) -> None:
     kind = str(draft.value_of("distill_mode"))
     if kind == "k1":
         draft.refuse("distill_mode", "is refused by verl too: its gradient does not depend on the teacher", "k3")
-    for fact, value in (("kl_loss", True), ("kl_loss_coef", _weight(draft)), ("kl_loss_type", kind)):
+    for fact, value in (("kl_loss", True), ("kl_loss_coef", draft.facts["distill_weight"]), ("kl_loss_type", kind)):
         draft.state(fact, value)
     if draft.get("distill_clamp") is not None and kind != "k3":
         draft.refuse("distill_clamp", f"bounds {kind} there; here a KL loss is bounded with k3 only")
@@ -137,7 +135,7 @@ def put_teacher(draft: Draft) -> None:
     else:
         draft.put("use_opd" if with_rewards else "is_pure_opd", True, "distill", "distill_rewards")
         draft.put("opd_form", form, "distill_mode", "distill_pg")
-        draft.put("opd_kl_coef", _weight(draft), "distill_coef")
+        draft.put("opd_kl_coef", draft.facts["distill_weight"], "distill_coef")
         if clamp is not None:
             draft.put("opd_clamp", float(clamp), "distill_clamp")
     if form == "advantage":
@@ -152,7 +150,7 @@ def put_teacher(draft: Draft) -> None:
 
 
 def put_section(draft: Draft, section: str) -> None:
-    """Model and devices: the pool behind all others, or the trainer's where it has none."""
+    """Model and devices: the pool after all others, or the trainer's where it has none."""
     options: dict[str, Any] = draft.get("teacher", default={})
     draft.put(f"{section}.model_args.model_name_or_path", str(options.get("model_path")), "teacher")
     if section == "teacher":

@@ -13,8 +13,7 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.config.strategies.registry import strategy_keys
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.translation.assembly import assemble, find_roles
-from roll.translation.families import find_family
-from roll.translation.placement import strategy_of
+from roll.translation.families import find_family, strategy_of
 from roll.translation.reading import UNSET, Source
 from roll.translation.rules import ROLES, Dialect, Draft, Rule
 from roll.translation.sft import SKYRL_SFT, VERL_SFT
@@ -94,10 +93,11 @@ def translate(
     draft.defaults = {
         rule.fact: rule.value(value) for key, value in dialect.defaults.items() if (rule := dialect.rules[key]).fact
     }
+    # The arithmetic speaks of the policy; what learns in another pipeline has its name at the end.
+    draft.roles = {"actor_train", "actor_infer"}
     if not whole:
         draft.facts |= facts_of(recipe)
-    # The arithmetic speaks of the policy; what learns in another pipeline has its name at the end.
-    draft.roles = {"actor_train", "actor_infer"} | (set() if whole else roles_of(recipe.config))
+        draft.roles |= {section for section in ROLES.values() if getattr(recipe.config, section) is not None}
     keys = source.keys if dialect.files is None else dialect.files(source.keys, source.config_path)
     variables = {name: value for name, value in source.environment.items() if name in dialect.rules}
     explicit = _flat({**keys, **variables}, dialect)
@@ -122,7 +122,10 @@ def translate(
             for key, value in draft.keys.items()
             if not key.startswith("actor_infer.")
         }
-        notes = [replace(note, ours=tuple(_learner(word, dialect) for word in note.ours)) for note in notes]
+        notes = [
+            replace(note, ours=tuple(re.sub(r"^actor_train\.", f"{dialect.learner}.", word) for word in note.ours))
+            for note in notes
+        ]
     written = str(draft.keys)
     return Translation(
         dialect,
@@ -134,10 +137,6 @@ def translate(
         tuple(name for name in (*source.unset, *BLANKS.values()) if name in written),
         tuple(source.remarks),
     )
-
-
-def _learner(word: str, dialect: Dialect) -> str:
-    return re.sub(r"^actor_train\.", f"{dialect.learner}.", word)
 
 
 def dialect_of(source: Source) -> Dialect:
@@ -197,10 +196,6 @@ def facts_of(recipe: LoadedConfig[RLVRConfig]) -> dict[str, Any]:
             facts[f"mini.{role}"] = Fraction(training.mini_batch_size, config.num_return_sequences_in_group)
             facts[f"micro.{role}"] = training.micro_batch_size
     return facts
-
-
-def roles_of(config: RLVRConfig) -> set[str]:
-    return {section for section in ROLES.values() if getattr(config, section) is not None}
 
 
 def _flat(explicit: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
@@ -340,7 +335,10 @@ def _put_all(
     for key, match in matches.items():
         direct[key] = []
         for template in () if match.rule.computed else match.rule.ours:
-            name = _own_key(template.replace("*", match.rest), draft)
+            name = template.replace("*", match.rest)
+            stem, found, rest = name.partition(".engine_args.")
+            if found and rest.partition(".")[0] in strategy_keys(str(draft.get("engine"))):
+                name = f"{stem}.{rest}"  # an engine's option that has a key of its own here
             if name.startswith(f"{dialect.learner}."):
                 name = f"actor_train{name.removeprefix(dialect.learner)}"
             draft.put(name, match.value)
@@ -361,12 +359,6 @@ def _put_all(
             text = "; ".join(filter(None, [match.rule.note_for(values[key]), *texts]))
             notes.append(Note(key, values[key], ours, text, key not in explicit))
     return notes
-
-
-def _own_key(name: str, draft: Draft) -> str:
-    """A key of our own for an engine's option that has one."""
-    stem, found, rest = name.partition(".engine_args.")
-    return f"{stem}.{rest}" if found and rest.partition(".")[0] in strategy_keys(str(draft.get("engine"))) else name
 
 
 def _drop_idle_keys(draft: Draft) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Several turns as an agentic run: a prompt's samples are a group of episodes.
 
-SkyRL's environments are played behind ``skyrl:ID``. With ``use_conversation_multi_turn`` an observation is a message
-behind the response; without it all turns are one message of the assistant (``context: response``).
+SkyRL's environments are played as ``skyrl:ID``. With ``use_conversation_multi_turn`` an observation is a message
+after the response; without it all turns are one message of the assistant (``context: response``).
 verl's tools and interactions are played by ``agent: verl``, the loop of its ``tool_agent``.
 """
 
@@ -142,7 +142,11 @@ def put_tools(draft: Draft, tag: str, files: Any, fact: str, keys: Mapping[str, 
     if keys.get("actor_train.data_args.filter_overlong_prompts"):
         draft.put(f"{entry}.agent_config.filter_overlong_prompts", True, "filter_long")
         draft.put(f"{entry}.agent_config.prompt_length", int(draft.get("prompt_length")), "prompt_length")
-    put_verifier(draft, entry, keys)
+    for key, value in keys.items():
+        # The reward of a run of single turns as that of episodes.
+        option = key.removeprefix("rewards.").partition(".")[2]
+        if key.startswith("rewards.") and (option == "worker_cls" or option.startswith("reward_kwargs.")):
+            draft.put(f"{entry}.verifier.{option}", value, "reward_file", "train_files")
     turns = [int(most) for most in (draft.get("assistant_turns"), draft.get("user_turns")) if most]
     most = draft.get("assistant_turns") or (int(draft.get("user_turns")) + 1 if turns else response)
     draft.put(f"{entry}.max_steps", int(most), "assistant_turns", "user_turns")
@@ -152,14 +156,6 @@ def put_tools(draft: Draft, tag: str, files: Any, fact: str, keys: Mapping[str, 
     draft.put(f"{entry}.data_args.file_name", files, fact)
     if keys.get("actor_train.data_args.shuffle") is False and fact == "train_files":
         draft.put(f"{entry}.data_args.shuffle", False, "shuffle_rows")
-
-
-def put_verifier(draft: Draft, entry: str, keys: Mapping[str, Any]) -> None:
-    """The reward of a run of single turns as that of episodes."""
-    for key, value in keys.items():
-        option = key.removeprefix("rewards.").partition(".")[2]
-        if key.startswith("rewards.") and (option == "worker_cls" or option.startswith("reward_kwargs.")):
-            draft.put(f"{entry}.verifier.{option}", value, "reward_file", "train_files")
 
 
 def put_entry(draft: Draft, tag: str, files: Any, fact: str, keys: Mapping[str, Any]) -> None:

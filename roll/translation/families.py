@@ -1,6 +1,6 @@
 """Families of models by their names: which backends and engines compute them, and what takes a backend's place.
 
-A command is translated without the model's files, so the name stands for its ``config.json``. Which families are tested
+A command is translated without the model's files, so the name replaces its ``config.json``. Which families are tested
 is read from :mod:`roll.config.model_files`, as ``roll check`` does with the file.
 """
 
@@ -49,29 +49,40 @@ def find_family(draft: Draft) -> None:
         draft.remark(["engine"], text)
 
 
-def backend_for(draft: Draft, strategy: str) -> str:
-    """``strategy``, or FSDP2 where it alone is tested with the family."""
-    family = draft.facts.get("family")
-    if lacks(family, f"{strategy}_train") and not lacks(family, f"{STANDS_IN}_train"):
-        return STANDS_IN
-    return strategy
+def written_strategy(draft: Draft, role: str) -> str:
+    """The backend that their keys name. A reference without its own key follows the actor."""
+    if draft.get("config_name") == "fsdp2":
+        return "fsdp2"
+    if draft.get("config_name") == "megatron":
+        return str(draft.get(f"strategy.{role}.written", default="megatron"))
+    names = (f"strategy.{role}", "strategy", *(("strategy.actor",) if role == "reference" else ()))
+    return str(draft.get(*names, default="fsdp2"))
 
 
-def put_family(draft: Draft, strategies: Mapping[str, str]) -> None:
-    """Refuse families that nothing here computes; set what a family needs.
+def strategy_of(draft: Draft, role: str) -> str:
+    """The backend that their keys name, or FSDP2 where it alone is tested with the family."""
+    strategy, family = written_strategy(draft, role), draft.facts.get("family")
+    stands_in = lacks(family, f"{strategy}_train") and not lacks(family, f"{STANDS_IN}_train")
+    return STANDS_IN if stands_in else strategy
 
-    Args:
-        strategies: backend of each role that has a model, as :func:`backend_for` gives it.
-    """
+
+def put_family(draft: Draft) -> None:
+    """Refuse families that nothing here computes; set what a family needs."""
     if draft.states("rm_path") and (scorer := family_of(str(draft.facts["rm_path"]))):
-        draft.refuse("rm_path", f"is {_kinds(needed(scorer))} by its name, and no reward model of that kind is tested")
+        kinds = " and ".join(NEEDS[name] for name in needed(scorer))
+        draft.refuse("rm_path", f"is {kinds} by its name, and no reward model of that kind is tested")
     family = draft.facts.get("family")
     if family is None:
         return
-    users = _users(draft, strategies)
+    strategies = {role: strategy_of(draft, role) for role, _ in draft.sections()}
+    # Strategies that compute the policy's model.
+    users = sorted({f"{name}_{'infer' if role == 'reference' else 'train'}" for role, name in strategies.items()})
+    users += [] if draft.get("engine") is None else [str(draft.get("engine"))]
     lacking = {name: found for name in users if (found := lacks(family, name))}
     if lacking:
-        kinds = _kinds(list(dict.fromkeys(kind for found in lacking.values() for kind in found)))
+        kinds = " and ".join(
+            NEEDS[kind] for kind in dict.fromkeys(kind for found in lacking.values() for kind in found)
+        )
         rule = f"is {kinds} by its name, and {', '.join(lacking)} is tested with none of this family"
         draft.refuse("model", f"{rule} (docs/moe.md, docs/vision-language.md)")
     if any(draft.facts.get(f"stands_in.{role}") for role in strategies):
@@ -88,10 +99,6 @@ def put_family(draft: Draft, strategies: Mapping[str, str]) -> None:
         if strategies[role] == "megatron" and has_experts and tensor > 1:
             draft.put(f"{section}.{OPTIONS}.sequence_parallel", True, f"tensor.{role}")
     put_adapters_of_family(draft, VISION in needed(family), has_experts)
-
-
-def _kinds(capabilities: list[str]) -> str:
-    return " and ".join(NEEDS[name] for name in capabilities)
 
 
 def put_adapters_of_family(draft: Draft, sees: bool, has_experts: bool) -> None:
@@ -125,10 +132,3 @@ def put_routes(draft: Draft) -> None:
         draft.put("actor_train.model_args.freeze_module_prefix", "vision_model", "freeze_vision")
     else:
         draft.without_effect("no vision tower is frozen", "freeze_vision")
-
-
-def _users(draft: Draft, strategies: Mapping[str, str]) -> list[str]:
-    """Strategies that compute the policy's model."""
-    names = {f"{name}_{'infer' if role == 'reference' else 'train'}" for role, name in strategies.items()}
-    engine = draft.get("engine")
-    return sorted(names) + ([] if engine is None else [str(engine)])

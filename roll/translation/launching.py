@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
@@ -16,6 +16,7 @@ UV_VALUES = """
 """
 """Options of ``uv run`` that take the next word."""
 PYTHON_VALUES = {"-W", "-X", "--check-hash-based-pycs"}
+LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 LAUNCHER_SWITCHES = """
     --standalone --no_python --no-python --run_path --multi_gpu --multi-gpu --cpu --use_deepspeed --use_fsdp --quiet -q
     --same_network --debug --tpu --mps --no_local_rank --enable_each_rank_log --use_megatron_lm --use_xpu --save_pid
@@ -58,12 +59,8 @@ class Launch:
         """Return true for the modules of the projects that are known, and for scripts that take ``key=value`` words."""
         if OF_DATA.search(self.module.rpartition(".")[2]):
             return False
-        if TRAINING.search(self.module):
-            return True
-        return any(
-            re.match(r"[+~]{0,2}(?:trainer|actor_rollout_ref|algorithm|data|generator)\.[\w.]+=", word)
-            for word in self.arguments
-        )
+        own = r"[+~]{0,2}(?:trainer|actor_rollout_ref|algorithm|data|generator)\.[\w.]+="
+        return bool(TRAINING.search(self.module)) or any(re.match(own, word) for word in self.arguments)
 
 
 def launch_of(words: Sequence[str]) -> Launch | None:
@@ -72,13 +69,15 @@ def launch_of(words: Sequence[str]) -> Launch | None:
         return None
     name, rest = PurePath(words[0]).name, list(words[1:])
     if PYTHON.fullmatch(name):
-        return _python(rest)
-    if name == "uv":
-        return _uv(rest[1:]) if rest[:1] == ["run"] else None
-    if name in ("torchrun", "deepspeed"):
-        return _launcher(rest)
-    if name == "accelerate":
-        return _launcher(rest[1:]) if rest[:1] == ["launch"] else None
+        found = _started(rest, PYTHON_VALUES)
+        is_launcher = found is not None and found.is_module and found.program in LAUNCHING_MODULES
+        return _started(list(found.arguments)) if found is not None and is_launcher else found
+    if name == "uv" and rest[:1] == ["run"]:
+        found = _started(rest[1:], UV_VALUES.split())
+        is_command = found is not None and not found.is_module and not found.program.endswith(".py")
+        return launch_of([found.program, *found.arguments]) if found is not None and is_command else found
+    if name in ("torchrun", "deepspeed") or (name == "accelerate" and rest[:1] == ["launch"]):
+        return _started(rest[name == "accelerate" :])
     if name in ("bash", "sh"):
         place = next((place for place, word in enumerate(rest) if word.endswith(".sh")), None)
         return None if place is None else Launch(rest[place], False, tuple(rest[place + 1 :]))
@@ -87,39 +86,13 @@ def launch_of(words: Sequence[str]) -> Launch | None:
     return None
 
 
-def _python(words: list[str]) -> Launch | None:
-    while words:
-        word = words.pop(0)
-        if word == "-m" and words:
-            module = words.pop(0)
-            if module in ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"):
-                return _launcher(words)
-            return Launch(module, True, tuple(words))
-        if word in PYTHON_VALUES:
-            words = words[1:]
-        elif word in ("-c", "-"):
-            return None
-        elif not word.startswith("-"):
-            return Launch(word, False, tuple(words))
-    return None
+def _started(words: list[str], with_values: Collection[str] | None = None) -> Launch | None:
+    """Program after options: ``-m MODULE``, a script, or for ``uv`` a command; None: program text.
 
-
-def _uv(words: list[str]) -> Launch | None:
-    while words:
-        word = words.pop(0)
-        if word in ("-m", "--module") and words:
-            return Launch(words[0], True, tuple(words[1:]))
-        if word in UV_VALUES.split():
-            words = words[1:]
-        elif word == "--":
-            continue
-        elif not word.startswith("-"):
-            return Launch(word, False, tuple(words)) if word.endswith(".py") else launch_of([word, *words])
-    return None
-
-
-def _launcher(words: list[str]) -> Launch | None:
-    """``torchrun``, ``accelerate launch`` and ``deepspeed``: options, then ``-m MODULE`` or a script."""
+    Args:
+        with_values: options that take the next word; None for ``torchrun``, ``accelerate launch`` and ``deepspeed``,
+            whose options are kept and take a value unless they are known as switches.
+    """
     options: list[tuple[str, str]] = []
     while words:
         word = words.pop(0)
@@ -127,6 +100,11 @@ def _launcher(words: list[str]) -> Launch | None:
             return Launch(words[0], True, tuple(words[1:]), tuple(options))
         if not word.startswith("-"):
             return Launch(word, False, tuple(words), tuple(options))
+        if with_values is not None:
+            if word in ("-c", "-"):
+                return None
+            words = words[word in with_values :]
+            continue
         flag, equals, value = word.partition("=")
         if not equals and flag not in LAUNCHER_SWITCHES.split() and words and not words[0].startswith("-"):
             # An unknown switch right before the script.

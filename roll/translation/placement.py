@@ -10,26 +10,8 @@ import math
 from fractions import Fraction
 
 from roll.config.words.rows import OPTIONS
-from roll.translation.families import backend_for
+from roll.translation.families import strategy_of, written_strategy
 from roll.translation.rules import Draft
-
-CUTTING = ("tensor", "pipeline", "context")
-"""Megatron's parallel sizes that leave fewer data-parallel ranks."""
-
-
-def strategy_of(draft: Draft, role: str) -> str:
-    """``fsdp``, ``fsdp2``, ``deepspeed`` or ``megatron``, as far as it has a model of the family."""
-    return backend_for(draft, written_strategy(draft, role))
-
-
-def written_strategy(draft: Draft, role: str) -> str:
-    """The backend that their keys name. A reference without its own key follows the actor."""
-    if draft.get("config_name") == "fsdp2":
-        return "fsdp2"
-    if draft.get("config_name") == "megatron":
-        return str(draft.get(f"strategy.{role}.written", default="megatron"))
-    names = (f"strategy.{role}", "strategy", *(("strategy.actor",) if role == "reference" else ()))
-    return str(draft.get(*names, default="fsdp2"))
 
 
 def put_strategies(draft: Draft) -> None:
@@ -59,45 +41,28 @@ def check_experts(draft: Draft) -> None:
             draft.refuse(f"expert.{role}", f"{rule}divide the {count} devices of the role, in Megatron itself")
 
 
-def put_host_memory(draft: Draft) -> None:
-    """Parameters in host memory, an option of FSDP alone."""
+def put_options(draft: Draft) -> None:
+    """Options of FSDP alone (parameters in host memory, type of the weights that the optimizer updates), and verl's
+    environment variables for roles that train under DeepSpeed."""
     for role, section in draft.sections():
-        fact = f"cpu_offload.{role}"
-        if not draft.states(fact):
-            continue
-        strategy = strategy_of(draft, role)
-        if strategy == "fsdp" and draft.names.get(fact, "").endswith(".offload_policy"):
-            draft.remark([fact], "left out: fsdp2 alone reads it, there")
-        elif not strategy.startswith("fsdp"):
-            draft.remark([fact], f"left out: has no effect under {strategy}")
-        else:
-            draft.put(f"{section}.{OPTIONS}.offload_policy", bool(draft.facts[fact]), fact)
-
-
-def put_master_types(draft: Draft) -> None:
-    """Type of the weights that the optimizer updates, an option of FSDP alone."""
-    for role, section in draft.sections():
-        fact = f"master.{role}"
-        if not draft.states(fact):
-            continue
-        strategy = strategy_of(draft, role)
-        if role == "reference":
-            draft.remark([fact], "left out: a model that does not learn is held in the type that it computes in")
-        elif not strategy.startswith("fsdp"):
-            draft.remark([fact], f"left out: has no effect under {strategy}")
-        elif draft.facts[fact] == "bf16" or not draft.whole:
-            draft.put(f"{section}.{OPTIONS}.master_dtype", draft.facts[fact], fact)
-
-
-def put_switches(draft: Draft) -> None:
-    """verl's environment variables, for the roles that train under DeepSpeed."""
-    for name in ("offload_param", "fp32_grad_accumulation", "step_each_micro_batch"):
-        fact = f"env.{name}"
-        if not draft.states(fact):
-            continue
-        for role, section in draft.sections():
-            if role != "reference" and strategy_of(draft, role) == "deepspeed":
-                draft.put(f"{section}.{OPTIONS}.{name}", draft.facts[fact], fact)
+        strategy, options = strategy_of(draft, role), f"{section}.{OPTIONS}"
+        offload, master, without = f"cpu_offload.{role}", f"master.{role}", f"left out: has no effect under {strategy}"
+        is_fsdp, learns = strategy.startswith("fsdp"), role != "reference"
+        if draft.states(offload) and strategy == "fsdp" and draft.names.get(offload, "").endswith(".offload_policy"):
+            draft.remark([offload], "left out: fsdp2 alone reads it, there")
+        elif draft.states(offload) and not is_fsdp:
+            draft.remark([offload], without)
+        elif draft.states(offload):
+            draft.put(f"{options}.offload_policy", bool(draft.facts[offload]), offload)
+        if draft.states(master) and not learns:
+            draft.remark([master], "left out: a model that does not learn is held in the type that it computes in")
+        elif draft.states(master) and not is_fsdp:
+            draft.remark([master], without)
+        elif draft.states(master) and (draft.facts[master] == "bf16" or not draft.whole):
+            draft.put(f"{options}.master_dtype", draft.facts[master], master)
+        for name in ("offload_param", "fp32_grad_accumulation", "step_each_micro_batch"):
+            if draft.states(f"env.{name}") and learns and strategy == "deepspeed":
+                draft.put(f"{options}.{name}", draft.facts[f"env.{name}"], f"env.{name}")
 
 
 def device_count(draft: Draft, role: str) -> int:
@@ -123,8 +88,8 @@ def put_devices(draft: Draft) -> None:
         next_free += 0 if shares else size
         draft.put(f"{section}.device_mapping", devices(start, size), "gpus", "nodes", f"gpus.{role}", f"nodes.{role}")
     put_engine_devices(draft, count, together, next_free)
-    visible = draft.get("visible")
-    names = [name for name in str(visible).split(",") if name.strip()] if visible is not None else []
+    visible = draft.get("visible", default="")
+    names = [name for name in str(visible).split(",") if name.strip()]
     per_node = int(draft.get("gpus.actor", "gpus", default=count))
     if names and len(names) < per_node:
         rule = f"names {len(names)} devices, but a node is to have {per_node}"
@@ -132,8 +97,8 @@ def put_devices(draft: Draft) -> None:
 
 
 def put_engine_devices(draft: Draft, trainers: int, together: bool, next_free: int) -> None:
-    """Engines on the trainer's devices, or on those behind all others."""
-    size, engines = engine_ranks(draft), draft.get("engines")
+    """Engines on the trainer's devices, or on those after all others."""
+    size, engines = math.prod(engine_ranks(draft)), draft.get("engines")
     per_node = int(draft.get("gpus.actor", "gpus", default=trainers))
     if size > per_node and trainers > per_node:
         rule = (
@@ -161,18 +126,15 @@ def put_engine_devices(draft: Draft, trainers: int, together: bool, next_free: i
         draft.facts["devices"] = next_free if together else next_free + wanted
 
 
-def engine_ranks(draft: Draft) -> int:
-    """Devices of one engine: those that hold one copy of the model."""
-    return tensor_ranks(draft) * int(draft.get("engine_pipeline", default=1))
-
-
-def tensor_ranks(draft: Draft) -> int:
-    """Ranks that every matrix is sharded over."""
-    return int(draft.get("engine_tensor", default=1)) * int(draft.get("engine_data", default=1))
+def engine_ranks(draft: Draft) -> tuple[int, int]:
+    """Ranks of an engine that every matrix is sharded over, and its pipeline stages; an engine has as many devices as
+    their product."""
+    tensor, data, stages = (int(draft.get(f"engine_{name}", default=1)) for name in ("tensor", "data", "pipeline"))
+    return tensor * data, stages
 
 
 def find_engines(draft: Draft) -> None:
-    """Take SkyRL's servers for engines of the run itself, on devices behind the trainer's: one for each address."""
+    """Take SkyRL's servers for engines of the run itself, on devices after the trainer's: one for each address."""
     facts = ("engines_local", "engine_urls", "engine_proxy")
     if draft.get("engines_local", default=True):
         if draft.get("engine_proxy") or (draft.get("engine_urls") and "engine_urls" in draft.explicit):
@@ -204,11 +166,11 @@ def put_run_ahead(draft: Draft) -> None:
 
 def put_engine(draft: Draft) -> None:
     """Ranks of an engine, and a length that cuts responses."""
-    because, stages = ("engine_tensor", "engine_data", "engine_pipeline"), int(draft.get("engine_pipeline", default=1))
+    because, (ranks, stages) = ("engine_tensor", "engine_data", "engine_pipeline"), engine_ranks(draft)
     if draft.states(*because) and draft.get("engine") != "hf_infer":
         name = "tp_size" if draft.get("engine") == "sglang" else "tensor_parallel_size"
-        draft.put(f"actor_infer.{OPTIONS}.{name}", tensor_ranks(draft), *because)
-        draft.put("actor_infer.num_gpus_per_worker", engine_ranks(draft), *because)
+        draft.put(f"actor_infer.{OPTIONS}.{name}", ranks, *because)
+        draft.put("actor_infer.num_gpus_per_worker", ranks * stages, *because)
     if stages > 1 and draft.get("engine") != "vllm":
         draft.refuse("engine_pipeline", "needs the engine vllm: others have no pipeline stages here", 1)
     elif stages > 1:
@@ -234,8 +196,8 @@ def put_engine(draft: Draft) -> None:
 
 def data_parallel_size(draft: Draft, role: str) -> int:
     """Ranks that learn from different samples."""
-    strategy = strategy_of(draft, role)
-    names = CUTTING if strategy == "megatron" else () if strategy == "deepspeed" else ("ulysses",)
+    # Parallel sizes that leave fewer of them.
+    names = {"megatron": ("tensor", "pipeline", "context"), "deepspeed": ()}.get(strategy_of(draft, role), ("ulysses",))
     cut = math.prod(int(draft.get(f"{name}.{role}", default=1)) for name in names)
     return max(1, device_count(draft, role) // cut)
 
@@ -257,14 +219,10 @@ def put_batches(draft: Draft) -> None:
             draft.problems.missing(f"micro-batch of {section}", "is needed: samples of a micro-batch on one device", 1)
             continue
         if is_dynamic:
-            micro = fitting(draft, role, Fraction(mini), int(micro))
+            # Tokens form micro-batches, not a number of samples: 1 where that does not divide.
+            own = Fraction(mini) * int(draft.get("samples", default=1)) / data_parallel_size(draft, role)
+            micro = micro if (own / int(micro)).denominator == 1 else 1
         put_accumulation(draft, role, section, Fraction(mini), int(micro))
-
-
-def fitting(draft: Draft, role: str, mini: Fraction, micro: int) -> int:
-    """``micro``, or 1 where it does not divide: it is tokens that form micro-batches, not a number of samples."""
-    total = mini * int(draft.get("samples", default=1)) / data_parallel_size(draft, role)
-    return micro if (total / micro).denominator == 1 else 1
 
 
 def put_accumulation(draft: Draft, role: str, section: str, mini: Fraction, micro: int) -> None:

@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from roll.config.reading.errors import ConfigError, Problem
 from roll.rewards.sandbox import PROTECTIONS, Limits, MissingProtection, Sandbox, SandboxError, Settings
@@ -54,11 +53,11 @@ TEXT_TOOLS = """
 FILE_TOOLS = "chmod cp ln mkdir mv rm rmdir touch"
 """Real within the scratch folder, and successful elsewhere."""
 WRAPPERS = "env nice nohup numactl nsys setsid srun stdbuf sudo taskset time timeout unbuffer mpirun"
-"""Commands that start the command behind their own options."""
+"""Commands that start the command after their own options."""
 SILENT = "sleep nvidia-smi rocm-smi npu-smi nproc hostname scontrol which tee uvx pip pip3 conda git curl wget"
 
 NOT_SET = "variable_not_set_"
-"""Computing with a marker ends in bash's complaint about this word with the name behind it."""
+"""Computing with a marker ends in bash's complaint about this word with the name after it."""
 _UNSET = "__UNSET_{}__"
 
 _STAND_IN = (Path(__file__).parent / "stand_in.sh").read_text(encoding="utf-8")
@@ -143,52 +142,36 @@ def record(
         ConfigError: a script that is too large, or a host that cannot confine it.
     """
     text = read_script(script)
-    root = root_of(script)
+    place = script.resolve().parent
+    # The folder that the script sees: its repository, else the working folder above it, else its own.
+    default = Path.cwd() if place.is_relative_to(Path.cwd()) else place
+    root = next((folder for folder in (place, *place.parents) if (folder / ".git").exists()), default)
     files = {str(script.resolve().relative_to(root)): text} | companions(script, text, root)
     variables = dict(environment or {})
     own = sandbox or Sandbox(Settings(require=REQUIRED))
     try:
         own.start()
         first = _run(own, script, root, files, arguments, variables, [], go_on=False)
-        if any(is_launch(command) for command in first[0]):
+        if has_launch(first[0]):
             return Recording(*first)
         calmed = {path: calm(content) for path, content in files.items()}
         second = _run(own, script, root, calmed, arguments, variables, _MISSING.findall(first[2]), go_on=True)
-        if any(is_launch(command) for command in second[0]):
-            return Recording(*second, went_on=True)
-        return Recording(*first)
+        return Recording(*second, went_on=True) if has_launch(second[0]) else Recording(*first)
     except (SandboxError, MissingProtection) as error:
-        raise refusal(script, str(error)) from None
+        text = f"is not run: scripts run only where they can be confined, and {error}; {INSTEAD}"
+        raise ConfigError([Problem("(script)", str(script), text)]) from None
     finally:
         if sandbox is None:
             own.close()
 
 
-def refusal(script: Path, reason: str) -> ConfigError:
-    text = f"is not run: scripts run only where they can be confined, and {reason}; {INSTEAD}"
-    return ConfigError([Problem("(script)", str(script), text)])
-
-
 def read_script(path: Path) -> str:
-    """
-    Raises:
-        ConfigError: not a text file of at most ``MAX_SCRIPT`` bytes.
-    """
+    """The text; ``ConfigError`` for anything but a text file of at most ``MAX_SCRIPT`` bytes."""
     with path.open("rb") as file:
         content = file.read(MAX_SCRIPT + 1)
     if len(content) > MAX_SCRIPT or b"\0" in content:
         raise ConfigError([Problem("(script)", str(path), f"must be a text file of at most {MAX_SCRIPT} bytes")])
     return content.decode("utf-8", errors="replace").replace("\r\n", "\n")
-
-
-def root_of(script: Path) -> Path:
-    """The folder that the script sees: its repository, else the working folder above it, else its own."""
-    place = script.resolve().parent
-    for folder in (place, *place.parents):
-        if (folder / ".git").exists():
-            return folder
-    here = Path.cwd()
-    return here if place.is_relative_to(here) else place
 
 
 def companions(script: Path, text: str, root: Path) -> dict[str, str]:
@@ -226,9 +209,9 @@ def calm(text: str) -> str:
     return _REDIRECTION.sub(lambda match: f"{match[1]}/dev/null" if "/dev/" not in match[2] else match[0], text)
 
 
-def is_launch(command: Command) -> bool:
-    found = launch_of(command.words)
-    return found is not None and found.trains
+def has_launch(commands: Iterable[Command]) -> bool:
+    """True where one of the commands trains."""
+    return any(launch is not None and launch.trains for launch in (launch_of(one.words) for one in commands))
 
 
 def _run(
@@ -254,7 +237,9 @@ def _run(
             descriptors = [file.fileno() for file in (nothing, out, out, source, calls)]
             more = {"file_name": "driver", "command": ["/bin/bash", "--norc", "driver"]}
             ended = sandbox.spawn("command", descriptors, LIMITS, more).wait()
-        printed, recorded = _read(out), _read(calls)
+        for file in (out, calls):
+            file.seek(0)
+        printed, recorded = (file.read(LIMITS.file_size).decode("utf-8", errors="replace") for file in (out, calls))
     ready, _, recorded = recorded.partition("\0")
     if ready != READY:
         raise SandboxError("this host lets it start no process of its own")
@@ -262,11 +247,6 @@ def _run(
         printed += f"\nended after {LIMITS.wall:g} s"
     printed = _COMPUTED.sub(r"\1 is not set, and the script computes with it", _CONTROL.sub("?", printed.strip()))
     return tuple(_commands(recorded, root, environment)), ended.code, printed[-SHOWN:]
-
-
-def _read(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read(LIMITS.file_size).decode("utf-8", errors="replace")
 
 
 def _commands(recorded: str, root: Path, environment: Mapping[str, str]) -> list[Command]:
@@ -334,7 +314,13 @@ def driver(
     lines = ["umask 022", f"exec {DESCRIPTOR}>&4 4>&- 3<&-", base]
     lines += [f"[ \"$(echo runs)\" = runs ] && printf '{READY}\\0' >&{DESCRIPTOR}"]
     lines += [_put(f".bin/modules/{path}", text) for path, text in _MODULES.items()]
-    lines += [_put(".bin/every-shell", _every_shell(absolute, go_on)), f"stand_in={shlex.quote(_stand_in())}"]
+    every_shell = "".join(f'{path}() {{ {path.rpartition("/")[2]} "$@"; }}\n' for path in absolute)
+    every_shell = _EVERY_SHELL + every_shell + (_GO_ON if go_on else "")
+    # The real interpreter works out what `python3 -c` prints; it is in the sandbox as well.
+    named = {"DESCRIPTOR": str(DESCRIPTOR), "DEVICES": str(DEVICES), "PYTHON": sys.executable}
+    named |= {"WRAPPERS": "|".join(WRAPPERS.split()), "FILE_TOOLS": "|".join(FILE_TOOLS.split())}
+    stand_in = re.sub("@([A-Z_]+)@", lambda match: named[match[1]], _STAND_IN)
+    lines += [_put(".bin/every-shell", every_shell), f"stand_in={shlex.quote(stand_in)}"]
     names = shlex.join([*LAUNCHERS, "bash", "sh", "unknown", *FILE_TOOLS.split(), *WRAPPERS.split(), *SILENT.split()])
     lines += [
         _links(".bin", TEXT_TOOLS.split()),
@@ -353,21 +339,6 @@ def driver(
     lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
     lines += ['cd "$ROLL_BASE/root"', f'exec "$ROLL_TOOLS/bash" {shlex.join([script, *arguments])}']
     return "\n".join(lines) + "\n"
-
-
-def _stand_in() -> str:
-    # The real interpreter works out what `python3 -c` prints; it is in the sandbox as well.
-    named = {"DESCRIPTOR": str(DESCRIPTOR), "DEVICES": str(DEVICES), "PYTHON": sys.executable}
-    named |= {"WRAPPERS": "|".join(WRAPPERS.split()), "FILE_TOOLS": "|".join(FILE_TOOLS.split())}
-    text = _STAND_IN
-    for name, value in named.items():
-        text = text.replace(f"@{name}@", value)
-    return text
-
-
-def _every_shell(absolute: list[str], go_on: bool) -> str:
-    own = [f'{path}() {{ {path.rpartition("/")[2]} "$@"; }}\n' for path in absolute]
-    return _EVERY_SHELL + "".join(own) + (_GO_ON if go_on else "")
 
 
 def _links(into: str, tools: Iterable[str]) -> str:

@@ -191,7 +191,7 @@ class Dialect:
         return {rule.spellings[0]: yaml.safe_load(rule.default) for rule in rules}
 
     def find(self, key: str) -> tuple[Rule, str] | None:
-        """The rule for a key, and the part of the key that its ``*`` stands for; the longest rule that fits."""
+        """The rule for a key, and the part of the key that its ``*`` matches; the longest rule that fits."""
         known = self.rules
         if key in known:
             return known[key], ""

@@ -48,8 +48,12 @@ def verl_rules(draft: Draft) -> list[dict[str, Any]]:
     if cap is not None and cap > 0:
         return [{"level": "token", "action": "truncate", "high": float(cap)}]
     level, bypass = draft.get("is_level"), bool(draft.get("bypass"))
-    if draft.get("estimator") == "optimal_token_baseline":
-        refuse_weighted_baseline(draft, level, bypass)
+    if draft.get("estimator") == "optimal_token_baseline" and bypass:
+        rule = "leaves the optimal token baseline no sums of squared probabilities, in verl either"
+        draft.refuse("bypass", rule, False)
+    elif draft.get("estimator") == "optimal_token_baseline" and level is not None:
+        rule = "also weighs the optimal token baseline there, by the square of the weights; here the loss alone"
+        draft.refuse("is_level", rule, None)
     rejections = rejection_rules(draft, level, bypass)
     if level is None:
         draft.without_effect("without rollout_is there are no weights", "is_bound", "is_normalized")
@@ -133,16 +137,6 @@ def rejection_rule(draft: Draft, name: str, bound: str) -> dict[str, Any] | None
     return {"level": LEVELS[level], "metric": metric, **band}
 
 
-def refuse_weighted_baseline(draft: Draft, level: Any, bypass: bool) -> None:
-    """Refuse weights that verl also applies to the optimal token baseline, and runs without old log-probs."""
-    if bypass:
-        rule = "leaves the optimal token baseline no sums of squared probabilities, in verl either"
-        draft.refuse("bypass", rule, False)
-    elif level is not None:
-        rule = "also weighs the optimal token baseline there, by the square of the weights; here the loss alone"
-        draft.refuse("is_level", rule, None)
-
-
 def bounds(threshold: Any) -> tuple[float | None, float]:
     """Lower and upper bound: (None, 2.0) of ``2.0``, (0.5, 5.0) of ``"0.5_5.0"``."""
     low, _, high = str(threshold).rpartition("_")
@@ -196,24 +190,16 @@ def mask_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
     return rules
 
 
-def put_sampling(draft: Draft) -> None:
-    """Options that depend on the rewards: groups that are kept, and responses that are too long."""
-    put_group_filter(draft)
-    put_overlong(draft)
-    put_truncated(draft)
-
-
 def put_group_filter(draft: Draft) -> None:
     """Dynamic sampling: groups whose scores are all the same are replaced."""
     if not draft.get("filter_on"):
         draft.without_effect("groups are not filtered", "filter_metric", "filter_limit")
         return
-    metric = draft.get("filter_metric", default="acc")
-    contained = {"the over-long punishment": metric in WITH_PENALTY and draft.get("overlong_on")}
-    contained["the KL"] = metric == "seq_final_reward" and draft.get("kl_in_reward")
-    for part, holds in contained.items():
-        if holds:
-            draft.refuse("filter_metric", f"contains {part} there; groups are judged by their scores here", "acc")
+    metric, rule = draft.get("filter_metric", default="acc"), "there; groups are judged by their scores here"
+    if metric in WITH_PENALTY and draft.get("overlong_on"):
+        draft.refuse("filter_metric", f"contains the over-long punishment {rule}", "acc")
+    if metric == "seq_final_reward" and draft.get("kl_in_reward"):
+        draft.refuse("filter_metric", f"contains the KL {rule}", "acc")
     own = [key.split(".")[1] for key in draft.keys if key.startswith("rewards.") and key.endswith(".worker_cls")]
     for name in own or draft.get("reward_names", default=[]):
         draft.put(f"rewards.{name}.query_filter_config.type", "std_filter", "filter_on")

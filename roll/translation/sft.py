@@ -8,7 +8,7 @@ mean over the answers' tokens of a whole optimizer step, as here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +18,12 @@ from roll.translation.placement import (
     check_experts,
     put_batches,
     put_devices,
-    put_host_memory,
-    put_master_types,
     put_optimizers,
+    put_options,
     put_strategies,
     put_token_budgets,
-    strategy_of,
 )
-from roll.translation.rules import Dialect, Draft, Rule, Section
+from roll.translation.rules import Dialect, Draft, Section
 from roll.translation.skyrl import SKYRL
 from roll.translation.tables import listed, read_table
 from roll.translation.verl import VERL
@@ -40,7 +38,7 @@ def shared(dialect: Dialect, names: Mapping[str, str], own: tuple[Section, ...],
     """Rules of a policy's table under the names of a supervised run.
 
     Args:
-        names: beginning of a key there, and what stands for it here; the first that fits counts.
+        names: beginning of a key there, and its replacement here; the first that fits counts.
         own: rules that go first.
     """
     taken = {spelling for section in own for rule in section.rules for spelling in rule.spellings}
@@ -48,7 +46,9 @@ def shared(dialect: Dialect, names: Mapping[str, str], own: tuple[Section, ...],
     taken |= {f"{name.rstrip('.')}.*" for name in names.values() if name}
     rules = []
     for rule in (rule for section in dialect.sections for rule in section.rules):
-        spellings = tuple(dict.fromkeys(name for name in _renamed(rule, names) if name not in taken))
+        prefixes = [(next((p for p in names if spelling.startswith(p)), None), spelling) for spelling in rule.spellings]
+        renamed = [names[p] + spelling.removeprefix(p) for p, spelling in prefixes if p is not None]
+        spellings = tuple(name for name in dict.fromkeys(renamed) if name not in taken)
         # What belongs to other roles goes.
         ours = tuple(
             key.replace("actor_train", SECTION) for key in rule.ours if "." not in key or key.startswith("actor_train.")
@@ -58,13 +58,6 @@ def shared(dialect: Dialect, names: Mapping[str, str], own: tuple[Section, ...],
         taken |= set(spellings)
         rules.append(replace(rule, spellings=spellings, ours=ours, default=""))
     return Section(title, tuple(rules))
-
-
-def _renamed(rule: Rule, names: Mapping[str, str]) -> Iterator[str]:
-    for spelling in rule.spellings:
-        prefix = next((prefix for prefix in names if spelling.startswith(prefix)), None)
-        if prefix is not None:
-            yield names[prefix] + spelling.removeprefix(prefix)
 
 
 def find_verl_run(draft: Draft) -> None:
@@ -102,7 +95,13 @@ def find_skyrl_run(draft: Draft) -> None:
             continue
         parts = draft.get(splits, default=[None])
         parts = list(parts) * len(names) if len(parts) == 1 else list(parts)
-        draft.state(files, [_data_name(str(name), str(part)) for name, part in zip(names, parts, strict=False)])
+        # Data sets of the hub have their split in their name; files and folders stay as they are.
+        of_hub = [not re.match(r"[./~$]", str(name)) and not re.search(r"\.\w+$", str(name)) for name in names]
+        named = [
+            f"hub:{name}:{PART.sub('', str(part))}" if is_set else str(name)
+            for name, part, is_set in zip(names, parts, of_hub, strict=False)
+        ]
+        draft.state(files, named)
         if any(PART.search(str(part)) for part in parts):
             draft.remark([splits], "all rows of the split are read: a part of them is a file of its own")
     limits = [draft.get(fact) for fact in ("steps", "step_limit") if draft.get(fact)]
@@ -116,13 +115,6 @@ def find_skyrl_run(draft: Draft) -> None:
         draft.state("token_budget.actor", draft.get("longest"))
     if draft.get("longest") is None:
         draft.problems.missing("max_length", "is needed: a run here has a longest row", 4096)
-
-
-def _data_name(name: str, split: str) -> str:
-    """A file or folder as it is; a data set of the hub with its split."""
-    if name.startswith((".", "/", "~", "$")) or re.search(r"\.\w+$", name):
-        return name
-    return f"hub:{name}:{PART.sub('', split)}"
 
 
 def splits(value: Any) -> list[str]:
@@ -149,21 +141,16 @@ def put_run(draft: Draft) -> None:
         )
 
 
-def put_model(draft: Draft) -> None:
-    put_family(draft, {"actor": strategy_of(draft, "actor")})
-    put_adapters(draft)
-
-
 STEPS = (
     put_strategies,
-    put_host_memory,
-    put_master_types,
+    put_options,
     put_devices,
     check_experts,
     put_batches,
     put_token_budgets,
     put_optimizers,
-    put_model,
+    put_family,
+    put_adapters,
     put_run,
     put_tracking,
 )

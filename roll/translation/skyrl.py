@@ -1,7 +1,7 @@
 """SkyRL's vocabulary, next to its table, ``skyrl.table``.
 
 Two vocabularies: the package ``skyrl_train`` with DeepSpeed, FSDP and FSDP2, and its successor ``skyrl`` with FSDP and
-Megatron. They differ in what ``fsdp`` means (FSDP1 next to ``fsdp2``, the FSDP2 API where it stands alone), in what a
+Megatron. They differ in what ``fsdp`` means (FSDP1 next to ``fsdp2``, the FSDP2 API without it), in what a
 mask of the off-policy correction does to the denominators, and in what two losses sum.
 """
 
@@ -52,27 +52,15 @@ whole samples of a rank."""
 
 
 ENVIRONMENTS = {"gsm8k": "gsm8k_rule", "gsm8k_multi_turn": "gsm8k_rule", "aime": "math_rule", "lcb": "code_sandbox"}
-
-
-def environment(value: object) -> str:
-    """A reward for what is no more than one, else the environment itself."""
-    return ENVIRONMENTS.get(str(value), f"skyrl:{value}")
-
-
-def positive(value: Any) -> bool:
-    return whole(value) > 0
-
-
-def find_token_budget(draft: Draft) -> None:
-    """Micro-batches by tokens, of all ranks that share a sequence together."""
-    tokens = draft.get("tokens") or -1
-    for role in ("actor", "critic") if tokens > 0 else ():
-        draft.state(f"dynamic.{role}", True)
-        draft.state(f"token_budget.{role}", max(1, tokens // ranks_of_a_sequence(draft, role)))
+"""Environments that are no more than a reward."""
 
 
 def prepare(draft: Draft) -> None:
-    find_token_budget(draft)
+    tokens = draft.get("tokens") or -1
+    for role in ("actor", "critic") if tokens > 0 else ():
+        # Micro-batches by tokens, of all ranks that share a sequence together.
+        draft.state(f"dynamic.{role}", True)
+        draft.state(f"token_budget.{role}", max(1, tokens // ranks_of_a_sequence(draft, role)))
     find_episodes(draft)
     find_engines(draft)
 
@@ -83,8 +71,8 @@ def _dialect(name: str, title: str, package: str, losses: dict[str, str], texts:
         "loss": one_of(losses, OTHER_LOSSES),
         "reduction": one_of(REDUCTIONS, OTHER_REDUCTIONS),
         "group_filter": one_of({"filter": True, None: False, "null": False}, OTHER_FILTERS),
-        "environment": environment,
-        "positive": positive,
+        "environment": lambda value: ENVIRONMENTS.get(str(value), f"skyrl:{value}"),
+        "positive": lambda value: whole(value) > 0,
     }
     facts = FACTS | {"masks_drop_tokens": name == "skyrl_train"}
     sections = read_table("skyrl", conversions, texts)

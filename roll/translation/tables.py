@@ -73,9 +73,9 @@ def conversion_of(cell: str, known: Mapping[str, Convert]) -> Convert:
     name, _, then = cell.partition(" ")
     name, question, null = name.partition("?")
     first = known[name] if name else as_written
-    if question:
-        first = optional(first, yaml.safe_load(null) if null else None)
-    return chained(first, conversion_of(then, known)) if then else first
+    following = conversion_of(then, known) if then else as_written
+    of_null = yaml.safe_load(null) if null else None
+    return lambda value: following(of_null if question and value is None else first(value))
 
 
 def whole(value: Any) -> int:
@@ -105,10 +105,6 @@ def truth(value: Any) -> bool:
     return bool(_converted(value, bool))
 
 
-def flipped(value: Any) -> bool:
-    return not truth(value)
-
-
 def switched(value: Any) -> bool:
     """The 0 or 1 of an environment variable."""
     if str(value).strip().lower() not in ("0", "1", "true", "false"):
@@ -123,28 +119,8 @@ def _converted(value: Any, hint: Any) -> Any:
         raise ValueError(error.rule) from None
 
 
-def never_below_zero(value: Any) -> int:
-    """An interval in which 0 and -1 both mean never."""
-    return 0 if value is False else max(0, whole(value))
-
-
-def optional(conversion: Convert, null: Any = None) -> Convert:
-    """A conversion that takes null for ``null``."""
-    return lambda value: null if value is None else conversion(value)
-
-
-def chained(first: Convert, then: Convert) -> Convert:
-    """Two conversions in turn."""
-    return lambda value: then(first(value))
-
-
 def listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def weights(value: Any) -> list[float | int]:
-    """One number, or a list of them."""
-    return [number(entry) for entry in listed(value)]
 
 
 def one_of(names: Mapping[Any, Any], refusals: Mapping[Any, str] | None = None) -> Convert:
@@ -190,11 +166,15 @@ LOGGERS = {
 """Our trackers by their names. Trackers without a client here write to a file."""
 
 
-def loggers(value: Any) -> list[Any]:
-    return list(dict.fromkeys(one_of(LOGGERS)(name) for name in listed(value)))
-
-
-CONVERSIONS: dict[str, Convert] = {"text": str, "yes": lambda value: True, "no": lambda value: False}
-CONVERSIONS |= {f.__name__: f for f in (whole, count, number, pair, truth, flipped, switched, never_below_zero)}
-CONVERSIONS |= {f.__name__: f for f in (listed, weights, numbers, loggers)}
+CONVERSIONS: dict[str, Convert] = {
+    **{f.__name__: f for f in (whole, count, number, pair, truth, switched, listed, numbers)},
+    "text": str,
+    "yes": lambda value: True,
+    "no": lambda value: False,
+    "flipped": lambda value: not truth(value),
+    # An interval in which 0 and -1 both mean never.
+    "never_below_zero": lambda value: 0 if value is False else max(0, whole(value)),
+    "weights": lambda value: [number(entry) for entry in listed(value)],
+    "loggers": lambda value: list(dict.fromkeys(one_of(LOGGERS)(name) for name in listed(value))),
+}
 """Conversions that every table knows."""

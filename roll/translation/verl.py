@@ -94,21 +94,13 @@ def with_file(keys: Mapping[str, Any], folder: str) -> Mapping[str, Any]:
 
 
 def config_name(value: object) -> str:
-    """
-    Raises:
-        ValueError: a file of settings beyond their defaults.
-    """
+    """The backend of one of their files; ``ValueError`` for a file of settings beyond their defaults."""
     if value in CONFIG_FILES:
         return CONFIG_FILES[str(value)][0]
     raise ValueError(
         "names a file of settings of theirs that is not here: start where --config-path leads to it, or give the keys "
         f"themselves; known: {', '.join(CONFIG_FILES)}"
     )
-
-
-def nullable(value: Any) -> Any:
-    """Null in its spellings."""
-    return None if value in NULLS else value
 
 
 def level(value: Any) -> Any:
@@ -130,19 +122,13 @@ def bands(value: object) -> str:
     return str(value)
 
 
-_LAYERS = {
+LAYERS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-
-
-def hugging_face_layers(value: object) -> object:
-    """Names of layers as Hugging Face's models have them; other values as they are."""
-    if not isinstance(value, list):
-        return value
-    return [name for layer in value for name in _LAYERS.get(str(layer), (layer,))]
+"""Megatron's names of layers, and those of Hugging Face's models."""
 
 
 PROGRAMS: tuple[tuple[str, dict[str, bool]], ...] = (
@@ -159,34 +145,28 @@ CONVERSIONS = {
     "kl_type": one_of(KL_TYPES, OTHER_KL_TYPES),
     "distill_mode": one_of(DISTILLATION),
     "loss": one_of(LOSSES),
-    **{f.__name__: f for f in (config_name, nullable, level, bands, hugging_face_layers)},
+    **{f.__name__: f for f in (config_name, level, bands)},
+    "nullable": lambda value: None if value in NULLS else value,
+    "hugging_face_layers": lambda value: (
+        [name for layer in value for name in LAYERS.get(str(layer), (layer,))] if isinstance(value, list) else value
+    ),
 }
 
 
-def find_pool(draft: Draft) -> None:
-    """Engines on separate nodes, under the names that the section of the engines has for them."""
+def prepare(draft: Draft) -> None:
+    """Engines on separate nodes under the names that the engines' section has for them, tools, and the teacher."""
     if not draft.get("pool_nodes"):
         draft.without_effect("0 nodes are for the engines alone", "pool_nodes", "pool_gpus")
-        return
-    if draft.get("colocate", default=True):
+    elif draft.get("colocate", default=True):
         draft.refuse("pool_nodes", "goes with actor_rollout_ref.hybrid_engine=false", 0)
-        return
-    for name in ("nodes", "gpus"):
-        draft.state(f"engine_{name}", draft.value_of(f"pool_{name}"))
-        draft.remark([f"pool_{name}"], "devices of the engines alone")
-
-
-def check_decay(draft: Draft) -> None:
-    """TorchTitan's learning rate, which falls to 0 unless a key says otherwise."""
+    else:
+        for name in ("nodes", "gpus"):
+            draft.state(f"engine_{name}", draft.value_of(f"pool_{name}"))
+            draft.remark([f"pool_{name}"], "devices of the engines alone")
     if draft.raw.get("config_name") == "torchtitan" and not draft.states("titan_floor.actor"):
         key = "actor_rollout_ref.actor.optim.min_lr_factor"
         rule = f"decays the learning rate to 0 by a formula of its own there: {key}=1.0 keeps it constant"
         draft.refuse("config_name", rule, "fsdp")
-
-
-def prepare(draft: Draft) -> None:
-    find_pool(draft)
-    check_decay(draft)
     find_tool_episodes(draft)
     find_teacher(draft)
 

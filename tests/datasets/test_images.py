@@ -255,6 +255,9 @@ def test_demonstrations_with_images(words: Any, write_jsonl: Write, tmp_path: Pa
     assert seen.input_ids[: seen.prompt_length].count(words.convert_tokens_to_ids(PAD)) == 9
     assert words.decode(seen.input_ids[seen.prompt_length :]) == "b #### 1<|im_end|>"
     assert text.vision is None
+    file = write_jsonl([{"prompt": "x", "solution": f"{PAD} y"}])
+    with pytest.raises(DataError, match="the text spells a placeholder itself"):
+        SftDataset.build(DataArguments(file_name=file), words, 100, vision=vision)
 
 
 def test_every_turn_of_the_assistant_between_images(

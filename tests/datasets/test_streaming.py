@@ -13,9 +13,9 @@ from roll.config.roles import DataArguments
 from roll.datasets import DataError, SftDataset, SftRow
 from roll.datasets.images import ImageReader
 from roll.datasets.preparation import blocks_hash
-from roll.datasets.sft import sft_maker
+from roll.datasets.sft import SftMaker
 from roll.datasets.streaming import StreamedEpochs
-from roll.datasets.templates import TemplateChoice
+from roll.datasets.templates import Renderer, TemplateChoice
 from roll.methods.sft import row_of
 
 Write = Callable[..., str]
@@ -31,8 +31,8 @@ def file(write_jsonl: Write) -> str:
 
 def stream(tokenizer: Any, file: str, **keys: Any) -> StreamedEpochs[SftRow]:
     data_args = DataArguments(file_name=file, streaming=True, **{"streaming_window": 5, **keys})
-    templates = TemplateChoice.of_settings(data_args, None, None)
-    maker = sft_maker(data_args, tokenizer, templates, LIMIT, (None, None), ImageReader.of(data_args, None), "last")
+    renderer = Renderer(tokenizer, TemplateChoice.of_settings(data_args, None, None))
+    maker = SftMaker(data_args, renderer, LIMIT, ImageReader.of(data_args, None))
     return StreamedEpochs(maker, row_of, 7, "sft")
 
 

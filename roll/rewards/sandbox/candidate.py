@@ -41,7 +41,8 @@ def serve(channel: Channel, source: bytes) -> None:
     request = channel.receive()
     server = Server(channel, module, request.get("classes", []))
     exec(request.get("prelude", ""), module.__dict__)  # noqa: S102  the tests' classes that only hold data
-    server.keep_classes()
+    # For responses that define none of that name.
+    server.classes = {name: module.__dict__.get(name) for name in server.classes}
     try:
         code = compile(source, f"{MODULE}.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -67,12 +68,13 @@ class Server(Side):
     def __init__(self, channel: Channel, module: types.ModuleType, classes: list[str]) -> None:
         super().__init__("r", classes, self._class_named)
         self._channel = channel
-        self._classes: dict[str, Any] = dict.fromkeys(classes)
+        self.classes: dict[str, Any] = dict.fromkeys(classes)
+        """The tests' data classes by name."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._output = {"out": io.StringIO(), "err": io.StringIO()}
         sys.stdout, sys.stderr = self._output.values()
         sys.stdin = TestsInput(self)
-        builtins.input = self.ask_for_input
+        builtins.input = lambda prompt="", /: str(self.call_back("input", [str(prompt)]))
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._namespace = module.__dict__
@@ -88,13 +90,9 @@ class Server(Side):
             "anext": lambda iterator: self._await(iterator.__anext__()),
         }
 
-    def keep_classes(self) -> None:
-        """Remember the tests' data classes, for responses that define none of that name."""
-        self._classes = {name: self._namespace.get(name) for name in self._classes}
-
     def _class_named(self, name: str) -> Any:
         own = self._namespace.get(name)
-        return own if isinstance(own, type) else self._classes[name]
+        return own if isinstance(own, type) else self.classes[name]
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message with what has been printed since the last one."""
@@ -113,9 +111,6 @@ class Server(Side):
             return await awaitable
 
         return self._loop.run_until_complete(wait())
-
-    def ask_for_input(self, prompt: object = "", /) -> str:
-        return str(self.call_back("input", [str(prompt)]))
 
     def answer(self, request: dict[str, Any]) -> None:
         """Perform one request and send its result, what it did to the arguments, or what it raised."""

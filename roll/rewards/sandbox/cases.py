@@ -137,27 +137,27 @@ def _read_list(items: list[Any], columns: Mapping[str, Any]) -> Cases:
 
 def tests_of(sources: list[str], columns: Mapping[str, Any]) -> Cases:
     entry_point = str(columns.get("entry_point") or fn_name_of(columns))
-    return Cases("tests", sources, setup_of(columns), entry_point)
+    parts = [columns.get(key) for key in _SETUP_KEYS]
+    setup = "\n".join("\n".join(part) if isinstance(part, list) else str(part) for part in parts if part)
+    return Cases("tests", sources, setup, entry_point)
 
 
 def _from_pairs(pairs: Sequence[tuple[Any, Any]], columns: Mapping[str, Any], wrapped: bool) -> Cases:
-    name = fn_name_of(columns)
-    if name:
-        return Cases("calls", fn_name=name, calls=[read_call(given, wanted, wrapped) for given, wanted in pairs])
-    return Cases("io", streams=[(as_stream(given), as_stream(wanted)) for given, wanted in pairs])
+    """Cases of pairs: input and output, or with ``fn_name`` the arguments of a call (a list, or a text with one JSON
+    value a line) and its result (or a text that holds it as JSON).
 
-
-def read_call(given: Any, wanted: Any, wrapped: bool) -> Call:
-    """
     Args:
-        given: a list of arguments, or a text with one JSON value a line.
-        wanted: the result, or a text that holds it as JSON.
-        wrapped: whether a list of one element may also stand for that element, as TACO and APPS have it.
+        wrapped: whether a list of one element may also mean that element, as in TACO and APPS.
     """
-    arguments = [literal(line) for line in given.strip().splitlines()] if isinstance(given, str) else list(given)
-    expected = literal(wanted) if isinstance(given, str) and isinstance(wanted, str) else wanted
-    inside = expected if wrapped and isinstance(expected, list) and len(expected) == 1 else []
-    return Call(arguments, [expected, *inside])
+    name, calls = fn_name_of(columns), []
+    if not name:
+        return Cases("io", streams=[(as_stream(given), as_stream(wanted)) for given, wanted in pairs])
+    for given, wanted in pairs:
+        arguments = [literal(line) for line in given.strip().splitlines()] if isinstance(given, str) else list(given)
+        expected = literal(wanted) if isinstance(given, str) and isinstance(wanted, str) else wanted
+        inside = expected if wrapped and isinstance(expected, list) and len(expected) == 1 else []
+        calls.append(Call(arguments, [expected, *inside]))
+    return Cases("calls", fn_name=name, calls=calls)
 
 
 def literal(text: str) -> Any:
@@ -173,11 +173,6 @@ def fn_name_of(columns: Mapping[str, Any]) -> str:
     return str(columns.get("fn_name") or columns.get("func_name") or inner or "")
 
 
-def setup_of(columns: Mapping[str, Any]) -> str:
-    parts = [columns.get(key) for key in _SETUP_KEYS]
-    return "\n".join("\n".join(part) if isinstance(part, list) else str(part) for part in parts if part)
-
-
 def first(item: Mapping[str, Any], keys: Sequence[str]) -> Any:
     for key in keys:
         if key in item:
@@ -186,5 +181,5 @@ def first(item: Mapping[str, Any], keys: Sequence[str]) -> Any:
 
 
 def as_stream(value: Any) -> str:
-    """A list of lines stands for the lines."""
+    """A text; a list of lines is joined."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -54,7 +54,7 @@ class Settings:
 
 
 class Process:
-    """A sandboxed process that was asked for."""
+    """A sandboxed process."""
 
     def __init__(self, sandbox: Sandbox, number: int, wall: float) -> None:
         self._sandbox = sandbox

@@ -24,7 +24,8 @@ _ELEMENT = "#"
 
 
 def lines_with_copies(trees: Sequence[ast.Module], own: Set[str]) -> list[list[int]]:
-    """
+    """Lines on which the response must get copies of its arguments.
+
     Args:
         trees: the test code of a row, in the order in which it runs.
         own: names that the tests bind or import themselves, the response's aside.

@@ -19,8 +19,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence, Set
-from functools import partial
+from collections.abc import Iterator, Set
 from typing import Any
 
 from roll.rewards.sandbox.prelude import usual_names
@@ -83,11 +82,20 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
     )
     copies = {name: frozenset(lines) for name, lines in zip(sources, preparation["copies"], strict=False)}
     remote = Remote(channel, settings["object_operators"], ends, names, namespace.get, copies)
-    builtins.issubclass = partial(is_subclass, builtins.issubclass)
+    real = builtins.issubclass
+
+    def is_subclass(kind: Any, base: Any) -> bool:
+        # The response's classes are no classes here.
+        return kind._roll_remote.ask("issubclass", kind, base) is True if type(kind) is Proxy else real(kind, base)
+
+    builtins.issubclass = is_subclass
     remote.set_deadline(settings["case_timeout"])
-    missing = missing_import([*preparation["imports"], *(["pytest"] if "pytest" in settings else [])])
-    if missing:
-        return report.send(impossible=missing)
+    for name in [*preparation["imports"], *(["pytest"] if "pytest" in settings else [])]:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a package may fail in any way
+            reason = f"the tests import {name}, which fails in the sandbox: {text_of(error)[:MAX_NOTE]}"
+            return report.send(impossible=reason)
     try:
         state = remote.wait_ready(preparation)
         if "compile_error" in state or "raised" in state:
@@ -104,16 +112,6 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
         report.send(gone=text_of(gone), timed_out=gone.timed_out)
     if remote.impossible is not None:
         report.send(impossible=remote.impossible)
-    return None
-
-
-def missing_import(names: Sequence[str]) -> str | None:
-    """Why the tests cannot import what they need; None: they can."""
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # a package may fail in any way
-            return f"the tests import {name}, which fails in the sandbox: {text_of(error)[:MAX_NOTE]}"
     return None
 
 
@@ -201,16 +199,8 @@ def is_self_contained(source: str) -> bool:
     return names_in(tree) <= own and not imports & set(MODULE_NAMES) and not names_in(tree) & DYNAMIC
 
 
-def is_subclass(real: Callable[..., bool], kind: Any, base: Any) -> bool:
-    """``issubclass`` that also knows the response's classes, which are no classes here."""
-    return kind._roll_remote.ask("issubclass", kind, base) is True if type(kind) is Proxy else real(kind, base)
-
-
 def run_unittest(kind: Any, name: str) -> None:
-    """
-    Raises:
-        AssertionError: the method did not pass, or was skipped.
-    """
+    """Run one method; ``AssertionError`` where it did not pass, or was skipped."""
     import unittest
 
     result = unittest.TestResult()
@@ -229,6 +219,9 @@ def bind_names(source: str, namespace: dict[str, Any], remote: Remote, entry_poi
     tree = ast.parse(source)
     offered = remote.ask("names")
     own = set(offered) if isinstance(offered, list) else set()
+    # Names that are used as modules are: `name.attribute`.
+    parts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    holders = {part.id for part in parts if isinstance(part, ast.Name)}
     if entry_point in own:
         namespace[entry_point] = remote.ask("get", entry_point)
     for name in sorted(names_in(tree) - set(namespace)):
@@ -236,7 +229,7 @@ def bind_names(source: str, namespace: dict[str, Any], remote: Remote, entry_poi
             continue
         if name in sys.stdlib_module_names and name not in own:
             namespace[name] = importlib.import_module(name)
-        elif name in USUAL_ALIASES or (name in sys.stdlib_module_names and imported_as_module(name, tree)):
+        elif name in USUAL_ALIASES or (name in sys.stdlib_module_names and name in holders):
             with contextlib.suppress(ImportError):
                 namespace[name] = importlib.import_module(USUAL_ALIASES.get(name, name))
         elif name in own:
@@ -244,14 +237,6 @@ def bind_names(source: str, namespace: dict[str, Any], remote: Remote, entry_poi
         elif isinstance(usual := usual_names().get(name), type) or hasattr(typing, name):
             # Tests were published with the same imports in front. Functions may be what the response lacks.
             namespace[name] = usual
-
-
-def imported_as_module(name: str, tree: ast.AST) -> bool:
-    """True if the source uses the name as one uses a module: ``name.attribute``."""
-    return any(
-        isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name
-        for node in ast.walk(tree)
-    )
 
 
 def offer_response(remote: Remote, tests: str) -> None:

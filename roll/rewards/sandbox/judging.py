@@ -14,8 +14,8 @@ from typing import Any
 
 from roll.rewards.sandbox.candidate import COMPILE_STATUS
 from roll.rewards.sandbox.cases import Cases
-from roll.rewards.sandbox.client import Process, Sandbox
-from roll.rewards.sandbox.protections import Ended, Limits
+from roll.rewards.sandbox.client import Sandbox
+from roll.rewards.sandbox.protections import Limits
 from roll.rewards.sandbox.snippets import CaseError, preparation
 from roll.rewards.sandbox.values import equal_output
 
@@ -60,9 +60,10 @@ class Outcome:
 
 
 def judge(sandbox: Sandbox, source: str, cases: Cases, judging: Judging) -> Outcome:
-    """
+    """Run a source against its cases. Whatever it does is an outcome.
+
     Raises:
-        SandboxError: the host could not run it. Whatever the source does is an outcome.
+        SandboxError: the host could not run it.
         CaseError: the tests want what the sandbox cannot do.
     """
     outcome = Outcome(total=cases.count)
@@ -105,7 +106,15 @@ def _judge_streams(
         if wall <= 0:
             outcome.timed_out = True
             return outcome.fail("no time left")
-        ended, printed = _run_stream(sandbox, source, given, judging, wall)
+        limits, program, more = replace(judging.limits, wall=wall), "script", {}
+        if judging.command:
+            program, more = "command", {"command": judging.command, "file_name": judging.file_name, "proc": True}
+            if limits.processes == 1:
+                limits = replace(limits, processes=COMMAND_PROCESSES)
+        with memory_file(given.encode()) as stdin, memory_file() as stdout, memory_file(source) as program_file:
+            descriptors = [stdin, stdout, os_null(), program_file]
+            ended = sandbox.spawn(program, descriptors, limits, more).wait()
+            printed = read_file(stdout, limits.file_size)
         if ended.timed_out:
             outcome.timed_out = True
             return outcome.fail("the time limit")
@@ -126,20 +135,6 @@ def _judge_streams(
     return None
 
 
-def _run_stream(
-    sandbox: Sandbox, source: bytes, given: str, judging: Judging, wall: float
-) -> tuple[Ended, bytes | None]:
-    limits = replace(judging.limits, wall=wall)
-    program, more = "script", {}
-    if judging.command:
-        program, more = "command", {"command": judging.command, "file_name": judging.file_name, "proc": True}
-        if limits.processes == 1:
-            limits = replace(limits, processes=COMMAND_PROCESSES)
-    with memory_file(given.encode()) as stdin, memory_file() as stdout, memory_file(source) as program_file:
-        process = sandbox.spawn(program, [stdin, stdout, os_null(), program_file], limits, more)
-        return process.wait(), read_file(stdout, limits.file_size)
-
-
 @functools.cache
 def os_null() -> int:
     """One descriptor of ``/dev/null`` for all."""
@@ -156,7 +151,8 @@ def _judge_tests(sandbox: Sandbox, source: bytes, cases: Cases, judging: Judging
         program_file, job_file = stack.enter_context(memory_file(source)), stack.enter_context(memory_file(job))
         verdicts = stack.enter_context(memory_file())
         response = sandbox.spawn("serve", [null, null, null, program_file, theirs.fileno()], limits, more)
-        stack.callback(_end, response)
+        stack.callback(response.wait)
+        stack.callback(response.kill)  # callbacks run in reverse order: first this one
         harness_limits = replace(limits, processes=1)
         descriptors = [null, null, null, job_file, ours.fileno(), verdicts]
         harness = sandbox.spawn("tests", descriptors, harness_limits, more)
@@ -170,11 +166,6 @@ def _judge_tests(sandbox: Sandbox, source: bytes, cases: Cases, judging: Judging
         outcome.timed_out = True
     if outcome.passed < outcome.total:
         outcome.fail("the time limit" if ended.timed_out else "the tests did not end")
-
-
-def _end(process: Process) -> None:
-    process.kill()
-    process.wait()
 
 
 def _job(cases: Cases, judging: Judging) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def restrict_files(readable: Sequence[str], writable: Sequence[str], version: in
     signals to other processes.
 
     Args:
-        version: of Landlock's interface, at most :func:`landlock_abi`, which is what None stands for.
+        version: of Landlock's interface, at most :func:`landlock_abi`, the default.
 
     Raises:
         OSError: the kernel has no Landlock.

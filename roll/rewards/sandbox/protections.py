@@ -131,10 +131,7 @@ def consequence(names: Sequence[str]) -> str:
 
 
 def check_required(report: Report, required: Sequence[str]) -> None:
-    """
-    Raises:
-        MissingProtection: one of ``required`` is missing.
-    """
+    """Raise ``MissingProtection`` where the host lacks one of ``required``."""
     missing = [name for name in required if not report.given[name]]
     if missing:
         lacks = "; ".join(f"{name} ({PROTECTIONS[name]})" for name in missing)

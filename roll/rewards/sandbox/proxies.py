@@ -166,10 +166,6 @@ def _binary(name: str, reflected: bool) -> Callable[[Proxy, Any], Any]:
     return operate
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
-    return lambda self, *args: self._roll_remote.ask(name, self, *args)
-
-
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod pow and_ or_ xor lshift rshift"
 for _name in _COMPARISONS:
@@ -178,4 +174,4 @@ for _name in _ARITHMETIC.split():
     setattr(Proxy, f"__{_name.strip('_')}__", _binary(_name, reflected=False))
     setattr(Proxy, f"__r{_name.strip('_')}__", _binary(_name, reflected=True))
 for _name in ("neg", "pos", "abs", "invert", "getitem", "setitem", "delitem", "copy", "aiter"):
-    setattr(Proxy, f"__{_name}__", _forwarded(_name))
+    setattr(Proxy, f"__{_name}__", lambda self, *args, _name=_name: self._roll_remote.ask(_name, self, *args))

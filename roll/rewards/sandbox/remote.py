@@ -23,7 +23,7 @@ TEST_MODULES = ("tests", "test_solution")
 
 
 class ResponseGone(BaseException):
-    """The response's process has ended or does not answer in time; nothing more can be asked of it.
+    """The response's process has ended or does not answer in time; it takes no more requests.
 
     Not an ``Exception``: tests that expect one must not take this for it. Where tests catch everything,
     :meth:`Remote.require_answers` raises it again.
@@ -168,11 +168,8 @@ class Remote(Side):
         self.update(sent)
 
     def require_answers(self) -> None:
-        """
-        Raises:
-            ResponseGone: a request had no answer, whatever the tests did about it. Nothing more is asked: a late answer
-                would be taken for that to the next request.
-        """
+        """Raise ``ResponseGone`` where a request had no answer, whatever the tests did about it: a late answer would be
+        taken for that to the next request."""
         if self.gone is not None:
             raise self.gone
 
@@ -215,7 +212,9 @@ class Remote(Side):
         if isinstance(value, Iterator) and not isinstance(value, Coroutine | io.IOBase):
             self._callbacks.append(lambda: next(([item] for item in value), None))
             return {"t": "iterator", "id": len(self._callbacks) - 1}
-        if callable(value) and not is_mock_with_attributes(value):
+        mock = sys.modules.get("unittest.mock")
+        has_attributes = mock is not None and isinstance(value, mock.NonCallableMock) and bool(value._mock_children)
+        if callable(value) and not has_attributes:
             self._callbacks.append(value)
             return {"t": "callback", "id": len(self._callbacks) - 1}
         kind = type(value).__name__
@@ -264,11 +263,6 @@ def attribute_of_error(error: BaseException, name: str) -> Any:
     return getattr(error.__dict__["_roll_error"], name)
 
 
-def is_mock_with_attributes(value: Any) -> bool:
-    mock = sys.modules.get("unittest.mock")
-    return mock is not None and isinstance(value, mock.NonCallableMock) and bool(value._mock_children)
-
-
 def restore(argument: Any, after: Any) -> None:
     """A function that returns None has worked on its arguments in place: so the tests see them."""
     numpy = sys.modules.get("numpy")
@@ -288,15 +282,13 @@ def restore(argument: Any, after: Any) -> None:
 
 
 def read_input(prompt: str) -> str:
-    """As the tests would: what they have put in place of ``input``, else a line of what they have put as input."""
-    return str(builtins.input(prompt)) if builtins.input is not _INPUT else next_line(prompt)
+    """As the tests would: what they have put in place of ``input``, else a line of what they have put as input.
 
-
-def next_line(prompt: str) -> str:
-    """
     Raises:
         EOFError: there is no more.
     """
+    if builtins.input is not _INPUT:
+        return str(builtins.input(prompt))
     sys.stdout.write(prompt)
     line = read_line()
     if not line:

@@ -21,7 +21,7 @@ from roll.rewards.sandbox.expectations import lines_with_copies
 MODULE_NAMES = ("solution", "main", "candidate", "answer", "submission")
 """Names under which tests import the response."""
 FORWARDED = ("builtins.input", "sys.stdin", "sys.stdout", "sys.stderr")
-"""Replaceable by tests for the response: its input is asked of the tests' process, its output is handed to it."""
+"""Replaceable by tests for the response: its input is read in the tests' process, its output is handed to it."""
 _FIXTURES_WITH_FILES = {"tmp_path", "tmpdir", "tmp_path_factory", "tmpdir_factory"}
 _BLIND_MODULES = ("tempfile", "subprocess", "runpy", "pickle", "inspect", "multiprocessing")
 _PLAIN_MODULES = ("typing", "dataclasses", "__future__", "collections", "enum")
@@ -54,9 +54,10 @@ class Snippets:
 
 @functools.lru_cache(maxsize=512)
 def prepared(texts: tuple[str, ...], setup: str, entry_point: str) -> Snippets:
-    """
+    """Make cases of the tests of a row.
+
     Args:
-        texts: the tests of a row, executed one after the other in one namespace.
+        texts: the tests, executed one after the other in one namespace.
         setup: executed before them.
         entry_point: what a ``check(candidate)`` is called with; empty: none named.
 
@@ -97,33 +98,40 @@ class Piece:
             self.tree = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise CaseError(f"{title} is no Python: {error}") from error
-        self.source = without_runners(source, self.tree)
+        lines = source.split("\n")
+        for node in filter(is_runner, self.tree.body):
+            for number in range(node.lineno - 1, node.end_lineno or node.lineno):
+                lines[number] = ""
+        self.source = "\n".join(lines)
         body = [node for node in self.tree.body if not is_runner(node)]
         self._executed = [node for node in body if not isinstance(node, _DEFINITIONS) and not is_main_guard(node)]
         self._used = names_in(*self._executed)
         self._used_by_functions = names_in(*(each for each in body if isinstance(each, _DEFINITIONS)))
-        self._functions = [node for node in body if isinstance(node, _FUNCTIONS) and self._is_test(node)]
+        # A helper is called, or has another name; what is left are tests that nothing calls.
+        unused = [node for node in body if isinstance(node, _FUNCTIONS) and node.name not in self._used]
+        self._functions = [
+            node
+            for node in unused
+            if takes_candidate(node)
+            or (node.name.startswith("test") and not (required(node) and node.name in self._used_by_functions))
+        ]
         self._classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name not in self._used]
         self.mocks = "mock" in source
         self.names = names_in(self.tree)
         inside = [node for each in self._executed for node in ast.walk(each)]
         self.executes_a_test = any(isinstance(node, ast.Assert | ast.Raise | ast.Call) for node in inside)
 
-    def _is_test(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-        """True for a test that nothing calls; a helper is called, or has another name."""
-        if node.name in self._used:
-            return False
-        return takes_candidate(node) or (
-            node.name.startswith("test") and not (required(node) and node.name in self._used_by_functions)
-        )
-
     @property
     def needs_pytest(self) -> bool:
         """Fixtures, parameters and classes that only pytest knows."""
-        functions = any(
-            not takes_candidate(node) and (required(node) or node.decorator_list) for node in self._functions
+        if any(not takes_candidate(node) and (required(node) or node.decorator_list) for node in self._functions):
+            return True
+        return any(
+            node.name.startswith("Test")
+            and any(isinstance(each, _FUNCTIONS) and each.name.startswith("test") for each in node.body)
+            and not is_unittest_class(node)
+            for node in self._classes
         )
-        return functions or any(is_test_class(node) and not is_unittest_class(node) for node in self._classes)
 
     def calls(self) -> list[tuple[str, Method | None]]:
         """A source or a method for each test that is defined and not called.
@@ -159,13 +167,8 @@ class Piece:
         return any(takes_candidate(node) for node in self._functions)
 
     def check_supported(self, bound: Set[str]) -> None:
-        """
-        Args:
-            bound: every name that is not the response's.
-
-        Raises:
-            CaseError: tests that would fail whatever the response is.
-        """
+        """Raise ``CaseError`` for tests that would fail whatever the response is; ``bound``: every name that is not the
+        response's."""
         for node in ast.walk(self.tree):
             reason = unsupported(node, self.mocks)
             if isinstance(node, ast.ClassDef) and any(
@@ -177,7 +180,7 @@ class Piece:
 
 
 def names_in(*nodes: ast.AST) -> set[str]:
-    """Names that stand anywhere in the nodes."""
+    """Names anywhere in the nodes."""
     return {node.id for each in nodes for node in ast.walk(each) if isinstance(node, ast.Name)}
 
 
@@ -246,10 +249,7 @@ def as_pytest_file(setup: str, pieces: Iterable[Piece]) -> str:
 
 @functools.lru_cache(maxsize=512)
 def check_pytest_file(text: str) -> None:
-    """
-    Raises:
-        CaseError: the row's own file has no tests, or needs what the sandbox does not have.
-    """
+    """Raise ``CaseError`` where the row's own file has no tests, or needs what the sandbox does not have."""
     piece = Piece("the pytest file", text, "")
     piece.check_supported(set(dir(builtins)) | bound_names(piece.tree))
     defined = [node.name for node in ast.walk(piece.tree) if isinstance(node, _DEFINITIONS)]
@@ -281,11 +281,6 @@ def is_unittest_class(node: ast.AST) -> bool:
     return ["TestCase"] in bases or ["IsolatedAsyncioTestCase"] in bases
 
 
-def is_test_class(node: ast.ClassDef) -> bool:
-    tests = [each for each in node.body if isinstance(each, _FUNCTIONS) and each.name.startswith("test")]
-    return node.name.startswith("Test") and bool(tests)
-
-
 def is_main_guard(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and any(
         isinstance(each, ast.Name) and each.id == "__name__" for each in ast.walk(node.test)
@@ -299,15 +294,6 @@ def is_runner(node: ast.AST) -> bool:
     return tuple(dotted(node.value.func)) in _RUNNERS
 
 
-def without_runners(source: str, tree: ast.Module) -> str:
-    lines = source.split("\n")
-    for node in tree.body:
-        if is_runner(node):
-            for number in range(node.lineno - 1, node.end_lineno or node.lineno):
-                lines[number] = ""
-    return "\n".join(lines)
-
-
 def dotted(node: ast.AST) -> list[str]:
     """``a.b.c`` as its parts; of anything else, what is named last."""
     if isinstance(node, ast.Attribute):
@@ -318,7 +304,11 @@ def dotted(node: ast.AST) -> list[str]:
 def unsupported(node: ast.AST, mocks: bool) -> str | None:
     """Why a test with this node cannot work between two processes; None: it can."""
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return unsupported_import(node)
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or "."]
+        for top in {name.partition(".")[0] for name in names} - set(MODULE_NAMES):
+            if not top or (top not in sys.stdlib_module_names and importlib.util.find_spec(top) is None):
+                return f"imports {top or 'a relative module'}, which is not installed here"
+        return None
     if isinstance(node, ast.arg) and node.arg in _FIXTURES_WITH_FILES:
         return f"uses {node.arg}: tests and programs have no files in common"
     if isinstance(node, ast.Call):
@@ -326,14 +316,6 @@ def unsupported(node: ast.AST, mocks: bool) -> str | None:
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         blind = node.value.id in _BLIND_MODULES or node.attr == "iscoroutinefunction"
         return f"uses {node.value.id}.{node.attr}, which sees nothing of another process" if blind else None
-    return None
-
-
-def unsupported_import(node: ast.Import | ast.ImportFrom) -> str | None:
-    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or "."]
-    for top in {name.partition(".")[0] for name in names} - set(MODULE_NAMES):
-        if not top or (top not in sys.stdlib_module_names and importlib.util.find_spec(top) is None):
-            return f"imports {top or 'a relative module'}, which is not installed here"
     return None
 
 
@@ -374,20 +356,19 @@ def preparation(sources: tuple[str, ...]) -> dict[str, Any]:
     trees = [ast.parse(source) for source in sources]
     own = set().union(*(bound_names(tree) | star_names(tree) for tree in trees))
     names, prelude = data_classes(trees)
+    packages = {
+        alias.name for tree in trees for node in tree.body if isinstance(node, ast.Import) for alias in node.names
+    }
+    packages |= {node.module or "" for tree in trees for node in tree.body if isinstance(node, ast.ImportFrom)}
+    # Python's own modules and the response are there.
+    present = {"", *sys.stdlib_module_names, *MODULE_NAMES}
     return {
         "classes": names,
         "prelude": prelude,
         "expects_ends": any("StopIteration" in source or "StopAsyncIteration" in source for source in sources),
         "copies": lines_with_copies(trees, own),
-        "imports": sorted({name for tree in trees for name in packages(tree)}),
+        "imports": sorted(name for name in packages if name.partition(".")[0] not in present),
     }
-
-
-def packages(tree: ast.Module) -> set[str]:
-    """Packages imported at the top of a source, besides Python's own modules and the response."""
-    names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.module}
-    return {name for name in names if name.partition(".")[0] not in {*sys.stdlib_module_names, *MODULE_NAMES}}
 
 
 def data_classes(trees: Iterable[ast.Module]) -> tuple[list[str], str]:

@@ -38,11 +38,7 @@ _ARRAY_KINDS = "biufcU"
 
 
 def encode(value: Any, other: Callable[[Any], Encoded]) -> Encoded:
-    """
-    Args:
-        value: anything.
-        other: encodes what is no plain data, or raises.
-    """
+    """The value as JSON; ``other`` encodes what is no plain data, or raises."""
     kind = type(value)
     if value is None or kind in (bool, str, float):
         return value
@@ -63,10 +59,6 @@ def encode(value: Any, other: Callable[[Any], Encoded]) -> Encoded:
         return {_TAG: kind.__name__, "v": [encode(each, other) for each in (value.start, value.stop, value.step)]}
     if value is Ellipsis:
         return {_TAG: "ellipsis"}
-    return _encode_array(value, other)
-
-
-def _encode_array(value: Any, other: Callable[[Any], Encoded]) -> Encoded:
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.generic, numpy.ndarray)) or value.dtype.kind not in _ARRAY_KINDS:
         return other(value)
@@ -85,10 +77,7 @@ def encode_class(kind: type) -> Encoded | None:
 
 
 def shared_class(module: str, name: str) -> type:
-    """
-    Raises:
-        ValueError: it is none of those.
-    """
+    """The class of :func:`encode_class`; ``ValueError`` for any other."""
     public = module in _SHARED_MODULES and not name.startswith("_")
     found = getattr(importlib.import_module(module), name, None) if public else None
     if not isinstance(found, type):
@@ -97,7 +86,8 @@ def shared_class(module: str, name: str) -> type:
 
 
 def decode(data: Encoded, other: Callable[[dict[str, Any]], Any]) -> Any:
-    """
+    """The value of what :func:`encode` gave.
+
     Args:
         data: what :func:`encode` gave, or what a hostile process pretends that it gave.
         other: decodes what ``other`` of :func:`encode` encoded.
@@ -273,7 +263,7 @@ class MessageTooLarge(Exception):
 
 
 class Channel:
-    """One end of a socket that carries JSON messages, each behind its length."""
+    """One end of a socket that carries JSON messages, each preceded by its length."""
 
     def __init__(self, descriptor: int, max_message: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -290,11 +280,7 @@ class Channel:
         self._socket.settimeout(left)
 
     def send(self, message: dict[str, Any]) -> None:
-        """
-        Raises:
-            MessageTooLarge: nothing was sent.
-            ChannelClosed: nobody is there.
-        """
+        """Send; ``MessageTooLarge`` where nothing was sent, ``ChannelClosed`` where nobody is there."""
         data = json.dumps(message).encode()
         if len(data) > self._max_message:
             raise MessageTooLarge
@@ -307,10 +293,7 @@ class Channel:
             raise ChannelClosed from error
 
     def receive(self) -> dict[str, Any]:
-        """
-        Raises:
-            ChannelClosed: nobody is there, or what came is no message.
-        """
+        """The next message; ``ChannelClosed`` where nobody is there, or what came is no message."""
         (size,) = _HEADER.unpack(self._read(_HEADER.size))
         if size > self._max_message:
             raise ChannelClosed(f"a message of {size} bytes")
@@ -345,21 +328,17 @@ MAX_NUMERAL = 40
 
 def equal_output(printed: str, expected: str, tolerance: float) -> bool:
     """Line by line without white space at the ends; decimal fractions within ``tolerance``, as contests judge."""
-    found, wanted = lines_of(printed), lines_of(expected)
-    return len(found) == len(wanted) and all(
-        one == other or equal_tokens(one.split(), other.split(), tolerance)
-        for one, other in zip(found, wanted, strict=True)
-    )
-
-
-def lines_of(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def equal_tokens(given: list[str], wanted: list[str], tolerance: float) -> bool:
-    return len(given) == len(wanted) and all(
-        one == other or equal_decimals(one, other, tolerance) for one, other in zip(given, wanted, strict=True)
-    )
+    found, wanted = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected))
+    if len(found) != len(wanted):
+        return False
+    for line, other in zip(found, wanted, strict=True):
+        tokens = line.split(), other.split()
+        if line != other and (
+            len(tokens[0]) != len(tokens[1])
+            or not all(one == two or equal_decimals(one, two, tolerance) for one, two in zip(*tokens, strict=True))
+        ):
+            return False
+    return True
 
 
 def equal_decimals(given: str, wanted: str, tolerance: float) -> bool:
