@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.parity.layouts import Layout
 from benchmarks.parity.measure import Errors, Numbers, RunRanks, layout_numbers, plain_numbers
-from tests.strategies.megatron.models import write_family
+from tests.strategies.families import write_family
 from tests.strategies.samples import make_batch
 
 BOUNDS = {"fp32": Errors(1e-5, 1e-5, 1e-5), "bf16": Errors(1.5e-2, 1.5e-2, 1.5e-2)}

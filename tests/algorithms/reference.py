@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
+
+from roll.algorithms.aggregation import Groups, LossDenominators, denominators_from, denominators_of, group_tokens_of
+from roll.algorithms.policy_losses import LossInputs
 
 Matrix = list[list[float]]
 
@@ -145,3 +148,24 @@ def aggregate(
         }[mode]
         total += float(weights[i]) * share * sum(kept)
     return total
+
+
+def inputs_of(batch: Batch, rows: slice | torch.Tensor = slice(None), **changes: object) -> LossInputs:
+    inputs = LossInputs(
+        batch.log_probs[rows],
+        batch.advantages[rows],
+        batch.mask[rows],
+        batch.old_log_probs[rows],
+        batch.rollout_log_probs[rows],
+        batch.ref_log_probs[rows],
+        batch.entropy[rows],
+        batch.sample_weights[rows],
+        group_ids=Groups.of(batch.group_ids).index[rows],
+    )
+    return replace(inputs, **changes)
+
+
+def whole(batch: Batch) -> LossDenominators:
+    groups = Groups.of(batch.group_ids)
+    tokens = group_tokens_of(batch.mask, groups.index, len(groups.counts))
+    return replace(denominators_from(denominators_of(batch.mask), norm_length=10.0), group_tokens=tokens)

@@ -12,11 +12,8 @@ from torch.testing import assert_close
 
 from roll.algorithms.aggregation import (
     AGGREGATION_MODES,
-    Groups,
-    LossDenominators,
     denominators_from,
     denominators_of,
-    group_tokens_of,
 )
 from roll.algorithms.losses import (
     LossOutputs,
@@ -31,32 +28,11 @@ from roll.algorithms.policy_losses import POLICY_LOSS_NAMES, LossInputs
 from roll.config.algorithm import PPOConfig
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.algorithms import reference
-from tests.algorithms.reference import Batch, batches, make_batch
+from tests.algorithms.reference import Batch, batches, inputs_of, make_batch, whole
 
 # These choose tokens by their rank within the micro-batch: a documented exception.
 SPLITTABLE = [name for name in POLICY_LOSS_NAMES if name not in ("clip_cov", "kl_cov", "m2po")]
 EVERYTHING = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_loss_coef": 0.01, "rl_loss_coef": 0.5}
-
-
-def inputs_of(batch: Batch, rows: slice | torch.Tensor = slice(None), **changes: object) -> LossInputs:
-    inputs = LossInputs(
-        batch.log_probs[rows],
-        batch.advantages[rows],
-        batch.mask[rows],
-        batch.old_log_probs[rows],
-        batch.rollout_log_probs[rows],
-        batch.ref_log_probs[rows],
-        batch.entropy[rows],
-        batch.sample_weights[rows],
-        group_ids=Groups.of(batch.group_ids).index[rows],
-    )
-    return replace(inputs, **changes)
-
-
-def whole(batch: Batch) -> LossDenominators:
-    groups = Groups.of(batch.group_ids)
-    tokens = group_tokens_of(batch.mask, groups.index, len(groups.counts))
-    return replace(denominators_from(denominators_of(batch.mask), norm_length=10.0), group_tokens=tokens)
 
 
 def test_terms_may_be_aggregated_by_modes_of_their_own() -> None:

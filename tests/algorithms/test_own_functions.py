@@ -27,8 +27,7 @@ from roll.algorithms.registry import Registry
 from roll.algorithms.samples import sample_weights
 from roll.config.algorithm import PPOConfig
 from roll.protocol.metrics import to_floats
-from tests.algorithms.reference import make_batch
-from tests.algorithms.test_losses import inputs_of, whole
+from tests.algorithms.reference import inputs_of, make_batch, whole
 
 
 def test_names_aliases_and_dotted_paths() -> None:
@@ -202,6 +201,7 @@ print(float(result.loss), result.metrics["actor/toy"].value())
 """
 
 
+@pytest.mark.long
 def test_a_new_policy_loss_of_the_package_touches_two_files(tmp_path: Path) -> None:
     """A row and a key in the configuration, and a function: the file is checked, and the loss is computed."""
     package = Path(aggregation.__file__).parents[1]

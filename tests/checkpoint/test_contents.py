@@ -17,16 +17,14 @@ from roll.checkpoint.contents import (
     read_contents,
     read_trainer_state,
 )
-from roll.checkpoint.folders import write_manifest
 from roll.config.reading.errors import ConfigError
 from roll.config.strategies.registry import train_strategies
 from roll.preflight import check_resumption
 from tests.config.good import GOOD_SFT, changed, load
+from tests.support.checkpoints import BODY, HEAD, PLAIN, write_checkpoint
 
-BODY, HEAD = "model.layers.0.mlp.weight", "lm_head.weight"
 DOWN, UP = "model.q_proj.lora_A.default.weight", "model.q_proj.lora_B.default.weight"
 BASE = "model.q_proj.base_layer.weight"
-PLAIN = ModelContents("fsdp2_train", {BODY: [8, 4], HEAD: [16, 4]})
 FROZEN = ModelContents("fsdp2_train", {HEAD: [16, 4]}, [BODY], base="aa")
 ADAPTED = ModelContents(
     "fsdp2_train", {DOWN: [4, 8], UP: [8, 4]}, [BASE, BODY, HEAD], scalings={"model.q_proj.weight": 2.0}, base="aa"
@@ -65,20 +63,6 @@ def test_the_same_goes_on() -> None:
     for strategy in train_strategies():
         check_contents(PLAIN, ModelContents(strategy, PLAIN.trained), Path())
     check_contents(FROZEN, ModelContents("fsdp2_train", FROZEN.trained, FROZEN.frozen, base=None), Path())
-
-
-def write_checkpoint(root: Path, roles: dict[str, ModelContents], step: int = 3, ahead: bool = False) -> Path:
-    """A checkpoint as far as anything but tensors goes."""
-    folder = root / f"checkpoint-{step}"
-    for role, contents in roles.items():
-        (folder / role).mkdir(parents=True)
-        state = {"format": FORMAT, "world_size": 2, "step": step, "model": contents.as_json()}
-        (folder / role / STATE_NAME).write_text(json.dumps(state))
-    (folder / "pipeline").mkdir(parents=True)
-    rollout = {"ahead": {"unfinished": [], "complete": [{"order": 1}]}} if ahead else {}
-    (folder / "pipeline/state.json").write_text(json.dumps({"rollout": rollout}))
-    write_manifest(folder, step)
-    return folder
 
 
 ASYNC = {"async_generation_ratio": 1, "actor_train.device_mapping": [0], "actor_infer.device_mapping": [1]}

@@ -51,6 +51,7 @@ def run_and_kill(root: Path, max_to_keep: int, upload: bool, seconds: float) -> 
     return int(announced[-1])
 
 
+@pytest.mark.default_rows("2-True")
 @pytest.mark.parametrize(("max_to_keep", "upload"), [(0, False), (2, True)])
 def test_killed_at_any_moment(tmp_path: Path, max_to_keep: int, upload: bool) -> None:
     last = 0

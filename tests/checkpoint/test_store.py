@@ -6,9 +6,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -19,8 +17,8 @@ from roll.checkpoint.manager import BestCheckpoint, Checkpoint, probable_checkpo
 from roll.checkpoint.store import ObjectStore, store_problem
 from roll.config.reading.errors import ConfigError
 from roll.preflight import check_resumption
-from tests.checkpoint.test_contents import PLAIN, write_checkpoint
 from tests.config.good import changed, load, mistakes
+from tests.support.checkpoints import PLAIN, bucket, write_checkpoint  # noqa: F401  the fixture
 
 
 def write(manager: CheckpointManager, step: int) -> Path:
@@ -159,23 +157,8 @@ def test_a_metric_that_never_comes_is_named(tmp_path: Path, caplog: pytest.LogCa
     assert not (tmp_path / "best").exists()
 
 
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A bucket of a server that speaks S3, and the options to reach it."""
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "key", "AWS_REGION": "us-east-1"}.items():
-        monkeypatch.setenv(name, value)
-    options = {"endpoint_url": f"http://{host}:{port}"}
-    fsspec.filesystem("s3", **options).mkdir("bucket")
-    yield "s3://bucket/runs/one", options
-    server.stop()
-
-
 @pytest.mark.long
-def test_s3(bucket: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_s3(bucket, tmp_path):  # noqa: F811
     url, options = bucket
     here = CheckpointManager(tmp_path / "here", upload_dir=url, storage_options=options, keep_local_file=False)
     path = write(here, 2)

@@ -20,8 +20,8 @@ from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.masking import MASK, is_secret
 from roll.distributed import restarts
 from roll.pipelines.rlvr.definition import RLVR
-from tests.checkpoint.test_contents import write_checkpoint
 from tests.config.good import GOOD, GOOD_SFT, changed
+from tests.support.checkpoints import write_checkpoint
 
 
 @pytest.fixture

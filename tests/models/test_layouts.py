@@ -209,6 +209,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.default_rows("packed-Qwen2-*", "shared-Qwen3-recomputed", "shared-Llama-kept")
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["kept", "recomputed", "recomputed-reentrant"])
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama"])
 @pytest.mark.parametrize("name", LAYOUTS)

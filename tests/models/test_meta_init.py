@@ -69,6 +69,7 @@ def assert_same(model: Any, wanted: Any) -> None:
         assert has_tied_embeddings(model) == has_tied_embeddings(wanted)
 
 
+@pytest.mark.default_rows("Qwen2-*", "Qwen3-False-*-dtype1", "Llama-True-value-*")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head", ["causal_lm", "value", "score"])
 @pytest.mark.parametrize("tied", [True, False])

@@ -50,6 +50,7 @@ def role_of(tmp_path: Path, config: Any, **options: Any) -> WorkerConfig:
     )
 
 
+@pytest.mark.default_rows("Qwen2-*", "Mistral-None-*", "Llama-use_prefix_sharing-causal_lm")
 @pytest.mark.parametrize("head", ["causal_lm", "value"])
 @pytest.mark.parametrize("key", [None, "use_remove_padding", "use_sequence_packing", "use_prefix_sharing"])
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama", "Mistral"])
@@ -88,6 +89,7 @@ NOISY = {
 }
 
 
+@pytest.mark.default_rows("SeedOss", "Phimoe", "GPT2")
 @pytest.mark.parametrize("kind", NOISY)
 def test_dropout_and_jitter_are_switched_off_whatever_their_name(tmp_path: Path, kind: str) -> None:
     """In the model itself: training mode gives the log-probs of evaluation mode, and layers still recompute."""

@@ -19,8 +19,8 @@ import pytest
 
 from roll.checkpoint.store import ObjectStore
 from roll.distributed.guard import kill_tree
-from tests.checkpoint.test_store import bucket  # noqa: F401  the fixture
 from tests.pipelines.conftest import Run
+from tests.support.checkpoints import bucket  # noqa: F401  the fixture
 from tests.support.subprocess_runs import Start
 from tests.support.tiny_runs import (
     HERE,

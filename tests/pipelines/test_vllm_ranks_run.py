@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.strategies.vllm.test_parallel import whole_engines
+from tests.support.engines import whole_engines
 from tests.support.subprocess_runs import Start, left_of
 from tests.support.tiny_runs import GENERATING, HERE, FinishedRun, TinyWorld, load_changed, rlvr_settings, role
 

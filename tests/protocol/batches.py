@@ -1,7 +1,8 @@
-"""Batches for the tests of DataProto: hypothesis strategies, and a batch as a plain list of rows."""
+"""Batches for the tests of DataProto: hypothesis strategies, a batch as a plain list of rows, and as it is sent."""
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -87,3 +88,20 @@ def assert_rows(data: DataProto, expected: Rows) -> None:
     assert len(actual) == len(expected)
     for ours, theirs in zip(actual, expected, strict=True):
         assert same_value(ours, theirs), (ours, theirs)
+
+
+def dumps(value: Any) -> tuple[bytes, list[memoryview]]:
+    """The way of Ray: the stream, and read-only copies of the out-of-band buffers."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    return stream, [memoryview(bytes(buffer.raw())) for buffer in buffers]
+
+
+def send(value: Any) -> Any:
+    stream, buffers = dumps(value)
+    return pickle.loads(stream, buffers=buffers)
+
+
+def num_bytes(value: Any) -> int:
+    stream, buffers = dumps(value)
+    return len(stream) + sum(buffer.nbytes for buffer in buffers)

@@ -21,7 +21,7 @@ from roll.protocol.metrics import RankInfo
 from roll.protocol.vision import IMAGES, VisionInputs
 from roll.workers.model import columns_of
 from roll.workers.training import equal_parts
-from tests.protocol.test_wire import num_bytes, send
+from tests.protocol.batches import num_bytes, send
 from tests.strategies import vision_cases
 
 GROUP = 8

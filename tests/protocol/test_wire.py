@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,24 +16,7 @@ from roll.protocol import DataProto
 from roll.protocol.columns import PackedColumn
 from roll.protocol.joining import first_difference, same_value
 from roll.protocol.packing import Packed, Spans, pack
-from tests.protocol.batches import EXAMPLES, assert_rows, batches, rows_of, tensors
-
-
-def dumps(value: Any) -> tuple[bytes, list[memoryview]]:
-    """The way of Ray: the stream, and read-only copies of the out-of-band buffers."""
-    buffers: list[pickle.PickleBuffer] = []
-    stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    return stream, [memoryview(bytes(buffer.raw())) for buffer in buffers]
-
-
-def send(value: Any) -> Any:
-    stream, buffers = dumps(value)
-    return pickle.loads(stream, buffers=buffers)
-
-
-def num_bytes(value: Any) -> int:
-    stream, buffers = dumps(value)
-    return len(stream) + sum(buffer.nbytes for buffer in buffers)
+from tests.protocol.batches import EXAMPLES, assert_rows, batches, dumps, num_bytes, rows_of, send, tensors
 
 
 def is_packed(data: DataProto) -> bool:

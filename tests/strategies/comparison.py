@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategies.samples import TensorBatch, make_batch, plain_model, plain_outputs, policy_loss
+from roll.checkpoint.contents import read_trainer_state
+from roll.checkpoint.tensors import MOMENTS, WEIGHT, stored_tensors
+from roll.models.stored import StoredLayout
+from tests.strategies.samples import TensorBatch, make_batch, plain_model, plain_outputs, policy_loss, value_loss
 
 # float32 sums of a few hundred terms, taken in another order: a few units in the last place (6e-8) of the largest.
 RELATIVE = 2e-6
@@ -31,7 +34,8 @@ def rounding_of(folder: Path, batch: TensorBatch) -> dict[str, float]:
 
 
 def plain_results(folder: Path, batch: TensorBatch | None = None) -> dict[str, Any]:
-    """The plain model on the whole of ``batch`` (``make_batch()``): outputs, gradients, norm."""
+    """The plain model on the whole of ``batch`` (``make_batch()``): outputs, gradients (those of experts also matrix by
+    matrix, as they are stored), norm."""
     model, batch = plain_model(folder), batch or make_batch()
     outputs = plain_outputs(model, batch)
     loss, _ = policy_loss(outputs, batch)
@@ -40,6 +44,7 @@ def plain_results(folder: Path, batch: TensorBatch | None = None) -> dict[str, A
     return {
         "outputs": {name: values.detach() for name, values in outputs.items()},
         "gradients": gradients,
+        "stored_gradients": StoredLayout(model).views(gradients),
         "norm": float(torch.nn.utils.get_total_norm(list(gradients.values()))),
     }
 
@@ -70,36 +75,100 @@ def assert_same_gradients(
     wanted: dict[str, torch.Tensor],
     relative: float = RELATIVE,
     rounding: dict[str, float] | None = None,
+    floor: float = 0.0,
 ) -> None:
-    """Each to ``relative`` of its largest element, and four times its ``rounding``."""
+    """Each to ``relative`` of its largest element (at least ``floor``), and four times its ``rounding``."""
     assert actual.keys() == wanted.keys()
     for name, gradient in wanted.items():
-        limit = relative * float(gradient.abs().max()) + 1e-9 + 4 * (rounding or {}).get(name, 0.0)
+        limit = relative * max(float(gradient.abs().max()), floor) + 1e-9 + 4 * (rounding or {}).get(name, 0.0)
         torch.testing.assert_close(
             actual[name], gradient, rtol=0, atol=limit, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
-def assert_same_weights(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+def assert_same_weights(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], atol: float = 2e-6) -> None:
     """After the steps of :func:`plain_steps`."""
     assert actual.keys() == wanted.keys()
     for name, weight in wanted.items():
-        torch.testing.assert_close(actual[name], weight, rtol=0, atol=2e-6)
+        torch.testing.assert_close(
+            actual[name], weight, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def plain_values(folder: Path, batch: TensorBatch) -> dict[str, Any]:
+    """Values, gradients and their norm by the plain value model: a token's value is that of the tokens before it."""
+    from transformers import AutoModelForTokenClassification
+
+    model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
+    scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long()).logits[:, :-1, 0]
+    values = torch.nn.functional.pad(scores, (1, 0)) * batch["response_mask"]
+    value_loss({"values": values}, batch)[0].backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    norm = float(torch.nn.utils.get_total_norm(list(gradients.values())))
+    return {"outputs": {"values": values.detach()}, "gradients": gradients, "norm": norm}
+
+
+def by_replica(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each data-parallel replica, the result of the rank that is asked for it."""
+    sources = [result for result in results if result["rank_info"].is_data_source]
+    return sorted(sources, key=lambda result: result["rank_info"].dp_rank)
 
 
 def assert_step_equals(
-    results: list[dict[str, Any]], wanted: dict[str, Any], rounding: dict[str, float] | None = None
+    results: list[dict[str, Any]],
+    wanted: dict[str, Any],
+    rounding: dict[str, float] | None = None,
+    relative: float = RELATIVE,
+    gradients: str = "gradients",
+    floor: float = 0.0,
 ) -> None:
-    """The first step of every rank, as the cases' ``train`` gives it, against :func:`plain_results`.
+    """The first step of every rank, as ``jobs.train`` gives it, against :func:`plain_results`.
 
     Args:
         rounding: of models that amplify it (linear attention, attention sinks); see :func:`rounding_of`.
+        relative, floor: of gradients; see :func:`assert_same_gradients`.
+        gradients: under which name ``wanted`` has them.
     """
+    assert results[0]["gradients"]
+    replicas = by_replica(results)
     for result in results:
-        assert_same_gradients(result["gradients"], wanted["gradients"], rounding=rounding)
+        if result["gradients"]:  # under Megatron rank 0 has them
+            assert_same_gradients(result["gradients"], wanted[gradients], relative, rounding, floor)
         assert result["metrics"]["grad_norm"] == pytest.approx(wanted["norm"], rel=RELATIVE)
         assert result["metrics"]["lr"] == 1e-2
+        assert result["replicas"] == result["rank_info"].dp_size == len(replicas)
+        source = replicas[result["rank_info"].dp_rank]
+        assert all(torch.equal(result["outputs"][name], values) for name, values in source["outputs"].items())
     for name, values in wanted["outputs"].items():
-        actual = torch.cat([result["outputs"][name] for result in results])
+        actual = torch.cat([result["outputs"][name] for result in replicas])
         torch.testing.assert_close(actual, values, rtol=0, atol=1e-5)
         assert torch.equal(actual == 0, values == 0)
+
+
+def assert_resumed(whole: list[dict[str, Any]], resumed: list[dict[str, Any]], folder: Path) -> None:
+    """``jobs.train_and_save`` and ``jobs.load_and_train`` ended alike to the last bit, checkpoints included."""
+    for one, other in zip(whole, resumed, strict=True):
+        assert one["metrics"] == other["metrics"] and one["step"] == other["step"]
+        assert torch.equal(one["random"], other["random"])
+        assert_same_bits(other["weights"], one["weights"])
+    ends = contents_of(folder / "end")
+    assert any(tensor.any() for name, tensor in ends.items() if name.startswith("exp_avg_sq/"))
+    assert_same_bits(contents_of(folder / "resumed"), ends)
+
+
+def assert_same_bits(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == wanted.keys(), actual.keys() ^ wanted.keys()
+    assert [name for name, tensor in wanted.items() if not torch.equal(actual[name], tensor)] == []
+
+
+def contents_of(path: Path) -> dict[str, torch.Tensor]:
+    """Every weight and moment of a role's checkpoint, whole, and the number of updates of each."""
+    state = read_trainer_state(path)
+    found = {}
+    with stored_tensors(path) as stored:
+        for name, shape in state["model"]["trained"].items():
+            size = torch.Size(shape).numel()
+            for kind in (WEIGHT, *MOMENTS):
+                found[f"{kind}/{name}"] = stored.read(kind, name, 0, size).view(shape)
+            found[f"updates/{name}"] = torch.tensor(stored.updates(name))
+    return found

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from roll.config.roles import WorkerConfig
-from roll.strategies.base import ModelHead
-from roll.strategies.factory import create_strategy
+from roll.protocol.metrics import to_floats
+from roll.strategies.base import WeightSelection
+from tests.strategies import jobs
+from tests.strategies.comparison import by_replica
+from tests.strategies.jobs import POLICY, weights_of
 from tests.strategies.samples import TensorBatch, plain_model, plain_outputs, policy_loss
-from tests.strategies.sharded_cases import POLICY, weights_of
 
-Start = Callable[[WorkerConfig], Any]
 RANK, ALPHA = 4, 8
 TARGET = ["q_proj", "v_proj", "down_proj"]
 
@@ -83,23 +85,9 @@ def plain_training(model: Path, adapter: Path, batch: TensorBatch, steps: int) -
     }
 
 
-def train(start: Start, role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[str, Any]:
-    """``steps`` optimizer steps, with a pass of the base before each and after the last.
-
-    Args:
-        start: gives a role's strategy, initialised, which keeps the gradients of a step.
-    """
-    strategy = start(role)
-    result = train_started(strategy, batch, steps)
-    optimizer = strategy.optimizer if hasattr(strategy, "optimizer") else strategy.engine.basic_optimizer
-    return result | {
-        "dtypes": {name: p.dtype for name, p in strategy.model.language_model.named_parameters()},
-        "moments": sum(state["exp_avg"].numel() for state in optimizer.state.values()),
-    }
-
-
-def train_started(strategy: Any, batch: TensorBatch, steps: int) -> dict[str, Any]:
-    """:func:`train` with a strategy that is initialised, of any backend."""
+def train(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[str, Any]:
+    """``steps`` optimizer steps, with a pass of the base before each and after the last; then the norm of another."""
+    strategy = jobs.trainer(role)
     for _ in range(steps):
         with strategy.without_adapters():
             base = strategy.forward(batch, POLICY)
@@ -108,16 +96,32 @@ def train_started(strategy: Any, batch: TensorBatch, steps: int) -> dict[str, An
     with strategy.without_adapters():
         again = strategy.forward(batch, POLICY)
     assert all(torch.equal(base[name], again[name]) for name in base), "the base does not change"
+    model = getattr(strategy, "model", None)
     return {
         "outputs": before,
         "base": base,
-        "gradients": strategy.gradients,
+        "gradients": _under_live_names(strategy),
         "weights": weights_of(strategy),
+        "rank_info": strategy.rank_info,
+        "dtypes": {name: p.dtype for name, p in model.language_model.named_parameters()} if model else None,
+        "moments": sum(state["exp_avg"].numel() for state in _adam_states(strategy) if "exp_avg" in state),
+        "next_norm": to_floats(strategy.train_step(batch, policy_loss, POLICY))["grad_norm"],
     }
 
 
-def train_each(start: Start, roles: dict[str, WorkerConfig], batch: TensorBatch, steps: int) -> dict[str, Any]:
-    return {name: train(start, role, batch, steps) for name, role in roles.items()}
+def _under_live_names(strategy: Any) -> dict[str, torch.Tensor]:
+    """The last gradients as the modules of transformers and peft name and shape them."""
+    if not hasattr(strategy, "masters"):
+        return strategy.gradients
+    shapes = {name: parameter.shape for name, parameter in strategy._skeleton.named_parameters()}
+    named = {strategy._live_names.get(name, name): gradient for name, gradient in strategy.gradients.items()}
+    return {name: gradient.view(shapes[name]) for name, gradient in named.items()}
+
+
+def _adam_states(strategy: Any) -> Iterator[dict[str, Any]]:
+    optimizer = strategy.engine.basic_optimizer if hasattr(strategy, "engine") else strategy.optimizer
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        yield from getattr(one, "optimizer", one).state.values()
 
 
 def assert_same_training(
@@ -132,10 +136,15 @@ def assert_same_training(
     """
     for kind in ("outputs", "base"):
         for name, values in wanted[kind].items():
-            actual = torch.cat([result[kind][name] for result in results])
+            actual = torch.cat([result[kind][name] for result in by_replica(results)])
             torch.testing.assert_close(actual, values, rtol=0, atol=1e-5)
     assert any((wanted["outputs"]["log_probs"] - wanted["base"]["log_probs"]).abs().flatten() > 0.1)
+    assert results[0]["gradients"]
+    norms = {result["next_norm"] for result in results}
+    assert max(norms) == pytest.approx(min(norms), rel=1e-6), "every rank clips by the same norm"
     for result in results:
+        if not result["gradients"]:  # under Megatron rank 0 has them
+            continue
         assert result["gradients"].keys() == wanted["gradients"].keys(), "nothing else is trained"
         for name, gradient in wanted["gradients"].items():
             limit = relative * float(gradient.abs().max()) + 1e-7
@@ -145,9 +154,9 @@ def assert_same_training(
         torch.testing.assert_close(results[0]["weights"][name], weight, rtol=0, atol=atol)
 
 
-def train_and_save(start: Start, role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, torch.Tensor]:
+def train_and_save(role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, torch.Tensor]:
     """Two steps, a checkpoint, two steps, an export; the exported weights."""
-    strategy = start(role)
+    strategy = jobs.started(role, 10)
     for step in range(4):
         if step == 2:
             strategy.save(folder / "checkpoint")
@@ -157,25 +166,13 @@ def train_and_save(start: Start, role: WorkerConfig, batch: TensorBatch, folder:
     return weights_of(strategy)
 
 
-def load_and_train(start: Start, role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, torch.Tensor]:
+def load_and_train(role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, torch.Tensor]:
     """The last two steps of :func:`train_and_save`."""
-    strategy = start(role)
+    strategy = jobs.started(role, 10)
     strategy.load(folder / "checkpoint")
     for _ in range(2):
         strategy.train_step(batch, policy_loss, POLICY)
     return weights_of(strategy)
-
-
-def train_and_save_each(
-    start: Start, roles: dict[str, WorkerConfig], batch: TensorBatch, folder: Path
-) -> dict[str, Any]:
-    return {name: train_and_save(start, role, batch, folder / name) for name, role in roles.items()}
-
-
-def load_and_train_each(
-    start: Start, roles: dict[str, WorkerConfig], batch: TensorBatch, folder: Path
-) -> dict[str, Any]:
-    return {name: load_and_train(start, role, batch, folder / name) for name, role in roles.items()}
 
 
 def assert_export_is_complete(model: Path, folder: Path, weights: dict[str, torch.Tensor], batch: TensorBatch) -> None:
@@ -192,12 +189,22 @@ def assert_export_is_complete(model: Path, folder: Path, weights: dict[str, torc
 
 
 def initial_weights(role: WorkerConfig, value: bool = False) -> dict[str, torch.Tensor]:
-    """The trained parameters of a role before any step, by name."""
-    strategy = create_strategy(role, ModelHead.VALUE if value else ModelHead.CAUSAL_LM)
-    strategy.initialize(num_training_steps=10)
+    """The trained parameters of a role before any step, by name; under Megatron on rank 0."""
+    strategy = jobs.started(role, 10, value)
+    if hasattr(strategy, "masters"):
+        return jobs.whole_parameters(strategy, lambda own: strategy.masters.get(own.parameter, "weight"))
     named = strategy.model.language_model.named_parameters()
     return {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for name, p in named
         if p.requires_grad
     }
+
+
+def sent_weights(role: WorkerConfig) -> list[dict[str, torch.Tensor]]:
+    """All weights as they are sent: merged, W, A and B apart, and the trained ones of these."""
+    strategy = jobs.started(role, 10)
+    return [
+        {name: tensor.clone() for bucket in strategy.named_full_weights(4000, one) for name, tensor in bucket}
+        for one in (WeightSelection(), WeightSelection(False, True), WeightSelection(True, True))
+    ]

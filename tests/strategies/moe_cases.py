@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,34 +11,16 @@ from roll.models.layouts import row_layout, with_token_rows
 from roll.protocol.metrics import to_floats
 from roll.strategies.base import Output
 from roll.strategies.factory import create_strategy
-from tests.strategies import lora_cases, sharded_cases
+from tests.strategies import jobs
 from tests.strategies.moe_models import register_separate
 from tests.strategies.samples import TensorBatch, policy_loss
 
 register_separate()
 
 
-def train(role: WorkerConfig, batch: TensorBatch, **options: Any) -> dict[str, Any]:
-    if role.strategy_args.strategy_name.startswith("deepspeed"):
-        from tests.strategies.deepspeed.cases import train as deepspeed_train
-
-        return deepspeed_train(role, batch, **options)
-    return sharded_cases.train(role, batch, **options)
-
-
-def refused(role: WorkerConfig, steps: int = 10) -> str:
-    """The message of the ValueError that building the strategy raises."""
-    try:
-        create_strategy(role).initialize(steps)
-    except ValueError as error:
-        return str(error)
-    raise AssertionError("not refused")
-
-
 def choices(role: WorkerConfig, batch: TensorBatch) -> torch.Tensor:
     """Number of this rank's own tokens that choose each expert, over all layers, in a forward pass."""
-    strategy: Any = create_strategy(role)
-    strategy.initialize()
+    strategy = jobs.started(role)
     layout = with_token_rows(row_layout(batch["input_ids"], batch["response_mask"]))
     with torch.no_grad():
         strategy._compute(layout, ("log_probs",), 1.0)
@@ -48,16 +29,15 @@ def choices(role: WorkerConfig, batch: TensorBatch) -> torch.Tensor:
 
 def record_and_replay(
     role: WorkerConfig, batch: TensorBatch
-) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
-    """The routes of a forward pass; metrics of a step with them, and of the same step without."""
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float], dict[str, float]]:
+    """The routes of a forward pass, the rows' response masks; metrics of a step with the routes, and without."""
     found = []
     for replays in (True, False):
-        strategy: Any = create_strategy(role)
-        strategy.initialize(num_training_steps=10)
+        strategy = jobs.started(role, 10)
         routes = strategy.forward(batch, (Output.LOG_PROBS, Output.ROUTES))[Output.ROUTES]
         rows = batch | {"routed_experts": routes} if replays else batch
-        found.append(to_floats(strategy.train_step(rows, policy_loss, sharded_cases.POLICY)))
-    return routes, found[0], found[1]
+        found.append(to_floats(strategy.train_step(rows, policy_loss, jobs.POLICY)))
+    return routes, batch["response_mask"], found[0], found[1]
 
 
 def self_test_alone(role: WorkerConfig) -> str:
@@ -90,26 +70,6 @@ def self_test_of_zero3(role: WorkerConfig, withheld: tuple[str, ...], learns: bo
     return messages[0]
 
 
-def train_adapters(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[str, Any]:
-    return lora_cases.train(_trainer(role), role, batch, steps)
-
-
-def train_and_save_adapters(role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, torch.Tensor]:
-    return lora_cases.train_and_save(_trainer(role), role, batch, folder)
-
-
-def load_and_train_adapters(role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, torch.Tensor]:
-    return lora_cases.load_and_train(_trainer(role), role, batch, folder)
-
-
-def _trainer(role: WorkerConfig) -> Any:
-    if role.strategy_args.strategy_name.startswith("deepspeed"):
-        from tests.strategies.deepspeed.cases import trainer
-
-        return trainer
-    return sharded_cases.trainer
-
-
 def buckets(role: WorkerConfig, bucket_bytes: int) -> tuple[list[dict[str, torch.Tensor]], int]:
     """Every bucket that this rank would send, and the most bytes of tensors that were gathered here at a time."""
     from roll.strategies.deepspeed import states
@@ -124,7 +84,6 @@ def buckets(role: WorkerConfig, bucket_bytes: int) -> tuple[list[dict[str, torch
         return whole
 
     sharded.gather_to_rank0 = states.gather_to_rank0 = measured  # type: ignore[assignment]
-    strategy: Any = create_strategy(role)
-    strategy.initialize()
+    strategy = jobs.started(role)
     found = [{name: t.clone() for name, t in bucket} for bucket in strategy.named_full_weights(bucket_bytes)]
     return found, most[0]

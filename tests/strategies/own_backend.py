@@ -17,8 +17,8 @@ from roll.strategies.base import StateKind
 from roll.strategies.factory import create_strategy
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.optimizer import TrainingProgress, adamw, decay_groups
+from tests.strategies.jobs import POLICY, weights_of
 from tests.strategies.samples import TensorBatch, policy_loss
-from tests.strategies.sharded_cases import POLICY, weights_of
 
 REPLICATED = Backend(
     "replicated", StrategyConfig, computes=f"{__name__}.ReplicatedStrategy", trains=True, checkpoints="replicated"

@@ -81,26 +81,15 @@ def in_file(file: str) -> Callable[..., Yes]:
     return yes
 
 
-fsdp2 = in_file("strategies/test_fsdp2_numbers.py")
-fsdp2_weights = in_file("strategies/test_fsdp2_weights.py")
-fsdp2_checkpoint = in_file("strategies/test_fsdp2_checkpoint.py")
-fsdp = in_file("strategies/fsdp/test_numbers.py")
-ulysses = in_file("strategies/test_ulysses.py")
-fsdp_weights = in_file("strategies/fsdp/test_weights.py")
-fsdp_checkpoint = in_file("strategies/fsdp/test_checkpoint.py")
-deepspeed = in_file("strategies/deepspeed/test_numbers.py")
-deepspeed_weights = in_file("strategies/deepspeed/test_weights.py")
-megatron = in_file("strategies/megatron/test_numbers.py")
-megatron_weights = in_file("strategies/megatron/test_weights.py")
+numbers = in_file("strategies/test_numbers.py")
+checkpoint = in_file("strategies/test_checkpoint.py")
+weights = in_file("strategies/test_weights.py")
+lora = in_file("strategies/test_lora.py")
 
 
 def by_gradient(name: str, *cases: str) -> Feature:
     """A row of cases of the comparison of gradients, in the order of the columns."""
-    return Feature(name, *(yes(case) for yes, case in zip((fsdp2, fsdp, deepspeed, megatron), cases, strict=True)))
-
-
-def by_weights(name: str, test: str) -> Feature:
-    return Feature(name, fsdp2_weights(test), fsdp_weights(test), deepspeed_weights(test), megatron_weights(test))
+    return Feature(name, *map(numbers, cases))
 
 
 def everywhere(name: str, cell: Cell) -> Feature:
@@ -110,108 +99,85 @@ def everywhere(name: str, cell: Cell) -> Feature:
 MODEL, OPTIONS = "actor_train.model_args", "actor_train.strategy_args.strategy_config"
 NO_CUT = Other("no: data parallel only")
 NUMBERS = (
-    by_gradient("gradient, log-probs and entropies are the plain model's", *[GRADIENT] * 4),
-    by_gradient("AdamW, clipping and schedule are PyTorch's", *["test_optimizer_steps_equal_plain_adamw"] * 4),
-    by_gradient(
-        "bf16 computation, float32 master weights",
-        "test_bf16_computes_in_bf16_and_keeps_float32_weights",
-        "test_bf16_computes_in_bf16_and_keeps_float32_weights",
-        "test_bf16_equals_fsdp2_and_keeps_float32_weights",
-        "test_bf16_computes_in_bf16_and_keeps_float32_weights",
+    everywhere("gradient, log-probs and entropies are the plain model's", numbers(GRADIENT)),
+    everywhere("AdamW, clipping and schedule are PyTorch's", numbers("test_optimizer_steps_equal_plain_adamw")),
+    everywhere(
+        "bf16 computation, float32 master weights", numbers("test_bf16_computes_in_bf16_and_keeps_float32_weights")
     ),
-    Feature(
+    everywhere(
         "training in fp16, with a loss scale",
         in_file("strategies/test_fp16.py")("test_a_step_in_fp16_is_near_the_one_in_fp32"),
-        in_file("strategies/test_fp16.py")("test_a_step_in_fp16_is_near_the_one_in_fp32"),
-        in_file("strategies/test_fp16.py")("test_a_step_in_fp16_is_near_the_one_in_fp32"),
-        in_file("strategies/test_fp16.py")("test_a_step_in_fp16_is_near_the_one_in_fp32"),
+    ),
+    everywhere(
+        "a gradient that is not finite is dropped and counted",
+        numbers("test_a_gradient_that_is_not_finite_is_dropped"),
     ),
     by_gradient(
-        "a gradient that is not finite is dropped and counted", *["test_a_gradient_that_is_not_finite_is_dropped"] * 4
+        "any micro-batch size",
+        "fsdp2-micro-batch-1",
+        "fsdp-micro-batch-1",
+        "zero2-micro-batch-1",
+        "megatron-micro-batch-1",
     ),
-    by_gradient("any micro-batch size", "micro-batch-1", "micro-batch-1", "zero2-micro-batch-1", "llama-micro-batch-1"),
     by_gradient(
         "ranks without rows",
-        "4-ranks-one-without-rows",
-        "one-without-rows",
-        "test_one_rank_and_ranks_without_rows",
-        "dp4-one-without-rows",
+        "fsdp2-one-without-rows",
+        "fsdp-one-without-rows",
+        "zero3-one-without-rows",
+        "megatron-one-without-rows",
     ),
     by_gradient(
-        "gradient checkpointing",
-        "gradient-checkpointing",
-        "checkpointed",
-        "zero2-checkpointed",
-        "test_recomputation_changes_nothing",
+        "gradient checkpointing", "fsdp2-checkpointed", "fsdp-checkpointed", "zero2-checkpointed", "recomputed-sp"
     ),
-    by_gradient(
-        "critic (value head)",
-        "test_value_model_starts_at_zero_and_learns",
-        "test_a_value_model_learns_as_under_fsdp2",
-        "test_value_model_learns_as_under_fsdp2",
-        "test_value_gradient_equals_the_plain_model",
-    ),
-    by_gradient("`freeze_module_prefix`", *["test_frozen_modules_do_not_change"] * 4),
-    Feature(
+    everywhere("critic (value head)", numbers("test_value_model_starts_at_zero_and_learns")),
+    everywhere("`freeze_module_prefix`", numbers("test_frozen_modules_do_not_change")),
+    everywhere(
         "a reference in the trainer's type has its log-probs exactly",
-        fsdp2("test_reference_in_compute_dtype_equals_the_trainer"),
-        fsdp("test_a_reference_equals_the_trainer"),
-        deepspeed_weights("test_bf16_reference_equals_the_trainer_exactly"),
-        megatron("test_reference_in_compute_dtype_equals_the_trainer"),
+        numbers("test_reference_in_compute_dtype_equals_the_trainer"),
     ),
 )
 BATCHES = (
-    Feature(
+    by_gradient(
         "padding removed (`use_remove_padding`)",
-        fsdp2("no-padding"),
-        fsdp("no-padding"),
-        deepspeed("zero2-packed"),
-        megatron("packed"),
+        "fsdp2-no-padding",
+        "fsdp-no-padding",
+        "zero2-packed",
+        "megatron-packed",
     ),
-    Feature(
-        "packing (`use_sequence_packing`)",
-        fsdp2("packed"),
-        fsdp("packed"),
-        deepspeed("zero2-packed"),
-        megatron("dp2-balanced-packs"),
+    by_gradient(
+        "packing (`use_sequence_packing`)", "fsdp2-packed", "fsdp-packed", "zero2-packed", "dp2-balanced-packs"
     ),
-    Feature(
-        "dynamic batching",
-        fsdp2("dynamic"),
-        fsdp("dynamic"),
-        deepspeed("zero2-dynamic"),
-        megatron("dp2-dynamic"),
-    ),
-    Feature(
+    by_gradient("dynamic batching", "fsdp2-dynamic", "fsdp-dynamic", "zero2-dynamic", "dp2-dynamic"),
+    by_gradient(
         "shared prompts (`use_prefix_sharing`)",
-        fsdp2("shared-prompts"),
-        fsdp("shared-prompts"),
-        deepspeed("zero2-shared-prompts"),
-        megatron("tp2-pp2-sp-shared-prompts"),
+        "fsdp2-shared-prompts",
+        "fsdp-shared-prompts",
+        "zero2-shared-prompts",
+        "tp2-pp2-sp-shared-prompts",
     ),
 )
 LAYOUTS = (
     Feature(
         "replicas",
-        fsdp2("hsdp-2x2", "of shards (`fsdp_size`)"),
-        fsdp("hsdp", "of shards (`fsdp_size`)"),
+        numbers("fsdp2-hsdp", "of shards (`fsdp_size`)"),
+        numbers("fsdp-hsdp", "of shards (`fsdp_size`)"),
         Other("no: sharded over all ranks"),
-        megatron("tp2-dp2-distributed-optimizer", "yes, the optimizer sharded over them"),
+        numbers("tp2-dp2-distributed-optimizer", "yes, the optimizer sharded over them"),
     ),
     Feature(
         "tensor parallel",
         Refused(f"{OPTIONS}.tp_size", 2, "tensor parallelism", "no: data parallel only"),
         NO_CUT,
         NO_CUT,
-        megatron("tp2"),
+        numbers("tp2"),
     ),
-    Feature("pipeline parallel, also in virtual stages", NO_CUT, NO_CUT, NO_CUT, megatron("vpp2-tied")),
+    Feature("pipeline parallel, also in virtual stages", NO_CUT, NO_CUT, NO_CUT, numbers("vpp2-tied")),
     Feature(
         "context parallel",
-        ulysses("padded", "`model_args.ulysses_size`"),
-        ulysses("fsdp1-packed", "`model_args.ulysses_size`"),
+        numbers("ulysses-padded", "`model_args.ulysses_size`"),
+        numbers("ulysses-fsdp-packed", "`model_args.ulysses_size`"),
         Noted(f"{MODEL}.ulysses_size", 2, "is taken as 1", "taken as 1, with a note"),
-        megatron("cp2"),
+        numbers("cp2"),
     ),
     Feature(
         "experts over ranks",
@@ -231,60 +197,43 @@ MEMORY = (
         Yes("strategies/test_fsdp2_loading.py::test_no_rank_loads_a_whole_model"),
     ),
     Feature(
-        "MLP layers in tiles (`apply_tiled_mlp`)", fsdp2("2-ranks-tiled-mlp"), Other("no"), Other("no"), Other("no")
+        "MLP layers in tiles (`apply_tiled_mlp`)", numbers("fsdp2-tiled-mlp"), Other("no"), Other("no"), Other("no")
     ),
     Feature(
         "parameters in host memory during the passes",
-        fsdp2("offload"),
-        fsdp("test_a_reference_equals_the_trainer", "forward-only roles"),
-        deepspeed("zero3-offload-all"),
+        numbers("fsdp2-offload"),
+        numbers("test_reference_in_compute_dtype_equals_the_trainer", "forward-only roles"),
+        numbers("zero3-offload-all"),
         Other("no"),
     ),
     Feature(
         "optimizer states in host memory",
-        fsdp2("offload", "with the parameters"),
+        numbers("fsdp2-offload", "with the parameters"),
         Refused(f"{OPTIONS}.cpu_offload", True, "gradient accumulation outside no_sync", "no"),
-        deepspeed("zero2-offload"),
+        numbers("zero2-offload"),
         HOST_ADAM,
     ),
     everywhere("states leave between phases", Yes("strategies/test_offload.py::test_moved_states_change_nothing")),
-    Feature(
-        "LoRA",
-        Yes("strategies/test_fsdp2_lora.py::test_training_equals_plain_peft"),
-        Yes("strategies/fsdp/test_lora.py::test_training_equals_plain_peft"),
-        Yes("strategies/deepspeed/test_lora.py::test_training_equals_plain_peft"),
-        Yes("strategies/megatron/test_lora.py::test_training_equals_plain_peft"),
-    ),
+    everywhere("LoRA", lora("test_training_equals_plain_peft")),
 )
 RESUMED = "test_resumed_equals_uninterrupted_bit_for_bit"
+OTHER_LAYOUT = "test_another_layout_goes_on_from_the_same_state"
 STATE = (
-    Feature(
-        "resumed = uninterrupted, bit for bit",
-        fsdp2_checkpoint(RESUMED),
-        fsdp_checkpoint(RESUMED),
-        in_file("strategies/deepspeed/test_checkpoint.py")(RESUMED),
-        megatron_weights(RESUMED),
-    ),
+    everywhere("resumed = uninterrupted, bit for bit", checkpoint(RESUMED)),
     Feature(
         "checkpoints are written concurrently with training (`async_save_ckpt`)",
-        fsdp2_checkpoint(RESUMED),
-        fsdp_checkpoint(RESUMED),
+        checkpoint(RESUMED),
+        checkpoint(RESUMED),
         Other("no"),
         Other("no"),
     ),
-    Feature(
-        "checkpoints load on another number of ranks",
-        fsdp2_checkpoint("test_two_ranks_then_one_then_four"),
-        fsdp_checkpoint("test_two_ranks_write_and_others_go_on"),
-        Yes("strategies/deepspeed/test_checkpoint.py::test_another_number_of_ranks_continues"),
-        megatron_weights("test_another_way_of_cutting_goes_on_from_the_same_state"),
-    ),
+    everywhere("checkpoints load on another number of ranks", checkpoint(OTHER_LAYOUT)),
     Feature(
         "and under other sizes of the same backend",
         Other("`fsdp_size`, and under FSDP1"),
         Other("`fsdp_size`, and under FSDP2"),
-        Yes("strategies/deepspeed/test_checkpoint.py::test_every_stage_continues_every_other", "any ZeRO stage"),
-        megatron_weights("test_another_way_of_cutting_goes_on_from_the_same_state", "any parallel sizes"),
+        checkpoint(OTHER_LAYOUT, "any ZeRO stage"),
+        checkpoint(OTHER_LAYOUT, "any parallel sizes"),
     ),
     Feature(
         "a checkpoint that holds more or other weights than the role trains is refused by name",
@@ -294,8 +243,8 @@ STATE = (
         "no file of a checkpoint can run code",
         *[Yes("strategies/test_checkpoint_safety.py::test_no_file_of_a_checkpoint_runs_code")] * 4,
     ),
-    by_weights("export as a Hugging Face folder", "test_export_is_a_hugging_face_folder"),
-    by_weights("weights to the engines, in buckets", "test_buckets_hold_the_whole_model_once"),
+    everywhere("export as a Hugging Face folder", weights("test_export_is_a_hugging_face_folder")),
+    everywhere("weights to the engines, in buckets", weights("test_buckets_hold_the_whole_model_once")),
 )
 moe = in_file("strategies/test_moe.py")
 moe_balance = in_file("strategies/test_moe_balance.py")
@@ -341,10 +290,7 @@ EXPERTS = (
     ),
     Feature(
         "mixture of experts: resumed, also under another layout",
-        moe_state("test_resumed_equals_uninterrupted_also_on_one_rank"),
-        moe_state("test_resumed_equals_uninterrupted_also_on_one_rank"),
-        moe_state("test_a_deepspeed_checkpoint_goes_on_under_another_stage"),
-        megatron_experts("test_resumed_equals_uninterrupted_under_the_same_and_other_layouts"),
+        *[checkpoint(OTHER_LAYOUT)] * 4,
     ),
     Feature(
         "mixture of experts: export in the published layout",
@@ -371,13 +317,11 @@ EXPERTS = (
     ),
     Feature(
         "mixture of experts: router replay (R2, R3)",
-        *[in_file("strategies/test_router_replay.py")("test_replay_equals_a_plain_model_told_what_to_choose")] * 3,
-        megatron_experts("test_replay_equals_a_plain_model_told_what_to_choose"),
+        *[in_file("strategies/test_router_replay.py")("test_replay_equals_a_plain_model_told_what_to_choose")] * 4,
     ),
     Feature(
         "mixture of experts: LoRA, without routers",
-        *[moe_state("test_adapters_of_experts_equal_plain_peft")] * 3,
-        in_file("strategies/megatron/test_expert_adapters.py")("test_training_equals_plain_peft"),
+        *[lora("test_training_equals_plain_peft")] * 4,
     ),
 )
 
@@ -434,9 +378,7 @@ VISION = (
     ),
     with_images(
         "vision-language: resumed = uninterrupted",
-        "test_resumed_equals_uninterrupted",
-        "test_resumed_equals_uninterrupted",
-        "test_resumed_under_zero3",
+        *["test_resumed_equals_uninterrupted"] * 3,
     ),
 )
 FEATURES = (*NUMBERS, *BATCHES, *LAYOUTS, *MEMORY, *STATE, *EXPERTS, *VISION)

@@ -14,8 +14,8 @@ from roll.strategies.base import WeightSelection
 from roll.strategies.factory import create_generation_strategy, create_strategy
 from roll.strategies.hf_infer import HfInferStrategy
 from roll.weight_sync.sender import Update, WeightSender
+from tests.strategies.jobs import POLICY, weights_of
 from tests.strategies.samples import TensorBatch, policy_loss
-from tests.strategies.sharded_cases import POLICY, weights_of
 from tests.weight_sync.local_engines import LocalEngines, local_sender
 
 BUCKET_BYTES = 2**13

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,9 @@ import torch
 
 from roll.checkpoint.contents import CheckpointMismatchError
 from roll.config.roles import WorkerConfig
-from roll.strategies.base import ModelHead
-from roll.strategies.factory import create_strategy
+from tests.strategies.jobs import POLICY, started, weights_of
 from tests.strategies.samples import TensorBatch, make_batch, make_role, policy_loss, split_rows
-from tests.strategies.sharded_cases import POLICY, weights_of
 
-RunRanks = Callable[..., list[Any]]
 ADAPTERS = {"lora_target": ["q_proj", "v_proj"], "lora_rank": 4, "lora_alpha": 8}
 ROLES: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -47,13 +42,13 @@ def cross(roles: dict[str, WorkerConfig], batch: TensorBatch, folder: Path) -> d
     """Refusals of each role to load what others wrote, by writer and reader; empty where it goes on."""
     writers = {writer for writer, *_ in REFUSED} & roles.keys()
     for name in writers:
-        strategy = started(name, roles[name])
+        strategy = started(roles[name], 10)
         strategy.train_step(batch, policy_loss, POLICY)
         strategy.save(folder / name)
         strategy.saved()
     said = {}
     for name, role in roles.items():
-        strategy = started(name, role)
+        strategy = started(role, 10, value=name == "critic")
         before = weights_of(strategy)
         for writer in writers - {name}:
             try:
@@ -66,18 +61,9 @@ def cross(roles: dict[str, WorkerConfig], batch: TensorBatch, folder: Path) -> d
     return said
 
 
-def started(name: str, role: WorkerConfig) -> Any:
-    if parallel_state := sys.modules.get("megatron.core.parallel_state"):
-        parallel_state.destroy_model_parallel()  # a process has one such strategy at a time
-    strategy = create_strategy(role, ModelHead.VALUE if name == "critic" else ModelHead.CAUSAL_LM)
-    strategy.initialize(num_training_steps=10)
-    return strategy
-
-
+@pytest.mark.default_rows("fsdp2_train", "megatron_train")
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "fsdp_train", "deepspeed_train", "megatron_train"])
-def test_nothing_of_a_checkpoint_is_dropped(
-    run_ranks: RunRanks, untied_model: Path, tmp_path: Path, strategy: str
-) -> None:
+def test_nothing_of_a_checkpoint_is_dropped(run_ranks, untied_model, tmp_path, strategy):
     pytest.importorskip({"deepspeed_train": "deepspeed", "megatron_train": "megatron.core"}.get(strategy, "peft"))
     other = another(untied_model, tmp_path / "model")
     has_adapters = strategy != "megatron_train"
@@ -103,7 +89,7 @@ def settings(strategy: Any) -> list[dict[str, Any]]:
 
 def go_round(roles: dict[str, WorkerConfig], batch: TensorBatch, folder: Path) -> dict[str, torch.Tensor]:
     """From one role's checkpoint to the next role's, and back under the first; the weights, which must not change."""
-    strategy = started("first", roles["first"])
+    strategy = started(roles["first"], 10)
     for _ in range(2):
         strategy.train_step(batch, policy_loss, POLICY)
     wanted = weights_of(strategy)
@@ -111,7 +97,7 @@ def go_round(roles: dict[str, WorkerConfig], batch: TensorBatch, folder: Path) -
     strategy.save(written)
     strategy.saved()
     for name in ("other", "first"):
-        strategy = started(name, roles[name])
+        strategy = started(roles[name], 10)
         own = settings(strategy)
         strategy.load(written)
         assert settings(strategy) == own, "hyperparameters are the configuration's"
@@ -125,10 +111,9 @@ def go_round(roles: dict[str, WorkerConfig], batch: TensorBatch, folder: Path) -
     return weights_of(strategy)
 
 
+@pytest.mark.default_rows("deepspeed_train")
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "fsdp_train", "deepspeed_train", "megatron_train"])
-def test_another_type_and_other_hyperparameters_go_on(
-    run_ranks: RunRanks, untied_model: Path, tmp_path: Path, strategy: str
-) -> None:
+def test_another_type_and_other_hyperparameters_go_on(run_ranks, untied_model, tmp_path, strategy):
     """Float32 weights and moments through a run in bf16, to the bit."""
     pytest.importorskip({"deepspeed_train": "deepspeed", "megatron_train": "megatron.core"}.get(strategy, "torch"))
     changed = {"learning_rate": 3e-3, "weight_decay": 0.5, "adam_beta1": 0.7, "adam_beta2": 0.8, "adam_epsilon": 1e-4}
@@ -144,7 +129,7 @@ def test_another_type_and_other_hyperparameters_go_on(
 
 
 def three_steps(role: WorkerConfig, batch: TensorBatch) -> dict[str, torch.Tensor]:
-    strategy = started("first", role)
+    strategy = started(role, 10)
     for _ in range(3):
         strategy.train_step(batch, policy_loss, POLICY)
     return weights_of(strategy)

@@ -16,12 +16,10 @@ from roll.checkpoint import CheckpointManager
 from roll.checkpoint.folders import write_manifest
 from roll.checkpoint.state import load_state, save_state
 from roll.config.roles import WorkerConfig
-from roll.strategies.factory import create_strategy
-from tests.strategies.samples import TensorBatch, make_batch, make_role, policy_loss
-from tests.strategies.sharded_cases import POLICY
+from tests.strategies.jobs import POLICY, started
+from tests.strategies.samples import TensorBatch, policy_loss
 
-RunRanks = Callable[..., list[Any]]
-STRATEGIES = ("fsdp2_train", "fsdp_train", "deepspeed_train", "megatron_train")
+STRATEGIES = ("fsdp2", "fsdp", "zero1", "megatron")
 
 
 class Bomb:
@@ -54,8 +52,7 @@ def rewritten(whole: Path, mark: Path) -> Iterator[tuple[str, Callable[[Path], N
 
 def attack(role: WorkerConfig, batch: TensorBatch, root: Path) -> list[str]:
     """Load every rewritten checkpoint as a run does; the names of those that ran code."""
-    strategy = create_strategy(role)
-    strategy.initialize(num_training_steps=10)
+    strategy = started(role, 10)
     strategy.train_step(batch, policy_loss, POLICY)
     manager = CheckpointManager(root)
     with manager.writing(1) as folder:
@@ -86,7 +83,7 @@ def attack(role: WorkerConfig, batch: TensorBatch, root: Path) -> list[str]:
     return ran
 
 
-def test_a_bomb_goes_off_where_it_is_unpickled(tmp_path: Path) -> None:
+def test_a_bomb_goes_off_where_it_is_unpickled(tmp_path):
     mark = tmp_path / "ran"
     for name, payload in payloads(mark).items():
         if name == "pickle":
@@ -97,10 +94,7 @@ def test_a_bomb_goes_off_where_it_is_unpickled(tmp_path: Path) -> None:
         mark.unlink()
 
 
+@pytest.mark.default_rows("fsdp2", "zero1")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_file_of_a_checkpoint_runs_code(
-    run_ranks: RunRanks, untied_model: Path, tmp_path: Path, strategy: str
-) -> None:
-    pytest.importorskip({"deepspeed_train": "deepspeed", "megatron_train": "megatron.core"}.get(strategy, "torch"))
-    role = make_role(untied_model, strategy)
-    assert run_ranks(1, attack, role, make_batch(), tmp_path) == [[]]
+def test_no_file_of_a_checkpoint_runs_code(run, tmp_path, strategy):
+    assert run(attack, 1, strategy, "untied", tmp_path) == [[]]

@@ -3,9 +3,7 @@ process, under every strategy, however the rows are cut, padded or packed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +13,26 @@ import torch
 from roll.algorithms.distillation import divergence
 from roll.config.losses import DivergenceConfig
 from roll.models.layouts import TopTokens
-from roll.protocol.metrics import Metrics
+from roll.protocol.metrics import Metrics, RankInfo
 from roll.strategies.base import Comparison, Output
-from roll.strategies.factory import create_strategy
+from tests.strategies import jobs
 from tests.strategies.comparison import assert_same_gradients
 from tests.strategies.samples import (
     PACKING,
     VOCABULARY,
     TensorBatch,
     make_batch,
-    make_role,
     plain_model,
-    split_rows,
     write_model,
 )
 
-RunRanks = Callable[..., list[Any]]
-SPLITS = {1: (12,), 2: (7, 5)}
 TOP = 8
 OPTIONS = DivergenceConfig(kd_objective="js_divergence", js_beta=0.3, kd_temperature=1.5, teacher_temperature=0.9)
 TEACHER_TEMPERATURE = 1.5 * 0.9
 
 
 @pytest.fixture(scope="module")
-def teacher_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher_model(tmp_path_factory):
     folder = write_model(tmp_path_factory.mktemp("teacher"))
     model = plain_model(folder)
     with torch.no_grad():
@@ -75,20 +69,7 @@ def loss_of(outputs: TensorBatch, batch: TensorBatch) -> tuple[torch.Tensor, Met
 
 def distil(role: Any, batch: TensorBatch) -> dict[str, torch.Tensor]:
     """The gradient of one step on this rank's rows."""
-    if role.strategy_args.strategy_name == "deepspeed_train":
-        from tests.strategies.deepspeed.cases import trainer
-    elif role.strategy_args.strategy_name == "megatron_train":
-        from tests.strategies.megatron.cases import RecordingStrategy
-
-        strategy = RecordingStrategy(role)
-        strategy.initialize(num_training_steps=10)
-        return step(strategy, batch)
-    else:
-        from tests.strategies.sharded_cases import trainer
-    return step(trainer(role), batch)
-
-
-def step(strategy: Any, batch: TensorBatch) -> dict[str, torch.Tensor]:
+    strategy = jobs.trainer(role)
     of_both = partial(divergence_of, OPTIONS)
     strategy.train_step(
         batch, loss_of, [Output.LOG_PROBS], comparisons=[Comparison("teacher", OPTIONS.kd_temperature, of_both)]
@@ -100,10 +81,9 @@ def divergence_of(options: DivergenceConfig, q: torch.Tensor, p: torch.Tensor, h
     return divergence(q, p, options, has_tail)
 
 
-def top_of(role: Any, batch: TensorBatch, k: int) -> TensorBatch:
-    strategy = create_strategy(role)
-    strategy.initialize()
-    return strategy.forward_top_tokens(batch, TopTokens(k, VOCABULARY), TEACHER_TEMPERATURE)
+def top_of(role: Any, batch: TensorBatch, k: int) -> tuple[RankInfo, TensorBatch]:
+    strategy = jobs.started(role)
+    return strategy.rank_info, strategy.forward_top_tokens(batch, TopTokens(k, VOCABULARY), TEACHER_TEMPERATURE)
 
 
 def with_teacher(batch: TensorBatch, top: TensorBatch) -> TensorBatch:
@@ -111,7 +91,7 @@ def with_teacher(batch: TensorBatch, top: TensorBatch) -> TensorBatch:
 
 
 @pytest.fixture(scope="module")
-def expected(tied_model: Path, teacher_model: Path) -> dict[int, dict[str, torch.Tensor]]:
+def expected(tied_model, teacher_model):
     """The plain student's gradients in one process, with the teacher's top tokens and with all of them."""
     batch, found = make_batch(), {}
     mask = batch["response_mask"]
@@ -130,50 +110,32 @@ def expected(tied_model: Path, teacher_model: Path) -> dict[int, dict[str, torch
     return found
 
 
+CASES = {
+    "1-rank": (1, "fsdp2", {"micro_batch": 5}),
+    "2-ranks-packed": (2, "fsdp2", PACKING),
+    "2-ranks-shared-prompts": (2, "fsdp2", {"use_prefix_sharing": True}),
+    "2-ranks-one-sequence": (2, "fsdp2", {"model_args": {"ulysses_size": 2}}),
+    "fsdp": (2, "fsdp", {"use_remove_padding": True}),
+    "megatron-tensor": (2, "megatron", {"config": {"tp": 2}}),
+    "megatron-tensor-pipeline-packed": (4, "megatron", {"config": {"tp": 2, "pp": 2}, **PACKING}),
+    "megatron-context": (2, "megatron", {"config": {"cp": 2}}),
+    "zero3": (2, "zero3", {}),
+}
+
+
 @pytest.mark.default_rows("2-ranks-packed")
-@pytest.mark.parametrize(
-    ("strategy", "world_size", "options"),
-    [
-        pytest.param("fsdp2", 1, {"micro_batch": 5}, id="1-rank"),
-        pytest.param("fsdp2", 2, PACKING, id="2-ranks-packed"),
-        pytest.param("fsdp2", 2, {"use_prefix_sharing": True}, id="2-ranks-shared-prompts"),
-        pytest.param("fsdp2", 2, {"model_args": {"ulysses_size": 2}}, id="2-ranks-one-sequence"),
-        pytest.param("fsdp", 2, {"use_remove_padding": True}, id="fsdp"),
-        pytest.param("megatron", 2, {"config": {"tensor_model_parallel_size": 2}}, id="megatron-tensor"),
-        pytest.param(
-            "megatron",
-            4,
-            {"config": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, **PACKING},
-            id="megatron-tensor-pipeline-packed",
-        ),
-        pytest.param("megatron", 2, {"config": {"context_parallel_size": 2}}, id="megatron-context"),
-        pytest.param("deepspeed", 2, {"config": {"zero_stage": 3}}, id="zero3"),
-    ],
-)
-def test_teacher_and_gradient_equal_the_plain_models(
-    run_ranks: RunRanks,
-    tied_model: Path,
-    teacher_model: Path,
-    expected: dict[int, dict[str, torch.Tensor]],
-    strategy: str,
-    world_size: int,
-    options: dict[str, Any],
-) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_teacher_and_gradient_equal_the_plain_models(run, tied_model, teacher_model, expected, case):
+    world, strategy, options = CASES[case]
     batch = make_batch()
-    shared = options.get("model_args", {}).get("ulysses_size", 1)
-    sizes = options.get("config", {}) if strategy == "megatron" else {}
-    shared *= prod(size for name, size in sizes.items() if name.endswith("_size"))
-    parts = [part for part in split_rows(batch, SPLITS[world_size // shared]) for _ in range(shared)]
-    student = make_role(tied_model, f"{strategy}_train", **options)
-    teacher = make_role(teacher_model, f"{strategy}_infer", **{**options, "config": sizes})
     for k in (TOP, VOCABULARY):
         wanted = plain_top(teacher_model, batch, k)
-        found = run_ranks(world_size, top_of, teacher, parts, k)
-        whole = {name: torch.cat([one[name] for one in found[::shared]]) for name in wanted}
+        found = run(top_of, world, f"{strategy}_infer", teacher_model, k, **options)
+        sources = {info.dp_rank: top for info, top in found if info.is_data_source}
+        whole = {name: torch.cat([sources[rank][name] for rank in sorted(sources)]) for name in wanted}
         for name in ("top_log_probs", "tail_log_prob") if k == TOP else ("top_log_probs",):
             torch.testing.assert_close(whole[name], wanted[name], rtol=1e-5, atol=2e-5)
         assert float((whole["top_ids"] != wanted["top_ids"]).float().mean()) < 1e-3  # of equal log-probs
-        rows = [with_teacher(part, plain_top(teacher_model, part, k)) for part in parts]
-        found = run_ranks(world_size, distil, student, rows)
+        found = run(distil, world, strategy, tied_model, batch=with_teacher(batch, wanted), **options)
         for gradients in found[:1] if strategy == "megatron" else found:  # whole on rank 0 alone
             assert_same_gradients(gradients, expected[k], relative=5e-6)

@@ -15,7 +15,7 @@ ENGINES = {backend.package.title: backend for backend in BACKENDS.rows if backen
 @pytest.mark.parametrize(
     ("package", "version"), [("vLLM", "0.32.0+cpu"), ("vLLM", "0.33.1"), ("SGLang", "0.5.23.post1")]
 )
-def test_tested_versions_are_let_in(package: str, version: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_tested_versions_are_let_in(package, version, caplog):
     check_version(ENGINES[package], version, False)
     assert not caplog.records
 
@@ -23,7 +23,7 @@ def test_tested_versions_are_let_in(package: str, version: str, caplog: pytest.L
 @pytest.mark.parametrize(
     ("package", "version"), [("vLLM", "0.31.2"), ("vLLM", "0.34.0"), ("SGLang", "0.5.22"), ("SGLang", "0.5.24")]
 )
-def test_others_are_refused_unless_allowed(package: str, version: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_others_are_refused_unless_allowed(package, version, caplog):
     low, high = {"vLLM": ("0.32", "0.34"), "SGLang": ("0.5.23", "0.5.24")}[package]
     text = f"{package} {version} is outside the tested versions (at least {low}, below {high})"
     with pytest.raises(ValueError, match="allow_untested_version: true") as refused:

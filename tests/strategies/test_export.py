@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,9 @@ from roll.checkpoint import CheckpointManager, export
 from roll.checkpoint.contents import FORMAT, STATE_NAME, ModelContents
 from roll.checkpoint.tensors import WEIGHT, Piece, Pieces
 from roll.config.roles import WorkerConfig
-from tests.strategies import resume_cases as cases
-from tests.strategies.moe_models import write_moe
-from tests.strategies.samples import TensorBatch, make_batch, make_role, plain_model
+from tests.strategies import jobs
+from tests.strategies.samples import TensorBatch, plain_model, policy_loss
 
-RunRanks = Callable[..., list[Any]]
 ADAPTERS = {"lora_target": ["q_proj", "o_proj"], "lora_rank": 4, "lora_alpha": 8}
 
 
@@ -47,7 +44,7 @@ def changed(model: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_model_folder_is_written_and_compared(tied_model: Path, tmp_path: Path, dtype: str) -> None:
+def test_a_model_folder_is_written_and_compared(tied_model, tmp_path, dtype):
     trained = changed(tied_model)
     checkpoint = checkpoint_of(tied_model, tmp_path / "run/checkpoints", trained)
     (tmp_path / "model").mkdir()
@@ -64,7 +61,7 @@ def test_a_model_folder_is_written_and_compared(tied_model: Path, tmp_path: Path
     assert cli.main(["export", *words]) == 2, "it exists already"
 
 
-def test_an_adapter_is_written_and_merged(untied_model: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_written_and_merged(untied_model, tmp_path):
     pytest.importorskip("peft")
     torch.manual_seed(3)
     path = "model.layers.1.mlp.down_proj"
@@ -80,7 +77,7 @@ def test_an_adapter_is_written_and_merged(untied_model: Path, tmp_path: Path) ->
     assert all(torch.equal(merged[name], tensor) for name, tensor in base.items() if not name.startswith(path))
 
 
-def test_a_reward_model_is_exported_as_a_sequence_classifier(untied_model: Path, tmp_path: Path) -> None:
+def test_a_reward_model_is_exported_as_a_sequence_classifier(untied_model, tmp_path):
     body = {name: tensor for name, tensor in changed(untied_model).items() if name != "lm_head.weight"}
     trained = {**body, "score.weight": torch.randn(1, 32)}
     checkpoint = checkpoint_of(untied_model, tmp_path, trained)
@@ -92,9 +89,7 @@ def test_a_reward_model_is_exported_as_a_sequence_classifier(untied_model: Path,
     assert cli.main(["export", str(checkpoint), "--to", "gguf", "--output", str(tmp_path / "gguf")]) == 2
 
 
-def test_nothing_is_kept_of_an_export_that_is_another_model(
-    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_kept_of_an_export_that_is_another_model(tied_model, tmp_path, monkeypatch):
     checkpoint = checkpoint_of(tied_model, tmp_path, changed(tied_model))
     write_hf = export.write_hf
 
@@ -109,7 +104,7 @@ def test_nothing_is_kept_of_an_export_that_is_another_model(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_exported_is_said(tied_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_exported_is_said(tied_model, tmp_path, capsys):
     checkpoint = checkpoint_of(tied_model, tmp_path, changed(tied_model))
     shutil.copytree(checkpoint / "actor_train", checkpoint / "student_train")
     wrong = {
@@ -125,8 +120,9 @@ def test_what_cannot_be_exported_is_said(tied_model: Path, tmp_path: Path, capsy
 
 
 def train_and_save(role: WorkerConfig, batch: TensorBatch, folder: Path) -> None:
-    strategy = cases.started(role)
-    cases.learn(strategy, batch)
+    strategy = jobs.started(role, 10, max_grad_norm=1.0)
+    for _ in range(2):
+        strategy.train_step(batch, policy_loss, jobs.POLICY)
     strategy.save(folder / "checkpoint-2" / "actor_train")
     strategy.save_hf(folder / "wanted")
     strategy.saved()
@@ -136,32 +132,22 @@ def train_and_save(role: WorkerConfig, batch: TensorBatch, folder: Path) -> None
 @pytest.mark.parametrize(
     ("world", "strategy", "config", "kind"),
     [
-        (4, "fsdp2_train", {"fsdp_size": 2}, "dense"),
-        (2, "deepspeed_train", {"zero_stage": 3}, "dense"),
-        (4, "megatron_train", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, "dense"),
-        (2, "megatron_train", {"expert_model_parallel_size": 2}, "moe"),
-        (2, "fsdp_train", {}, "moe"),
-        (2, "megatron_train", {"tensor_model_parallel_size": 2}, "adapters"),
-        (2, "deepspeed_train", {"zero_stage": 1}, "adapters"),
-        (2, "fsdp2_train", {}, "adapted experts"),
+        (4, "fsdp2", {"fsdp_size": 2}, "dense"),
+        (2, "zero3", {}, "dense"),
+        (4, "megatron", {"tp": 2, "pp": 2}, "dense"),
+        (2, "megatron", {"ep": 2}, "moe"),
+        (2, "fsdp", {}, "moe"),
+        (2, "megatron", {"tp": 2}, "adapters"),
+        (2, "zero1", {}, "adapters"),
+        (2, "fsdp2", {}, "adapted experts"),
     ],
 )
-def test_it_is_what_the_run_would_have_exported(
-    run_ranks: RunRanks,
-    untied_model: Path,
-    tmp_path: Path,
-    world: int,
-    strategy: str,
-    config: dict[str, Any],
-    kind: str,
-) -> None:
-    for package in ("peft", "megatron.core", "deepspeed"):
-        pytest.importorskip(package)
-    model = write_moe(tmp_path / "model") if kind in ("moe", "adapted experts") else untied_model
+def test_it_is_what_the_run_would_have_exported(run, untied_model, moe_folder, tmp_path, world, strategy, config, kind):
+    pytest.importorskip("peft")
+    model = moe_folder("qwen3_moe") if kind in ("moe", "adapted experts") else untied_model
     targets = {"adapters": {}, "adapted experts": {"lora_target": ["q_proj", "experts"]}}
     options = {"model_args": ADAPTERS | targets[kind]} if kind in targets else {}
-    role = make_role(model, strategy, config=config, **options)
-    run_ranks(world, train_and_save, role, make_batch(), tmp_path / "run")
+    run(train_and_save, world, strategy, model, tmp_path / "run", config=config, **options)
     output = tmp_path / "out"
     assert (
         export.main([str(tmp_path / "run/checkpoint-2/actor_train"), "--output", str(output), "--dtype", "fp32"]) == 0
@@ -178,7 +164,7 @@ def test_it_is_what_the_run_would_have_exported(
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("dtype", ["f32", "q8_0"])
-def test_a_gguf_file_computes_the_same(folders: dict[str, Path], tmp_path: Path, name: str, dtype: str) -> None:
+def test_a_gguf_file_computes_the_same(folders, tmp_path, name, dtype):
     pytest.importorskip("gguf")
     model = folders.get(name) or llama(folders["qwen3"], tmp_path / "llama")
     checkpoint = checkpoint_of(model, tmp_path, changed(model))
@@ -224,9 +210,7 @@ def llama(tokenizer: Path, folder: Path) -> Path:
     return folder
 
 
-def test_without_gguf_the_error_names_the_extra(
-    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_gguf_the_error_names_the_extra(tied_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     checkpoint = checkpoint_of(tied_model, tmp_path, changed(tied_model))
     assert cli.main(["export", str(checkpoint), "--to", "gguf", "--output", str(tmp_path / "out")]) == 2

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +10,7 @@ from roll.strategies.base import ModelHead
 from roll.strategies.factory import create_generation_strategy, create_strategy
 from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
 from roll.strategies.fsdp.sharded import mesh_shape
-from tests.strategies import own_backend
-from tests.strategies import sharded_cases as cases
+from tests.strategies import jobs, own_backend
 from tests.strategies.samples import PACKING, make_batch, make_role, split_rows
 
 
@@ -21,7 +18,7 @@ def role(name: str, **config: Any) -> WorkerConfig:
     return WorkerConfig(name="actor_train", strategy_args=StrategyArguments(name, config))
 
 
-def test_names_give_strategies() -> None:
+def test_names_give_strategies():
     trainer = create_strategy(role("fsdp2_train"), ModelHead.VALUE, max_grad_norm=0.5)
     assert type(trainer) is Fsdp2Strategy and trainer.trains
     assert (trainer.head, trainer.max_grad_norm) == (ModelHead.VALUE, 0.5)
@@ -29,7 +26,7 @@ def test_names_give_strategies() -> None:
     assert type(reference) is Fsdp2Strategy and not reference.trains
 
 
-def test_the_roles_own_max_grad_norm_goes_first(tied_model: Path) -> None:
+def test_the_roles_own_max_grad_norm_goes_first(tied_model):
     own = make_role(tied_model, training={"max_grad_norm": 0.25})
     assert create_strategy(own, max_grad_norm=1.0).max_grad_norm == 0.25  # type: ignore[attr-defined]
 
@@ -44,12 +41,12 @@ def test_the_roles_own_max_grad_norm_goes_first(tied_model: Path) -> None:
         ("vllm", "not a strategy that can compute batches"),
     ],
 )
-def test_other_names_are_refused(name: str, reason: str) -> None:
+def test_other_names_are_refused(name, reason):
     with pytest.raises(ValueError, match=f"actor_train.strategy_args.strategy_name: .*{reason}"):
         create_strategy(role(name))
 
 
-def test_generation_names_are_apart() -> None:
+def test_generation_names_are_apart():
     with pytest.raises(ValueError, match="not a strategy that can generate; use one of hf_infer, vllm, sglang"):
         create_generation_strategy(role("fsdp2_train"))
 
@@ -58,11 +55,11 @@ def test_generation_names_are_apart() -> None:
     ("world_size", "fsdp_size", "shape"),
     [(16, 16, (16,)), (16, 8, (2, 8)), (8, 4, (2, 4)), (8, 1, (8,)), (8, 0, (8,)), (8, -1, (8,)), (8, 32, (8,))],
 )
-def test_mesh_shapes(world_size: int, fsdp_size: int, shape: tuple[int, ...]) -> None:
+def test_mesh_shapes(world_size, fsdp_size, shape):
     assert mesh_shape(world_size, fsdp_size) == shape
 
 
-def test_a_mesh_that_does_not_divide_is_refused_with_the_numbers() -> None:
+def test_a_mesh_that_does_not_divide_is_refused_with_the_numbers():
     with pytest.raises(ValueError, match="fsdp_size: 3 does not divide the role's 8 ranks; use one of 2, 4, 8, or 1"):
         mesh_shape(8, 3)
 
@@ -74,18 +71,16 @@ def test_a_mesh_that_does_not_divide_is_refused_with_the_numbers() -> None:
         ({"config": {"wrap_policy": {"wrap_lm_output": True}}}, "ties its output matrix to its embeddings"),
     ],
 )
-def test_options_that_cannot_work_are_refused(
-    run_ranks: Callable[..., list[Any]], tied_model: Path, options: dict[str, Any], message: str
-) -> None:
-    assert message in run_ranks(2, cases.refused, make_role(tied_model, **options))[0]
+def test_options_that_cannot_work_are_refused(run_ranks, tied_model, options, message):
+    assert message in run_ranks(2, jobs.refused, make_role(tied_model, **options))[0]
 
 
-def test_a_forward_only_strategy_does_not_train(run_ranks: Callable[..., list[Any]], tied_model: Path) -> None:
+def test_a_forward_only_strategy_does_not_train(run_ranks, tied_model):
     with pytest.raises(ValueError, match="fsdp2_infer cannot train; use fsdp2_train"):
         create_strategy(make_role(tied_model, "fsdp2_infer")).initialize(num_training_steps=3)
 
 
-def test_a_backend_is_one_class_and_one_descriptor(run_ranks: Callable[..., list[Any]], tied_model: Path) -> None:
+def test_a_backend_is_one_class_and_one_descriptor(run_ranks, tied_model):
     """Micro-batches, packing, metrics, exports come with it: its steps are those of FSDP2."""
     rows = split_rows(make_batch(), (5, 7))
     options = PACKING | {"use_prefix_sharing": True}
@@ -101,6 +96,6 @@ def test_a_backend_is_one_class_and_one_descriptor(run_ranks: Callable[..., list
                 torch.testing.assert_close(own[kind][name], expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_a_backend_of_ones_own_only_computes_under_infer(run_ranks: Callable[..., list[Any]], tied_model: Path) -> None:
+def test_a_backend_of_ones_own_only_computes_under_infer(run_ranks, tied_model):
     (message,) = run_ranks(1, own_backend.forward_only, make_role(tied_model, "replicated_infer"))
     assert message.endswith("replicated_infer cannot train; use replicated_train")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,11 +14,9 @@ from roll.models.loading import TensorFiles
 from roll.strategies.factory import create_strategy
 from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
 from roll.strategies.training.optimizer import local_tensor
+from tests.strategies.jobs import weights_of
 from tests.strategies.moe_models import write_moe
 from tests.strategies.samples import make_role, plain_model
-from tests.strategies.sharded_cases import weights_of
-
-RunRanks = Callable[..., list[Any]]
 
 
 def compare_loading(role: WorkerConfig) -> dict[str, Any]:
@@ -59,7 +55,7 @@ def compare_loading(role: WorkerConfig) -> dict[str, Any]:
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_each_rank_reads_its_own_experts(run_ranks: RunRanks, tmp_path: Path, family: str, world_size: int) -> None:
+def test_each_rank_reads_its_own_experts(run_ranks, tmp_path, family, world_size):
     role = make_role(write_moe(tmp_path, family), config={"wrap_policy": {"moe_experts": ["Qwen3MoeMLP"]}})
     for result in run_ranks(world_size, compare_loading, role):
         assert result["different"] == [] and result["meta"] == []
@@ -78,9 +74,7 @@ def test_each_rank_reads_its_own_experts(run_ranks: RunRanks, tmp_path: Path, fa
     ],
 )
 @pytest.mark.parametrize("model", ["tied_model", "untied_model"])
-def test_shards_equal_those_of_a_model_loaded_whole(
-    run_ranks: RunRanks, request: pytest.FixtureRequest, model: str, world_size: int, options: dict[str, Any]
-) -> None:
+def test_shards_equal_those_of_a_model_loaded_whole(run_ranks, request, model, world_size, options):
     role = make_role(request.getfixturevalue(model), **options)
     for result in run_ranks(world_size, compare_loading, role):
         assert result["different"] == []
@@ -121,9 +115,7 @@ def load_by_parts(role: WorkerConfig) -> dict[str, Any]:
         pytest.param("megatron_train", {"pipeline_model_parallel_size": 2}, "fp32", 0.52, id="pp2-fp32"),
     ],
 )
-def test_no_rank_loads_a_whole_model(
-    run_ranks: RunRanks, untied_model: Path, strategy: str, config: dict[str, Any], dtype: str, share: float
-) -> None:
+def test_no_rank_loads_a_whole_model(run_ranks, untied_model, strategy, config, dtype, share):
     pytest.importorskip({"deepspeed_train": "deepspeed", "megatron_train": "megatron.core"}.get(strategy, "torch"))
     results = run_ranks(2, load_by_parts, make_role(untied_model, strategy, config=config, dtype=dtype))
     wanted = plain_model(untied_model).state_dict()

@@ -60,7 +60,7 @@ rules = st.one_of(
 
 
 @given(lengths=st.lists(st.integers(1, LONGEST), max_size=20), rule=rules, shares=st.booleans(), more=st.integers(0, 3))
-def test_every_row_once_within_the_budget(lengths: list[int], rule: MicroBatching, shares: bool, more: int) -> None:
+def test_every_row_once_within_the_budget(lengths, rule, shares, more):
     whole = batch(lengths, [row // 3 for row in range(len(lengths))])
     plan = plan_micro_batches(whole, rule, lambda count: count + more, shares)
     assert sorted(chain(*plan)) == list(range(len(lengths)))
@@ -82,7 +82,7 @@ def test_every_row_once_within_the_budget(lengths: list[int], rule: MicroBatchin
 
 
 @given(lengths=st.lists(st.integers(2, LONGEST), max_size=10), rule=rules, shares=st.booleans(), more=st.integers(0, 3))
-def test_compared_rows_stay_together(lengths: list[int], rule: MicroBatching, shares: bool, more: int) -> None:
+def test_compared_rows_stay_together(lengths, rule, shares, more):
     rule = replace(rule, max_tokens=rule.max_tokens and 2 * rule.max_tokens)
     pairs = [length for one in lengths for length in (one, max(2, one - 3))]
     whole = batch(pairs, [row // 2 for row in range(len(pairs))])
@@ -100,19 +100,19 @@ def test_compared_rows_stay_together(lengths: list[int], rule: MicroBatching, sh
             assert (sum(pairs[row] for row in rows) - common if packs else len(rows) * width) <= rule.max_tokens
 
 
-def test_pairs_that_do_not_fit_are_named() -> None:
+def test_pairs_that_do_not_fit_are_named():
     whole = batch([9, 8], [1, 1]) | {"unit_ids": torch.zeros(2, dtype=torch.int64)}
     with pytest.raises(ValueError, match=r"max_tokens_per_microbatch_\* of 18 would do"):
         plan_micro_batches(whole, MicroBatching(rows=1, max_tokens=17), itself)
 
 
-def test_rows_of_like_lengths_come_together() -> None:
+def test_rows_of_like_lengths_come_together():
     rule = MicroBatching(rows=1, max_tokens=24, width_multiple=4)
     plan = plan_micro_batches(batch([12, 2, 11, 3, 4, 1, 12]), rule, itself)
     assert plan == [[0, 6], [2, 4], [1, 3, 5]]
 
 
-def test_packs_have_like_work() -> None:
+def test_packs_have_like_work():
     rule = MicroBatching(rows=1, removes_padding=True, max_tokens=16, balances=True, min_count=3)
     lengths = [12, 4, 5, 5, 6, 3, 3, 4]
     plan = plan_micro_batches(batch(lengths), rule, itself)
@@ -120,7 +120,7 @@ def test_packs_have_like_work() -> None:
     assert sorted(sum(lengths[row] for row in rows) for rows in plan) == [13, 14, 15]
 
 
-def test_a_rank_makes_as_many_packs_as_the_one_with_most() -> None:
+def test_a_rank_makes_as_many_packs_as_the_one_with_most():
     rule = MicroBatching(rows=1, removes_padding=True, max_tokens=40, balances=True)
     plan = plan_micro_batches(batch([4] * 8), rule, lambda count: 4)
     assert [len(rows) for rows in plan] == [2, 2, 2, 2]
@@ -128,20 +128,20 @@ def test_a_rank_makes_as_many_packs_as_the_one_with_most() -> None:
     assert [len(rows) for rows in plan] == [1, 0, 0]
 
 
-def test_rows_behind_one_prompt_come_together() -> None:
+def test_rows_behind_one_prompt_come_together():
     rule = MicroBatching(rows=1, removes_padding=True, max_tokens=12)
     plan = plan_micro_batches(batch([5, 5, 4, 4, 5, 5], [1, 1, 2, 2, 3, 3]), rule, itself, shares_prompts=True)
     assert sorted(map(list, plan)) == [[0, 1], [2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("removes_padding", [True, False])
-def test_a_row_that_does_not_fit_is_named(removes_padding: bool) -> None:
+def test_a_row_that_does_not_fit_is_named(removes_padding):
     rule = MicroBatching(rows=1, removes_padding=removes_padding, max_tokens=8)
     with pytest.raises(ValueError, match="9 tokens"):
         plan_micro_batches(batch([4, 9]), rule, itself)
 
 
-def test_consecutive_rows_are_not_copied() -> None:
+def test_consecutive_rows_are_not_copied():
     assert row_index(range(2, 5)) == slice(2, 5)
     assert row_index([0, 3]) == [0, 3]
 
@@ -159,7 +159,7 @@ def rows_of(lengths: list[int], width: int) -> dict[str, torch.Tensor]:
 
 
 @given(lengths=st.lists(st.integers(0, 9), max_size=12), rows=st.integers(1, 5), padding=st.integers(0, 3))
-def test_micro_batches_hold_every_row_once_cut_to_the_longest(lengths: list[int], rows: int, padding: int) -> None:
+def test_micro_batches_hold_every_row_once_cut_to_the_longest(lengths, rows, padding):
     whole = rows_of(lengths, 9 + padding)
     parts = [micro_batch(whole, own) for own in fixed_rows(len(lengths), rows)]
     assert [score for part in parts for score in part["scores"].tolist()] == list(range(len(lengths)))
@@ -168,19 +168,19 @@ def test_micro_batches_hold_every_row_once_cut_to_the_longest(lengths: list[int]
         assert {part[name].shape[1] for name in ("input_ids", "attention_mask", "advantages")} == {max(1, longest)}
 
 
-def test_without_rows_there_is_nothing_to_predict() -> None:
+def test_without_rows_there_is_nothing_to_predict():
     part = micro_batch(rows_of([3, 4], 5), range(0))
     assert is_empty(part) and part["input_ids"].shape == (1, 1)
     assert not is_empty(micro_batch(rows_of([3, 4], 5), [0, 1]))
 
 
-def test_any_rows_are_cut_to_the_longest_of_them() -> None:
+def test_any_rows_are_cut_to_the_longest_of_them():
     part = micro_batch(rows_of([3, 9, 4], 10), [0, 2])
     assert part["scores"].tolist() == [0, 2]
     assert part["input_ids"].shape == part["advantages"].shape == (2, 4)
 
 
-def test_tensors_in_metrics_become_floats_after_merging() -> None:
+def test_tensors_in_metrics_become_floats_after_merging():
     merged = merged_floats(
         [
             {"loss": Mean(torch.tensor(6.0), torch.tensor(2)), "rows": Sum(2.0)},
@@ -191,6 +191,6 @@ def test_tensors_in_metrics_become_floats_after_merging() -> None:
     assert all(type(value) is float for value in (merged["loss"].total, merged["ratio"].maximum))  # type: ignore[attr-defined]
 
 
-def test_rows_per_micro_batch_must_be_positive() -> None:
+def test_rows_per_micro_batch_must_be_positive():
     with pytest.raises(AssertionError):
         fixed_rows(1, 0)

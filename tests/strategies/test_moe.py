@@ -2,48 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.strategies import jobs
 from tests.strategies import moe_cases as cases
-from tests.strategies.comparison import assert_same_gradients, assert_step_equals, plain_results, rounding_of
-from tests.strategies.moe_models import EVERYWHERE, FAMILIES, SEPARATE, divided, write_moe
-from tests.strategies.samples import DYNAMIC, PACKING, VOCABULARY, make_batch, make_role, split_rows
+from tests.strategies.comparison import assert_step_equals, plain_results, rounding_of
+from tests.strategies.moe_models import EVERYWHERE, FAMILIES, SEPARATE, divided
+from tests.strategies.samples import DYNAMIC, PACKING, VOCABULARY, make_batch
 
-RunRanks = Callable[..., list[Any]]
 SPLIT = (7, 5)
-ZERO3 = {"zero_stage": 3, "zero_optimization": {"stage3_param_persistence_threshold": 40}}
 CHECKPOINTED = {"model_args": {"disable_gradient_checkpointing": False}}
 UNITS = {"wrap_policy": {"moe_experts": ["Qwen3MoeMLP"]}}
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "fsdp2": {},
-    "fsdp": {"strategy": "fsdp_train"},
-    "zero2": {"strategy": "deepspeed_train", "config": {"zero_stage": 2}},
-    "zero3": {"strategy": "deepspeed_train", "config": ZERO3},
-}
-
-
-@pytest.fixture(scope="module")
-def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("moe")
-
-    def folder(family: str) -> Path:
-        return root / family if (root / family).is_dir() else write_moe(root / family, family)
-
-    return folder
-
-
-def role(folder: Path, strategy: str, **options: Any) -> Any:
-    own = STRATEGIES[strategy]
-    if own.get("strategy", "").startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("needs deepspeed")
-    config = {**own.get("config", {}), **options.pop("config", {})}
-    return make_role(folder, own.get("strategy", "fsdp2_train"), config=config, **options)
+STRATEGIES = ("fsdp2", "fsdp", "zero2", "zero3")
 
 
 def layouts() -> dict[str, tuple[str, str, dict[str, Any]]]:
@@ -78,62 +51,54 @@ def layouts() -> dict[str, tuple[str, str, dict[str, Any]]]:
 
 @pytest.mark.default_rows("qwen3_moe-fsdp2", "qwen3_moe-ep2", "separate-apart-fsdp2")
 @pytest.mark.parametrize("case", layouts())
-def test_gradient_and_outputs_equal_the_plain_model(
-    run_ranks: RunRanks, moe_folder: Callable[[str], Path], case: str
-) -> None:
+def test_gradient_and_outputs_equal_the_plain_model(run, moe_folder, case):
     family, strategy, options = layouts()[case]
     folder = moe_folder(family)
-    results = run_ranks(2, cases.train, role(folder, strategy, **options), split_rows(make_batch(), SPLIT))
+    results = run(jobs.train, 2, strategy, folder, **options)
     assert_step_equals(results, plain_results(folder), rounding_of(folder, make_batch()))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_experts_divided_and_sharded(run_ranks: RunRanks, moe_folder: Callable[[str], Path], family: str) -> None:
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_divided_and_sharded(run, moe_folder, name):
     """Three experts for each of two groups of two ranks, which gather them for a pass: one holds two, one holds one."""
-    divided = role(moe_folder(family), "fsdp2", config={"ep_size": 2}, **CHECKPOINTED)
-    results = run_ranks(4, cases.train, divided, split_rows(make_batch(), (4, 3, 3, 2)))
-    assert_step_equals(results, plain_results(moe_folder(family)), rounding_of(moe_folder(family), make_batch()))
+    folder = moe_folder(name)
+    results = run(jobs.train, 4, "fsdp2", folder, config={"ep_size": 2}, split=(4, 3, 3, 2), **CHECKPOINTED)
+    assert_step_equals(results, plain_results(folder), rounding_of(folder, make_batch()))
 
 
 @pytest.mark.long
-def test_divided_experts_of_ranks_that_share_sequences(run_ranks: RunRanks, moe_folder: Callable[[str], Path]) -> None:
+def test_divided_experts_of_ranks_that_share_sequences(run, moe_folder):
     folder = moe_folder("qwen3_moe")
-    shared = role(folder, "fsdp2", config={"ep_size": 2}, model_args={"ulysses_size": 2}, **PACKING)
-    results, wanted = run_ranks(2, cases.train, shared, [make_batch()] * 2), plain_results(folder)
-    rounding = rounding_of(folder, make_batch())
-    for result in results:
-        assert_same_gradients(result["gradients"], wanted["gradients"], rounding=rounding)
-        torch.testing.assert_close(result["outputs"]["log_probs"], wanted["outputs"]["log_probs"], rtol=0, atol=1e-5)
+    options = {"config": {"ep_size": 2}, "model_args": {"ulysses_size": 2}, **PACKING}
+    results = run(jobs.train, 2, "fsdp2", folder, **options)
+    assert_step_equals(results, plain_results(folder), rounding_of(folder, make_batch()))
 
 
 @pytest.mark.default_rows("fsdp2")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_that_share_no_expert(run_ranks: RunRanks, moe_folder: Callable[[str], Path], strategy: str) -> None:
+def test_ranks_that_share_no_expert(run, moe_folder, strategy):
     folder, batch = divided(moe_folder("qwen3_moe")), make_batch()
     half = VOCABULARY // 2
     own = torch.arange(12)[:, None] < SPLIT[0]
     batch["input_ids"] = torch.where(own, batch["input_ids"] % half, batch["input_ids"] % half + half)
     apart = {"config": UNITS} if strategy.startswith("fsdp") else {}
-    results = run_ranks(2, cases.train, role(folder, strategy, **apart), split_rows(batch, SPLIT))
+    results = run(jobs.train, 2, strategy, folder, batch=batch, **apart)
     assert_step_equals(results, plain_results(folder, batch), rounding_of(folder, batch))
     shares = [[result["metrics"][f"moe_share/expert_{index:02d}"] for index in range(6)] for result in results]
     assert shares[0] == shares[1] and sum(shares[0]) == pytest.approx(1.0)
-    chosen = run_ranks(2, cases.choices, role(folder, "fsdp2"), split_rows(batch, SPLIT))
+    chosen = run(cases.choices, 2, "fsdp2", folder, batch=batch)
     assert [bool(counts[:3].any()) for counts in chosen] == [True, False]
     assert [bool(counts[3:].any()) for counts in chosen] == [False, True]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("learns", [True, False], ids=["learns", "forward"])
-def test_the_self_test_of_zero3_names_what_is_wrong(
-    run_ranks: RunRanks, moe_folder: Callable[[str], Path], learns: bool
-) -> None:
+def test_the_self_test_of_zero3_names_what_is_wrong(run, moe_folder, learns):
     """Neither gathered as one leaf nor all called, experts that are modules are mixed up, or the ranks wait for each
     other; with either, the start succeeds."""
-    one = role(moe_folder(SEPARATE), "zero3")
     for methods in (("_prepare_experts", "_use_units"), ("_prepare_experts",), ("_use_units",)):
-        messages = run_ranks(2, cases.self_test_of_zero3, one, methods, learns)
+        messages = run(cases.self_test_of_zero3, 2, "zero3", moe_folder(SEPARATE), methods, learns, batch=None)
         wrong = ["something else when ranks choose different experts" in message for message in messages]
         assert wrong == [len(methods) == 2] * 2, (methods, messages)
         if len(methods) == 2:
@@ -151,13 +116,11 @@ def test_the_self_test_of_zero3_names_what_is_wrong(
         pytest.param("fsdp", ["SeparateMLP"], id="fsdp-apart"),
     ],
 )
-def test_separate_experts_need_the_patch(
-    run_ranks: RunRanks, moe_folder: Callable[[str], Path], strategy: str, units: list[str] | None
-) -> None:
+def test_separate_experts_need_the_patch(run, moe_folder, strategy, units):
     """Refused by name; and if it were not, the self-test at the start would find it."""
-    one = role(moe_folder(SEPARATE), strategy, config={"wrap_policy": {"moe_experts": units}})
-    for message in run_ranks(2, cases.refused, one):
+    folder, options = moe_folder(SEPARATE), {"config": {"wrap_policy": {"moe_experts": units}}, "batch": None}
+    for message in run(jobs.refused, 2, strategy, folder, 10, **options):
         assert "apply_expert_patch: false, but the experts of SeparateForCausalLM are modules" in message
         assert "set it to true" in message
-    messages = run_ranks(2, cases.self_test_alone, one)
+    messages = run(cases.self_test_alone, 2, strategy, folder, **options)
     assert all("something else when ranks choose different experts" in message for message in messages), messages

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.strategies import moe_cases as cases
+from tests.strategies import jobs
 from tests.strategies.comparison import assert_same_gradients
 from tests.strategies.moe_models import EVERYWHERE, write_moe
 from tests.strategies.samples import (
@@ -24,9 +22,7 @@ from tests.strategies.samples import (
     split_rows,
 )
 
-RunRanks = Callable[..., list[Any]]
 COEFFICIENT = 0.5
-SPLITS = {1: (12,), 2: (7, 5), 4: (5, 4, 3, 0)}
 
 
 def balance_of(model: Any, batch: TensorBatch) -> tuple[torch.Tensor, dict[str, float]]:
@@ -67,12 +63,12 @@ def balance_of(model: Any, batch: TensorBatch) -> tuple[torch.Tensor, dict[str, 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_moe(tmp_path_factory.mktemp("moe") / "model")
+def folder(moe_folder):
+    return moe_folder("qwen3_moe")
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def expected(folder):
     model, batch = plain_model(folder).double(), make_batch()
     model.set_experts_implementation("eager")  # grouped products have no float64
     loss, gauges = balance_of(model, batch)
@@ -80,39 +76,27 @@ def expected(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     return {name: parameter.grad.float() for name, parameter in model.named_parameters()}, gauges
 
 
-CUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one-micro-batch": (1, {"micro_batch": 12}),
-    "micro-batch-1": (1, {"micro_batch": 1}),
-    "2-ranks-one-micro-batch": (2, {"micro_batch": 7}),
-    "2-ranks-packed-checkpointed": (2, {**PACKING, "model_args": {"disable_gradient_checkpointing": False}}),
-    "2-ranks-dynamic-shared-prompts": (2, {**DYNAMIC, "use_prefix_sharing": True}),
-    "4-ranks-one-without-rows": (4, {}),
-    "2-ranks-ulysses": (2, {"model_args": {"ulysses_size": 2}, "use_remove_padding": True}),
-    "fsdp1": (2, {"strategy": "fsdp_train"}),
-    "fsdp1-shared-prompts": (2, {"strategy": "fsdp_train", "use_prefix_sharing": True}),
-    "zero2": (2, {"strategy": "deepspeed_train", "config": {"zero_stage": 2}}),
-    "zero3": (
-        2,
-        {
-            "strategy": "deepspeed_train",
-            "config": {"zero_stage": 3, "zero_optimization": {"stage3_param_persistence_threshold": 40}},
-        },
-    ),
+CUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "one-micro-batch": (1, "fsdp2", {"micro_batch": 12}),
+    "micro-batch-1": (1, "fsdp2", {"micro_batch": 1}),
+    "2-ranks-one-micro-batch": (2, "fsdp2", {"micro_batch": 7}),
+    "2-ranks-packed-checkpointed": (2, "fsdp2", {**PACKING, "model_args": {"disable_gradient_checkpointing": False}}),
+    "2-ranks-dynamic-shared-prompts": (2, "fsdp2", {**DYNAMIC, "use_prefix_sharing": True}),
+    "4-ranks-one-without-rows": (4, "fsdp2", {}),
+    "2-ranks-ulysses": (2, "fsdp2", {"model_args": {"ulysses_size": 2}, "use_remove_padding": True}),
+    "fsdp1": (2, "fsdp", {}),
+    "fsdp1-shared-prompts": (2, "fsdp", {"use_prefix_sharing": True}),
+    "zero2": (2, "zero2", {}),
+    "zero3": (2, "zero3", {}),
 }
 
 
 @pytest.mark.default_rows("one-micro-batch", "2-ranks-dynamic-shared-prompts")
 @pytest.mark.parametrize("cut", CUTS)
-def test_global_balance_loss_equals_float64_on_the_whole_batch(
-    run_ranks: RunRanks, folder: Path, expected: tuple[dict[str, torch.Tensor], dict[str, float]], cut: str
-) -> None:
-    ranks, options = CUTS[cut]
-    if "deepspeed" in options.get("strategy", ""):
-        pytest.importorskip("deepspeed")
+def test_global_balance_loss_equals_float64_on_the_whole_batch(run, folder, expected, cut):
+    ranks, strategy, options = CUTS[cut]
     options = {**options, "model_args": {"moe_aux_loss_coef": COEFFICIENT, **options.get("model_args", {})}}
-    split = SPLITS[ranks] if "ulysses" not in cut else None
-    batches = split_rows(make_batch(), split) if split else [make_batch()] * ranks
-    results = run_ranks(ranks, cases.train, make_role(folder, **options), batches)
+    results = run(jobs.train, ranks, strategy, folder, **options)
     gradients, gauges = expected
     for result in results:
         assert_same_gradients(result["gradients"], gradients, 4e-6)  # float32 against float64
@@ -120,7 +104,7 @@ def test_global_balance_loss_equals_float64_on_the_whole_batch(
 
 
 @pytest.mark.long
-def test_micro_batch_scope_is_the_mean_of_transformers_losses(run_ranks: RunRanks, folder: Path) -> None:
+def test_micro_batch_scope_is_the_mean_of_transformers_losses(run_ranks, folder):
     args = {"moe_aux_loss_coef": COEFFICIENT, "moe_aux_loss_scope": "micro_batch"}
     role = make_role(folder, micro_batch=4, model_args=args)
     model, batch = plain_model(folder), make_batch()
@@ -130,13 +114,13 @@ def test_micro_batch_scope_is_the_mean_of_transformers_losses(run_ranks: RunRank
     ]
     (total + COEFFICIENT * sum(balance_of(model, part)[0] for part in parts) / len(parts)).backward()
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for result in run_ranks(2, cases.train, role, split_rows(batch, (8, 4))):
+    for result in run_ranks(2, jobs.train, role, split_rows(batch, (8, 4))):
         assert_same_gradients(result["gradients"], wanted, 4e-6)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", EVERYWHERE)
-def test_transformers_computes_the_same_loss(run_ranks: RunRanks, tmp_path: Path, family: str) -> None:
+def test_transformers_computes_the_same_loss(run_ranks, tmp_path, family):
     """On rows without padding, where both take the same tokens."""
     path = write_moe(tmp_path / "model", family)
     batch, _ = split_rows(make_batch(groups=2, group_size=1), (1, 1))
@@ -144,10 +128,10 @@ def test_transformers_computes_the_same_loss(run_ranks: RunRanks, tmp_path: Path
     batch = {name: column[:, :length] if column.shape[1:] else column for name, column in batch.items()}
     model = plain_model(path)
     wanted = model(input_ids=batch["input_ids"][:, :-1], output_router_logits=True).aux_loss
-    (result,) = run_ranks(1, cases.train, make_role(path), [batch])
+    (result,) = run_ranks(1, jobs.train, make_role(path), [batch])
     assert result["metrics"]["moe_aux_loss"] == pytest.approx(wanted.item(), rel=1e-6)
 
 
-def test_a_dense_model_has_no_gauges(run_ranks: RunRanks, tied_model: Path) -> None:
-    (result,) = run_ranks(1, cases.train, make_role(tied_model), [make_batch()])
+def test_a_dense_model_has_no_gauges(run_ranks, tied_model):
+    (result,) = run_ranks(1, jobs.train, make_role(tied_model), [make_batch()])
     assert not [name for name in result["metrics"] if name.startswith("moe_")]

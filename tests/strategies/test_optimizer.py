@@ -18,22 +18,22 @@ def rates(kind: str, **options: object) -> list[float]:
     return [schedule(step) for step in range(12)]
 
 
-def test_linear_falls_to_the_minimum_and_stays() -> None:
+def test_linear_falls_to_the_minimum_and_stays():
     values = rates("linear", min_lr_ratio=0.1)
     assert values[0] == 2.0 and values[5] == pytest.approx(2.0 * 0.55)
     assert values[10] == values[11] == pytest.approx(0.2)
 
 
-def test_warm_up_starts_above_zero_and_ends_at_the_peak() -> None:
+def test_warm_up_starts_above_zero_and_ends_at_the_peak():
     assert rates("linear", warmup_steps=4)[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
 
 
-def test_warm_up_ratio_is_a_share_of_all_steps_and_steps_go_first() -> None:
+def test_warm_up_ratio_is_a_share_of_all_steps_and_steps_go_first():
     assert rates("constant", warmup_ratio=0.11)[:3] == pytest.approx([1.0, 2.0, 2.0])
     assert rates("constant", warmup_ratio=0.5, warmup_steps=1)[0] == 2.0
 
 
-def test_cosine() -> None:
+def test_cosine():
     values = rates("cosine", warmup_steps=2)
     assert values[6] == pytest.approx(1.0)
     assert values[4] == pytest.approx(1.0 + math.cos(math.pi / 4))
@@ -60,7 +60,7 @@ def test_cosine() -> None:
     ],
 )
 @pytest.mark.parametrize("warmup", [0, 3])
-def test_equals_transformers_after_the_warm_up(kind: str, kwargs: dict[str, object], warmup: int) -> None:
+def test_equals_transformers_after_the_warm_up(kind, kwargs, warmup):
     total = 20
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
     theirs = get_scheduler(kind, optimizer, warmup, total, scheduler_specific_kwargs=dict(kwargs))
@@ -83,12 +83,12 @@ def test_equals_transformers_after_the_warm_up(kind: str, kwargs: dict[str, obje
         ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs.power"),
     ],
 )
-def test_mistakes_name_the_key(options: dict[str, object], key: str) -> None:
+def test_mistakes_name_the_key(options, key):
     with pytest.raises(ValueError, match=f"training_args.{key}"):
         LearningRateSchedule.from_arguments(TrainingArguments(**options), 10)  # type: ignore[arg-type]
 
 
-def test_a_dropped_gradient_counts_as_a_step_and_halves_the_loss_scale() -> None:
+def test_a_dropped_gradient_counts_as_a_step_and_halves_the_loss_scale():
     args = TrainingArguments(learning_rate=2.0, lr_scheduler_type="linear")
     progress = TrainingProgress(args, num_training_steps=4, compute_dtype=torch.float16)
     good, dropped = (to_floats(progress.finish_step(norm, dp_size=2)) for norm in (3.0, math.inf))
@@ -98,7 +98,7 @@ def test_a_dropped_gradient_counts_as_a_step_and_halves_the_loss_scale() -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_progress_continues_from_its_state(dtype: torch.dtype) -> None:
+def test_progress_continues_from_its_state(dtype):
     args = TrainingArguments(learning_rate=2.0, lr_scheduler_type="linear")
     progress, resumed = (TrainingProgress(args, 4, dtype) for _ in range(2))
     progress.finish_step(math.nan, dp_size=1)
@@ -108,12 +108,12 @@ def test_progress_continues_from_its_state(dtype: torch.dtype) -> None:
     assert (resumed.scale, resumed.learning_rate) == (progress.scale, progress.learning_rate)
 
 
-def test_without_fp16_there_is_no_loss_scale() -> None:
+def test_without_fp16_there_is_no_loss_scale():
     progress = TrainingProgress(TrainingArguments(), 4, torch.bfloat16)
     assert progress.scale == 1.0 and "loss_scale" not in progress.finish_step(1.0, dp_size=1)
 
 
-def test_biases_of_stacked_experts_do_not_decay() -> None:
+def test_biases_of_stacked_experts_do_not_decay():
     from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
     shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}

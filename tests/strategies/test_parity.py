@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,12 +13,11 @@ from benchmarks.parity.table import BEGIN, BOUNDS, END, Row, compare, insert, ma
 
 CHECKED = {"fsdp2": "HSDP 2x2", "deepspeed": "ZeRO-3 offload, 2 ranks", "megatron": "TP2 x PP2"}
 """One layout of each: padded in float32; packed, the harder of the two, in both types."""
-RunRanks = Callable[..., list[Any]]
 
 
-@pytest.mark.default_rows("deepspeed")
+@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", CHECKED)
-def test_rows_are_within_bounds(run_ranks: RunRanks, tmp_path: Path, strategy: str) -> None:
+def test_rows_are_within_bounds(run_ranks, tmp_path, strategy):
     layouts = [layout for layout in LAYOUTS if (layout.strategy, layout.name) == (strategy, CHECKED[strategy])]
     padded, packed = ([layout for layout in layouts if layout.batch == batch] for batch in ("padded", "packed"))
     assert padded and packed
@@ -37,7 +33,7 @@ def test_rows_are_within_bounds(run_ranks: RunRanks, tmp_path: Path, strategy: s
         assert row.errors["bf16"][0].log_probs > 1e-4, "bf16 rounds; equality would mean float32"
 
 
-def test_a_number_out_of_bounds_is_named() -> None:
+def test_a_number_out_of_bounds_is_named():
     good = Errors(0.0, 1e-6, 1e-6)
     row = Row("fsdp2", "2 ranks", "packed", {"fp32": [good, replace(good, grad_norm=1.1e-5)], "bf16": [good, good]})
     (line,) = row.violations()
@@ -45,7 +41,7 @@ def test_a_number_out_of_bounds_is_named() -> None:
     assert "| fsdp2 | 2 ranks | packed | 0e+00 / 0e+00 | 1e-06 / 1e-05 |" in markdown([row])
 
 
-def test_the_table_replaces_the_one_between_the_markers(tmp_path: Path) -> None:
+def test_the_table_replaces_the_one_between_the_markers(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     insert(page, "new")

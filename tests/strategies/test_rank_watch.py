@@ -68,8 +68,9 @@ def is_there(pid: int) -> bool:
         return False
 
 
+@pytest.mark.default_rows("fail_for_a_dead_rank")
 @pytest.mark.parametrize("scenario", [wait_for_ever, fail_for_a_dead_rank])
-def test_the_death_of_a_rank_is_that_of_the_engine(scenario: object) -> None:
+def test_the_death_of_a_rank_is_that_of_the_engine(scenario):
     process, pids = start(scenario.__name__)  # type: ignore[attr-defined]
     if scenario is wait_for_ever:
         os.kill(pids[1], signal.SIGKILL)
@@ -81,14 +82,15 @@ def test_the_death_of_a_rank_is_that_of_the_engine(scenario: object) -> None:
     assert len(pids) == 3 and are_gone(pids)
 
 
-def test_an_end_in_good_order_is_no_death() -> None:
+def test_an_end_in_good_order_is_no_death():
     process, pids = start(begin.__name__)
     output, errors = process.communicate(timeout=30)
     assert (process.returncode, output, errors) == (0, "", "")
     assert len(pids) == 3 and are_gone(pids)
 
 
-def test_other_errors_are_raised() -> None:
+@pytest.mark.long
+def test_other_errors_are_raised():
     process, _ = start(fail_for_another_reason.__name__)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 1 and "ValueError: there is no such tensor" in errors and "has died" not in errors

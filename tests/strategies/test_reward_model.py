@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reward_model(tmp_path_factory):
     torch.manual_seed(3)
     config = Qwen2Config(
         vocab_size=64,
@@ -78,9 +77,7 @@ PACKAGES = {"deepspeed_infer": "deepspeed", "megatron_infer": "megatron"}
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "settings"), CASES)
-def test_scores_are_those_of_transformers(
-    run_ranks: Callable[..., list[Any]], reward_model: Path, strategy: str, ranks: int, settings: dict[str, Any]
-) -> None:
+def test_scores_are_those_of_transformers(run_ranks, reward_model, strategy, ranks, settings):
     package = PACKAGES.get(strategy, "torch")
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"needs {package}")
@@ -95,7 +92,7 @@ def test_scores_are_those_of_transformers(
 @pytest.mark.parametrize(
     ("architectures", "labels"), [(None, 1), (["Qwen2ForCausalLM"], 1), (["Qwen2ForSequenceClassification"], 2)]
 )
-def test_a_model_without_a_score_is_refused(architectures: list[str] | None, labels: int) -> None:
+def test_a_model_without_a_score_is_refused(architectures, labels):
     with pytest.raises(ValueError, match="ForSequenceClassification with one label"):
         check_has_score(architectures, labels, "owner/model")
     check_has_score(["LlamaForSequenceClassification"], 1, "owner/model")

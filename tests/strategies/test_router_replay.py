@@ -2,140 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 from roll.models.routes import missing_mark
+from roll.models.stored import StoredLayout
 from tests import vision_models
-from tests.strategies import moe_cases, vision_cases
-from tests.strategies.moe_models import EVERYWHERE, write_moe
+from tests.strategies import jobs, moe_cases, vision_cases
+from tests.strategies.comparison import assert_same_gradients, by_replica
+from tests.strategies.moe_models import EVERYWHERE
 from tests.strategies.routed import routed_results, with_routes
-from tests.strategies.samples import (
-    DYNAMIC,
-    PACKING,
-    make_batch,
-    make_role,
-    split_rows,
-)
+from tests.strategies.samples import DYNAMIC, PACKING, make_batch, make_role, plain_model
 
-RunRanks = Callable[..., list[Any]]
-RELATIVE = 3e-6
+RELATIVE = {"megatron": 5e-6}
 RECOMPUTE = {"model_args": {"disable_gradient_checkpointing": False}}
 SHARED = {"use_prefix_sharing": True}
+PACKED = {"use_sequence_packing": True}
+ULYSSES = {"model_args": {"ulysses_size": 2}}
+MEGATRON = {
+    "megatron": (1, "megatron", "qwen3_moe", {}),
+    "ep2-shared-prompts": (2, "megatron", "mixtral", {"config": {"ep": 2}, **SHARED, **PACKED}),
+    "tp2-recomputed": (2, "megatron", "olmoe", {"config": {"tp": 2, "sp": True}, **RECOMPUTE}),
+    "vpp2-recomputed": (2, "megatron", "qwen3_moe", {"config": {"pp": 2, "vpp": 2}, **RECOMPUTE}),
+    "cp2-packed": (2, "megatron", "qwen2_moe", {"config": {"cp": 2}, **PACKED}),
+}
+REPLAYED = {
+    "fsdp2": (1, "fsdp2", "qwen3_moe", {}),
+    "packed": (1, "fsdp2", "qwen3_moe", PACKING),
+    "shared-prompts": (1, "fsdp2", "mixtral", SHARED | PACKING),
+    "dynamic": (1, "fsdp2", "olmoe", DYNAMIC),
+    "recomputed-shared": (1, "fsdp2", "qwen2_moe", RECOMPUTE | SHARED),
+    "fsdp2-2-recomputed": (2, "fsdp2", "qwen3_moe", RECOMPUTE),
+    "ulysses-shared": (2, "fsdp2", "qwen3_moe", ULYSSES | SHARED),
+    "fsdp-packed": (2, "fsdp", "mixtral", PACKING),
+    "zero3-shared": (2, "zero3", "qwen2_moe", SHARED),
+    **MEGATRON,
+}
+RECORDED = {
+    **{f"{family}-rows": (1, "fsdp2", family, {}) for family in EVERYWHERE},
+    **{f"{family}-shared": (1, "fsdp2", family, SHARED | PACKING) for family in EVERYWHERE},
+    **{f"{family}-ulysses": (2, "fsdp2", family, ULYSSES | SHARED) for family in EVERYWHERE},
+    **MEGATRON,
+}
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    written: dict[str, Path] = {}
-
-    def folder(family: str) -> Path:
-        if family not in written:
-            written[family] = write_moe(tmp_path_factory.mktemp(family), family)
-        return written[family]
-
-    return folder
-
-
-ROWS = [
-    pytest.param(1, "fsdp2_train", "qwen3_moe", {}, {}, id="fsdp2"),
-    pytest.param(1, "fsdp2_train", "qwen3_moe", {}, PACKING, id="packed"),
-    pytest.param(1, "fsdp2_train", "mixtral", {}, SHARED | PACKING, id="shared-prompts"),
-    pytest.param(1, "fsdp2_train", "olmoe", {}, DYNAMIC, id="dynamic"),
-    pytest.param(1, "fsdp2_train", "qwen2_moe", {}, RECOMPUTE | SHARED, id="recomputed-shared"),
-    pytest.param(2, "fsdp2_train", "qwen3_moe", {}, RECOMPUTE, id="fsdp2-2-recomputed"),
-    pytest.param(2, "fsdp2_train", "qwen3_moe", {}, {"model_args": {"ulysses_size": 2}} | SHARED, id="ulysses-shared"),
-    pytest.param(2, "fsdp_train", "mixtral", {}, PACKING, id="fsdp-packed"),
-    pytest.param(2, "deepspeed_train", "qwen2_moe", {"zero_stage": 3}, SHARED, id="zero3-shared"),
-]
-
-
-@pytest.mark.default_rows("packed", "recomputed-shared")
-@pytest.mark.parametrize(("world", "strategy", "family", "config", "options"), ROWS)
-def test_replay_equals_a_plain_model_told_what_to_choose(
-    run_ranks: RunRanks,
-    folders: Callable[[str], Path],
-    world: int,
-    strategy: str,
-    family: str,
-    config: dict[str, Any],
-    options: dict[str, Any],
-) -> None:
-    if strategy.startswith("deepspeed"):
-        pytest.importorskip("deepspeed")
-    batch = with_routes(make_batch())
-    wanted = routed_results(folders(family), batch)
-    role = make_role(folders(family), strategy, config=config, **options)
-    shares_rows = "ulysses_size" in options.get("model_args", {})
-    rows = [batch] * world if shares_rows else split_rows(batch, (12,) if world == 1 else (6, 6))
-    results = run_ranks(world, moe_cases.train, role, rows if world > 1 else rows[0])
-    for name, gradient in wanted["gradients"].items():
-        difference = (results[0]["gradients"][name] - gradient).abs().max()
-        assert float(difference) <= RELATIVE * max(float(gradient.abs().max()), 1e-2), name
-    parts = results[:1] if shares_rows else results
+@pytest.mark.default_rows("packed", "recomputed-shared", "tp2-recomputed")
+@pytest.mark.parametrize("case", REPLAYED)
+def test_replay_equals_a_plain_model_told_what_to_choose(run, family, moe_folder, case):
+    world, strategy, name, options = REPLAYED[case]
+    folder = (family if strategy == "megatron" else moe_folder)(name)
+    batch = with_routes(make_batch(), layers=4 if strategy == "megatron" else 2)
+    wanted, results = routed_results(folder, batch), run(jobs.train, world, strategy, folder, batch=batch, **options)
+    gradients = wanted["gradients"]
+    if strategy == "megatron":
+        gradients = StoredLayout(plain_model(folder)).views(gradients)
+    assert_same_gradients(results[0]["gradients"], gradients, RELATIVE.get(strategy, 3e-6), floor=1e-2)
     for name, values in wanted["outputs"].items():
-        actual = torch.cat([part["outputs"][name] for part in parts])
+        actual = torch.cat([part["outputs"][name] for part in by_replica(results)])
         torch.testing.assert_close(actual, values, rtol=0, atol=1e-5)
-    metrics = results[0]["metrics"]
+    metrics = by_replica(results)[0]["metrics"]
     assert metrics["moe_replay_missing"] == 0.0
     assert metrics["moe_replay_changed"] > 0.5, "random routes are not the live ones"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{}, SHARED | PACKING], ids=["rows", "shared-packed"])
-def test_replay_with_images(run_ranks: RunRanks, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_replay_with_images(run_ranks, tmp_path, options):
     """The tokens of images are sent where they went, too."""
     folder = vision_models.save(tmp_path / "model", "qwen3_vl_moe")
     batch = with_routes(vision_cases.make_batch(), vision_cases.GROUP_SIZE, experts=8)
     wanted = routed_results(folder, batch, vision_cases.plain_model, vision_cases.plain_outputs)
     role = make_role(folder, "fsdp2_train", **options)
-    (result,) = run_ranks(1, moe_cases.train, role, batch)
-    for name, gradient in wanted["gradients"].items():
-        difference = (result["gradients"][name] - gradient).abs().max()
-        assert float(difference) <= 1e-5 * max(float(gradient.abs().max()), 1e-2), name
+    (result,) = run_ranks(1, jobs.train, role, batch)
+    assert_same_gradients(result["gradients"], wanted["gradients"], 1e-5, floor=1e-2)
     for name, values in wanted["outputs"].items():
         torch.testing.assert_close(result["outputs"][name], values, rtol=0, atol=1e-5)
     assert result["metrics"]["moe_replay_missing"] == 0.0 and result["metrics"]["moe_replay_changed"] > 0.5
 
 
-@pytest.mark.default_rows("qwen3_moe-shared", "mixtral-ulysses")
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="rows"),
-        pytest.param(SHARED | PACKING, id="shared"),
-        pytest.param({"model_args": {"ulysses_size": 2}} | SHARED, id="ulysses"),
-    ],
-)
-@pytest.mark.parametrize("family", EVERYWHERE)
-def test_recorded_routes_are_the_live_ones(
-    run_ranks: RunRanks, folders: Callable[[str], Path], family: str, options: dict[str, Any]
-) -> None:
+@pytest.mark.default_rows("qwen3_moe-shared", "mixtral-ulysses", "vpp2-recomputed")
+@pytest.mark.parametrize("case", RECORDED)
+def test_recorded_routes_are_the_live_ones(run, family, moe_folder, case):
     """R2: every token has a route but the last of each row, and replaying them changes nothing."""
-    world = 2 if "model_args" in options else 1
-    batch = make_batch()
-    role = make_role(folders(family), "fsdp2_train", **options)
-    recorded, metrics, live = run_ranks(
-        world, moe_cases.record_and_replay, role, [batch] * world if world > 1 else batch
-    )[0]
-    mark = missing_mark(recorded.dtype)
-    for row, mask in enumerate(batch["response_mask"]):
-        inputs = int(mask.nonzero().max()) if mask.any() else 0
-        assert (recorded[row, :inputs] != mark).all() and (recorded[row, inputs:] == mark).all()
-    assert metrics["moe_replay_missing"] == metrics["moe_replay_changed"] == 0.0
-    assert metrics["grad_norm"] == pytest.approx(live["grad_norm"], rel=1e-6)
+    world, strategy, name, options = RECORDED[case]
+    folder = (family if strategy == "megatron" else moe_folder)(name)
+    results = run(moe_cases.record_and_replay, world, strategy, folder, **options)
+    for recorded, rows, metrics, live in results:
+        mark = missing_mark(recorded.dtype)
+        for row, mask in enumerate(rows):
+            inputs = int(mask.nonzero().max()) if mask.any() else 0
+            assert (recorded[row, :inputs] != mark).all() and (recorded[row, inputs:] == mark).all()
+        assert metrics["grad_norm"] == pytest.approx(live["grad_norm"], rel=1e-6)
+        if "moe_replay_missing" in metrics:
+            assert metrics["moe_replay_missing"] == metrics["moe_replay_changed"] == 0.0
+    assert "moe_replay_missing" in results[-1][2]
 
 
-def test_a_missing_record_is_counted_and_said(run_ranks: RunRanks, folders: Callable[[str], Path]) -> None:
+def test_a_missing_record_is_counted_and_said(run, moe_folder):
     batch = with_routes(make_batch())
     batch["routed_experts"][:, 2] = missing_mark(batch["routed_experts"].dtype)
-    role = make_role(folders("qwen3_moe"), "fsdp2_train")
-    wanted = routed_results(folders("qwen3_moe"), batch)
-    (result,) = run_ranks(1, moe_cases.train, role, batch)
+    folder = moe_folder("qwen3_moe")
+    wanted, (result,) = routed_results(folder, batch), run(jobs.train, 1, "fsdp2", folder, batch=batch)
     assert 0.02 < result["metrics"]["moe_replay_missing"] < 0.3
-    for name, gradient in wanted["gradients"].items():
-        difference = (result["gradients"][name] - gradient).abs().max()
-        assert float(difference) <= RELATIVE * max(float(gradient.abs().max()), 1e-2), name
+    assert_same_gradients(result["gradients"], wanted["gradients"], 3e-6, floor=1e-2)

@@ -16,7 +16,6 @@ from tests.strategies.support_matrix import (
     FEATURES,
     PAGE,
     STRATEGIES,
-    Cell,
     Noted,
     Refused,
     Yes,
@@ -36,14 +35,14 @@ def source(file: str) -> str:
     return (TESTS / file).read_text(encoding="utf-8")
 
 
-def test_the_page_has_the_table() -> None:
+def test_the_page_has_the_table():
     """Write it again with ``python -m tests.strategies.support_matrix``."""
     text = PAGE.read_text(encoding="utf-8")
     assert text.partition(BEGIN)[2].partition(END)[0].strip() == table()
 
 
 @pytest.mark.parametrize(("strategy", "cell"), CELLS)
-def test_cell(strategy: str, cell: Cell, tmp_path: Path) -> None:
+def test_cell(strategy, cell, tmp_path):
     """A yes has a test that exists; refusals and notes are those of ``roll check``."""
     if isinstance(cell, Yes):
         file, function, case = re.fullmatch(r"([\w/]+\.py)::(\w+)(?:\[(.+)\])?", cell.test).groups()

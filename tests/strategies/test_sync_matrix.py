@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,20 +12,14 @@ from roll.models.stored import StoredLayout
 from tests.strategies import moe_cases, sync_cases
 from tests.strategies.hf_infer.helpers import make_tokenizer
 from tests.strategies.moe_models import write_moe
-from tests.strategies.samples import make_batch, make_role, plain_model, split_rows
+from tests.strategies.samples import plain_model
 from tests.weight_sync.local_engines import TRANSPORTS
-
-RunRanks = Callable[..., list[Any]]
 
 FROZEN = "model.embed_tokens,model.layers.0"
 STRATEGIES = {
-    "fsdp2": ("fsdp2_train", {}),
-    "fsdp": ("fsdp_train", {}),
-    "zero1": ("deepspeed_train", {"zero_stage": 1}),
-    "zero2": ("deepspeed_train", {"zero_stage": 2}),
-    "zero3": ("deepspeed_train", {"zero_stage": 3}),
-    "megatron-tp": ("megatron_train", {"tensor_model_parallel_size": 2}),
-    "megatron-pp": ("megatron_train", {"pipeline_model_parallel_size": 2}),
+    **{name: (name, {}) for name in ("fsdp2", "fsdp", "zero1", "zero2", "zero3")},
+    "megatron-tp": ("megatron", {"tp": 2}),
+    "megatron-pp": ("megatron", {"pp": 2}),
 }
 UPDATES = {
     "fsdp2": [(transport, mode) for transport in TRANSPORTS for mode in ("trained", "delta")],
@@ -36,33 +28,19 @@ UPDATES = {
 
 
 @pytest.fixture(scope="module")
-def folder(untied_model: Path) -> Path:
+def folder(untied_model):
     make_tokenizer().save_pretrained(untied_model)
     return untied_model
 
 
-def shares(strategy: str) -> Any:
-    """Megatron's ranks here share their rows, the others have halves."""
-    batch = make_batch()
-    return [batch, batch] if strategy.startswith("megatron") else split_rows(batch, (6, 6))
-
-
 @pytest.mark.default_rows("fsdp2", "zero3", "megatron-pp")
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_and_transport(run_ranks: RunRanks, folder: Path, tmp_path: Path, name: str) -> None:
+def test_every_strategy_and_transport(run, folder, tmp_path, name):
     strategy, config = STRATEGIES[name]
-    if strategy.startswith(("deepspeed", "megatron")):
-        pytest.importorskip("deepspeed" if strategy.startswith("deepspeed") else "megatron.core")
-    role = make_role(
-        folder,
-        strategy,
-        dtype="bf16",
-        config=config,
-        model_args={"freeze_module_prefix": FROZEN},
-        training={"learning_rate": 1e-5, "weight_decay": 0.0},
-    )
     updates = UPDATES.get(name, UPDATES["others"])
-    sent, _ = run_ranks(2, sync_cases.train_and_sync, role, shares(strategy), tmp_path, updates)
+    training = {"learning_rate": 1e-5, "weight_decay": 0.0}
+    options = {"dtype": "bf16", "config": config, "model_args": {"freeze_module_prefix": FROZEN}, "training": training}
+    sent, _ = run(sync_cases.train_and_sync, 2, strategy, folder, tmp_path, updates, **options)
     whole, partial = sent[0::2], sent[1::2]
     assert len({tensors for tensors, _ in sent}) == 1, "every update verifies all tensors"
     assert len({num_bytes for _, num_bytes in whole}) == 1
@@ -72,18 +50,18 @@ def test_every_strategy_and_transport(run_ranks: RunRanks, folder: Path, tmp_pat
 
 
 EXPERTS = {
-    "fsdp2": ("qwen3_moe", "fsdp2_train", {}),
-    "fsdp2-glm4": ("glm4_moe", "fsdp2_train", {}),
-    "fsdp2-gpt_oss": ("gpt_oss", "fsdp2_train", {}),
-    "fsdp2-deepseek": ("deepseek_v3", "fsdp2_train", {}),
-    "fsdp2-linear": ("qwen3_next", "fsdp2_train", {}),
-    "fsdp2-adapters": ("qwen3_moe", "fsdp2_train", {}),
-    "zero3-adapters": ("qwen3_moe", "deepspeed_train", {"zero_stage": 3}),
-    "fsdp": ("olmoe", "fsdp_train", {}),
-    "zero3": ("mixtral", "deepspeed_train", {"zero_stage": 3}),
-    "megatron-ep": ("qwen2_moe", "megatron_train", {"expert_model_parallel_size": 2}),
-    "megatron-ep-mixtral": ("mixtral", "megatron_train", {"expert_model_parallel_size": 2}),
-    "megatron-ep-adapters": ("qwen2_moe", "megatron_train", {"expert_model_parallel_size": 2}),
+    "fsdp2": ("qwen3_moe", "fsdp2", {}),
+    "fsdp2-glm4": ("glm4_moe", "fsdp2", {}),
+    "fsdp2-gpt_oss": ("gpt_oss", "fsdp2", {}),
+    "fsdp2-deepseek": ("deepseek_v3", "fsdp2", {}),
+    "fsdp2-linear": ("qwen3_next", "fsdp2", {}),
+    "fsdp2-adapters": ("qwen3_moe", "fsdp2", {}),
+    "zero3-adapters": ("qwen3_moe", "zero3", {}),
+    "fsdp": ("olmoe", "fsdp", {}),
+    "zero3": ("mixtral", "zero3", {}),
+    "megatron-ep": ("qwen2_moe", "megatron", {"ep": 2}),
+    "megatron-ep-mixtral": ("mixtral", "megatron", {"ep": 2}),
+    "megatron-ep-adapters": ("qwen2_moe", "megatron", {"ep": 2}),
 }
 
 
@@ -93,54 +71,45 @@ def on_the_way(folder: Path) -> dict[str, torch.Tensor]:
     return StoredLayout(plain).on_the_way().views(plain.state_dict())
 
 
-@pytest.mark.default_rows("zero3", "megatron-ep")
+@pytest.mark.default_rows("megatron-ep")
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_travel_as_they_are_stored(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
+def test_experts_travel_as_they_are_stored(run, tmp_path, name):
     """The engine computes with two tensors a layer; what it holds is compared matrix by matrix."""
     family, strategy, config = EXPERTS[name]
-    if strategy.startswith(("deepspeed", "megatron")):
-        pytest.importorskip("deepspeed" if strategy.startswith("deepspeed") else "megatron.core")
     folder = write_moe(tmp_path / "model", family)
     make_tokenizer().save_pretrained(folder)
     adapted = {"lora_target": "all-linear,experts", "lora_rank": 2} if name.endswith("adapters") else {}
-    training = {"learning_rate": 1e-3}
-    role = make_role(folder, strategy, dtype="bf16", config=config, model_args=adapted, training=training)
+    options = {"dtype": "bf16", "config": config, "model_args": adapted, "training": {"learning_rate": 1e-3}}
     updates = [("shared_memory", "trained"), ("object_store", "full"), ("safetensors", "delta")]
-    rows = split_rows(make_batch(), (6, 6))
-    sent, _ = run_ranks(2, sync_cases.train_and_sync, role, rows, tmp_path, updates)
+    sent, _ = run(sync_cases.train_and_sync, 2, strategy, folder, tmp_path, updates, **options)
     travelling = on_the_way(folder)
     assert {tensors for tensors, _ in sent} == {len(travelling)}
     assert travelling.keys() == load_file(folder / "model.safetensors").keys() or family == "gpt_oss"
 
 
-@pytest.mark.default_rows("fsdp2", "megatron-tp")
+@pytest.mark.default_rows("megatron-tp")
 @pytest.mark.parametrize("name", ["fsdp2", "zero3", "megatron-tp", "megatron-pp"])
-def test_adapters_by_themselves(run_ranks: RunRanks, folder: Path, tmp_path: Path, name: str) -> None:
+def test_adapters_by_themselves(run, folder, tmp_path, name):
     """The engine merges them to the very weights that the trainer would have sent."""
     pytest.importorskip("peft")
     strategy, config = STRATEGIES[name]
-    if strategy.startswith(("deepspeed", "megatron")):
-        pytest.importorskip("deepspeed" if strategy.startswith("deepspeed") else "megatron.core")
     lora = {"lora_target": "all-linear", "lora_rank": 2, "lora_alpha": 4}
-    role = make_role(folder, strategy, dtype="bf16", config=config, model_args=lora)
-    sent, _ = run_ranks(
-        2, sync_cases.train_and_sync, role, shares(strategy), tmp_path, [("object_store", "trained")], True
-    )
+    options = {"dtype": "bf16", "config": config, "model_args": lora}
+    updates = [("object_store", "trained")]
+    sent, _ = run(sync_cases.train_and_sync, 2, strategy, folder, tmp_path, updates, True, **options)
     assert sent[1][0] == sent[0][0]
     assert sent[1][1] < 0.2 * sent[0][1]
 
 
 @pytest.mark.default_rows("fsdp2")
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2-ep2", "fsdp", "zero3", "fsdp2-gpt_oss", "fsdp2-ep2-gpt_oss"])
-def test_experts_travel_in_bounded_buckets(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
+def test_experts_travel_in_bounded_buckets(run, tmp_path, name):
     """A layer's experts are one tensor that is larger than a bucket: no more than a bucket of them is gathered at a
     time, however a folder holds them."""
     family = "gpt_oss" if name.endswith("gpt_oss") else "qwen3_moe"
-    strategy, config = (STRATEGIES | {"fsdp2-ep2": ("fsdp2_train", {"ep_size": 2})})[name.removesuffix("-gpt_oss")]
-    if name == "zero3":
-        pytest.importorskip("deepspeed")
+    strategy, config = (STRATEGIES | {"fsdp2-ep2": ("fsdp2", {"ep_size": 2})})[name.removesuffix("-gpt_oss")]
     folder, limit = write_moe(tmp_path, family), 2**13
-    (found, most), (_, none) = run_ranks(2, moe_cases.buckets, make_role(folder, strategy, config=config), limit)
+    (found, most), (_, none) = run(moe_cases.buckets, 2, strategy, folder, limit, config=config, batch=None)
     stored = on_the_way(folder)
     assert all(sum(tensor.nbytes for tensor in bucket.values()) <= limit or len(bucket) == 1 for bucket in found)
     assert sorted(key for bucket in found for key in bucket) == sorted(stored)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +13,9 @@ from roll.rewards.base import RewardResult
 from roll.rollout.groups import FinishedGroup, build_batch
 from roll.rollout.loops import RolloutContext
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
-from tests.strategies import sharded_cases as cases
+from tests.strategies import jobs
 from tests.strategies.samples import ENTROPY_WEIGHT, PACKING, make_role, plain_model
 
-RunRanks = Callable[..., list[Any]]
 PROMPT, OBSERVATION = [3, 14, 15, 9, 2], [70, 71, 72]
 SCRIPT = {"0.0": [[26, 5]], "0.1": [[35, 8, 9], [7]], "0.2": [[93], [23, 8, 46]]}
 """By request, what the engine samples."""
@@ -76,9 +73,7 @@ def two_rounds(earlier_rounds: bool) -> tuple[dict[str, torch.Tensor], list[list
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("earlier_rounds", [False, True])
-def test_loss_and_gradient_are_those_of_the_engine_s_contexts(
-    run_ranks: RunRanks, tied_model: Path, packed: bool, earlier_rounds: bool
-) -> None:
+def test_loss_and_gradient_are_those_of_the_engine_s_contexts(run_ranks, tied_model, packed, earlier_rounds):
     """The reference computes every call of the engine by itself: context, then the tokens that were sampled there."""
     batch, rounds = two_rounds(earlier_rounds)
     model = plain_model(tied_model).double()
@@ -93,7 +88,7 @@ def test_loss_and_gradient_are_those_of_the_engine_s_contexts(
     assert count == int(batch["num_tokens"][0])
     (torch.stack(terms).sum() / count).backward()
     role = make_role(tied_model, micro_batch=2, **(PACKING | {"use_prefix_sharing": True} if packed else {}))
-    (result,) = run_ranks(1, cases.train, role, batch)
+    (result,) = run_ranks(1, jobs.train, role, batch)
     for name, parameter in model.named_parameters():
         wanted = parameter.grad
         assert wanted is not None

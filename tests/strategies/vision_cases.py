@@ -169,7 +169,7 @@ def facts_of_freezing(role: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """After a step: gradients and elements of optimizer states of this rank, weights that changed, and what is sent."""
     from roll.strategies.base import StateKind, WeightSelection
     from roll.strategies.factory import create_strategy
-    from tests.strategies.sharded_cases import weights_of
+    from tests.strategies.jobs import weights_of
 
     strategy: Any = create_strategy(role)
     strategy.initialize(num_training_steps=10)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from roll.weight_sync.device_transports import BroadcastSender
-from roll.weight_sync.encoding import WeightSyncError, tensor_checksum
+from roll.weight_sync.encoding import SyncReport, WeightSyncError, iter_buckets, tensor_checksum
 from roll.weight_sync.receiver import WeightReceiver
-from roll.weight_sync.sender import Engines, Question
+from roll.weight_sync.sender import Engines, Question, Update, WeightSender
 from roll.weight_sync.transports import FileSender, ObjectStoreSender, Sender, SharedMemorySender, TensorBundle
 
 METHODS = {"start_weight_update": "start", "update_weights": "update", "finish_weight_update": "finish"}
@@ -117,3 +117,35 @@ def local_sender(transport: str, folder: Path) -> Sender:
             return BroadcastSender("gloo", "127.0.0.1")
         case _:
             return FileSender(folder / "weights")
+
+
+class World:
+    """A sender and two engines that hold tensors like ``weights``."""
+
+    def __init__(
+        self, transport: str, folder: Path, weights: Mapping[str, torch.Tensor], bucket_bytes: int, delta: bool = False
+    ) -> None:
+        self.folder, self.bucket_bytes = folder, bucket_bytes
+        self.engines = [PlainEngine(weights) for _ in range(2)]
+        self.links = LocalEngines(self.engines)
+        self.sender = WeightSender(local_sender(transport, folder), bucket_bytes=bucket_bytes, delta=delta)
+
+    def send(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        version: int,
+        base: int | None = None,
+        *,
+        scalings: Mapping[str, float] | None = None,
+        bucket_bytes: int | None = None,
+        deadline: float = 20,
+    ) -> SyncReport:
+        buckets = iter_buckets(weights.items(), bucket_bytes or self.bucket_bytes)
+        return self.sender.send(buckets, self.links, Update(version, deadline, base, scalings or {}))
+
+    def assert_held(self, weights: Mapping[str, torch.Tensor], version: int | None = None) -> None:
+        """Bit for bit, by both engines."""
+        for engine in self.engines:
+            assert version is None or engine.version == version
+            for name, tensor in weights.items():
+                assert tensor_checksum(engine.weights[name]) == tensor_checksum(tensor), name

@@ -13,14 +13,11 @@ from roll.weight_sync.encoding import (
     INDICES_PART,
     VALUES_PART,
     DeltaEncoder,
-    SyncReport,
     WeightSyncError,
     apply_delta,
     changed_elements,
-    iter_buckets,
 )
-from roll.weight_sync.sender import Update, WeightSender
-from tests.weight_sync.local_engines import TRANSPORTS, LocalEngines, PlainEngine, local_sender
+from tests.weight_sync.local_engines import TRANSPORTS, World
 
 Weights = dict[str, torch.Tensor]
 SCALINGS = {"q.weight": 0.5}
@@ -43,22 +40,8 @@ def nudged(weights: Weights, share: float, seed: int = 1) -> Weights:
     return changed
 
 
-class World:
-    def __init__(self, transport: str, folder: Path, delta: bool = False) -> None:
-        self.engines = [PlainEngine(make_weights()) for _ in range(2)]
-        self.links = LocalEngines(self.engines)
-        self.sender = WeightSender(local_sender(transport, folder), bucket_bytes=2**14, delta=delta)
-
-    def send(
-        self, weights: Weights, version: int, base: int | None = None, scalings: Mapping[str, float] | None = None
-    ) -> SyncReport:
-        buckets = iter_buckets(weights.items(), 2**14)
-        return self.sender.send(buckets, self.links, Update(version, 20, base, scalings or {}))
-
-    def assert_held(self, weights: Weights) -> None:
-        for engine in self.engines:
-            for name, tensor in weights.items():
-                assert torch.equal(engine.weights[name].view(torch.int16), tensor.view(torch.int16)), name
+def make_world(transport: str, folder: Path, delta: bool = False) -> World:
+    return World(transport, folder, make_weights(), bucket_bytes=2**14, delta=delta)
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -68,7 +51,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def delta_world(transport: str, tmp_path: Path) -> Iterator[World]:
-    world = World(transport, tmp_path, delta=True)
+    world = make_world(transport, tmp_path, delta=True)
     yield world
     world.links.close()
 
@@ -129,7 +112,7 @@ def test_faults_of_delta_updates_are_named(delta_world: World, fault: str, monke
 
 
 def test_tensors_that_are_not_sent_are_verified(tmp_path: Path) -> None:
-    world = World("object_store", tmp_path)
+    world = make_world("object_store", tmp_path)
     weights = make_weights()
     whole = world.send(weights, 0)
     trained = {"norm": weights["norm"] + 1}
@@ -142,7 +125,7 @@ def test_tensors_that_are_not_sent_are_verified(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_holds_another_version_refuses(tmp_path: Path) -> None:
-    world = World("object_store", tmp_path)
+    world = make_world("object_store", tmp_path)
     weights = make_weights()
     with pytest.raises(WeightSyncError, match="weight update 1 changes version 0; this engine holds none"):
         world.send(weights, 1, base=0)
@@ -160,7 +143,7 @@ def adapted(weights: Weights, seed: int) -> tuple[Weights, Weights]:
 
 
 def test_adapters_apart(transport: str, tmp_path: Path) -> None:
-    world = World(transport, tmp_path)
+    world = make_world(transport, tmp_path)
     weights = make_weights()
     first, merged = adapted(weights, 1)
     assert world.send(weights | first, 0, scalings=SCALINGS).num_tensors == 7
@@ -177,7 +160,7 @@ def test_adapters_apart(transport: str, tmp_path: Path) -> None:
 
 
 def test_a_merged_weight_that_an_engine_does_not_hold_is_found(tmp_path: Path) -> None:
-    world = World("object_store", tmp_path)
+    world = make_world("object_store", tmp_path)
     engine, weights = world.engines[1], make_weights()
     take = engine.update_weights
 

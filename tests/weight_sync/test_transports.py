@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from roll.weight_sync.encoding import BucketHeader, SyncReport, WeightSyncError, iter_buckets
+from roll.weight_sync.encoding import BucketHeader, WeightSyncError, iter_buckets
 from roll.weight_sync.sender import Update, WeightSender
 from roll.weight_sync.transports import Receiver, TensorBundle
-from tests.weight_sync.local_engines import TRANSPORTS, LocalEngines, PlainEngine, local_sender
+from tests.weight_sync.local_engines import TRANSPORTS, LocalEngines, World, local_sender
 
 Weights = dict[str, torch.Tensor]
 
@@ -34,35 +34,20 @@ def make_weights(seed: int = 0) -> Weights:
     }
 
 
-class World:
-    """A sender and two engines."""
-
-    def __init__(self, transport: str, folder: Path) -> None:
-        self.folder = folder
-        self.engines = [PlainEngine(make_weights()) for _ in range(2)]
-        self.links = LocalEngines(self.engines)
-        self.sender = WeightSender(local_sender(transport, folder))
-
-    def send(self, weights: Weights, version: int, bucket_bytes: int = 4096, deadline: float = 20) -> SyncReport:
-        return self.sender.send(iter_buckets(weights.items(), bucket_bytes), self.links, Update(version, deadline))
-
-    def assert_held(self, weights: Weights, version: int) -> None:
-        for engine in self.engines:
-            assert engine.version == version
-            assert engine.weights.keys() == weights.keys()
-            assert all(torch.equal(engine.weights[name], tensor) for name, tensor in weights.items())
+def make_world(transport: str, folder: Path) -> World:
+    return World(transport, folder, make_weights(), bucket_bytes=4096)
 
 
 @pytest.fixture(params=TRANSPORTS)
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    made = World(request.param, tmp_path)
+    made = make_world(request.param, tmp_path)
     yield made
     made.links.close()
 
 
 def test_an_engine_has_let_go_of_a_bucket_when_the_transport_settles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mapping of another process's memory ends with the last tensor in it, and must end before the answer."""
-    world = World("object_store", Path())
+    world = make_world("object_store", Path())
     held: list[weakref.ref[torch.Tensor]] = []
     (first, _) = world.links.receivers
 
@@ -157,7 +142,7 @@ def test_an_engine_that_does_not_answer(world: World, monkeypatch: pytest.Monkey
     done = threading.Event()
     monkeypatch.setattr(world.engines[1], "update_weights", lambda tensors: done.wait(30))
     with pytest.raises(WeightSyncError, match="weight update 1: engine 1 was not done with 'update_weights' in time"):
-        world.send(make_weights(), version=1, deadline=2.0)
+        world.send(make_weights(), version=1, deadline=0.5)
     done.set()
 
 
@@ -177,7 +162,7 @@ def test_an_engine_that_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_broadcast_forms_its_group_anew_for_other_engines(tmp_path: Path) -> None:
-    world = World("broadcast", tmp_path)
+    world = make_world("broadcast", tmp_path)
     world.send(make_weights(1), version=0)
     fewer = LocalEngines(world.engines[:1])
     world.sender.send(iter_buckets(make_weights(2).items(), 4096), fewer, Update(1, 20))
@@ -190,7 +175,7 @@ def test_broadcast_forms_its_group_anew_for_other_engines(tmp_path: Path) -> Non
 
 
 def test_an_engine_keeps_a_connection_for_each_transport(tmp_path: Path) -> None:
-    world = World("broadcast", tmp_path)
+    world = make_world("broadcast", tmp_path)
     by_file = WeightSender(local_sender("safetensors", tmp_path))
     world.send(make_weights(1), version=0)
     by_file.send(iter_buckets(make_weights(2).items(), 4096), world.links, Update(1, 20))
@@ -204,13 +189,13 @@ def test_leftovers_of_an_interrupted_run_are_deleted(tmp_path: Path) -> None:
     stale = tmp_path / "weights/update-7"
     stale.mkdir(parents=True)
     (stale / "bucket-00000.safetensors").write_bytes(b"half")
-    world = World("safetensors", tmp_path)
+    world = make_world("safetensors", tmp_path)
     world.send(make_weights(), version=8)
     assert list((tmp_path / "weights").iterdir()) == []
 
 
 def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
-    world = World("safetensors", tmp_path)
+    world = make_world("safetensors", tmp_path)
     take = world.links.receivers[0].update
 
     def cut(header: BucketHeader, payload: str) -> None:

@@ -71,12 +71,12 @@ def runs(shared_ray: str, world: TinyWorld, tmp_path_factory: pytest.TempPathFac
     return {name: {case: run(case, *ALGORITHMS[name]) for case in files} for name, files in groups.items()}
 
 
-def test_there_is_no_other_file() -> None:
+def test_there_is_no_other_file():
     assert sorted(GRPO + PPO) == sorted(file.stem for file in EXAMPLES.glob("zero*.yaml"))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_stages_and_offload_learn_the_same(runs: Runs, algorithm: str) -> None:
+def test_stages_and_offload_learn_the_same(runs, algorithm):
     first, *others = runs[algorithm].values()
     for name in LEARNED[algorithm]:
         wanted = first.values(name)
@@ -87,6 +87,6 @@ def test_stages_and_offload_learn_the_same(runs: Runs, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_engines_get_the_trained_weights(runs: Runs, algorithm: str) -> None:
+def test_engines_get_the_trained_weights(runs, algorithm):
     for case, finished in runs[algorithm].items():
         assert max(finished.values("actor/train_infer_log_diff_abs_max")) < 1e-4, case

@@ -32,14 +32,14 @@ dist.destroy_process_group()
 """
 
 
-def test_without_deepspeed_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_deepspeed_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ImportError, match=r"pip install 'roll-rl\[deepspeed\]'"):
         import_deepspeed(CpuPlatform())
 
 
 @pytest.mark.long
-def test_a_host_without_compiler_trains_with_offload(tied_model: Path, tmp_path: Path) -> None:
+def test_a_host_without_compiler_trains_with_offload(tied_model, tmp_path):
     pytest.importorskip("deepspeed")
     command = [sys.executable, "-c", WITHOUT_COMPILER, str(tied_model), str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)

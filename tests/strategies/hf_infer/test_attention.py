@@ -11,9 +11,7 @@ from roll.strategies.hf_infer.decoder import decode_attention, linear
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (4, 1)])
 @pytest.mark.parametrize("ragged", [True, False])
-def test_decode_attention(
-    dtype: torch.dtype, tolerance: float, num_heads: int, num_kv_heads: int, ragged: bool
-) -> None:
+def test_decode_attention(dtype, tolerance, num_heads, num_kv_heads, ragged):
     generator = torch.Generator().manual_seed(0)
     batch, length, head_dim, scale = 5, 9, 16, 0.3
     queries = torch.randn(batch, num_heads, head_dim, generator=generator).to(dtype)
@@ -35,9 +33,7 @@ def test_decode_attention(
 @pytest.mark.parametrize("rows", [1, 8, 64, 257])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
-def test_linear_on_both_sides_of_the_size_where_the_kernel_changes(
-    rows: int, with_bias: bool, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_linear_on_both_sides_of_the_size_where_the_kernel_changes(rows, with_bias, dtype, tolerance):
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(320, 192, generator=generator) / 192**0.5).to(dtype)
     bias = torch.randn(320, generator=generator).to(dtype) if with_bias else None

@@ -29,7 +29,7 @@ def longest_greedy(model: Any, max_new_tokens: int = 40) -> tuple[list[int], lis
     raise AssertionError("no such prompt")
 
 
-def test_stop_token_ids_end_a_sample_and_are_its_last_token() -> None:
+def test_stop_token_ids_end_a_sample_and_are_its_last_token():
     model = build_model("qwen2")
     prompt, tokens = longest_greedy(model)
     output = run(build_engine(model), [GenerationRequest("r", prompt, greedy(40, stop_token_ids=(tokens[9], 3)))])
@@ -37,7 +37,7 @@ def test_stop_token_ids_end_a_sample_and_are_its_last_token() -> None:
     assert output["r", 0].finish_reason == "stop"
 
 
-def test_min_new_tokens_bans_stop_tokens_until_then() -> None:
+def test_min_new_tokens_bans_stop_tokens_until_then():
     model = build_model("qwen2")
     prompts = random_prompts([4, 7, 9])
     params = SamplingParams(30, min_new_tokens=12, stop_token_ids=tuple(range(2, 60)), seed=1)
@@ -48,7 +48,7 @@ def test_min_new_tokens_bans_stop_tokens_until_then() -> None:
     assert any(output.finish_reason == "stop" for output in outputs.values())
 
 
-def test_greedy_with_min_new_tokens_equals_generate() -> None:
+def test_greedy_with_min_new_tokens_equals_generate():
     model = build_model("qwen2")
     prompts = random_prompts([6] * 30, seed=2)
     short = [p for p in prompts if len(generate_greedy(model, p, 30)) < 20]
@@ -59,7 +59,7 @@ def test_greedy_with_min_new_tokens_equals_generate() -> None:
         assert outputs[str(i), 0].token_ids == generate_greedy(model, prompt, 30, min_new_tokens=25)
 
 
-def test_length_ends_at_max_new_tokens_or_at_the_end_of_the_cache() -> None:
+def test_length_ends_at_max_new_tokens_or_at_the_end_of_the_cache():
     model = build_model("qwen2")
     prompts = random_prompts([10, MAX_MODEL_LEN - 3, MAX_MODEL_LEN - 1])
     params = SamplingParams(50, min_new_tokens=50)
@@ -72,7 +72,7 @@ def test_length_ends_at_max_new_tokens_or_at_the_end_of_the_cache() -> None:
         assert greedy_output["r", 0].token_ids == expected
 
 
-def test_abort_returns_partial_samples_and_leaves_the_others_alone() -> None:
+def test_abort_returns_partial_samples_and_leaves_the_others_alone():
     model = build_model("qwen2")
     prompts = random_prompts([5, 8, 6])
     whole = run(
@@ -100,7 +100,7 @@ def test_abort_returns_partial_samples_and_leaves_the_others_alone() -> None:
     }
 
 
-def test_abort_everything_frees_the_engine_for_the_same_ids() -> None:
+def test_abort_everything_frees_the_engine_for_the_same_ids():
     model = build_model("qwen2")
     engine = build_engine(model, max_num_seqs=4)
     request = GenerationRequest("r", random_prompts([5])[0], greedy(10, min_new_tokens=10), num_samples=6)
@@ -112,7 +112,7 @@ def test_abort_everything_frees_the_engine_for_the_same_ids() -> None:
     assert len(run(engine, [request])) == 6
 
 
-def test_weight_versions_are_spans_over_the_tokens() -> None:
+def test_weight_versions_are_spans_over_the_tokens():
     engine = build_engine(build_model("qwen2"), max_num_seqs=2)
     prompts = random_prompts([5, 6])
     params = greedy(10, min_new_tokens=10)
@@ -126,7 +126,7 @@ def test_weight_versions_are_spans_over_the_tokens() -> None:
     assert [output.weight_versions for output in outputs if output.request_id == "1"] == [[(11, 0, 10)]] * 2
 
 
-def test_requests_are_served_in_order() -> None:
+def test_requests_are_served_in_order():
     engine = build_engine(build_model("qwen2"), max_num_seqs=2)
     prompts = random_prompts([5, 5, 5])
     params = greedy(5, min_new_tokens=5)
@@ -154,14 +154,14 @@ def test_requests_are_served_in_order() -> None:
         (GenerationRequest("r", [5], SamplingParams(4, stop_token_ids=(EOS, -2))), "stop_token_ids"),
     ],
 )
-def test_impossible_requests_are_refused_and_nothing_is_queued(request_: GenerationRequest, message: str) -> None:
+def test_impossible_requests_are_refused_and_nothing_is_queued(request_, message):
     engine = build_engine(build_model("qwen2"))
     with pytest.raises(ValueError, match=message):
         engine.add_requests([GenerationRequest("fine", [5], SamplingParams(4)), request_])
     assert engine.num_unfinished == 0
 
 
-def test_an_id_is_refused_while_it_is_unfinished() -> None:
+def test_an_id_is_refused_while_it_is_unfinished():
     engine = build_engine(build_model("qwen2"))
     request = GenerationRequest("r", [5], SamplingParams(4))
     engine.add_requests([request])
@@ -173,7 +173,7 @@ def test_an_id_is_refused_while_it_is_unfinished() -> None:
 
 
 @pytest.mark.parametrize("kind", ["fused", "generic"])
-def test_a_failed_request_leaves_nothing_in_its_row(kind: str) -> None:
+def test_a_failed_request_leaves_nothing_in_its_row(kind):
     """Its keys and values are not finite: read behind the end of the next sample in that row, they would spread."""
     model = build_model("llama")
     model.model.embed_tokens.weight[7] = torch.nan

@@ -31,7 +31,7 @@ LENGTH = 64
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def models(tmp_path_factory):
     root: Path = tmp_path_factory.mktemp("families")
     made: dict[str, Any] = {}
 
@@ -82,7 +82,7 @@ def assert_log_probs(model: Any, prompt: list[int], output: Any) -> None:
 
 @pytest.mark.default_rows("deepseek_v3")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ragged_prompts_groups_and_refill(models: Any, family: str) -> None:
+def test_ragged_prompts_groups_and_refill(models, family):
     """Rows of all lengths, more samples than rows: rows come, go and move, and groups are split."""
     model, prompts = models(family), prompts_of([1, 17, 30, 17, 5])
     limits = [12, 3, 9, 20, 6]
@@ -95,7 +95,7 @@ def test_ragged_prompts_groups_and_refill(models: Any, family: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_generate(models: Any, family: str) -> None:
+def test_greedy_tokens_are_those_of_generate(models, family):
     model, prompts = models(family), prompts_of([3, 21, 9])
     requests = [GenerationRequest(str(i), prompt, greedy(12), 2) for i, prompt in enumerate(prompts)]
     for (name, _), output in run(engine_of(model, ends=(1,)), requests).items():
@@ -104,7 +104,7 @@ def test_greedy_tokens_are_those_of_generate(models: Any, family: str) -> None:
 
 @pytest.mark.default_rows("gpt_oss")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_conversation_and_its_next_turn(models: Any, family: str) -> None:
+def test_a_conversation_and_its_next_turn(models, family):
     """Behind what the prefix cache has; a state is of no use to a shorter prefix, so such models hold none."""
     model, (prompt, further) = models(family), prompts_of([20, 6])
     params = SamplingParams(10, seed=3)
@@ -119,7 +119,7 @@ def test_a_conversation_and_its_next_turn(models: Any, family: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
-def test_interrupted_samples_and_recomputed_rows(models: Any, family: str) -> None:
+def test_interrupted_samples_and_recomputed_rows(models, family):
     """Samples go on in another engine, and in this one from keys, values and states computed anew."""
     model, prompts = models(family), prompts_of([4, 13])
     requests = [GenerationRequest(str(i), prompt, SamplingParams(14, seed=i), 2) for i, prompt in enumerate(prompts)]
@@ -143,7 +143,7 @@ def test_interrupted_samples_and_recomputed_rows(models: Any, family: str) -> No
         assert_log_probs(model, prompts[int(output.request_id)], output)
 
 
-def test_other_layers_are_refused(models: Any) -> None:
+def test_other_layers_are_refused(models):
     model = models("gpt_oss")
     kinds = list(model.config.layer_types)
     model.config.layer_types = ["chunked_attention", "full_attention"]

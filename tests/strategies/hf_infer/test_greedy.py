@@ -27,7 +27,7 @@ CASES = [(name, kind) for name in CONFIGS for kind in ("fused", "generic") if (n
 
 @pytest.mark.default_rows("qwen2-fused", "qwen3-generic", "llama-fused", "gpt2-generic")
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_equals_generate_with_ragged_prompts_groups_and_refill(name: str, kind: str) -> None:
+def test_equals_generate_with_ragged_prompts_groups_and_refill(name, kind):
     model = build_model(name)
     prompts = random_prompts([1, 3, 17, 9, 30, 5])
     limits = [25, 7, 40, 1, 12, 33]
@@ -44,7 +44,7 @@ def test_equals_generate_with_ragged_prompts_groups_and_refill(name: str, kind: 
     assert {len(tokens) for tokens in expected} != {len(expected[0])}, "lengths must differ to say anything"
 
 
-def test_equals_generate_in_a_large_batch() -> None:
+def test_equals_generate_in_a_large_batch():
     """Enough rows for the kernels of large products, and row counts between the sizes that batches are filled up to."""
     model = build_model("llama")
     prompts = random_prompts([3 + i % 7 for i in range(20)])
@@ -57,7 +57,7 @@ def test_equals_generate_in_a_large_batch() -> None:
     assert all(output.token_ids == expected[int(key[0])] for key, output in outputs.items())
 
 
-def test_weights_loaded_into_a_fused_model_are_the_ones_it_computes_with() -> None:
+def test_weights_loaded_into_a_fused_model_are_the_ones_it_computes_with():
     model, other = build_model("qwen3"), build_model("qwen3", seed=1)
     engine_model = build_model("qwen3")
     decoder = FusedDecoder(engine_model, MAX_MODEL_LEN)
@@ -72,7 +72,7 @@ def test_weights_loaded_into_a_fused_model_are_the_ones_it_computes_with() -> No
     assert (after - before).abs().max() > 0.1
 
 
-def test_prompt_is_computed_once_for_a_split_group() -> None:
+def test_prompt_is_computed_once_for_a_split_group():
     engine = build_engine(build_model("qwen2"), max_num_seqs=3)
     computed: list[Any] = []
     prefill = engine._decoder.prefill
@@ -88,14 +88,14 @@ def test_prompt_is_computed_once_for_a_split_group() -> None:
     assert computed == prompts
 
 
-def test_choice_of_decoder() -> None:
+def test_choice_of_decoder():
     assert isinstance(create_decoder(build_model("llama"), MAX_MODEL_LEN), FusedDecoder)
     assert isinstance(create_decoder(build_model("gpt2"), MAX_MODEL_LEN), GenericDecoder)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fused", "generic"])
-def test_on_an_accelerator(kind: str) -> None:
+def test_on_an_accelerator(kind):
     model = build_model("qwen2")
     prompts = random_prompts([3, 17, 9])
     expected = [generate_greedy(model, p, 20) for p in prompts]

@@ -11,24 +11,21 @@ import torch
 
 from roll.protocol.vision import vision_token_ids
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
-from roll.strategies.hf_infer.engine import GenerationEngine
-from roll.strategies.hf_infer.strategy import create_decoder
 from roll.strategies.hf_infer.vision import VisionDecoder
 from tests import vision_models
 from tests.strategies.hf_infer.helpers import greedy, run
+from tests.strategies.hf_infer.images import build_engine, forward
 from tests.strategies.vision_cases import video_prompts, vision_keywords
 from tests.vision_models import VisionPrompt
 
-MAX_MODEL_LEN = 160
-
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer():
     return vision_models.tokenizer()
 
 
 @pytest.fixture(scope="module", params=vision_models.KINDS)
-def model(request: pytest.FixtureRequest, tokenizer: Any) -> Any:
+def model(request, tokenizer):
     made = vision_models.model(tokenizer, request.param)
     # The head prefers the placeholders: whatever samples without masking them samples one soon.
     with torch.no_grad():
@@ -37,7 +34,7 @@ def model(request: pytest.FixtureRequest, tokenizer: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def prompts(tokenizer: Any) -> list[VisionPrompt]:
+def prompts(tokenizer):
     """One image, two, none, and one of another size with more tokens."""
     return [
         vision_models.prompt(tokenizer, 1),
@@ -47,24 +44,8 @@ def prompts(tokenizer: Any) -> list[VisionPrompt]:
     ]
 
 
-def build_engine(model: Any, prefix_cache_tokens: int = 0, max_num_seqs: int = 8) -> GenerationEngine:
-    decoder = create_decoder(model, MAX_MODEL_LEN)
-    assert isinstance(decoder, VisionDecoder)
-    return GenerationEngine(decoder, str, (), max_num_seqs, MAX_MODEL_LEN, prefix_cache_tokens=prefix_cache_tokens)
-
-
 def request(name: str, prompt: VisionPrompt, params: SamplingParams, num_samples: int = 1) -> GenerationRequest:
     return GenerationRequest(name, prompt.token_ids, params, num_samples, vision=prompt.vision)
-
-
-def forward(model: Any, prompt: VisionPrompt, response: list[int]) -> torch.Tensor:
-    """Log-probs of every response token under transformers' own positions, placeholders masked."""
-    ids = torch.tensor([[*prompt.token_ids, *response]])
-    images = {} if prompt.vision is None else vision_keywords([prompt.vision], ids, model.config)
-    model.model.rope_deltas = None
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **images).logits[0, len(prompt.token_ids) - 1 :]
-    logits[:, list(vision_token_ids(model.config))] = -torch.inf
-    return logits[:-1].log_softmax(-1)
 
 
 def check(model: Any, prompt: VisionPrompt, output: GenerationOutput) -> None:
@@ -73,7 +54,7 @@ def check(model: Any, prompt: VisionPrompt, output: GenerationOutput) -> None:
     torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=2e-5, rtol=1e-5)
 
 
-def test_greedy_equals_generate(model: Any, prompts: list[VisionPrompt]) -> None:
+def test_greedy_equals_generate(model, prompts):
     engine = build_engine(model)
     outputs = run(engine, [request(str(i), one, greedy(14), 2) for i, one in enumerate(prompts)])
     for i, one in enumerate(prompts):
@@ -93,9 +74,7 @@ def test_greedy_equals_generate(model: Any, prompts: list[VisionPrompt]) -> None
         check(model, one, outputs[str(i), 0])
 
 
-def test_sampled_tokens_have_their_log_probs_and_no_placeholder_is_among_them(
-    model: Any, prompts: list[VisionPrompt]
-) -> None:
+def test_sampled_tokens_have_their_log_probs_and_no_placeholder_is_among_them(model, prompts):
     engine = build_engine(model, max_num_seqs=5)
     params = SamplingParams(20, temperature=1.0, seed=3)
     outputs = run(engine, [request(str(i), one, params, 3) for i, one in enumerate(prompts)])
@@ -108,7 +87,7 @@ def test_sampled_tokens_have_their_log_probs_and_no_placeholder_is_among_them(
     assert decoder.num_towers == 4
 
 
-def test_interrupted_samples_and_other_weights(model: Any, prompts: list[VisionPrompt]) -> None:
+def test_interrupted_samples_and_other_weights(model, prompts):
     """A sample continues elsewhere with its images, and after an update the tower sees them anew."""
     params = SamplingParams(16, temperature=1.0, seed=5)
     engine, given = build_engine(model), request("r", prompts[1], params, 2)
@@ -138,7 +117,7 @@ def test_interrupted_samples_and_other_weights(model: Any, prompts: list[VisionP
         check(model, prompts[1], output)
 
 
-def test_videos(model: Any, prompts: list[VisionPrompt]) -> None:
+def test_videos(model, prompts):
     """Greedy and sampled, next to prompts of images, each seen once; the log-probs are those of a forward pass, also
     where the times of a video go beyond the positions of the text behind it."""
     given = [*video_prompts(model.config.model_type), prompts[1]]
@@ -155,7 +134,7 @@ def test_videos(model: Any, prompts: list[VisionPrompt]) -> None:
     assert decoder.num_towers == 8, "three videos, two videos and an image, two images, each seen once"
 
 
-def test_conversations_about_videos_continue(model: Any) -> None:
+def test_conversations_about_videos_continue(model):
     """A longer prompt takes the shorter one's from the prefix cache; equal tokens with other frames are another."""
     first, twin, mixed, *_ = video_prompts(model.config.model_type)
     engine = build_engine(model, prefix_cache_tokens=1000)
@@ -172,7 +151,7 @@ def test_conversations_about_videos_continue(model: Any) -> None:
         engine.add_requests([GenerationRequest("r", cut, greedy(4), vision=first.vision)])
 
 
-def test_prefix_cache_knows_images(model: Any, prompts: list[VisionPrompt], tokenizer: Any) -> None:
+def test_prefix_cache_knows_images(model, prompts, tokenizer):
     """Equal tokens with another image are another prompt; a longer conversation about the same one continues it."""
     engine, first = build_engine(model, prefix_cache_tokens=1000), prompts[0]
     answer = run(engine, [request("1", first, greedy(6))])["1", 0].token_ids
@@ -185,7 +164,7 @@ def test_prefix_cache_knows_images(model: Any, prompts: list[VisionPrompt], toke
     assert engine._prefixes.num_reused >= len(first.token_ids) + len(answer) - 1
 
 
-def test_text_and_images_continue_together(model: Any, prompts: list[VisionPrompt]) -> None:
+def test_text_and_images_continue_together(model, prompts):
     """Each behind its own prefix, with the positions of its own."""
     engine = build_engine(model, prefix_cache_tokens=1000)
     starts = {"text": prompts[2], "image": prompts[0]}
@@ -200,7 +179,7 @@ def test_text_and_images_continue_together(model: Any, prompts: list[VisionPromp
         check(model, prompt, outputs[name, 0])
 
 
-def test_prompts_that_do_not_go_with_their_images(model: Any, prompts: list[VisionPrompt]) -> None:
+def test_prompts_that_do_not_go_with_their_images(model, prompts):
     engine, image = build_engine(model), model.config.image_token_id
     cut = prompts[0].token_ids[:]
     cut.remove(image)

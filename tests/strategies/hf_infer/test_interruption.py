@@ -64,7 +64,7 @@ SETTINGS = {
 @pytest.mark.default_rows("plain-generic", "all-fused", "greedy-generic", "stop string-fused")
 @pytest.mark.parametrize("kind", ["fused", "generic"])
 @pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS)
-def test_interrupted_samples_become_what_they_would_have_become(params: SamplingParams, kind: str) -> None:
+def test_interrupted_samples_become_what_they_would_have_become(params, kind):
     model = build_model("qwen3")
     prompts = random_prompts([5, 17, 9], seed=3)
 
@@ -88,7 +88,7 @@ def test_interrupted_samples_become_what_they_would_have_become(params: Sampling
 
 
 @pytest.mark.parametrize("kind", ["fused", "generic"])
-def test_after_a_swap_running_samples_go_on_as_from_the_start_with_the_new_weights(kind: str) -> None:
+def test_after_a_swap_running_samples_go_on_as_from_the_start_with_the_new_weights(kind):
     old, new = build_model("qwen3"), build_model("qwen3", seed=1)
     prompts, params = random_prompts([5, 17, 30], seed=3), greedy(30, min_new_tokens=30)
     engine = build_engine(build_model("qwen3"), kind, max_num_seqs=4)
@@ -115,7 +115,7 @@ def test_after_a_swap_running_samples_go_on_as_from_the_start_with_the_new_weigh
         torch.testing.assert_close(torch.tensor(output.log_probs), torch.tensor(want), atol=1e-5, rtol=0)
 
 
-def test_many_long_samples_are_computed_again_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_long_samples_are_computed_again_in_several_parts(monkeypatch):
     monkeypatch.setattr("roll.strategies.hf_infer.engine._MAX_PREFILL_TOKENS", 50)
     model, params = build_model("qwen2"), SamplingParams(20, min_new_tokens=20, seed=1)
     requests = [GenerationRequest(str(i), p, params, 2) for i, p in enumerate(random_prompts([30, 3, 12, 60]))]
@@ -132,7 +132,7 @@ def test_many_long_samples_are_computed_again_in_several_parts(monkeypatch: pyte
     assert {(o.request_id, o.sample_index): o.token_ids for o in outputs} == {k: o.token_ids for k, o in whole.items()}
 
 
-def test_what_waits_half_answered_is_given_back_whole() -> None:
+def test_what_waits_half_answered_is_given_back_whole():
     engine = build_engine(build_model("qwen2"), max_num_seqs=1)
     begun = PartialSample((5, 6, 8), (-1.0, -2.0, -3.0), ((2, 0, 1), (3, 1, 3)))
     request = GenerationRequest("r", [5, 6], greedy(9), 3, partial={1: begun}, finished=(_finished("r", 2),))
@@ -183,14 +183,14 @@ def _begun(length: int, log_probs: int | None = None, end: int | None = None) ->
         ({"partial": {1: _begun(2, end=1)}}, "weight versions of 1 tokens"),
     ],
 )
-def test_progress_that_does_not_fit_is_refused(progress: dict[str, Any], message: str) -> None:
+def test_progress_that_does_not_fit_is_refused(progress, message):
     engine = build_engine(build_model("qwen2"))
     with pytest.raises(ValueError, match=message):
         engine.add_requests([GenerationRequest("r", [5], SamplingParams(4), 2, **progress)])
     assert engine.num_unfinished == 0
 
 
-def test_a_partial_sample_must_leave_room_in_the_cache() -> None:
+def test_a_partial_sample_must_leave_room_in_the_cache():
     engine = build_engine(build_model("qwen2"))
     prompt = [5] * (MAX_MODEL_LEN - 3)
     with pytest.raises(ValueError, match="has 3 tokens, must have 1 to 2"):

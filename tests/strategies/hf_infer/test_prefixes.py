@@ -43,7 +43,7 @@ def watch_prefills(engine: GenerationEngine, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("kind", ["fused", "generic"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
-def test_turns_of_a_conversation(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_of_a_conversation(name, kind, monkeypatch):
     model, params = build_model(name), SamplingParams(15, min_new_tokens=15, seed=2)
     engine, plain = keeping(build_engine(model, kind)), build_engine(model, kind)
     prompt, further = random_prompts([20, 7])
@@ -62,7 +62,7 @@ def test_turns_of_a_conversation(name: str, kind: str, monkeypatch: pytest.Monke
         torch.testing.assert_close(torch.tensor(output.log_probs), torch.tensor(want), atol=1e-5, rtol=0)
 
 
-def test_groups_that_find_rows_bit_by_bit() -> None:
+def test_groups_that_find_rows_bit_by_bit():
     model, params = build_model("qwen2"), SamplingParams(12, min_new_tokens=5, seed=4)
     engine, plain = keeping(build_engine(model, max_num_seqs=3)), build_engine(model, max_num_seqs=3)
     (prompt,) = random_prompts([25])
@@ -73,7 +73,7 @@ def test_groups_that_find_rows_bit_by_bit() -> None:
     assert {key: o.token_ids for key, o in outputs.items()} == {key: o.token_ids for key, o in expected.items()}
 
 
-def test_an_aborted_sample_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_sample_goes_on_where_it_was(monkeypatch):
     engine, params = keeping(build_engine(build_model("qwen2"))), greedy(30, min_new_tokens=30)
     (prompt,) = random_prompts([20])
     engine.add_requests([GenerationRequest("r", prompt, params)])
@@ -89,7 +89,7 @@ def test_an_aborted_sample_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_nothing_survives_a_weight_update(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_survives_a_weight_update(recompute, monkeypatch):
     old, new, params = build_model("qwen2"), build_model("qwen2", seed=1), greedy(12, min_new_tokens=12)
     engine = keeping(build_engine(old, max_num_seqs=2))
     done, running = random_prompts([20, 22])
@@ -125,7 +125,7 @@ def known(cache: PrefixCache, tokens: list[int]) -> list[float]:
     return [] if found is None else found[0].keys_values[0, 0, 0, : found[1], 0].tolist()
 
 
-def test_the_cache_is_bounded_and_keeps_what_was_used_last() -> None:
+def test_the_cache_is_bounded_and_keeps_what_was_used_last():
     cache = PrefixCache(60)
     cache.put(*sequence(1, 2))
     cache.put(*sequence(1, 2, 3))
@@ -145,7 +145,7 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last() -> None:
     assert cache.num_tokens == 0 and known(cache, sequence(6, 7)[0]) == []
 
 
-def test_a_growing_conversation_is_not_copied_at_each_turn() -> None:
+def test_a_growing_conversation_is_not_copied_at_each_turn():
     """Turns are appended in place; over 50 of them a full buffer is exchanged for a longer one a few times."""
     cache, turn = PrefixCache(2000), [7] * 20
     cache.put(turn, sequence(*turn[:2])[1])
@@ -166,7 +166,7 @@ def test_a_growing_conversation_is_not_copied_at_each_turn() -> None:
     assert known(cache, [*other, 5]) == [float(token) for token in other]
 
 
-def test_many_conversations_cost_no_more_than_their_length() -> None:
+def test_many_conversations_cost_no_more_than_their_length():
     """Look-ups and insertions among many sequences compare tokens with one of them."""
     cache, rng = PrefixCache(100_000), random.Random(0)
     turns = [[rng.randrange(50) for _ in range(40)] for _ in range(300)]
@@ -192,7 +192,7 @@ def values(tokens: list[int]) -> torch.Tensor:
     return torch.tensor(tokens, dtype=torch.float32).view(1, 1, 1, -1, 1).expand(3, 2, 2, -1, 4)
 
 
-def test_the_longest_prompt_still_fits() -> None:
+def test_the_longest_prompt_still_fits():
     engine = keeping(build_engine(build_model("qwen2")))
     (prompt,) = random_prompts([MAX_MODEL_LEN - 2])
     run(engine, [GenerationRequest("a", prompt, greedy(9, stop_token_ids=(EOS,)))])

@@ -37,7 +37,7 @@ def _wanted(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_routes_are_those_of_a_plain_pass(family: str) -> None:
+def test_routes_are_those_of_a_plain_pass(family):
     """Ragged prompts, groups, more samples than rows, and a stop half way that another engine continues from."""
     model = _model(family)
     engine, outputs = _engine(model), []

@@ -47,7 +47,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("kind", ["fused", "generic"])
-def test_log_probs_equal_a_full_forward_with_every_setting_in_one_batch(kind: str) -> None:
+def test_log_probs_equal_a_full_forward_with_every_setting_in_one_batch(kind):
     model = build_model("qwen3")
     prompts = dict(zip(SETTINGS, random_prompts([4 + i for i in range(len(SETTINGS))]), strict=True))
     requests = [GenerationRequest(name, prompts[name], params, num_samples=2) for name, params in SETTINGS.items()]
@@ -58,7 +58,7 @@ def test_log_probs_equal_a_full_forward_with_every_setting_in_one_batch(kind: st
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
-def test_log_probs_equal_a_full_forward_with_one_setting(name: str) -> None:
+def test_log_probs_equal_a_full_forward_with_one_setting(name):
     """Batches of one kind take shorter ways through the sampler than mixed ones."""
     model, params = build_model("qwen2"), SETTINGS[name]
     prompts = random_prompts([3, 8])
@@ -70,7 +70,7 @@ def test_log_probs_equal_a_full_forward_with_one_setting(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["fused", "generic"])
-def test_half_precision_log_probs(kind: str, dtype: torch.dtype) -> None:
+def test_half_precision_log_probs(kind, dtype):
     model = build_model("qwen3", dtype)
     exact = build_model("qwen3")
     exact.load_state_dict(model.state_dict())
@@ -88,7 +88,7 @@ def test_half_precision_log_probs(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("params", [SamplingParams(1, seed=3), SamplingParams(1, temperature=0.7, top_k=30, seed=4)])
-def test_sampled_distribution(params: SamplingParams) -> None:
+def test_sampled_distribution(params):
     model, (prompt,) = build_model("qwen2"), random_prompts([6])
     num_samples = 6000
     outputs = run(build_engine(model, max_num_seqs=500), [GenerationRequest("r", prompt, params, num_samples)])
@@ -104,7 +104,7 @@ def test_sampled_distribution(params: SamplingParams) -> None:
     assert abs(chi_square - degrees) < 4 * np.sqrt(2 * degrees)  # mean and four standard deviations of chi-square
 
 
-def test_seeded_samples_do_not_depend_on_their_neighbours() -> None:
+def test_seeded_samples_do_not_depend_on_their_neighbours():
     model = build_model("qwen2")
     prompts = random_prompts([5, 12, 3, 20])
     seeded = GenerationRequest("seeded", prompts[0], SamplingParams(30, seed=7), num_samples=3)
@@ -116,7 +116,7 @@ def test_seeded_samples_do_not_depend_on_their_neighbours() -> None:
     assert len({tuple(output.token_ids) for output in alone.values()}) == 3
 
 
-def test_engine_seed_repeats_and_changes_samples() -> None:
+def test_engine_seed_repeats_and_changes_samples():
     model, (prompt,) = build_model("qwen2"), random_prompts([5])
     requests = [GenerationRequest(str(i), prompt, SamplingParams(20), num_samples=2) for i in range(3)]
     first, again, other = (run(build_engine(model, seed=seed), requests) for seed in (1, 1, 2))
@@ -132,7 +132,7 @@ def test_uniforms_are_the_published_generator() -> None:
     np.testing.assert_array_equal(drawn, (published >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
-def test_streams_of_neighbouring_seeds_and_samples_are_unrelated() -> None:
+def test_streams_of_neighbouring_seeds_and_samples_are_unrelated():
     keys = np.array([stream_key(seed, i) for seed in range(64) for i in range(64)], dtype=np.uint64)
     assert len(np.unique(keys)) == len(keys)
     draws = np.stack([uniforms(keys, np.full(len(keys), t)) for t in range(32)])
@@ -147,7 +147,7 @@ def test_streams_of_neighbouring_seeds_and_samples_are_unrelated() -> None:
     repeats=st.sampled_from([1, 7]),
     draw=st.one_of(st.just(0.0), st.just(1 - 2.0**-53), st.floats(0, 1, exclude_max=True)),
 )
-def test_inverting_the_cumulative_distribution(weights: list[float], repeats: int, draw: float) -> None:
+def test_inverting_the_cumulative_distribution(weights, repeats, draw):
     probs = torch.tensor([weights * repeats], dtype=torch.float32)  # short rows and rows that are summed in blocks
     token = int(invert_cumulative(probs, torch.tensor([draw], dtype=torch.float64)))
     assert probs[0, token] > 0
@@ -158,7 +158,7 @@ def test_inverting_the_cumulative_distribution(weights: list[float], repeats: in
     assert below - slack <= draw * cumulative[-1] <= cumulative[token] + slack
 
 
-def test_a_large_vocabulary_is_inverted_without_drift() -> None:
+def test_a_large_vocabulary_is_inverted_without_drift():
     size = 151_936
     probs = torch.full((1, size), 1 / size)
     for draw in np.linspace(0, 1, 97, endpoint=False):
@@ -166,7 +166,7 @@ def test_a_large_vocabulary_is_inverted_without_drift() -> None:
         assert abs(token - draw * size) <= 1 + 1e-6 * size
 
 
-def test_top_p_over_a_flat_large_vocabulary_sorts_what_it_must() -> None:
+def test_top_p_over_a_flat_large_vocabulary_sorts_what_it_must():
     logits = torch.arange(5000.0)[None].flip(1) * 1e-4  # the first thousand candidates hold far less than half the mass
     threshold = filter_threshold(logits, None, torch.tensor([0.5]), None)
     kept = int((logits >= threshold[:, None]).sum())
@@ -174,7 +174,7 @@ def test_top_p_over_a_flat_large_vocabulary_sorts_what_it_must() -> None:
     assert mass[kept - 2] < 0.5 <= mass[kept - 1] + 1e-6
 
 
-def test_eos_can_be_sampled_and_its_log_prob_is_returned() -> None:
+def test_eos_can_be_sampled_and_its_log_prob_is_returned():
     model, (prompt,) = build_model("qwen2"), random_prompts([6])
     outputs = run(build_engine(model, max_num_seqs=64), [GenerationRequest("r", prompt, SamplingParams(60), 64)])
     ended = [output for output in outputs.values() if output.finish_reason == "stop"]

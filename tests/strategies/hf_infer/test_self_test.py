@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,14 +45,14 @@ def llama(**options: Any) -> LlamaConfig:
 
 
 @pytest.mark.parametrize("options", [{}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}])
-def test_what_is_right_passes(options: Any) -> None:
+def test_what_is_right_passes(options):
     state = torch.get_rng_state()
     assert check_engine(ROLE, llama(**options), 128, create_decoder)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
-def test_other_caches_pass(family: str, tmp_path: Path) -> None:
+def test_other_caches_pass(family, tmp_path):
     config = AutoModelForCausalLM.from_pretrained(write_moe(tmp_path, family)).config
     assert check_engine(ROLE, config, 64, create_decoder)
 
@@ -65,7 +64,7 @@ class Forgetful(GenericDecoder):
         return super()._rotary_positions(slots) + 1
 
 
-def test_prompts_are_scored_by_the_model_s_own_logits() -> None:
+def test_prompts_are_scored_by_the_model_s_own_logits():
     """Gemma 2 caps them after the output matrix."""
     config = Gemma2Config(
         **{**llama().to_dict(), "head_dim": 8, "final_logit_softcapping": 2.0, "model_type": "gemma2"}
@@ -82,7 +81,7 @@ def test_prompts_are_scored_by_the_model_s_own_logits() -> None:
     assert strategy.prompt_score(ids, 1).log_probs == pytest.approx(wanted[:, 0].tolist(), abs=1e-5)
 
 
-def test_a_decoder_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_computes_something_else_is_refused(monkeypatch):
     scaled = llama(rope_parameters=LONGROPE)
     with pytest.raises(
         ValueError, match=r"actor_infer.*llama model, decoded with a cache by hf_infer, are off by up to"
@@ -94,7 +93,7 @@ def test_a_decoder_that_computes_something_else_is_refused(monkeypatch: pytest.M
     check_engine(ROLE, scaled, 32, create_decoder)
 
 
-def test_rows_end_before_rotary_angles_change() -> None:
+def test_rows_end_before_rotary_angles_change():
     config = llama(rope_parameters=LONGROPE)
     for written, wanted in ((None, 32), (32, 32), (20, 20)):
         found = _before_angles_change(written, longest_sequence(written, config, "a-folder"), config)

@@ -28,7 +28,7 @@ def expected_match(token_ids: list[int], stops: tuple[str, ...]) -> int | None:
     return next((i for i, text in enumerate(texts) if any(stop in text for stop in stops)), None)
 
 
-def test_across_token_boundaries() -> None:
+def test_across_token_boundaries():
     tokens = TOKENIZER("the fox stops here: the answer")["input_ids"]
     match = first_match(tokens, ("ps he",), [])
     assert match is not None
@@ -37,14 +37,14 @@ def test_across_token_boundaries() -> None:
     assert match >= 2, "the string must span tokens to say anything"
 
 
-def test_bytes_of_one_character_in_several_tokens() -> None:
+def test_bytes_of_one_character_in_several_tokens():
     tokens = TOKENIZER("ab\u20acx\U0001f98acd")["input_ids"]
     assert first_match(tokens, ("\U0001f98a",), []) == expected_match(tokens, ("\U0001f98a",))
     assert first_match(tokens, ("\u20acx",), []) == expected_match(tokens, ("\u20acx",))
     assert first_match(tokens, ("\u20acy",), []) is None
 
 
-def test_the_prompt_does_not_count() -> None:
+def test_the_prompt_does_not_count():
     prompt, tokens = TOKENIZER("the sto")["input_ids"], TOKENIZER("p it, stop")["input_ids"]
     match = first_match(tokens, ("stop",), prompt)
     assert match == len(tokens) - 1
@@ -55,7 +55,7 @@ def test_the_prompt_does_not_count() -> None:
     text=st.text(alphabet="abcst op\u20ac\U0001f98a", min_size=1, max_size=40),
     stops=st.lists(st.text(alphabet="abcst op\u20ac\U0001f98a", min_size=1, max_size=5), min_size=1, max_size=3),
 )
-def test_equals_decoding_everything(text: str, stops: list[str]) -> None:
+def test_equals_decoding_everything(text, stops):
     tokens = TOKENIZER(text)["input_ids"]
     assert first_match(tokens, tuple(stops), []) == expected_match(tokens, tuple(stops))
 
@@ -69,7 +69,7 @@ def build(max_num_seqs: int = 8) -> Any:
     return build_engine(build_model("qwen2"), max_num_seqs=max_num_seqs, decode_text=letters)
 
 
-def test_engine_stops_at_the_completing_token_and_keeps_it() -> None:
+def test_engine_stops_at_the_completing_token_and_keeps_it():
     (prompt,) = random_prompts([5])
     free = run(build(), [GenerationRequest("r", prompt, SamplingParams(20, seed=1))])["r", 0]
     assert len(free.token_ids) > 6, "another seed is needed"
@@ -82,7 +82,7 @@ def test_engine_stops_at_the_completing_token_and_keeps_it() -> None:
     assert stopped.log_probs == free.log_probs[:end]
 
 
-def test_engine_does_not_stop_before_min_new_tokens() -> None:
+def test_engine_does_not_stop_before_min_new_tokens():
     (prompt,) = random_prompts([5])
     every_letter = tuple("abcdefghij")
     params = SamplingParams(20, min_new_tokens=6, stop_strings=every_letter, seed=2)

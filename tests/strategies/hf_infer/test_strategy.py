@@ -49,7 +49,7 @@ def push(strategy: HfInferStrategy, weights: dict[str, torch.Tensor], version: i
     return strategy.finish_weight_update()
 
 
-def test_generates_as_the_model_in_the_folder(model_folder: Path) -> None:
+def test_generates_as_the_model_in_the_folder(model_folder):
     model, prompts = load(model_folder), random_prompts([4, 11, 7])
     strategy = start(model_folder)
     outputs = run(strategy, [GenerationRequest(str(i), p, greedy(20), 2) for i, p in enumerate(prompts)])
@@ -58,7 +58,7 @@ def test_generates_as_the_model_in_the_folder(model_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_weight_update_changes_outputs_and_returns_checksums_of_what_is_held(model_folder: Path, dtype: Any) -> None:
+def test_weight_update_changes_outputs_and_returns_checksums_of_what_is_held(model_folder, dtype):
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     new, (prompt,) = changed(model_folder, torch_dtype), random_prompts([6])
     strategy = start(model_folder, dtype)
@@ -78,7 +78,7 @@ def test_weight_update_changes_outputs_and_returns_checksums_of_what_is_held(mod
     assert after.log_probs == fresh.log_probs
 
 
-def test_tied_output_matrix_is_known_under_both_names(model_folder: Path) -> None:
+def test_tied_output_matrix_is_known_under_both_names(model_folder):
     strategy, new = start(model_folder), changed(model_folder)
     weights = new.state_dict()
     assert "lm_head.weight" in weights
@@ -89,7 +89,7 @@ def test_tied_output_matrix_is_known_under_both_names(model_folder: Path) -> Non
     assert outputs["r", 0].token_ids == generate_greedy(new, prompt, 20)
 
 
-def test_a_corrupted_element_shows_in_the_checksum(model_folder: Path) -> None:
+def test_a_corrupted_element_shows_in_the_checksum(model_folder):
     strategy, new = start(model_folder), changed(model_folder)
     weights = {name: tensor.clone() for name, tensor in new.named_parameters()}
     expected = {name: tensor_checksum(tensor) for name, tensor in weights.items()}
@@ -100,7 +100,7 @@ def test_a_corrupted_element_shows_in_the_checksum(model_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep"])
-def test_running_samples_continue_over_an_update(model_folder: Path, mode: str) -> None:
+def test_running_samples_continue_over_an_update(model_folder, mode):
     strategy, (prompt,) = start(model_folder, in_flight_update=mode), random_prompts([6])
     strategy.add_requests([GenerationRequest("r", prompt, greedy(12, min_new_tokens=12))])
     outputs = [output for _ in range(5) for output in strategy.step()]
@@ -117,7 +117,7 @@ def test_running_samples_continue_over_an_update(model_folder: Path, mode: str) 
     assert gap <= 1e-5 if mode == "recompute" else gap > 1e-3, "a kept cache is that of the old weights"
 
 
-def test_updates_that_do_not_fit_are_refused(model_folder: Path) -> None:
+def test_updates_that_do_not_fit_are_refused(model_folder):
     strategy = start(model_folder)
     name = "model.norm.weight"
     with pytest.raises(RuntimeError, match="outside of start_weight_update"):
@@ -136,7 +136,7 @@ def test_updates_that_do_not_fit_are_refused(model_folder: Path) -> None:
         strategy.finish_weight_update()
 
 
-def test_stop_strings_use_the_model_s_tokenizer(model_folder: Path, tokenizer: Any) -> None:
+def test_stop_strings_use_the_model_s_tokenizer(model_folder, tokenizer):
     strategy, (prompt,) = start(model_folder), random_prompts([6])
     free = run(strategy, [GenerationRequest("r", prompt, SamplingParams(30, seed=1))])["r", 0]
     texts = [tokenizer.decode(free.token_ids[: i + 1]) for i in range(len(free.token_ids))]
@@ -148,7 +148,7 @@ def test_stop_strings_use_the_model_s_tokenizer(model_folder: Path, tokenizer: A
     assert run(strategy, [request])["r", 0].token_ids == free.token_ids[: end + 1]
 
 
-def test_stops_at_the_end_tokens_of_model_and_tokenizer(model_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_stops_at_the_end_tokens_of_model_and_tokenizer(model_folder, tokenizer, tmp_path):
     model = load(model_folder)
     assert tokenizer.eos_token_id not in (20, 21)
     model.generation_config.eos_token_id = [20, 21]
@@ -160,7 +160,7 @@ def test_stops_at_the_end_tokens_of_model_and_tokenizer(model_folder: Path, toke
     assert last == {20, 21, tokenizer.eos_token_id}
 
 
-def test_longest_sequence_comes_from_the_model_unless_given(model_folder: Path) -> None:
+def test_longest_sequence_comes_from_the_model_unless_given(model_folder):
     request = GenerationRequest("r", [5] * 100, greedy(100, min_new_tokens=100))
     with pytest.raises(ValueError, match="prompt has 100 tokens, must have 1 to 63"):
         start(model_folder).add_requests([request])
@@ -170,7 +170,7 @@ def test_longest_sequence_comes_from_the_model_unless_given(model_folder: Path) 
         start(model_folder, max_model_len=129)
 
 
-def test_dummy_weights_wait_for_the_trainer(model_folder: Path) -> None:
+def test_dummy_weights_wait_for_the_trainer(model_folder):
     strategy, model, (prompt,) = start(model_folder, load_format="dummy"), load(model_folder), random_prompts([6])
     request = GenerationRequest("r", prompt, greedy(20))
     expected = generate_greedy(model, prompt, 20)
@@ -179,7 +179,7 @@ def test_dummy_weights_wait_for_the_trainer(model_folder: Path) -> None:
     assert run(strategy, [request])["r", 0].token_ids == expected
 
 
-def test_sleep_frees_the_cache_and_wake_restores_the_engine(model_folder: Path) -> None:
+def test_sleep_frees_the_cache_and_wake_restores_the_engine(model_folder):
     strategy, (prompt,) = start(model_folder), random_prompts([6])
     request = GenerationRequest("r", prompt, greedy(20))
     expected = run(strategy, [request])["r", 0].token_ids

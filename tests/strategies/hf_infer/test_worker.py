@@ -40,7 +40,7 @@ def finish(worker: GenerationWorker, requests: list[GenerationRequest]) -> dict[
     return {group.request_id: group for group in groups}
 
 
-def test_recalled_requests_are_finished_by_another_engine(model_folder: Path) -> None:
+def test_recalled_requests_are_finished_by_another_engine(model_folder):
     params = SamplingParams(30, temperature=1.5, seed=9)
     requests = [GenerationRequest(str(i), p, params, 3) for i, p in enumerate(random_prompts([4, 11, 7]))]
     first, second = start(model_folder), start(model_folder)
@@ -101,9 +101,7 @@ def poison(worker: GenerationWorker, monkeypatch: pytest.MonkeyPatch, place: str
 
 
 @pytest.mark.parametrize("place", ["admission", "record", "logits"])
-def test_a_request_that_breaks_the_engine_fails_alone(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_a_request_that_breaks_the_engine_fails_alone(model_folder, monkeypatch, place):
     names = ["a", "bad 1", "b", "c", "bad 2", "d", "e"]
     params = SamplingParams(12, temperature=1.2, seed=4, top_log_probs=2)
     prompts = random_prompts([4, 11, 7, 5, 3, 9, 6])
@@ -130,9 +128,7 @@ def test_a_request_that_breaks_the_engine_fails_alone(
         finish(worker, [GenerationRequest("bad 3", prompts[0], params)])  # in training the run ends
 
 
-def test_an_engine_that_fails_at_everything_is_not_quiet_about_it(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_fails_at_everything_is_not_quiet_about_it(model_folder, monkeypatch):
     worker = start(model_folder)
 
     def broken(*_: Any) -> Any:

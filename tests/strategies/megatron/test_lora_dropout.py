@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +13,8 @@ pytest.importorskip("peft")
 from tests.strategies import lora_cases
 from tests.strategies.samples import TensorBatch, make_batch, plain_outputs, policy_loss
 
-cases = pytest.importorskip("tests.strategies.megatron.cases", reason="needs megatron-core")
+pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-RunCase = Callable[..., list[Any]]
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROBABILITY, SEED, WIDTH = 0.3, 42, 15
 WHOLE_BATCH = {"micro_batch": 12, "infer_batch_size": 12}
@@ -48,12 +45,12 @@ def even_batch() -> TensorBatch:
 
 
 @pytest.fixture(scope="module")
-def adapter(family: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(family, tmp_path_factory):
     return lora_cases.write_adapter(family("llama"), tmp_path_factory.mktemp("adapter"), target=EVERY)
 
 
 @pytest.fixture(scope="module")
-def wanted(family: Callable[[str], Path], adapter: Path) -> dict[str, torch.Tensor]:
+def wanted(family, adapter):
     """Gradients of the first step of plain training with those masks."""
     model, batch = lora_cases.plain_peft_model(family("llama"), adapter), even_batch()
     for module in model.modules():
@@ -66,15 +63,16 @@ def wanted(family: Callable[[str], Path], adapter: Path) -> dict[str, torch.Tens
 
 
 @pytest.fixture(scope="module")
-def run_dropout(run_case: RunCase, adapter: Path) -> RunCase:
+def run_dropout(run, adapter):
     """``run_dropout(world, sizes, **model_args)``: the first step on one batch, of the rank that has the result."""
 
-    def run(world: int, sizes: dict[str, Any], **more: Any) -> Any:
+    def run_with(world: int, sizes: dict[str, Any], **more: Any) -> Any:
         args = {"adapter_name_or_path": str(adapter), "lora_dropout": PROBABILITY} | more
         batch = even_batch()
-        return run_case(cases.train_lora, world, sizes, "llama", args=(1,), batch=batch, model_args=args, **WHOLE_BATCH)
+        options = {"batch": batch, "model_args": args, **WHOLE_BATCH}
+        return run(lora_cases.train, world, "megatron", "llama", 1, config=sizes, **options)
 
-    return run
+    return run_with
 
 
 @pytest.mark.default_rows("1-rank", "tp2-sp")
@@ -88,9 +86,7 @@ def run_dropout(run_case: RunCase, adapter: Path) -> RunCase:
         pytest.param(2, {"tp": 2, "sp": True}, RECOMPUTE, id="tp2-sp-recomputed"),
     ],
 )
-def test_a_step_equals_plain_peft_with_the_same_masks(
-    run_dropout: RunCase, wanted: dict[str, torch.Tensor], world: int, sizes: dict[str, Any], more: dict[str, Any]
-) -> None:
+def test_a_step_equals_plain_peft_with_the_same_masks(run_dropout, wanted, world, sizes, more):
     results = run_dropout(world, sizes, **more)
     gradients = results[0]["gradients"]
     assert gradients.keys() == wanted.keys()
@@ -100,7 +96,7 @@ def test_a_step_equals_plain_peft_with_the_same_masks(
     assert _SameMask.dropped / _SameMask.elements == pytest.approx(PROBABILITY, abs=3e-3)
 
 
-def test_nothing_is_dropped_outside_of_updates_and_recomputation_repeats_the_masks(run_dropout: RunCase) -> None:
+def test_nothing_is_dropped_outside_of_updates_and_recomputation_repeats_the_masks(run_dropout):
     (dropped,) = run_dropout(1, {})
     (recomputed,) = run_dropout(1, {}, **RECOMPUTE)
     (whole,) = run_dropout(1, {}, lora_dropout=0.0)

@@ -44,7 +44,7 @@ LAYOUTS: list[tuple[Layout, list[tuple[int, ...]]]] = [
 
 @pytest.mark.parametrize(("layout", "shapes"), LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_joined_parts_are_the_whole(layout: Layout, shapes: list[tuple[int, ...]], size: int) -> None:
+def test_joined_parts_are_the_whole(layout, shapes, size):
     tensors = numbered(*shapes)
     parts = [layout.split(tensors, rank, size) for rank in range(size)]
     assert len({part.shape for part in parts}) == 1
@@ -52,7 +52,7 @@ def test_joined_parts_are_the_whole(layout: Layout, shapes: list[tuple[int, ...]
     assert all(torch.equal(one, other) for one, other in zip(joined, tensors, strict=True))
 
 
-def test_a_group_has_its_queries_then_key_then_value() -> None:
+def test_a_group_has_its_queries_then_key_then_value():
     queries, keys, values = (torch.arange(n)[:, None] + base for n, base in ((8, 0), (4, 100), (4, 200)))
     part = FusedHeads(groups=2, head_dim=2).split([queries, keys, values], rank=1, size=2)
     assert part[:, 0].tolist() == [4, 5, 6, 7, 102, 103, 202, 203]
@@ -69,14 +69,8 @@ def test_a_group_has_its_queries_then_key_then_value() -> None:
 )
 @settings(deadline=None, max_examples=40)
 def test_every_response_token_is_predicted_once(
-    context_size: int,
-    tensor_size: int,
-    rows: int,
-    same_shape: bool,
-    removes_padding: bool,
-    shares_prompts: bool,
-    seed: int,
-) -> None:
+    context_size, tensor_size, rows, same_shape, removes_padding, shares_prompts, seed
+):
     batch = make_batch(seed=seed)
     divisor = context_size * tensor_size
     # A hidden state that says which token it stands for, so that predictors can be checked without a model.
@@ -114,12 +108,12 @@ def test_every_response_token_is_predicted_once(
         ((2, 1, 1, 2), r"virtual_pipeline_model_parallel_size: 2 needs pipeline_model_parallel_size of at least 2"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes: tuple[int, int, int, int], message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         ParallelSizes(*sizes, sequence_parallel=False).check_world(8)
 
 
-def test_ranks_fill_the_mesh() -> None:
+def test_ranks_fill_the_mesh():
     sizes = ParallelSizes(tensor=2, pipeline=2, context=2, virtual=1, sequence_parallel=True)
     infos = [rank_info(rank, 16, sizes) for rank in range(16)]
     assert len({(i.tp_rank, i.cp_rank, i.dp_rank, i.pp_rank) for i in infos}) == 16
@@ -130,7 +124,7 @@ def test_ranks_fill_the_mesh() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the compatibility module does nothing with CUDA")
-def test_cpu_compatibility_stays_within_megatron() -> None:
+def test_cpu_compatibility_stays_within_megatron():
     import megatron.core.optimizer.optimizer as inside
 
     cpu_compat.install()

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from tests.strategies.samples import make_role
-
-cases = pytest.importorskip("tests.strategies.megatron.cases", reason="needs megatron-core")
+from tests.strategies import jobs
 
 
 @pytest.mark.parametrize(
@@ -27,25 +21,20 @@ cases = pytest.importorskip("tests.strategies.megatron.cases", reason="needs meg
         ({}, {"model_args": {"model_config_kwargs": {"hidden_act": "gelu"}}}, "the activation gelu"),
     ],
 )
-def test_refused(
-    run_case: Callable[..., list[Any]], sizes: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
-    assert message in run_case(cases.refused, 2, sizes, strategy="megatron_infer", **options)[0]
+def test_refused(run, sizes, options, message):
+    assert message in run(jobs.refused, 2, "megatron_infer", "qwen2", config=sizes, batch=None, **options)[0]
 
 
-def test_heads_that_do_not_divide(run_case: Callable[..., list[Any]]) -> None:
-    answer = run_case(cases.refused, 4, {"tp": 4}, strategy="megatron_infer")[0]
+def test_sizes_that_do_not_fit(run):
+    answer = run(jobs.refused, 4, "megatron_infer", "qwen2", config={"tp": 4}, batch=None)[0]
     assert "tensor_model_parallel_size: 4 does not divide the model's num_key_value_heads 2" in answer
+    answer = run(jobs.refused, 2, "megatron_infer", "qwen2", config={"tp": 4}, batch=None)[0]
+    assert "does not divide the role's 2 ranks" in answer
 
 
-def test_sizes_that_do_not_fit_the_ranks(run_ranks: Callable[..., list[Any]], family: Callable[[str], Path]) -> None:
-    role = make_role(family("qwen2"), "megatron_infer", config={"tensor_model_parallel_size": 4})
-    assert "does not divide the role's 2 ranks" in run_ranks(2, cases.refused, role, {})[0]
-
-
-def test_other_families_are_named(run_case: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_other_families_are_named(run, tmp_path):
     from transformers import GPT2Config
 
     GPT2Config(n_layer=1, n_head=2, n_embd=8).save_pretrained(tmp_path)
-    answer = run_case(cases.refused, 1, {}, tmp_path, strategy="megatron_infer")[0]
+    (answer,) = run(jobs.refused, 1, "megatron_infer", tmp_path, batch=None)
     assert "has model_type gpt2" in answer and "use a Qwen2, Qwen2.5, Qwen3, Llama, Mixtral or OLMoE model" in answer

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from roll.models.log_probs import HeadMemory, token_log_probs
-
-RunRanks = Callable[..., list[Any]]
 
 
 def cut_head(
@@ -57,9 +52,7 @@ def _loss(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
     ids=["1-rank", "2-ranks-in-chunks", "2-ranks-padded", "4-ranks-one-with-padding-only", "no-tokens"],
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_equals_the_whole_matrix(
-    run_ranks: RunRanks, world: int, vocabulary: int, tokens: int, chunk: int, temperature: float
-) -> None:
+def test_equals_the_whole_matrix(run_ranks, world, vocabulary, tokens, chunk, temperature):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     random = torch.Generator().manual_seed(world)
     # Logits of some hundreds: the largest must be taken over all ranks, or exp overflows.

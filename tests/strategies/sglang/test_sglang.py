@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,92 +27,90 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def found(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> dict[str, Any]:
+def found(in_engine_process, folders):
     """Results of one engine of the tied model."""
     result: dict[str, Any] = in_engine_process(cases.everything, folders["qwen2"])
     return result
 
 
 @pytest.fixture(scope="module")
-def kept(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> dict[str, Any]:
+def kept(in_engine_process, folders):
     """Results of an engine of the untied model that keeps its cache over an update."""
     result: dict[str, Any] = in_engine_process(cases.keep_in_flight, folders["qwen3"])
     return result
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("qwen2", "fp32"), ("qwen3", "fp32"), ("qwen3", "bf16")])
-def test_greedy_tokens_and_log_probs_after_updates(
-    in_engine_process: Callable[..., Any], folders: dict[str, Path], name: str, dtype: str
-) -> None:
+def test_greedy_tokens_and_log_probs_after_updates(in_engine_process, folders, name, dtype):
     check_greedy(in_engine_process(cases.greedy_after_updates, folders[name], dtype), dtype)
 
 
-def test_two_ranks(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
+def test_two_ranks(in_engine_process, folders):
     check_greedy(in_engine_process(cases.greedy_after_updates, folders["qwen2"], "fp32", tp_size=2), "fp32")
 
 
-def test_experts_are_read_back_after_updates(in_engine_process: Callable[..., Any], tmp_path: Path) -> None:
+def test_experts_are_read_back_after_updates(in_engine_process, tmp_path):
     folder = moe_folder(tmp_path, "qwen3_moe", num_key_value_heads=2, moe_intermediate_size=64)
     check_experts(in_engine_process(cases.experts_after_updates, folder))
 
 
-def test_samples_are_those_of_hf_infer(found: dict[str, Any]) -> None:
+def test_samples_are_those_of_hf_infer(found):
     """The same streams, the same distributions: log-probs are those of the distribution that was drawn from."""
     assert all(case["gap"] < FP32_GAP and case["top"] < FP32_GAP for case in found["sampled"]), found["sampled"]
     assert all(all(case["alike"]) for case in found["sampled"]), found["sampled"]
     assert found["sampled"][-1]["num_top"] > 0
 
 
-def test_interrupted_samples_become_what_they_would_have_become(found: dict[str, Any]) -> None:
+def test_interrupted_samples_become_what_they_would_have_become(found):
     check_interrupted(found["interrupted"])
 
 
-def test_aborted_samples_keep_what_they_have(found: dict[str, Any]) -> None:
+def test_aborted_samples_keep_what_they_have(found):
     check_aborted(found["aborted"])
     assert found["unnoticed"] == (5, "abort", True), "the last token is drawn again"
 
 
-def test_what_is_said_of_growing_samples_is_how_they_begin(found: dict[str, Any]) -> None:
+def test_what_is_said_of_growing_samples_is_how_they_begin(found):
     check_growing(found["growing"])
 
 
-def test_lengths_and_refusals(found: dict[str, Any]) -> None:
+def test_lengths_and_refusals(found):
     check_cut_to_fit(found["lengths"])
     check_refusals(found["refusals"])
     step, load = found["half done"]
     assert "step() between" in step and "the model did not load the weights" in load
 
 
-def test_an_update_in_flight(found: dict[str, Any]) -> None:
+def test_an_update_in_flight(found):
     check_in_flight(found["in flight"], "recompute")
     assert found["in flight"]["put back"] == []
 
 
-def test_an_update_in_flight_that_keeps_the_cache(kept: dict[str, Any]) -> None:
+def test_an_update_in_flight_that_keeps_the_cache(kept):
     check_in_flight(kept["in flight"], "keep")
     assert kept["in flight"]["put back"] == []
 
 
-def test_a_request_that_fails_leaves_the_others_alone(kept: dict[str, Any]) -> None:
+def test_a_request_that_fails_leaves_the_others_alone(kept):
     failed, others_are_whole = kept["given up"]
     assert failed.keys() == {"bad"} and "sample 1 of request 'bad' was given up" in failed["bad"]
     assert others_are_whole
     check_not_finite_alone(kept["not finite"])
 
 
-def test_faulty_updates_are_found_and_the_next_one_puts_them_right(found: dict[str, Any]) -> None:
+def test_faulty_updates_are_found_and_the_next_one_puts_them_right(found):
     check_faulty_updates(found["faults"])
 
 
-def test_adapters_are_sent_by_themselves_and_merged_by_the_engine(found: dict[str, Any]) -> None:
+def test_adapters_are_sent_by_themselves_and_merged_by_the_engine(found):
     check_adapters(found["adapters"])
     assert found["adapters"]["spoilt"].endswith("(model.layers.0.self_attn.q_proj.weight#lora_A)")
 
 
-def test_faults_behind_the_receiver_are_found(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
+def test_faults_behind_the_receiver_are_found(in_engine_process, folders):
     wrong = in_engine_process(cases.mixed_up_by_the_loader, folders["qwen2"])
     assert len(wrong) == 8 and all(".k_proj." in name or ".v_proj." in name for name in wrong)
 
 
-def test_the_engine_leaves_no_process(found: dict[str, Any]) -> None:
+def test_the_engine_leaves_no_process(found):
     assert found["processes"] == 1 and found["left"] == 0

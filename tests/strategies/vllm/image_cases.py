@@ -185,7 +185,7 @@ def compared(folder: Path, kind: Any, found: dict[str, Any]) -> tuple[list[float
 
     from tests import vision_models
     from tests.strategies.hf_infer.helpers import run
-    from tests.strategies.hf_infer.test_images import build_engine, forward
+    from tests.strategies.hf_infer.images import build_engine, forward
 
     words = vision_models.tokenizer()
     gaps, same = [], 0

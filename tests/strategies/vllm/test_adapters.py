@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.strategies.engine_checks import check_adapters
 from tests.strategies.vllm import adapter_cases
-from tests.strategies.vllm.test_parallel import whole_engines
+from tests.support.engines import whole_engines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -19,7 +15,7 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
 
 
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("qwen3", marks=whole_engines)])
-def test_adapters(in_engine_process: Callable[..., Any], folders: dict[str, Path], name: str) -> None:
+def test_adapters(in_engine_process, folders, name):
     found = in_engine_process(adapter_cases.adapters, folders[name])
     check_adapters(found)
     assert found["in flight"] == (10, True)
@@ -33,7 +29,7 @@ def test_adapters(in_engine_process: Callable[..., Any], folders: dict[str, Path
 
 @whole_engines
 @pytest.mark.timeout(900)
-def test_adapters_on_two_ranks(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
+def test_adapters_on_two_ranks(in_engine_process, folders):
     found = in_engine_process(adapter_cases.adapters, folders["qwen2"], tensor_parallel_size=2)
     check_adapters(found)
     assert found["in flight"] == (10, True)

@@ -32,7 +32,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
-def test_images_and_videos_before_and_after_an_update(tmp_path: Path, kind: str) -> None:
+def test_images_and_videos_before_and_after_an_update(tmp_path, kind):
     image_cases.make_models(tmp_path, kind)
     with engine_process() as in_process:  # a new one, in which transformers is not imported yet
         found = in_process(image_cases.generated, tmp_path, kind, FOLDER)
@@ -50,7 +50,7 @@ def test_images_and_videos_before_and_after_an_update(tmp_path: Path, kind: str)
         assert found["placed"] == "", "its times are words"
 
 
-def test_videos_are_placed_differently_where_it_is_said(tmp_path: Path) -> None:
+def test_videos_are_placed_differently_where_it_is_said(tmp_path):
     """Qwen2.5-VL's positions by vLLM's own code and processor, in engines of three dtypes, next to transformers'."""
     vision_models.save(tmp_path, "qwen2_5_vl")
     with engine_process() as in_process:

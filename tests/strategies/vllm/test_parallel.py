@@ -1,30 +1,22 @@
-"""Engines of several ranks. Whole engines where ``TEST_VLLM_PARALLEL`` is set, as ``make test-all`` and
-``make test-vllm-parallel`` do: four processes that import vLLM take about a minute to start."""
+"""Engines of several ranks; whole engines in ``make test-all`` and ``make test-vllm-parallel``."""
 
 from __future__ import annotations
-
-import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.strategies.engine_cases import moe_folder
 from tests.strategies.engine_checks import check_experts, check_greedy, check_in_flight
 from tests.strategies.vllm import parallel_cases
+from tests.support.engines import whole_engines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
-whole_engines = pytest.mark.skipif(
-    not os.environ.get("TEST_VLLM_PARALLEL"), reason="two ranks take a minute to start: make test-vllm-parallel"
-)
 
 
 @whole_engines
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_two_ranks(in_engine_process: Callable[..., Any], folders: dict[str, Path], name: str, kind: str) -> None:
+def test_two_ranks(in_engine_process, folders, name, kind):
     found = in_engine_process(parallel_cases.two_ranks, folders[name], kind)
     check_greedy(found["greedy"])
     check_in_flight(found["in flight"], "recompute", versions=(10, 11))
@@ -38,7 +30,7 @@ def test_two_ranks(in_engine_process: Callable[..., Any], folders: dict[str, Pat
 
 @whole_engines
 @pytest.mark.timeout(900)
-def test_experts_of_two_ranks(in_engine_process: Callable[..., Any], tmp_path: Path) -> None:
+def test_experts_of_two_ranks(in_engine_process, tmp_path):
     """Each rank reads its part of every matrix of every expert back."""
     folder = moe_folder(tmp_path, "qwen3_moe", moe_intermediate_size=64)
     found = in_engine_process(parallel_cases.experts_of_two_ranks, folder)
@@ -48,7 +40,7 @@ def test_experts_of_two_ranks(in_engine_process: Callable[..., Any], tmp_path: P
     assert "mlp.experts.5.up_proj.weight" in found["spoilt"] and found["spoilt"].endswith(", on rank 1 of it")
 
 
-def test_the_part_of_a_rank(in_engine_process: Callable[..., Any]) -> None:
+def test_the_part_of_a_rank(in_engine_process):
     found = in_engine_process(parallel_cases.parts_of_ranks)
     rows = [[4.0 * row + column for column in range(4)] for row in range(6)]
     assert found["rows"] == [rows[:3], rows[3:]]
@@ -58,7 +50,7 @@ def test_the_part_of_a_rank(in_engine_process: Callable[..., Any]) -> None:
     assert found["fused"] == rows[2:5]
 
 
-def test_the_answers_of_ranks(in_engine_process: Callable[..., Any]) -> None:
+def test_the_answers_of_ranks(in_engine_process):
     found = in_engine_process(parallel_cases.answers_of_ranks)
     assert found["messages"] == [
         "ValueError: no such name",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ def begun(routes: np.ndarray | None) -> PartialSample:
     return PartialSample([8], [-0.5], [(0, 0, 1)], routes=routes)
 
 
-def test_vllm_has_what_is_asked_for() -> None:
+def test_vllm_has_what_is_asked_for():
     from vllm.engine.arg_utils import EngineArgs
     from vllm.outputs import CompletionOutput
 
@@ -31,11 +30,11 @@ def test_vllm_has_what_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(255, np.uint8), (256, np.int16)])
-def test_the_type_is_that_of_the_column(num_experts: int, dtype: Any) -> None:
+def test_the_type_is_that_of_the_column(num_experts, dtype):
     assert arguments.recorded_routes(ROWS, 7, num_experts, None, 0).dtype == dtype
 
 
-def test_a_continued_sample_keeps_what_it_was_sampled_with() -> None:
+def test_a_continued_sample_keeps_what_it_was_sampled_with():
     old = np.full((5, 2, 3), 9, np.uint8)
     found = arguments.recorded_routes(ROWS, 7, 42, begun(old), 5)
     assert (found[:5] == 9).all() and (found[5:] == ROWS[5:]).all()
@@ -44,5 +43,5 @@ def test_a_continued_sample_keeps_what_it_was_sampled_with() -> None:
 
 
 @pytest.mark.parametrize("rows", [None, ROWS[:6]])
-def test_a_record_that_lacks_tokens_is_none(rows: Any) -> None:
+def test_a_record_that_lacks_tokens_is_none(rows):
     assert arguments.recorded_routes(rows, 7, 42, None, 0) is None

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.strategies.engine_checks import (
@@ -21,15 +17,13 @@ from tests.strategies.vllm import cases
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
-def test_aborted_samples_keep_what_they_have(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
+def test_aborted_samples_keep_what_they_have(in_engine_process, folders):
     found = in_engine_process(cases.aborted, folders["qwen2"])
     check_aborted(found)
     assert found["tokens"][:2] == [5, 5], "a step is a token"
 
 
-def test_what_is_said_of_growing_samples_is_how_they_begin(
-    in_engine_process: Callable[..., Any], folders: dict[str, Path]
-) -> None:
+def test_what_is_said_of_growing_samples_is_how_they_begin(in_engine_process, folders):
     found = in_engine_process(cases.growing_samples, folders["qwen2"])
     check_growing(found)
     assert all(found["same"].values()), "asking disturbs nothing"
@@ -40,20 +34,16 @@ def test_what_is_said_of_growing_samples_is_how_they_begin(
     assert lengths["late", 0][:3] == [0, 0, 0] and lengths["late", 0][-1] == 11, "it waited for room"
 
 
-def test_a_response_ends_with_the_engine_s_sequence(
-    in_engine_process: Callable[..., Any], folders: dict[str, Path]
-) -> None:
+def test_a_response_ends_with_the_engine_s_sequence(in_engine_process, folders):
     check_cut_to_fit(in_engine_process(cases.cut_to_fit, folders["qwen2"]))
 
 
-def test_refusals(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
+def test_refusals(in_engine_process, folders):
     messages = in_engine_process(cases.refusals, folders["qwen2"])
     check_refusals(messages, ["step() between", "no_such"])
 
 
-def test_a_request_that_breaks_a_step_fails_alone(
-    in_engine_process: Callable[..., Any], folders: dict[str, Path]
-) -> None:
+def test_a_request_that_breaks_a_step_fails_alone(in_engine_process, folders):
     found = in_engine_process(cases.failing_alone, folders["qwen2"])
     assert found["failed"].keys() == {"bad 1", "bad 2", "too much"}
     assert found["failed"]["bad 1"] == "RuntimeError: poison"
@@ -62,44 +52,38 @@ def test_a_request_that_breaks_a_step_fails_alone(
     assert found["left"] == 0
 
 
-def test_requests_without_finite_log_probs_fail(
-    in_engine_process: Callable[..., Any], folders: dict[str, Path]
-) -> None:
+def test_requests_without_finite_log_probs_fail(in_engine_process, folders):
     """vLLM's attention on a CPU multiplies what it masks: neighbours may get nan as well, but no nan is a sample."""
     check_not_finite_alone(in_engine_process(cases.not_finite_alone, folders["qwen3"]), may_spread=True)
 
 
-def test_refused_at_start(in_engine_process: Callable[..., Any], tmp_path: Path) -> None:
+def test_refused_at_start(in_engine_process, tmp_path):
     heads = in_engine_process(cases.refused_at_start, tmp_path)
     assert "no attention for heads of size 16" in heads and "hf_infer" in heads
 
 
-def test_faulty_updates_are_found_and_the_next_one_puts_them_right(
-    in_engine_process: Callable[..., Any], folders: dict[str, Path]
-) -> None:
+def test_faulty_updates_are_found_and_the_next_one_puts_them_right(in_engine_process, folders):
     check_faulty_updates(in_engine_process(cases.faulty_updates, folders["qwen3"]))
 
 
-def test_faults_behind_the_receiver_are_found(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
+def test_faults_behind_the_receiver_are_found(in_engine_process, folders):
     wrong = in_engine_process(cases.mixed_up_by_the_loader, folders["qwen2"])
     assert len(wrong) == 4 and all(name.endswith(("k_proj.weight", "v_proj.weight")) for name in wrong)
     error = in_engine_process(cases.left_unpacked, folders["qwen2"])
     assert "does not compute with the weights it was loaded with" in error
 
 
-def test_an_engine_of_another_dtype(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
+def test_an_engine_of_another_dtype(in_engine_process, folders):
     assert in_engine_process(cases.other_dtype, folders["qwen3"]) == ([], ["model.layers.1.mlp.up_proj.weight"])
 
 
-def test_log_probs_of_prompts(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
+def test_log_probs_of_prompts(in_engine_process, folders):
     found = in_engine_process(cases.prompt_scores, folders["qwen3"])
     assert found["gap"] < 2e-5 and found["same"] and found["undisturbed"] and not found["left"]
     assert found["whole"] == [320] * 4
     assert "must have 1 to 95" in found["refused"]
 
 
-def test_columns_of_a_teacher_are_those_of_the_model_itself(
-    in_engine_process: Callable[..., Any], folders: dict[str, Path]
-) -> None:
+def test_columns_of_a_teacher_are_those_of_the_model_itself(in_engine_process, folders):
     found = in_engine_process(cases.target_columns, folders["qwen3"])
     assert found.pop("ids") == 0 and max(found.values()) < 2e-5, found
