@@ -30,7 +30,7 @@ ToolChoice = Literal["enforce", "auto"]
 
 
 def uses_tools(agent: str | None) -> bool:
-    """True where conversations of the agent may have tool messages, which the chat template must then support."""
+    """Return whether conversations of the agent may have tool messages, which the chat template must then support."""
     return agent in ("tools", "verl")
 
 
@@ -116,7 +116,7 @@ class VerlOptions:
     prompt_key: str = "prompt"
     """Column of the conversation."""
     image_key: str = "images"
-    """Column of the images that ``<image>`` stands for in the conversation, in order."""
+    """Column of the images that replace each ``<image>`` of the conversation, in order."""
     prompt_length: int | None = None
     """Longest prompt in tokens, tools included, with ``filter_overlong_prompts``."""
     filter_overlong_prompts: bool = False
@@ -163,7 +163,7 @@ class BlackBoxOptions:
     policy may call or not, and learns to."""
     roles: list[str] = field(default_factory=list)
     """Parts that the policy plays in an episode, by the ``model`` of a request, each with rewards and baselines of its
-    own; empty: one, whatever the name."""
+    own; empty: a single part, under any name."""
     host: str = "127.0.0.1"
     """Address of the endpoint."""
     port: int = 0
@@ -201,7 +201,7 @@ class BlackBoxOptions:
 
 
 def asks_the_run(verifier: Mapping[str, Any]) -> bool:
-    """True where a section ``verifier`` is a judge on the run's own role ``reward``."""
+    """Return whether a section ``verifier`` is a judge on the run's own role ``reward``."""
     name, options = verifier.get("worker_cls"), verifier.get("reward_kwargs") or {}
     is_judge = isinstance(name, str) and PUBLISHED_REWARDS.get(name.rpartition(".")[2], name) == LLM_JUDGE
     return is_judge and options.get("model_type") == CLUSTER

@@ -60,8 +60,14 @@ class BlackBoxAgent:
         self._endpoint.open(session)
         with tempfile.TemporaryDirectory(prefix="roll-episode-", ignore_cleanup_errors=True) as scratch:
             try:
-                own_program = self._options.command and self._workers is None
-                ended = await (self._run_program(session, scratch) if own_program else self._wait(session))
+                ended = None
+                if options.command and self._workers is None:
+                    ended = await self._run_program(session, scratch)
+                else:
+                    self._endpoint.offer(session)
+                    if self._workers is not None:
+                        self._workers.start()
+                    await session.done.wait()
             finally:
                 self._endpoint.retire(session)
                 if session.began is not None:
@@ -82,13 +88,6 @@ class BlackBoxAgent:
         self._endpoint.close()
         if self._verifier is not None:
             self._verifier.close()
-
-    async def _wait(self, session: Session) -> None:
-        """Offer the episode, and wait until the program that takes it is done."""
-        self._endpoint.offer(session)
-        if self._workers is not None:
-            self._workers.start()
-        await session.done.wait()
 
     async def _run_program(self, session: Session, scratch: str) -> Exit | None:
         """Run a program for the episode; returns its end, None where it was killed because the episode was over."""
@@ -181,11 +180,14 @@ class _Workers:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep(self) -> None:
-        failures = 0
+        url, options, failures = self._endpoint.url, self._options, 0
+        own = {"ROLL_URL": url, "ROLL_EPISODES_URL": f"{url}/episodes"}
         while failures < _MOST_FAILURES:
             key = self._endpoint.admit_worker()
+            variables = program_environment(_COMMON | own | {"ROLL_WORKER_KEY": key} | options.env, options.inherit_env)
             try:
-                ended = str(await self._run(key))
+                async with running(options.command, variables, None, options.folder or os.getcwd()) as program:
+                    ended = str(await program.wait())
             except ProgramError as error:
                 ended = str(error)
             unfinished, has_taken = self._endpoint.dismiss_worker(key)
@@ -195,14 +197,7 @@ class _Workers:
             failures = 0 if has_taken else failures + 1
             logger.warning("an agent's program has ended and is started again: %s", ended)
         self._fault = EngineFault()
-        self._fault.__cause__ = ProgramError(f"{self._options.command[0]} ends again and again: {ended}")
+        self._fault.__cause__ = ProgramError(f"{options.command[0]} ends again and again: {ended}")
         for session in self._endpoint.waiting():
             session.fault = self._fault
             session.done.set()
-
-    async def _run(self, key: str) -> Exit:
-        url, options = self._endpoint.url, self._options
-        own = {"ROLL_URL": url, "ROLL_EPISODES_URL": f"{url}/episodes", "ROLL_WORKER_KEY": key}
-        environment = program_environment(_COMMON | own | options.env, options.inherit_env)
-        async with running(options.command, environment, None, options.folder or os.getcwd()) as program:
-            return await program.wait()

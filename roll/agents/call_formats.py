@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -48,7 +49,7 @@ _DEEPSEEK = re.compile(
 _DEEPSEEK_END = re.compile(r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?")
 _PYTHON_TAG = "<|python_tag|>"
 _MOST_BROKEN = 256
-"""Braces that begin no JSON, after which no more is looked for: a text of braces must not take quadratic time."""
+"""Braces without JSON after which the search stops: a text of braces must not take quadratic time."""
 _BETWEEN = re.compile(r"[;\s]*")
 _JSON_NAME = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"')
 _HARMONY = re.compile(r"<\|channel\|>(?P<channel>\w+)(?P<rest>[^<]*)(?:<\|constrain\|>\w+)?<\|message\|>")
@@ -80,14 +81,8 @@ def _hermes(text: str, schemas: Schemas | None) -> Found:
         closing = text.find(_CALL_END, _json_end(text, start))
         stop = len(text) if closing < 0 else closing + len(_CALL_END)
         body = text[start : len(text) if closing < 0 else closing]
-        yield begin, stop, functools.partial(_hermes_call, body, closing >= 0)
+        yield begin, stop, functools.partial(_calls_of, body if closing >= 0 else _unended(body))
         begin = text.find(_CALL_BEGIN, stop)
-
-
-def _hermes_call(body: str, closed: bool) -> list[ToolCall]:
-    if not closed:
-        raise _unended(body)
-    return [_call_of(_json(body))]
 
 
 def _unquoted(
@@ -163,7 +158,7 @@ def _mistral(text: str, schemas: Schemas | None) -> Found:
         named = _NAMED.match(text, start)
         at = start if named is None else named.end()
         stop = _json_end(text, at)
-        if stop == at:  # no JSON: all up to the next call is its text
+        if stop == at:  # not JSON: everything up to the next call is its text
             following = text.find(_CALLS, at)
             stop = len(text) if following < 0 else following
         yield begin, stop, functools.partial(_mistral_calls, named, text[at:stop].strip())
@@ -172,7 +167,7 @@ def _mistral(text: str, schemas: Schemas | None) -> Found:
 
 def _mistral_calls(named: re.Match[str] | None, body: str) -> list[ToolCall]:
     if named is not None and (body or named["marked"]):
-        return [_call_of({"name": named["name"], "arguments": body})]
+        return _calls_of({"name": named["name"], "arguments": body})
     calls = _json(body) if body.startswith("[") else None
     if not isinstance(calls, list):
         raise BadCall(f"{_CALLS} is followed by neither a list of calls nor name{{arguments}}: {body[:80]!r}")
@@ -186,17 +181,12 @@ def _deepseek(text: str, schemas: Schemas | None) -> Found:
         closing = _DEEPSEEK_END.search(text, _json_end(text, opening.end()))
         stop = len(text) if closing is None else closing.end()
         body = text[opening.end() : len(text) if closing is None else closing.start()]
-        yield opening.start(), stop, functools.partial(_deepseek_call, opening, body, closing is not None)
+        name, arguments = opening["before"], body
+        if opening["name"] is not None:
+            name, arguments = opening["name"], body.rstrip().removesuffix("```")
+        call = _unended(body) if closing is None else {"name": name.strip(), "arguments": arguments}
+        yield opening.start(), stop, functools.partial(_calls_of, call)
         opening = _DEEPSEEK.search(text, stop)
-
-
-def _deepseek_call(opening: re.Match[str], body: str, closed: bool) -> list[ToolCall]:
-    if not closed:
-        raise _unended(body)
-    fenced: str | None = opening["name"]
-    if fenced is None:
-        return [_call_of({"name": opening["before"].strip(), "arguments": body})]
-    return [_call_of({"name": fenced.strip(), "arguments": body.rstrip().removesuffix("```")})]
 
 
 def _llama3(text: str, schemas: Schemas | None) -> Found:
@@ -218,17 +208,13 @@ def _llama3(text: str, schemas: Schemas | None) -> Found:
             value = json.loads(text[begin:stop])
             is_call = (schemas is None or value.get("name") in schemas) and value.keys() & {"parameters", "arguments"}
             if is_next or is_call:
-                yield first, stop, functools.partial(_llama3_call, text[begin:stop])
+                yield first, stop, functools.partial(_calls_of, text[begin:stop])
                 end = stop
         elif named is not None and (is_next or (schemas is not None and named[1] in schemas)):
-            yield first, len(text), functools.partial(_llama3_call, text[begin:])
+            yield first, len(text), functools.partial(_calls_of, text[begin:])
             return
         broken += stop == begin
         position = max(stop, begin + 1)
-
-
-def _llama3_call(body: str) -> list[ToolCall]:
-    return [_call_of(_json(body))]
 
 
 @dataclass(frozen=True)
@@ -256,14 +242,11 @@ def harmony_messages(text: str) -> Iterator[HarmonyMessage]:
 
 
 def _gpt_oss(text: str, schemas: Schemas | None) -> Found:
-    """Messages with a recipient; their other channels are no calls."""
+    """Messages with a recipient; messages of other channels are not calls."""
     for message in harmony_messages(text):
         if message.recipient is not None:
-            yield message.begin, message.end, functools.partial(_gpt_oss_call, message)
-
-
-def _gpt_oss_call(message: HarmonyMessage) -> list[ToolCall]:
-    return [_call_of({"name": message.recipient, "arguments": message.body})]
+            call = {"name": message.recipient, "arguments": message.body}
+            yield message.begin, message.end, functools.partial(_calls_of, call)
 
 
 TOOL_FORMATS: dict[str, Callable[[str, Schemas | None], Found]] = {
@@ -279,15 +262,13 @@ TOOL_FORMATS: dict[str, Callable[[str, Schemas | None], Found]] = {
 
 
 def call_spans(text: str) -> list[tuple[int, int]]:
-    """Begin and end of all calls that can be read, in whatever format."""
-    return [(begin, end) for find in TOOL_FORMATS.values() for begin, end, read in find(text, None) if _can_be(read)]
-
-
-def _can_be(read: Callable[[], list[ToolCall]]) -> bool:
-    try:
-        return bool(read())
-    except BadCall:
-        return False
+    """Begin and end of all calls that can be read, in any format."""
+    spans = []
+    for find in TOOL_FORMATS.values():
+        for begin, end, read in find(text, None):
+            with contextlib.suppress(BadCall):
+                spans += [(begin, end)] if read() else []
+    return spans
 
 
 def _unended(body: str) -> BadCall:
@@ -301,7 +282,14 @@ def _json(text: str) -> Any:
         raise BadCall(f"{text.strip()[:80]!r} is no JSON: {error}") from None
 
 
+def _calls_of(*values: Any) -> list[ToolCall]:
+    """The calls that JSON values or their texts say; a :class:`BadCall` among them is raised."""
+    return [_call_of(_json(value) if isinstance(value, str) else value) for value in values]
+
+
 def _call_of(value: Any) -> ToolCall:
+    if isinstance(value, BadCall):
+        raise value
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise BadCall(f"a tool call needs a name: {str(value)[:80]}")
     arguments = value.get("arguments", value.get("parameters", {}))

@@ -197,7 +197,7 @@ class ChatTemplate:
         return [*prompt_ids, *response, *(bridge.token_ids[1:] if ended else bridge.token_ids)]
 
     def drops_thoughts(self, prompt: Sequence[Message], response: Message, new: Sequence[Message]) -> bool:
-        """True where the template renders ``response`` without its thinking once ``new`` follows it.
+        """Return whether the template renders ``response`` without its thinking once ``new`` follows it.
 
         Compares the text in which the response is the last message with the one in which it is not, both with the
         response as it was sampled, thinking included.

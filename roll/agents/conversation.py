@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll.agents.chat_ids import Bridge, ChatTemplate, Message, TemplateError, Thinking
-from roll.agents.images import digests, refuse_images, refuse_unseen
+from roll.agents.images import digests, refuse_unseen
 
 if TYPE_CHECKING:
     from roll.protocol.images import EncodedImage
@@ -100,7 +100,7 @@ class Conversations:
     """All conversations of an episode, as a tree of calls.
 
     Conversations are recognised by their messages: an agent that sends the messages of an earlier call, its response
-    and new messages extends the ids of that call, whoever keeps the list and however calls interleave.
+    and new messages extends the ids of that call, wherever the list is kept and however calls interleave.
     """
 
     def __init__(self, template: ChatTemplate, thinking: Thinking = "keep") -> None:
@@ -120,7 +120,7 @@ class Conversations:
         """Add a call whose prompt is ``messages``, which extends the ids of an earlier call where it continues one.
 
         Args:
-            role: role that asks; of calls with equal responses, the one of the same role is continued.
+            role: the role that makes the call; of calls with equal responses, that of the same role is continued.
             tools: schemas that the conversation is offered; None: those of the run's template. A conversation that
                 continues with other tools than before starts over, as its prompt does.
 
@@ -164,7 +164,7 @@ class Conversations:
 
     @property
     def is_blind(self) -> bool:
-        """True where the policy is a text model."""
+        """The policy is a text model."""
         return self._template.images is None
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> int:
@@ -178,20 +178,17 @@ class Conversations:
 
     def _with_digests(self, messages: Sequence[Message]) -> list[Message]:
         """Copies of ``messages`` with digests in place of their images, which go to ``images``."""
+        images = self._template.images
         with _as_template_error():
-            refuse_unseen(messages)
-        if self._template.images is None:
-            refuse_images(messages)
-            return [dict(message) for message in messages]
-        with _as_template_error():
-            return [self._template.images.take(message, self.images) for message in messages]
+            refuse_unseen(messages, self.is_blind)
+            return [dict(one) if images is None else images.take(one, self.images) for one in messages]
 
     def _behind(self, parent: int, messages: list[Message]) -> list[Message]:
         """The part of ``messages`` that follows the response of ``parent``."""
         return messages[len(self.calls[parent].messages) + 1 :]
 
     def _expanded(self, token_ids: list[int], messages: list[Message]) -> tuple[list[int], tuple[EncodedImage, ...]]:
-        """The ids of ``messages`` with all placeholders, and the images that these stand for."""
+        """The ids of ``messages`` with all placeholders, and the images that belong to them."""
         if self._template.images is None:
             return token_ids, ()
         images = tuple(self.images[digest] for digest in digests(messages))
@@ -286,23 +283,18 @@ class Conversations:
             self.counts.foreign_responses += known is None
             self.counts.breaks += known is not None
             return None, []
-        call, new = self.calls[known], messages[last + 1 :]
-        if call.tools != list(tools):
-            self.counts.breaks += 1
-            return None, []
-        try:
-            bridge = template.bridge([*call.messages, call.message], new)
-        except TemplateError:
-            self.counts.breaks += 1
-            return None, []
-        if self._breaks(call, new, bridge, template):
+        call, new, bridge = self.calls[known], messages[last + 1 :], None
+        if call.tools == list(tools):
+            with contextlib.suppress(TemplateError):
+                bridge = template.bridge([*call.messages, call.message], new)
+        if bridge is None or self._breaks(call, new, bridge, template):
             self.counts.breaks += 1
             return None, []
         grown = template.extended([], call.response_ids, bridge)
         return known, grown[len(call.response_ids) :]
 
     def _breaks(self, call: Call, new: list[Message], bridge: Bridge, template: ChatTemplate) -> bool:
-        """True where a new sample begins: the ids of ``call`` cannot grow, or the template drops their thinking."""
+        """Return whether a new sample begins: the ids of ``call`` cannot grow, or the template drops their thinking."""
         moved = bridge.moved is not None
         if moved and not bridge.only_thoughts:
             return True
@@ -356,28 +348,16 @@ def _digest(messages: Sequence[Message]) -> str:
 
 
 def _canonical(message: Message) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": message["role"], "content": _text(message.get("content"))}
-    calls = message.get("tool_calls")
-    if calls:
-        found["tool_calls"] = [_canonical_call(call) for call in calls]
-    if message["role"] == "tool":
-        found["tool_call_id"] = message.get("tool_call_id")
-    return found
-
-
-def _text(content: Any) -> Any:
-    """A list of text parts as one text; no content as an empty one."""
-    if content is None:
-        return ""
+    content = message.get("content") or ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(part["text"] for part in content)
-    return content
-
-
-def _canonical_call(call: dict[str, Any]) -> list[Any]:
-    function = call.get("function", call)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
-            arguments = json.loads(arguments)
-    return [function.get("name"), arguments]
+        content = "".join(part["text"] for part in content)
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):
+                arguments = json.loads(arguments)
+        calls.append([function.get("name"), arguments])
+    answered = message.get("tool_call_id") if message["role"] == "tool" else None
+    return {"role": message["role"], "content": content, "tool_calls": calls, "tool_call_id": answered}

@@ -7,38 +7,38 @@ their episode.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
 import hmac
-import logging
+import re
 import secrets
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from roll.agents.chat_ids import TemplateError
-from roll.agents.session import Refusal, Session, episode_over
-from roll.agents.wire_chat import chat_body, chat_events, read_chat_request
-from roll.agents.wire_messages import messages_body, messages_events, read_messages_request
-from roll.agents.wire_responses import read_responses_request, responses_body, responses_events
-from roll.serving.app import CLIENT_HAS_GONE, DISCONNECT_POLL_SECONDS, while_connected
-from roll.serving.requests import BadRequest, TooLong, read_json
-from roll.serving.responses import error_body
-from roll.serving.server import HttpServer
-
-logger = logging.getLogger(__name__)
+from roll.agents.session import Session, episode_over
+from roll.serving.dialects.chat import chat_body, chat_events, read_chat
+from roll.serving.dialects.messages import messages_body, messages_events, read_messages
+from roll.serving.dialects.parts import ChatRequest, Reply
+from roll.serving.dialects.responses import read_responses, responses_body, responses_events
+from roll.serving.http import (
+    DISCONNECT_POLL_SECONDS,
+    HttpServer,
+    answered,
+    event_stream,
+    is_same,
+    key_of,
+    models_response,
+    read_json,
+    while_connected,
+)
+from roll.serving.refusals import wrong_key
 
 T = TypeVar("T")
-Handler = Callable[[Request, Session], Awaitable[Response]]
-_MAX_RETIRED = 65_536
-"""Number of ended episodes whose keys are remembered."""
 _MAX_WAIT = 60.0
 """Seconds that ``POST /episodes`` waits for an episode at most."""
 
@@ -58,16 +58,14 @@ class AgentEndpoint:
         self._worker_key = worker_key
         self._public_url = public_url.rstrip("/")
         self._server: HttpServer | None = None
+        self._secret = secrets.token_bytes(32)
+        """Signs the keys that the endpoint gives, so that it knows them without a record."""
         self._sessions: dict[str, Session] = {}
-        """Public part of a key to its session."""
-        self._retired: OrderedDict[str, bytes] = OrderedDict()
-        """Public part of a key of an ended episode to the digest of the key."""
+        """Key to its session."""
         self._waiting: list[Session] = []
         """Episodes that wait for an agent from elsewhere, first come first served."""
-        self._workers: dict[str, bytes] = {}
-        """Public part of a worker's key to the digest of the key, for programs that we have started."""
-        self._have_taken: set[str] = set()
-        """Public parts of the keys of workers that have taken an episode."""
+        self._workers: dict[str, bool] = {}
+        """Key of a program that we have started to whether it has taken an episode."""
         self._lock = threading.Lock()
         self._began = int(time.time())
 
@@ -96,24 +94,20 @@ class AgentEndpoint:
 
     def open(self, session: Session) -> None:
         """Give ``session`` a key and serve it."""
-        name, session.key = _new_key()
-        self._sessions[name] = session
+        session.key = self._signed(f"sk-episode-{secrets.token_hex(8)}")
+        self._sessions[session.key] = session
 
     def retire(self, session: Session) -> None:
-        """End a session: whoever still sends its key is told that the episode has ended."""
+        """End a session: later requests with its key get the error that the episode has ended."""
         session.close()
-        name = _public_part(session.key)
-        if self._sessions.pop(name, None) is not None:
-            self._retired[name] = _digest(session.key)
-            while len(self._retired) > _MAX_RETIRED:
-                self._retired.popitem(last=False)
+        self._sessions.pop(session.key, None)
         with self._lock:
             self._waiting = [one for one in self._waiting if one is not session]
 
     def admit_worker(self) -> str:
         """A key for a program that may take episodes."""
-        name, key = _new_key()
-        self._workers[name] = _digest(key)
+        key = self._signed(f"sk-worker-{secrets.token_hex(8)}")
+        self._workers[key] = False
         return key
 
     def dismiss_worker(self, key: str) -> tuple[list[Session], bool]:
@@ -122,21 +116,18 @@ class AgentEndpoint:
         Returns:
             The episodes that the worker has taken and not finished, and whether it has taken any.
         """
-        name = _public_part(key)
         with self._lock:
-            del self._workers[name]
-            has_taken = name in self._have_taken
-            self._have_taken.discard(name)
-        unfinished = [one for one in list(self._sessions.values()) if one.taker == name and not one.done.is_set()]
+            has_taken = self._workers.pop(key)
+        unfinished = [one for one in list(self._sessions.values()) if one.taker == key and not one.done.is_set()]
         return unfinished, has_taken
 
     def offer(self, session: Session) -> None:
-        """Queue ``session`` for agents that ask for an episode."""
+        """Queue ``session`` for agents that request an episode."""
         with self._lock:
             self._waiting.append(session)
 
     def waiting(self) -> list[Session]:
-        """The episodes that nobody has taken yet."""
+        """The episodes that no agent has taken yet."""
         with self._lock:
             return list(self._waiting)
 
@@ -148,43 +139,32 @@ class AgentEndpoint:
             session = self._waiting.pop(0)
             session.taker = worker
             if worker:
-                self._have_taken.add(worker)
+                self._workers[worker] = True
             return session
 
     def _app(self) -> Starlette:
-        post = ["POST"]
+        def route(path: str, handler: Callable[[Request, Session], Awaitable[Response]], method: str = "POST") -> Route:
+            return Route(path, answered(handler, self._session_of), methods=[method])
+
         return Starlette(
             routes=[
-                Route("/health", _health),
-                Route("/v1/models", self._keyed(self._models)),
-                Route("/v1/chat/completions", self._keyed(self._chat), methods=post),
-                Route("/v1/responses", self._keyed(self._responses), methods=post),
-                Route("/v1/messages", self._keyed(self._messages), methods=post),
-                Route("/v1/messages/count_tokens", self._keyed(self._count_tokens), methods=post),
-                Route("/reward", self._keyed(self._reward), methods=post),
-                Route("/task", self._keyed(self._task)),
-                Route("/episodes", self._episodes, methods=post),
+                Route("/health", lambda _: JSONResponse({"status": "ok"})),
+                route("/v1/models", self._models, "GET"),
+                route("/v1/chat/completions", self._chat),
+                route("/v1/responses", self._responses),
+                route("/v1/messages", self._messages),
+                route("/v1/messages/count_tokens", self._count_tokens),
+                route("/reward", self._reward),
+                route("/task", self._task, "GET"),
+                Route("/episodes", answered(self._episodes, self._worker_of), methods=["POST"]),
             ]
         )
 
-    def _keyed(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        """Find the session of a request's key, and turn errors into what the interface's clients expect."""
+    def _signed(self, name: str) -> str:
+        return f"{name}-{hmac.new(self._secret, name.encode(), 'sha256').hexdigest()}"
 
-        async def handle(request: Request) -> Response:
-            try:
-                return await handler(request, self._session_of(request))
-            except BadRequest as error:
-                status = 413 if isinstance(error, TooLong) else 400
-                return _error(request, Refusal(status, str(error)), error.field)
-            except Refusal as refusal:
-                return _error(request, refusal)
-            except ClientDisconnect:
-                return Response(status_code=CLIENT_HAS_GONE)
-            except Exception:  # fails this request only; details go to the log, not to the client
-                logger.exception("a request to %s has failed", request.url.path)
-                return _error(request, Refusal(500, "the request has failed; see the run's log", "server_error"))
-
-        return handle
+    def _is_signed(self, key: str) -> bool:
+        return is_same(key, self._signed(key.rpartition("-")[0]))
 
     def _session_of(self, request: Request) -> Session:
         """The session that a request's key opens.
@@ -192,79 +172,64 @@ class AgentEndpoint:
         Raises:
             Refusal: 410 for the key of an episode that has ended, 401 for any other wrong key.
         """
-        key = _key_of(request)
-        name = _public_part(key)
-        session = self._sessions.get(name)
-        if session is not None and hmac.compare_digest(key.encode(), session.key.encode()):
-            return session
-        if hmac.compare_digest(self._retired.get(name, b""), _digest(key)):
+        key = key_of(request)
+        if not key.startswith("sk-episode-") or not self._is_signed(key):
+            raise wrong_key()
+        session = self._sessions.get(key)
+        if session is None:
             raise episode_over()
-        raise Refusal(401, "the API key is missing or wrong", "authentication_error", "invalid_api_key")
+        return session
+
+    def _worker_of(self, request: Request) -> str:
+        """The key of a worker; empty for agents from elsewhere.
+
+        Raises:
+            Refusal: any other key.
+        """
+        key = key_of(request)
+        if self._is_signed(key) and key in self._workers:
+            return key
+        if self._worker_key and is_same(key, self._worker_key):
+            return ""
+        raise wrong_key("the worker's key")
 
     async def _models(self, request: Request, session: Session) -> Response:
-        names = session.roles or ("policy",)
-        models = [{"id": name, "object": "model", "created": self._began, "owned_by": "roll"} for name in names]
-        return JSONResponse({"object": "list", "data": models})
+        return models_response(session.roles or ("policy",), self._began)
 
     async def _task(self, request: Request, session: Session) -> Response:
         return JSONResponse(session.task.body)
 
     async def _chat(self, request: Request, session: Session) -> Response:
-        call = read_chat_request(await read_json(request))
-        (reply,) = await while_connected(request, _on_loop(session, session.answer(call)))
-        return _events(chat_events(reply, call.include_usage)) if call.stream else JSONResponse(chat_body(reply))
+        call = read_chat(await read_json(request))
+        body = chat_body(await _reply(request, session, call))
+        return event_stream(chat_events(body, call.include_usage)) if call.stream else JSONResponse(body)
 
     async def _responses(self, request: Request, session: Session) -> Response:
-        call = read_responses_request(await read_json(request), session.responses)
-        (reply,) = await while_connected(request, _on_loop(session, session.answer(call)))
+        call = read_responses(await read_json(request), session.responses)
+        reply = await _reply(request, session, call)
         body = responses_body(reply, call)
         session.responses[body["id"]] = [*call.messages[call.own_messages :], reply.message]
-        return _events(responses_events(body)) if call.stream else JSONResponse(body)
+        return event_stream(responses_events(body)) if call.stream else JSONResponse(body)
 
     async def _messages(self, request: Request, session: Session) -> Response:
-        call = read_messages_request(await read_json(request))
-        (reply,) = await while_connected(request, _on_loop(session, session.answer(call)))
-        body = messages_body(reply, call.stops[0] if len(call.stops) == 1 else None)
-        return _events(messages_events(reply, body)) if call.stream else JSONResponse(body)
+        call = read_messages(await read_json(request))
+        body = messages_body(await _reply(request, session, call), call)
+        return event_stream(messages_events(body)) if call.stream else JSONResponse(body)
 
     async def _count_tokens(self, request: Request, session: Session) -> Response:
-        call = read_messages_request(await read_json(request), counting=True)
-
-        async def count() -> int:
-            return session.model.conversations.count_tokens(call.messages, call.tools)
-
-        try:
-            return JSONResponse({"input_tokens": await _on_loop(session, count())})
-        except TemplateError as error:
-            raise Refusal(400, f"messages: {error}") from error
+        call = read_messages(await read_json(request), counting=True)
+        return JSONResponse({"input_tokens": await _on_loop(session, session.count_tokens(call))})
 
     async def _reward(self, request: Request, session: Session) -> Response:
-        body = await read_json(request)
-        if not isinstance(body, Mapping):
-            raise BadRequest("the body must be a JSON object with reward")
-        unknown = body.keys() - {"reward", "success", "metrics", "done"}
-        if unknown:
-            raise BadRequest(f"{min(unknown)}: unknown field; there are reward, success, metrics, done")
-        metrics = body.get("metrics", {})
-        if not isinstance(metrics, Mapping) or not all(isinstance(one, int | float) for one in metrics.values()):
-            raise BadRequest("metrics: must map names to numbers", "metrics")
-        if not isinstance(body.get("success"), bool | None):
-            raise BadRequest("success: must be true or false", "success")
-        await _on_loop(session, session.post(body))
+        await _on_loop(session, session.post(await read_json(request)))
         return JSONResponse({"ok": True})
 
-    async def _episodes(self, request: Request) -> Response:
+    async def _episodes(self, request: Request, worker: str) -> Response:
         """Give a worker or an agent from elsewhere an episode (its key, address and task); 204 where none waits."""
-        key = _key_of(request)
-        name = _public_part(key)
-        if not hmac.compare_digest(self._workers.get(name, b""), _digest(key)):
-            name = ""
-        from_elsewhere = self._worker_key and hmac.compare_digest(key.encode(), self._worker_key.encode())
-        if not name and not from_elsewhere:
-            return _error(request, Refusal(401, "the worker's key is missing or wrong", "authentication_error"))
-        until = time.monotonic() + min(_MAX_WAIT, _seconds(request.query_params.get("wait", "0")))
+        wait = request.query_params.get("wait", "")
+        until = time.monotonic() + (min(_MAX_WAIT, float(wait)) if re.fullmatch(r"\d+\.?\d*", wait, re.ASCII) else 0)
         while not await request.is_disconnected():
-            session = self._take(name)
+            session = self._take(worker)
             if session is not None:
                 session.loop.call_soon_threadsafe(session.begin)
                 return JSONResponse({"key": session.key, "base_url": self.url, "task": session.task.body})
@@ -274,49 +239,9 @@ class AgentEndpoint:
         return Response(status_code=204)
 
 
-def _new_key() -> tuple[str, str]:
-    """The public part of a key, and the key."""
-    name = secrets.token_hex(8)
-    return name, f"sk-{name}-{secrets.token_urlsafe(32)}"
-
-
-def _public_part(key: str) -> str:
-    """The part of a key that identifies its episode or worker; the rest is secret."""
-    parts = key.split("-", 2)
-    return parts[1] if len(parts) == 3 else ""
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
-
-
-def _key_of(request: Request) -> str:
-    """OpenAI's clients send a bearer token, Anthropic's ``x-api-key`` or the same."""
-    return request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-
-
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        return max(0.0, float(text))
-    return 0.0
-
-
-async def _health(request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
-
-
-def _error(request: Request, refusal: Refusal, field_name: str | None = None) -> Response:
-    if request.url.path.startswith("/v1/messages"):
-        kinds = {"server_error": "api_error"}
-        error = {"type": kinds.get(refusal.kind, refusal.kind), "message": refusal.message}
-        return JSONResponse({"type": "error", "error": error}, refusal.status)
-    body = error_body(refusal.message, refusal.kind, field_name)
-    body["error"]["code"] = refusal.code
-    return JSONResponse(body, refusal.status)
-
-
-def _events(events: Any) -> Response:
-    return StreamingResponse(events, media_type="text/event-stream")
+async def _reply(request: Request, session: Session, call: ChatRequest) -> Reply:
+    (reply,) = await while_connected(request, _on_loop(session, session.answer(call)))
+    return reply
 
 
 async def _on_loop(session: Session, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -330,14 +255,10 @@ async def _on_loop(session: Session, coroutine: Coroutine[Any, Any, T]) -> T:
     except RuntimeError as error:
         coroutine.close()
         raise episode_over() from error
+    task = asyncio.current_task()
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
-        if future.cancelled() and not _is_cancelling():
+        if future.cancelled() and (task is None or not task.cancelling()):
             raise episode_over() from None
         raise
-
-
-def _is_cancelling() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

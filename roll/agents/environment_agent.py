@@ -159,7 +159,7 @@ class _Memory:
     def prompt(self, turn: Turn) -> list[Message]:
         options = self._options
         if options.context == "observation":
-            return [*self._messages, {"role": "user", "content": self._step_content(turn)}]
+            return [*self._messages, {"role": "user", "content": self._filled(turn, _content_of(turn.observation))}]
         if options.context == "own":
             return [*self._messages, *turn.observation]
         forgotten = max(0, self.turns - options.history_length) if options.context == "last" else 0
@@ -176,28 +176,24 @@ class _Memory:
 
     def _shown(self, turn: Turn) -> list[Message]:
         """The observation's messages, the last user message of them in the template."""
-        options = self._options
         messages = [dict(message) for message in turn.observation]
-        users = [message for message in messages if message["role"] == "user" and _is_shown(message["content"])]
+        users = [
+            message
+            for message in messages
+            if message["role"] == "user" and (isinstance(message["content"], str) or has_images(message["content"]))
+        ]
         if users:
-            users[-1]["content"] = _filled_content(
-                options.template,
-                observation=users[-1]["content"],
-                turn_idx=self.turns + 1,
-                suffix=turn.info.get("suffix", ""),
-                actions_left=options.max_steps - self.turns,
-                max_response_length=options.max_tokens,
-            )
+            users[-1]["content"] = self._filled(turn, users[-1]["content"])
         return messages
 
-    def _step_content(self, turn: Turn) -> Any:
+    def _filled(self, turn: Turn, observation: Any) -> Any:
+        """The template with an observation and the turns so far."""
         remembered = self._history[max(0, self.turns - self._options.history_length) :]
         first = self.turns - len(remembered) + 1
         history = "\n".join(
             f"Turn {first + number}: observation: {seen}\naction: {answer}"
             for number, (seen, answer) in enumerate(remembered)
         )
-        observation = _content_of(turn.observation)
         return _filled_content(
             self._options.template,
             env_instruction=self._instruction,
@@ -205,17 +201,19 @@ class _Memory:
             step_count=self.turns,
             history_length=len(remembered),
             current_step=self.turns + 1,
+            turn_idx=self.turns + 1,
             current_observation=observation,
             observation=observation,
+            suffix=turn.info.get("suffix", ""),
             max_response_length=self._options.max_tokens,
             actions_left=self._options.max_steps - self.turns,
         )
 
 
 def note_metrics(episode: Episode, turns: Sequence[Turn]) -> None:
-    """Record ``success``, and every metric over the turns that have it, as the newest ``metrics_agg_mode`` says: their
-    mean unless it does. Success is that of the last turn which has it, in ``info`` or among its metrics; an environment
-    that asks for its mean gets it as a metric."""
+    """Record ``success``, and every metric over the turns that have it, aggregated as the newest ``metrics_agg_mode``
+    says, else their mean. Success is that of the last turn that has it, in ``info`` or among its metrics; with mode
+    ``mean`` it is a metric."""
     values: dict[str, list[float]] = {}
     modes: dict[str, str] = {}
     for turn in turns:
@@ -254,11 +252,6 @@ def _content_of(observation: Sequence[Message]) -> Any:
         content = message["content"]
         parts += ["\n"] * bool(number) + (list(content) if has_images(content) else [content_text(content)])
     return parts
-
-
-def _is_shown(content: Any) -> bool:
-    """True for a content that fits into a template."""
-    return isinstance(content, str) or has_images(content)
 
 
 def _filled_content(template: str, **values: Any) -> Any:

@@ -82,7 +82,7 @@ class Sample(Protocol):
         """The response to a prompt.
 
         Args:
-            options: sampling parameters that the agent asked for, such as ``temperature``.
+            options: sampling parameters of the agent's request, such as ``temperature``.
             vision: images of the prompt.
         """
         ...
@@ -112,10 +112,10 @@ class Response:
     """A model call's result, as an agent sees it."""
 
     message: Message
-    """To be put into the conversation as it is."""
+    """Put it into the conversation unchanged."""
     parsed: ParsedResponse
     text: str
-    """As sampled, without the token that ended the turn."""
+    """The text as sampled, without the token that ended the turn."""
     finish_reason: str
     call: Call
     opened: str = ""
@@ -160,8 +160,7 @@ class Episode:
 
     @property
     def failed(self) -> bool:
-        """True where a fault of the environment or of the agent's code ended it: its reward says nothing about the
-        policy."""
+        """A fault of the environment or of the agent's code ended it: its reward says nothing about the policy."""
         return self.outcome in ("environment_error", "agent_error")
 
     @property
@@ -359,7 +358,7 @@ class Agent(Protocol):
 
 
 async def run_episode(task: Task, agent: Agent, model: Model, limits: Limits) -> Episode:
-    """Let ``agent`` work on ``task``; whatever goes wrong in its code is an outcome of the episode.
+    """Let ``agent`` work on ``task``; an error in its code is an outcome of the episode.
 
     Raises:
         Exception: errors of the engines; none of the agent or its environment.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 IMAGE_NAMED = "(image)"
-"""Stands for an image in a text for people."""
+"""Replaces an image in a text for people."""
 
 
 class BlindPolicyError(ValueError):
@@ -95,7 +95,7 @@ class ChatImages:
         image = encoded_image(value)
         found = self._known.get(image.digest)
         if found is None:
-            image.decode()  # once for an image that the run has not met
+            image.decode()  # once for each image of the run
             self._model.processing.grid(*image.size[::-1])
             found = self._known[image.digest] = image
         held[found.digest] = found
@@ -120,7 +120,7 @@ def digests(messages: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def content_text(content: Any, image: str = IMAGE_NAMED) -> str:
-    """The content of a message as one text, with ``image`` where an image stands."""
+    """The content of a message as one text, with ``image`` in place of each image."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list | tuple):
@@ -131,32 +131,25 @@ def content_text(content: Any, image: str = IMAGE_NAMED) -> str:
     return "".join(parts)
 
 
-def refuse_unseen(messages: Iterable[Mapping[str, Any]]) -> None:
+def refuse_unseen(messages: Iterable[Mapping[str, Any]], is_blind: bool) -> None:
     """Refuse parts that would silently not be shown to the policy.
 
+    Args:
+        is_blind: the policy is a text model.
+
     Raises:
+        BlindPolicyError: an image for a text model.
         ImageError: a part that is neither a text nor an image, such as a video.
     """
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list | tuple) else ():
-            if isinstance(part, Mapping) and not is_image(part) and not isinstance(part.get("text"), str):
-                from roll.protocol.images import ImageError
+    contents = (message.get("content") for message in messages)
+    for part in (part for content in contents if isinstance(content, list | tuple) for part in content):
+        if is_image(part) and is_blind:
+            raise BlindPolicyError(
+                "an observation or message has an image, and the policy is a model of text: give pretrain a "
+                "vision-language model (docs/vision-language.md), or take render_mode: text"
+            )
+        if isinstance(part, Mapping) and not is_image(part) and not isinstance(part.get("text"), str):
+            from roll.protocol.images import ImageError
 
-                raise ImageError(
-                    f"a message has a part of type {part.get('type')!r}; agents show texts and images (a video: its "
-                    "frames as images)"
-                )
-
-
-def refuse_images(messages: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse images for a policy that is a text model.
-
-    Raises:
-        BlindPolicyError: a message has an image.
-    """
-    if any(has_images(message.get("content")) for message in messages):
-        raise BlindPolicyError(
-            "an observation or message has an image, and the policy is a model of text: give pretrain a "
-            "vision-language model (docs/vision-language.md), or take render_mode: text"
-        )
+            rule = "agents show texts and images (a video: its frames as images)"
+            raise ImageError(f"a message has a part of type {part.get('type')!r}; {rule}")

@@ -68,11 +68,25 @@ def make_agent(
     options = dict(config or {})
     try:
         if agent == "tools":
-            return _tool_agent(read_options(ToolAgentOptions, options), system, template, judge)
+            own = read_options(ToolAgentOptions, options)
+            if not own.verifier:
+                rule = "is needed: the reward of the last answer, as in {worker_cls: math_rule}"
+                raise AgentOptionError(f"agent_config.verifier: {rule}")
+            tools = ToolSet(own.tools, own.timeout, own.max_result)
+            tools.check_host()
+            return ToolAgent(tools, make_verifier(own.verifier, judge), own, system, template)
         if agent == "black_box":
-            return _black_box(read_options(BlackBoxOptions, options), judge)
+            from roll.agents.black_box import BlackBoxAgent
+
+            program = read_options(BlackBoxOptions, options)
+            program.check()
+            return BlackBoxAgent(program, make_verifier(program.verifier, judge) if program.verifier else None)
         if agent == "verl":
-            return _verl(read_options(VerlOptions, options), judge)
+            loop = read_options(VerlOptions, options)
+            loop.check()
+            played = VerlAgent(loop, make_verifier({"scores": "solution", **loop.verifier}, judge))
+            played.check_host()
+            return played
         if "." not in agent:
             hint = did_you_mean(agent, AGENTS)
             there = f"there are {', '.join(AGENTS)}, or the dotted path of a coroutine"
@@ -81,32 +95,6 @@ def make_agent(
     except ToolError as error:
         key = "" if str(error).startswith("agent: ") else "agent_config.tools: "
         raise AgentOptionError(f"{key}{error}") from error
-
-
-def _tool_agent(
-    options: ToolAgentOptions, system: str | None, template: str | None, judge: Mapping[str, str] | None
-) -> ToolAgent:
-    if not options.verifier:
-        example = "{worker_cls: math_rule}"
-        raise AgentOptionError(f"agent_config.verifier: is needed: the reward of the last answer, as in {example}")
-    tools = ToolSet(options.tools, options.timeout, options.max_result)
-    tools.check_host()
-    return ToolAgent(tools, make_verifier(options.verifier, judge), options, system, template)
-
-
-def _black_box(options: BlackBoxOptions, judge: Mapping[str, str] | None) -> Agent:
-    from roll.agents.black_box import BlackBoxAgent
-
-    options.check()
-    return BlackBoxAgent(options, make_verifier(options.verifier, judge) if options.verifier else None)
-
-
-def _verl(options: VerlOptions, judge: Mapping[str, str] | None) -> Agent:
-    options.check()
-    verifier = make_verifier({"scores": "solution", **options.verifier}, judge)
-    agent = VerlAgent(options, verifier)
-    agent.check_host()
-    return agent
 
 
 def make_verifier(
@@ -135,10 +123,8 @@ def make_verifier(
         raise AgentOptionError(f"{key}.reward_kwargs.model_type: {rule}")
     try:
         if resolve_name(options.worker_cls) == REWARD_MODEL:
-            rule = (
-                "a classifier scores rewards sections alone; http_reward asks one behind a service, llm_judge a model"
-            )
-            raise AgentOptionError(f"{key}.worker_cls: {rule}")
+            rule = "a classifier scores rewards sections alone; http_reward asks one behind a service"
+            raise AgentOptionError(f"{key}.worker_cls: {rule}, llm_judge a model")
         scores = options.scores or ("episode" if of_environment else "answer")
         kwargs = options.reward_kwargs | dict((judge or {}) if asks_the_run(section) else {})
         verifier = RewardVerifier(options.worker_cls, kwargs, options.answer_key, options.timeout, scores)

@@ -11,19 +11,11 @@ from typing import Any
 
 from roll.agents.agent_options import Sampling, ToolChoice
 from roll.agents.chat_ids import Message, TemplateError
-from roll.agents.episode import EngineFault, EpisodeOver, Model, Task
+from roll.agents.episode import EngineFault, EpisodeOver, Model, Response, Task
 from roll.agents.images import has_images
-from roll.agents.wire_chat import ChatRequest, Reply, reply_of
-
-
-@dataclass(frozen=True)
-class Refusal(Exception):
-    """An answer of the endpoint other than 200."""
-
-    status: int
-    message: str
-    kind: str = "invalid_request_error"
-    code: str | None = None
+from roll.serving.dialects.parts import ChatRequest, Reply
+from roll.serving.refusals import BadRequest, Refusal
+from roll.strategies.engines.requests import visible_text
 
 
 @dataclass(eq=False)
@@ -35,7 +27,7 @@ class Session:
     sampling: Sampling = "run"
     tool_choice: ToolChoice = "enforce"
     roles: tuple[str, ...] = ()
-    """Model names, each a role that the policy plays; empty: the policy has one role, whatever the model's name."""
+    """Model names, each a role that the policy plays; empty: the policy has a single role under any name."""
     key: str = ""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     reward: float | dict[str, float] | None = None
@@ -56,7 +48,7 @@ class Session:
     began: float | None = None
     """Time at which an agent began to work on it, by ``time.perf_counter``."""
     taker: str = ""
-    """Public part of the key of the worker that has taken it; empty for agents from elsewhere."""
+    """Key of the worker that has taken it; empty for agents from elsewhere."""
     lost: str = ""
     """Exit status and output of that worker, where it ended before the episode."""
     responses: dict[str, list[Message]] = field(default_factory=dict)
@@ -78,9 +70,9 @@ class Session:
         if self.roles and request.model not in self.roles:
             message = f"model: {request.model!r} is no role of this agent; there are {', '.join(self.roles)}"
             raise Refusal(404, message, "not_found_error", "model_not_found")
-        if request.sampling and self.sampling == "refuse":
-            raise Refusal(400, f"{request.sampling[0]}: the run's sampling parameters hold here; leave it out")
-        self.overridden += bool(request.sampling)
+        if request.set_sampling and self.sampling == "refuse":
+            raise Refusal(400, f"{request.set_sampling[0]}: the run's sampling parameters hold here; leave it out")
+        self.overridden += bool(request.set_sampling)
         task = asyncio.current_task()
         assert task is not None
         self.in_flight.add(task)
@@ -92,12 +84,12 @@ class Session:
     async def _answered(self, request: ChatRequest) -> Reply:
         if self.model.conversations.is_blind and any(has_images(one.get("content")) for one in request.messages):
             raise Refusal(400, "messages: the policy is a model of text, and sees no images")
-        options: dict[str, Any] = {"stop": request.stops} if request.stops else {}
+        options: dict[str, Any] = {"max_new_tokens": request.params.max_new_tokens}
+        if request.params.stop_strings:
+            options["stop"] = request.params.stop_strings
         if request.must_call and self.tool_choice == "enforce":
             options["must_call"] = request.must_call
             self.demanded += 1
-        if request.max_tokens is not None:
-            options["max_new_tokens"] = request.max_tokens
         try:
             model = self.model.as_(request.model) if self.roles else self.model
             response = await model.chat(request.messages, tools=request.tools, **options)
@@ -105,18 +97,38 @@ class Session:
             self.limit = over
             if over.outcome != "context_limit":  # an agent may answer that one with a shorter conversation
                 self.done.set()
-            raise _limit_reached(over) from None
+                raise Refusal(
+                    403, f"the episode is over: {over.outcome}", "permission_error", str(over.outcome)
+                ) from None
+            message = "prompt is too long: it leaves no room for a response"
+            raise Refusal(400, message, code="context_length_exceeded") from None
         except TemplateError as error:
-            raise Refusal(400, f"messages: {error}") from error
+            raise BadRequest(f"messages: {error}") from error
         except EngineFault as fault:
             self.fault = fault
             self.done.set()
             raise Refusal(503, "the engines have failed", "server_error") from fault
         self.limit = None
-        prompt_tokens = len(self.model.conversations.prompt_ids(response.call))
-        reply = reply_of(request, response, prompt_tokens)
+        reply = self._reply(request, response)
         self.model.conversations.known_as(response.call, reply.message)
         return reply
+
+    def _reply(self, request: ChatRequest, response: Response) -> Reply:
+        """The client's view of ``response``: thinking separated, stop strings cut off."""
+        parsed = response.parsed
+        calls = list(response.message.get("tool_calls", ())) if request.parse_calls else []
+        content = parsed.content if request.parse_calls or not parsed.calls else response.text
+        shown = visible_text(content, request.params)
+        return Reply(
+            content=shown,
+            reasoning=parsed.reasoning,
+            calls=calls,
+            finish_reason="tool_calls" if calls else response.finish_reason,
+            stop_string=shown != content,
+            prompt_tokens=len(self.model.conversations.prompt_ids(response.call)),
+            completion_tokens=len(response.call.response_ids),
+            model=request.model,
+        )
 
     def close(self) -> None:
         """Drop the calls in flight; further ones are refused."""
@@ -124,23 +136,49 @@ class Session:
         for task in self.in_flight:
             task.cancel()
 
-    async def post(self, body: Mapping[str, Any]) -> None:
-        """Take the body of ``POST /reward``."""
-        self.reward, self.success = self._posted_reward(body), body.get("success")
-        self.metrics = {str(name): float(value) for name, value in body.get("metrics", {}).items()}
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """The number of tokens of the conversation as a prompt.
+
+        Raises:
+            Refusal: the chat template does not take it.
+        """
+        try:
+            return self.model.conversations.count_tokens(request.messages, request.tools)
+        except TemplateError as error:
+            raise BadRequest(f"messages: {error}") from error
+
+    async def post(self, body: Any) -> None:
+        """Take the body of ``POST /reward``.
+
+        Raises:
+            BadRequest: a field that is missing, unknown or of a wrong type, or a role that there is not.
+        """
+        if not isinstance(body, Mapping):
+            raise BadRequest("the body must be a JSON object with reward")
+        unknown = body.keys() - {"reward", "success", "metrics", "done"}
+        if unknown:
+            raise BadRequest(f"{min(unknown)}: unknown field; there are reward, success, metrics, done")
+        metrics, rewards = body.get("metrics", {}), body.get("reward")
+        if not isinstance(metrics, Mapping) or not all(isinstance(one, int | float) for one in metrics.values()):
+            raise BadRequest("metrics: must map names to numbers", "metrics")
+        if not isinstance(body.get("success"), bool | None):
+            raise BadRequest("success: must be true or false", "success")
+        by_role: Mapping[str, Any] = rewards if isinstance(rewards, Mapping) else {"reward": rewards}
+        for role, value in by_role.items():
+            if by_role is rewards and role not in self.roles:
+                there = (
+                    f"there are {', '.join(self.roles)}" if self.roles else "the agent has none (agent_config.roles)"
+                )
+                raise BadRequest(f"reward: {role!r} is no role of this agent; {there}", "reward")
+            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+                raise BadRequest(f"{role}: is needed, a finite number", "reward")
+        numbers = {str(role): float(value) for role, value in by_role.items()}
+        self.reward = numbers if by_role is rewards else numbers["reward"]
+        self.success = body.get("success")
+        self.metrics = {str(name): float(value) for name, value in metrics.items()}
         if body.get("done", True):
             self.closed = True
             self.done.set()
-
-    def _posted_reward(self, body: Mapping[str, Any]) -> float | dict[str, float]:
-        rewards = body.get("reward")
-        if not isinstance(rewards, Mapping):
-            return _number(body, "reward")
-        there = f"there are {', '.join(self.roles)}" if self.roles else "the agent has none (agent_config.roles)"
-        for role in rewards:
-            if role not in self.roles:
-                raise Refusal(400, f"reward: {role!r} is no role of this agent; {there}")
-        return {str(role): _number(rewards, role) for role in rewards}
 
     def earn(self, value: float | Mapping[str, float]) -> None:
         """Give each role its reward; a single number goes to all of them."""
@@ -150,16 +188,3 @@ class Session:
 
 def episode_over() -> Refusal:
     return Refusal(410, "the episode of this key has ended", "permission_error", "episode_over")
-
-
-def _limit_reached(over: EpisodeOver) -> Refusal:
-    if over.outcome == "context_limit":
-        return Refusal(400, "prompt is too long: it leaves no room for a response", code="context_length_exceeded")
-    return Refusal(403, f"the episode is over: {over.outcome}", "permission_error", str(over.outcome))
-
-
-def _number(body: Mapping[str, Any], name: str) -> float:
-    value = body.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise Refusal(400, f"{name}: is needed, a finite number")
-    return float(value)

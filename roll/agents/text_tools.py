@@ -9,8 +9,9 @@ import json
 import re
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from roll.agents.agent_options import ToolWrapperArguments
 from roll.agents.built_in_tools import PythonTool, ToolSet
@@ -24,22 +25,28 @@ _MAX_BODY = 4 * 2**20
 _NO_MORE = "\n\nThat was the last use of a tool. Give the final answer."
 
 
-class TextTool(Protocol):
-    """A tool whose calls stand in the text of a response."""
+class TextTool(ABC):
+    """A tool that is called in the text of a response."""
 
     instruction: str
     """Text that tells the policy how to call the tool."""
+    _CALL: re.Pattern[str]
+    """Pattern of a call, with its content in one of the groups."""
 
-    def find(self, text: str) -> Any:
+    def find(self, text: str) -> str | None:
         """The call in a response; None: no call."""
-        ...
+        match = self._CALL.search(text)
+        return None if match is None else next(group for group in match.groups() if group is not None)
 
-    async def call(self, found: Any) -> ToolResult: ...
+    @abstractmethod
+    async def call(self, found: str) -> ToolResult:
+        """Make the call."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release what the tool holds."""
 
 
-class PythonText:
+class PythonText(TextTool):
     """Programs between ``<code>`` and ``</code>``, ``<python>`` tags or fences, run in the sandbox.
 
     Args:
@@ -53,10 +60,6 @@ class PythonText:
     def __init__(self, timeout: float = 5.0, keep_error_last_line: bool = False) -> None:
         self._tool, self._last_line = PythonTool(timeout=timeout), keep_error_last_line
 
-    def find(self, text: str) -> str | None:
-        match = self._CALL.search(text)
-        return None if match is None else next(group for group in match.groups() if group is not None)
-
     async def call(self, found: str) -> ToolResult:
         result = await self._tool(found)
         text = result.text.strip().rpartition("\n")[2] if result.failed and self._last_line else result.text
@@ -66,7 +69,7 @@ class PythonText:
         await self._tool.close()
 
 
-class SearchText:
+class SearchText(TextTool):
     """Queries between ``<search>`` and ``</search>``, sent to a search service.
 
     The service gets ``{"queries": [query], "topk": k, "return_scores": true}`` and answers with
@@ -77,14 +80,10 @@ class SearchText:
     """
 
     instruction = "To search, write a query within <search>...</search>. What was found comes back."
-    _CALL = re.compile(r"<search>(.*?)(?:</search>|$)", re.DOTALL)
+    _CALL = re.compile(r"<search>\s*(.*?)\s*(?:</search>|$)", re.DOTALL)
 
     def __init__(self, search_url: str, topk: int = 3, timeout: float = 5.0) -> None:
         self._url, self._topk, self._timeout = search_url, topk, timeout
-
-    def find(self, text: str) -> str | None:
-        match = self._CALL.search(text)
-        return None if match is None else match[1].strip()
 
     async def call(self, found: str) -> ToolResult:
         try:
@@ -101,11 +100,8 @@ class SearchText:
             (found,) = json.loads(answer.read(_MAX_BODY))["result"]
         return [str(one.get("document", one)["contents"]) for one in found]
 
-    async def close(self) -> None:
-        """Nothing is held."""
 
-
-class CallText:
+class CallText(TextTool):
     """Tools of an MCP server, or a function, called as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, or
     in another form that families write between these marks."""
 
@@ -133,7 +129,7 @@ class CallText:
 
 
 def _parsed(text: str, schemas: Sequence[Mapping[str, Any]] | None) -> ParsedResponse:
-    """The calls in the first of the formats that has any; in none, the fault of the one that tools ask for."""
+    """The calls in the first format that has any; without any, the fault of the format that instructions name."""
     found = [parse_response(text, name, schemas) for name in ("hermes", "qwen_xml", "glm")]
     return next((one for one in found if one.calls), found[0])
 
@@ -143,7 +139,7 @@ def _mcp(server_url: str, tool_names_subset: Sequence[str] = (), custom_prompt: 
 
 
 KINDS: dict[str, Callable[..., TextTool]] = {"python_code": PythonText, "search": SearchText, "mcp": _mcp}
-"""By ``tool_id``."""
+"""``tool_id`` to the tool's class."""
 
 
 def text_tool(tool_id: str, tool_args: Mapping[str, Any]) -> TextTool:
@@ -154,7 +150,7 @@ def text_tool(tool_id: str, tool_args: Mapping[str, Any]) -> TextTool:
     """
     options = dict(tool_args)
     if tool_id == "python_code":
-        # Programs that a model writes run in the sandbox, whatever the file demands.
+        # Programs of a model always run in the sandbox.
         options.pop("sandbox_type", None)
     try:
         return KINDS[tool_id](**options) if tool_id in KINDS else CallText(tool_id)

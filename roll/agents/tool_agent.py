@@ -17,8 +17,8 @@ from roll.agents.verifiers import Verifier
 
 
 class ToolAgent:
-    """Asks the policy, makes the tool calls that it writes, and asks again with their results, until a response has
-    none. A call that cannot be parsed is answered with the error.
+    """Calls the policy, makes the tool calls that it writes, and calls it again with their results, until a response
+    has none. A call that cannot be parsed is answered with the error.
 
     Args:
         system: system message; None: none.

@@ -38,7 +38,7 @@ def parse_response(
     """
     thought, answer = split_thought(text, opened)
     parsed, said, at, kept = ParsedResponse(reasoning=thought or ""), answer or "", 0, []
-    # Messages of gpt-oss follow one another: its calls are no part of what is said.
+    # Messages of gpt-oss follow one another: its calls are not part of the content.
     searched = text if tool_format == "gpt_oss" else said
     for begin, end, read in TOOL_FORMATS[tool_format](searched, None if tools is None else parameters_of(tools)):
         try:

@@ -15,9 +15,12 @@ from roll.agents.chat_ids import Message
 from roll.agents.programs import program_environment
 from roll.environments.off_loop import call_off_loop
 
+_CONNECTION_CLOSED = -32000
+"""MCP's error code for a closed connection."""
+
 
 class ToolError(ValueError):
-    """Tools that cannot be offered: two with one name, a function without type hints, a server that does not answer."""
+    """Tools that cannot be offered: equal names, a function without type hints, a server that does not answer."""
 
 
 @dataclass(frozen=True)
@@ -232,8 +235,7 @@ class HeldMcpServer:
         Raises:
             ToolError: the server does not start.
         """
-        session = await self._open()
-        return [replace(tool, function=_McpCall(self, tool.name)) for tool in session.tools.values()]
+        return [replace(tool, function=_McpCall(self, tool.name)) for tool in (await self._open()).tools]
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Make a call; where the connection is lost, restart the server and repeat it.
@@ -241,17 +243,19 @@ class HeldMcpServer:
         Raises:
             ToolError: the server cannot be restarted.
         """
+        from mcp.shared.exceptions import MCPError
+
         session = await self._open()
         try:
-            return await session.call(name, arguments)
+            return await session.server.call_tool(name, arguments)
         except Exception as error:
-            if not _is_lost(error):
+            if isinstance(error, MCPError) and error.code != _CONNECTION_CLOSED:  # an error of the call itself
                 raise
         async with self._lock:
             if self._session is session:
                 self._session = None
                 await session.close()
-        return await (await self._open()).call(name, arguments)
+        return await (await self._open()).server.call_tool(name, arguments)
 
     async def close(self) -> None:
         """End the server for good."""
@@ -277,10 +281,10 @@ class _McpSession:
     """One run of a server: started and ended in the same task, as MCP's client requires."""
 
     def __init__(self, server: McpServer) -> None:
-        self._server = server
+        self.server = server
+        self.tools: list[Tool] = []
         self._leave = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self.tools: dict[str, Tool] = {}
 
     async def start(self) -> None:
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -292,9 +296,6 @@ class _McpSession:
             await asyncio.wait([self._task])
             raise
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        return await self._server.call_tool(name, arguments)
-
     async def close(self) -> None:
         self._leave.set()
         if self._task is not None:
@@ -302,25 +303,13 @@ class _McpSession:
 
     async def _hold(self, opened: asyncio.Future[None]) -> None:
         try:
-            async with self._server as tools:
-                self.tools = {tool.name: tool for tool in tools}
+            async with self.server as self.tools:
                 opened.set_result(None)
                 await self._leave.wait()
         except Exception as error:
             # Errors at the end of a lost server add nothing.
             if not opened.done():
                 opened.set_exception(error)
-
-
-def _is_lost(error: Exception) -> bool:
-    """True where the connection is gone; any other error is one of the call."""
-    from mcp.shared.exceptions import MCPError
-
-    return error.code == _CONNECTION_CLOSED if isinstance(error, MCPError) else True
-
-
-_CONNECTION_CLOSED = -32000
-"""MCP's error code for a closed connection."""
 
 
 @dataclass(frozen=True)

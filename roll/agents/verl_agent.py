@@ -22,19 +22,16 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from roll.agents.agent_options import AgentOptionError, VerlOptions
 from roll.agents.call_formats import ToolCall
 from roll.agents.chat_ids import ChatTemplate, Message
+from roll.agents.conversation import Conversations
 from roll.agents.episode import Episode, EpisodeOver, Model, Response, Task
-from roll.agents.images import digests
 from roll.agents.verifiers import Verifier
 from roll.datasets.images import IMAGE_MARK, ImageReader
 from roll.datasets.reading import SourceRow
-
-if TYPE_CHECKING:
-    from roll.protocol.images import EncodedImage
 
 SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
 """verl's loops, as the column ``agent_name`` of a row and ``default_agent_loop`` name them."""
@@ -107,14 +104,8 @@ class VerlAgent:
         if not options.filter_overlong_prompts or options.prompt_length is None:
             return True
         self.check_host()
-        offered = template.with_tools([schema_of(tool) for tool in self._offered(row).values()])
-        messages = self._first_messages(row)
-        if offered.images is None:
-            return len(offered.prompt(messages)) <= options.prompt_length
-        held: dict[str, EncodedImage] = {}
-        messages = [offered.images.take(message, held) for message in messages]
-        shown = [held[digest] for digest in digests(messages)]
-        return len(offered.images.expanded(offered.prompt(messages), shown)) <= options.prompt_length
+        schemas = [schema_of(tool) for tool in self._offered(row).values()]
+        return Conversations(template).count_tokens(self._first_messages(row), schemas) <= options.prompt_length
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
         """Play an episode; returns the verifier's score.

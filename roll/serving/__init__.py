@@ -1,1 +1,1 @@
-"""Generation engines behind HTTP, with OpenAI's interface."""
+"""HTTP servers with the interfaces of OpenAI and Anthropic; generation engines as a service."""

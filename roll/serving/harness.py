@@ -1,7 +1,7 @@
 """Programs that evaluate a served model: lm-eval and Inspect, each in a process of its own.
 
-They ask the engines over HTTP, in OpenAI's form, with the hubs switched off, so tasks and their data come from
-local files.
+They call the engines over HTTP, in OpenAI's form, with the hubs switched off, so tasks and their data come from local
+files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEY = "unused"
-"""Their clients want some API key; the server listens on the loopback address only and asks for none."""
+"""Their clients need some API key; the server listens on the loopback address only and needs none."""
 SHOWN_LINES = 15
 INSTALL = "pip install 'roll-rl[harness]'"
 
@@ -70,7 +70,7 @@ def lm_eval_command(options: HarnessOptions, base_url: str, model: str, tokenize
 
 def inspect_command(options: HarnessOptions, base_url: str, model: str, tokenizer: str, output: Path) -> list[str]:
     """Command that runs ``inspect eval`` on the server: a provider named ``roll``, its address in the environment."""
-    # Inspect takes paths relative to the working directory only; the name of a task in the file stands behind an @.
+    # Inspect takes paths relative to the working directory only; the name of a task in the file follows an @.
     tasks = [os.path.relpath(name) if Path(name.partition("@")[0]).is_file() else name for name in options.tasks]
     words = [sys.executable, "-m", "inspect_ai", "eval", *tasks, "--model", f"openai-api/roll/{model}"]
     return [*words, "--log-format", "json", "--log-dir", str(output), "--display", "plain", *options.arguments]
@@ -135,7 +135,7 @@ class Harness:
     def require(self, key: str, source: str = "") -> None:
         """
         Args:
-            key: that asks for it, in the file ``source`` or on the command line.
+            key: the key that names it, in the file ``source`` or on the command line.
 
         Raises:
             ConfigError: it is not installed.
@@ -152,7 +152,7 @@ HARNESSES = {
 
 
 def run_program(options: HarnessOptions, front: HttpFront, tokenizer: str, output: Path) -> dict[str, float]:
-    """The metrics of the model behind ``front``, which is served under the harness's name.
+    """The metrics of the model that ``front`` serves under the harness's name.
 
     Args:
         tokenizer: folder or hub name.

@@ -11,19 +11,8 @@ from dataclasses import dataclass
 from roll.distributed.failures import RemoteError
 from roll.rollout.engines import EngineClient, Generation, Listener
 from roll.rollout.groups import FinishedGroup
+from roll.serving.refusals import BadRequest, Overloaded, Unavailable
 from roll.strategies.engines.requests import GenerationRequest, PromptScore, SamplingParams
-
-
-class Overloaded(RuntimeError):
-    """The limit on open requests is reached; the client may try again later."""
-
-
-class Unavailable(RuntimeError):
-    """The engines have failed, or have dropped their requests for a pause."""
-
-
-class Refused(ValueError):
-    """The engine cannot serve this request, now or later."""
 
 
 @dataclass
@@ -85,7 +74,7 @@ class EngineService:
             listener: receives the samples so far, about once a turn, from engines that keep such a record.
 
         Raises:
-            Overloaded, Unavailable, Refused: see there.
+            Overloaded, Unavailable, BadRequest: see there.
         """
         if self.num_open >= self._max_open_requests:
             self.counts.turned_away += 1
@@ -96,29 +85,7 @@ class EngineService:
         finally:
             self._num_held -= 1
         request = GenerationRequest(f"http-{next(self._numbers)}", prompt_token_ids, params, num_samples)
-        group = await self._ask(self._engines.submit(request, listener))
-        if group.error is not None:
-            self.counts.refused += 1
-            raise Refused(group.error)
-        self.counts.finished += 1
-        return group
-
-    async def prompt_score(self, prompt_token_ids: Sequence[int], top: int) -> PromptScore:
-        """Log-probs of the tokens of a prompt that :meth:`generate` has accepted.
-
-        Raises:
-            Unavailable, Refused: see there.
-        """
-        await self._awake.wait()
-        try:
-            found = await self._engines.prompt_score(prompt_token_ids, top)
-        except RemoteError as error:
-            raise Unavailable(f"the engines have failed: {error}") from error
-        if isinstance(found, str):
-            raise Refused(found)
-        return found
-
-    async def _ask(self, generation: Generation) -> FinishedGroup:
+        generation = self._engines.submit(request, listener)
         self._in_flight.add(generation)
         try:
             group = await generation
@@ -131,7 +98,26 @@ class EngineService:
             self._in_flight.discard(generation)
         if group is None:
             raise Unavailable("the engines are needed for something else")
+        if group.error is not None:
+            self.counts.refused += 1
+            raise BadRequest(group.error)
+        self.counts.finished += 1
         return group
+
+    async def prompt_score(self, prompt_token_ids: Sequence[int], top: int) -> PromptScore:
+        """Log-probs of the tokens of a prompt that :meth:`generate` has accepted.
+
+        Raises:
+            Unavailable, BadRequest: see there.
+        """
+        await self._awake.wait()
+        try:
+            found = await self._engines.prompt_score(prompt_token_ids, top)
+        except RemoteError as error:
+            raise Unavailable(f"the engines have failed: {error}") from error
+        if isinstance(found, str):
+            raise BadRequest(found)
+        return found
 
     async def pause(self) -> None:
         """Drop the requests in flight and return when all engines are idle; later requests wait for :meth:`resume`."""

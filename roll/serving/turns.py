@@ -7,6 +7,8 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -22,44 +24,32 @@ class ClientTurns:
     """
 
     def __init__(self) -> None:
-        self._queues: dict[str, deque[Callable[[], None]]] = {}
+        self._queues: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
         self._wakes = threading.Condition()
         threading.Thread(target=self._serve, daemon=True, name="tokenizing").start()
 
     async def run(self, client: str, function: Callable[..., T], *arguments: Any) -> T:
         """``function(*arguments)``, when it is the client's turn; left out where the caller is cancelled before."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-
-        def settle(value: Any, error: BaseException | None) -> None:
-            if not answer.done():
-                answer.set_result(value) if error is None else answer.set_exception(error)
-
-        def work() -> None:
-            if answer.cancelled():
-                return
-            try:
-                value = function(*arguments)
-            except Exception as error:
-                loop.call_soon_threadsafe(settle, None, error)
-            else:
-                loop.call_soon_threadsafe(settle, value, None)
-
+        result: Future[T] = Future()
         with self._wakes:
-            self._queues.setdefault(client, deque()).append(work)
+            self._queues.setdefault(client, deque()).append((result, partial(function, *arguments)))
             self._wakes.notify()
-        return await answer
+        return await asyncio.wrap_future(result)
 
     def _serve(self) -> None:
         while True:
             with self._wakes:
                 self._wakes.wait_for(lambda: self._queues)
                 client, queue = next(iter(self._queues.items()))
-                work = queue.popleft()
+                result, work = queue.popleft()
                 del self._queues[client]
-                if queue:  # To the end of the line.
+                if queue:  # to the end of the line
                     self._queues[client] = queue
-            work()
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(work())
+                except Exception as error:
+                    result.set_exception(error)
 
 
 def fits(encode: Callable[[str], list[int]], text: str, limit: int) -> list[int] | None:

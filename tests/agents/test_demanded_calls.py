@@ -15,10 +15,10 @@ from roll.agents.chat_ids import TemplateError
 from roll.agents.episode import Limits, Model, Task
 from roll.agents.session import Session
 from roll.agents.tool_calls import detect_format, parse_response
-from roll.agents.wire_chat import read_chat_request
-from roll.agents.wire_messages import messages_body, read_messages_request
-from roll.agents.wire_responses import read_responses_request
-from roll.serving.requests import BadRequest
+from roll.serving.dialects.chat import read_chat
+from roll.serving.dialects.messages import messages_body, read_messages
+from roll.serving.dialects.responses import read_responses
+from roll.serving.refusals import BadRequest
 from tests.agents.playing import Recorded
 from tests.agents.templates import WRITTEN_HERE, Family, published
 
@@ -111,10 +111,11 @@ def test_arguments_that_cannot_be_read_go_to_and_fro(written: str) -> None:
     async def talk() -> tuple[Any, Session]:
         model = Model(engine, engine.template, "hermes", Limits(context=100_000))
         session = Session(Task("t", 0), model)
-        content = messages_body(await session.answer(read_messages_request(body)))["content"]
+        request = read_messages(body)
+        content = messages_body(await session.answer(request), request)["content"]
         result = {"type": "tool_result", "tool_use_id": content[0]["id"], "content": "no"}
         goes_on = [*HELLO, {"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
-        await session.answer(read_messages_request(body | {"messages": goes_on, "tool_choice": {"type": "auto"}}))
+        await session.answer(read_messages(body | {"messages": goes_on, "tool_choice": {"type": "auto"}}))
         return content, session
 
     (block,), session = asyncio.run(talk())
@@ -143,12 +144,12 @@ def test_one_call_at_a_time_is_refused_not_ignored() -> None:
     """The policy is trained on what it said: a second call cannot be left out of its conversation."""
     tools = [{"type": "function", "function": {"name": "calc", "parameters": {}}}]
     chat: dict[str, Any] = {"messages": HELLO, "tools": tools}
-    assert read_chat_request({**chat, "parallel_tool_calls": True}).tools
+    assert read_chat({**chat, "parallel_tool_calls": True}).tools
     with pytest.raises(BadRequest, match="parallel_tool_calls"):
-        read_chat_request({**chat, "parallel_tool_calls": False})
+        read_chat({**chat, "parallel_tool_calls": False})
     with pytest.raises(BadRequest, match="parallel_tool_calls"):
-        read_responses_request({"input": "Hi", "parallel_tool_calls": False}, {})
+        read_responses({"input": "Hi", "parallel_tool_calls": False}, {})
     body: dict[str, Any] = {"messages": HELLO, "max_tokens": 5, "tools": [{"name": "calc", "input_schema": {}}]}
-    assert read_messages_request({**body, "tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}).tools
+    assert read_messages({**body, "tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}).tools
     with pytest.raises(BadRequest, match="disable_parallel_tool_use"):
-        read_messages_request({**body, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})
+        read_messages({**body, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})

@@ -20,9 +20,8 @@ from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions, 
 from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Sampled, Task, run_episode
 from roll.agents.images import ChatImages
 from roll.agents.registry import make_verifier
-from roll.agents.session import Refusal, Session
+from roll.agents.session import Session
 from roll.agents.verl_agent import VerlAgent
-from roll.agents.wire_chat import read_chat_request
 from roll.checkpoint.state import load_state, save_state
 from roll.datasets.vision_model import VisionModel
 from roll.environments.base import BrokenContract, read_reset, read_step
@@ -31,7 +30,8 @@ from roll.environments.sokoban import Sokoban
 from roll.protocol.vision import IMAGES, VisionInputs
 from roll.rollout.episode_batch import build_episode_batch
 from roll.rollout.episodes import EngineSampler, Player, episode_from, episode_state
-from roll.serving.requests import BadRequest
+from roll.serving.dialects.chat import read_chat
+from roll.serving.refusals import BadRequest, Refusal
 from roll.strategies.engines.requests import SamplingParams
 from tests.vision_models import PROCESSING, tokenizer, video_processing
 
@@ -279,9 +279,9 @@ def test_programs_show_images_in_the_form_of_openai(template: ChatTemplate) -> N
         model = Model(engine, chat, "hermes", Limits(context=4096))
         session = Session(Task("t", 0), model)
         messages: list[Any] = [{"role": "user", "content": content}]
-        reply = await session.answer(read_chat_request({"messages": messages}))
+        reply = await session.answer(read_chat({"messages": messages}))
         again = [*messages, reply.message, {"role": "user", "content": [picture]}]
-        await session.answer(read_chat_request({"messages": again}))
+        await session.answer(read_chat({"messages": again}))
         return engine, model
 
     engine, model = asyncio.run(asked(template))
@@ -292,4 +292,4 @@ def test_programs_show_images_in_the_form_of_openai(template: ChatTemplate) -> N
         asyncio.run(asked(ChatTemplate(tokenizer())))
     elsewhere = [{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}]
     with pytest.raises(BadRequest, match="only content of type text"):
-        read_chat_request({"messages": [{"role": "user", "content": elsewhere}]})
+        read_chat({"messages": [{"role": "user", "content": elsewhere}]})

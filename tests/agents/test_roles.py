@@ -11,11 +11,12 @@ import torch
 from roll.agents.agent_options import AgentOptionError
 from roll.agents.episode import EpisodeGroup, Limits, Model, Task, run_episode
 from roll.agents.registry import check_agent
-from roll.agents.session import Refusal, Session
-from roll.agents.wire_chat import ChatRequest
+from roll.agents.session import Session
 from roll.methods.episodes import EpisodeMethod
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.rollout.episode_batch import build_episode_batch
+from roll.serving.dialects.parts import ChatRequest
+from roll.serving.refusals import Refusal
 from tests.agents.playing import Recorded
 from tests.agents.templates import WRITTEN_HERE
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from roll.rollout.engines import EngineClient
 from roll.rollout.groups import FinishedGroup
-from roll.serving.responses import settled_text
+from roll.serving.writing import settled_text
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.serving.local_cluster import LocalCluster
 
@@ -82,6 +82,31 @@ def test_chat_uses_the_models_template_and_gives_top_log_probs(make_serving: Any
         assert [top["logprob"] for top in token["top_logprobs"]] == pytest.approx(best.values.tolist(), abs=1e-4)
         assert [top["token"] for top in token["top_logprobs"]] == [serving.tokenizer.decode([i]) for i in best.indices]
         assert bytes(token["bytes"]).decode() == token["token"]
+
+
+def test_conversations_with_calls_and_developers(shared: Any) -> None:
+    """Messages as OpenAI's clients keep them: a response that only calls, its arguments as JSON, and its result."""
+    function = {"name": "calc", "arguments": '{"x": "1+1"}'}
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "a", "type": "function", "function": function}],
+    }
+    result = {"role": "tool", "tool_call_id": "a", "content": "2"}
+    asked = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    body = {"messages": [*asked, called, result], "max_tokens": 2, "return_token_ids": True}
+    made = {**called, "content": "", "tool_calls": [{**called["tool_calls"][0], "function": {**function}}]}
+    made["tool_calls"][0]["function"]["arguments"] = {"x": "1+1"}
+    plain = [{**asked[0], "role": "system"}, asked[1], made, {**result, "name": "calc"}]
+    wanted = shared.tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
+    assert shared.chat(**body)["prompt_token_ids"] == wanted
+    for calls in ("calc", [{"function": {}}], [None]):
+        refused = shared.post("chat/completions", messages=[{**called, "tool_calls": calls}])
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+    assert (
+        shared.post("chat/completions", messages=[*asked, {**result, "tool_call_id": ["a"]}], max_tokens=2).status_code
+        == 200
+    )
 
 
 def test_top_log_probs_are_those_of_the_distribution_that_was_sampled(make_serving: Any) -> None:
@@ -182,6 +207,7 @@ def test_models_health_and_key(make_serving: Any) -> None:
     serving = make_serving(api_key="sesame")
     assert serving.client.get("/v1/models").status_code == 401
     assert serving.post("completions", **SAME).json()["error"]["type"] == "authentication_error"
+    assert serving.client.get("/v1/models", headers={"x-api-key": "sesame"}).status_code == 200
     serving.client.headers["Authorization"] = "Bearer sesame"
     assert [model["id"] for model in serving.client.get("/v1/models").json()["data"]] == ["tiny"]
     serving.complete(**SAME)

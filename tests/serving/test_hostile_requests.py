@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from roll.serving.requests import MAX_BODY, MAX_DEPTH
+from roll.serving.http import MAX_BODY, MAX_DEPTH
 
 HONEST = {"prompt": [10, 20, 30, 40], "max_tokens": 12, "temperature": 0.8, "seed": 5, "n": 2, "return_token_ids": True}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "seed": 1}
@@ -133,7 +133,7 @@ def test_what_an_engine_does_not_refuse_in_time_is_the_requests_own_failure(
     serving = make_serving()
     expected = serving.complete(**HONEST)["choices"]
     # As if the bounds were missing: the engines meet such values, and 1e-40 makes logits infinite.
-    monkeypatch.setattr("roll.serving.requests.check_sampling_params", lambda *_: None)
+    monkeypatch.setattr("roll.serving.dialects.fields.check_sampling_params", lambda *_: None)
     monkeypatch.setattr("roll.strategies.engines.requests.check_sampling_params", lambda *_: None)
     with ThreadPoolExecutor(8) as threads:
         hostile = [{"temperature": 1e-40}, {"top_k": 2**63}, {"repetition_penalty": 1e-44}, {"temperature": 1e-40}]

@@ -1,63 +1,25 @@
-"""Responses in OpenAI's form, whole and as a stream of events."""
+"""Completions and chat completions of a served model, whole and as a stream of events."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import time
-import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll.rollout.groups import FinishedGroup
-from roll.serving.requests import ParsedRequest
-from roll.serving.service import EngineService, Overloaded, Refused, Unavailable
+from roll.serving.dialects.chat import chunk, closing
+from roll.serving.dialects.fields import ModelRequest
+from roll.serving.dialects.parts import ChatRequest, head, usage_of
+from roll.serving.http import event
+from roll.serving.refusals import Refusal
+from roll.serving.service import EngineService
 from roll.strategies.engines.requests import GenerationOutput, PromptScore, SamplingParams, visible_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class ResponseBody:
-    """The samples of every prompt of a request."""
-
-    parsed: ParsedRequest
-    prompts: Sequence[Sequence[int]]
-    groups: Sequence[FinishedGroup]
-    echoed: Sequence[PromptScore] | None = None
-    """With ``echo``: log-probs of each prompt."""
-    scored: Sequence[PromptScore] | None = None
-    """With ``prompt_logprobs``: log-probs of each prompt."""
-
-    def choices(self) -> Iterator[Choice]:
-        """The samples of all prompts, numbered on from one prompt to the next."""
-        index = 0
-        echoed: Sequence[PromptScore | None] = self.echoed or [None] * len(self.prompts)
-        scored: Sequence[PromptScore | None] = self.scored or [None] * len(self.prompts)
-        for prompt, group, score, of_prompt in zip(self.prompts, self.groups, echoed, scored, strict=True):
-            token_ids, log_probs = group.split(group.token_ids), group.split(group.log_probs)
-            for sample in range(len(group.lengths)):
-                yield Choice(
-                    index=index,
-                    text=group.texts[sample],
-                    finish_reason=group.finish_reasons[sample],
-                    token_ids=token_ids[sample].tolist(),
-                    log_probs=log_probs[sample].tolist(),
-                    top_log_probs=group.top_log_probs[sample] if group.top_log_probs else [],
-                    prompt_token_ids=list(prompt),
-                    echoed=score,
-                    scored=of_prompt,
-                )
-                index += 1
-
-    def usage(self) -> dict[str, int]:
-        prompt = sum(len(token_ids) for token_ids in self.prompts)
-        completion = int(sum(group.lengths.sum() for group in self.groups))
-        return usage_of(prompt, completion)
 
 
 @dataclass(frozen=True)
@@ -76,80 +38,106 @@ class Choice:
     echoed: PromptScore | None = None
     """Log-probs of the prompt, where the response begins with it (``echo``)."""
     scored: PromptScore | None = None
-    """Log-probs of the prompt, where ``prompt_logprobs`` asks for them."""
+    """Log-probs of the prompt, where the request sets ``prompt_logprobs``."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The samples of every prompt of a request."""
+
+    prompts: Sequence[Sequence[int]]
+    groups: Sequence[FinishedGroup]
+    echoed: Sequence[PromptScore] | None = None
+    """With ``echo``: log-probs of each prompt."""
+    scored: Sequence[PromptScore] | None = None
+    """With ``prompt_logprobs``: log-probs of each prompt."""
+
+    def choices(self) -> Iterator[Choice]:
+        """The samples of all prompts, numbered on from one prompt to the next."""
+        index = itertools.count()
+        nothing: list[PromptScore | None] = [None] * len(self.prompts)
+        scores = zip(self.echoed or nothing, self.scored or nothing, strict=True)
+        for prompt, group, (echoed, scored) in zip(self.prompts, self.groups, scores, strict=True):
+            token_ids, log_probs = group.split(group.token_ids), group.split(group.log_probs)
+            for sample in range(len(group.lengths)):
+                yield Choice(
+                    index=next(index),
+                    text=group.texts[sample],
+                    finish_reason=group.finish_reasons[sample],
+                    token_ids=token_ids[sample].tolist(),
+                    log_probs=log_probs[sample].tolist(),
+                    top_log_probs=group.top_log_probs[sample] if group.top_log_probs else [],
+                    prompt_token_ids=list(prompt),
+                    echoed=echoed,
+                    scored=scored,
+                )
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Numbers of tokens."""
+        return usage_of(sum(map(len, self.prompts)), int(sum(group.lengths.sum() for group in self.groups)))
 
 
 class Writer:
-    """Bodies of one endpoint.
+    """The bodies and events of the response to one request."""
 
-    Args:
-        chat: chat completions; False: completions.
-    """
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, request: ModelRequest) -> None:
+        self._tokenizer, self._request = tokenizer, request
+        self.chat = isinstance(request, ChatRequest)
+        """A chat completion; False: a completion."""
+        prefix, kind = ("chatcmpl-", "chat.completion") if self.chat else ("cmpl-", "text_completion")
+        self._head = head(prefix, f"{kind}.chunk" if self.chat and request.stream else kind, request.model)
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: str, chat: bool) -> None:
-        self._tokenizer = tokenizer
-        self._model = model
-        self._chat = chat
-
-    def body(self, response: ResponseBody) -> dict[str, Any]:
+    def body(self, answers: Answers) -> dict[str, Any]:
         """Body of a response that is not streamed."""
-        kind = "chat.completion" if self._chat else "text_completion"
-        choices = [self._choice(choice, response.parsed) for choice in response.choices()]
-        ids = {"prompt_token_ids": list(response.prompts[0])} if self._chat and response.parsed.return_token_ids else {}
-        return self._head(kind) | {"choices": choices, "usage": response.usage()} | ids
+        choices = [self._choice(choice) for choice in answers.choices()]
+        with_ids = self.chat and self._request.return_token_ids
+        ids = {"prompt_token_ids": list(answers.prompts[0])} if with_ids else {}
+        return self._head | {"choices": choices, "usage": answers.usage} | ids
 
-    def stream_head(self) -> dict[str, Any]:
-        """Fields that all chunks of a stream have in common."""
-        return self._head("chat.completion.chunk" if self._chat else "text_completion")
+    def opening(self, index: int) -> bytes:
+        """Event before the first piece of a sample of a chat."""
+        return chunk(self._head, {"index": index, "delta": {"role": "assistant", "content": ""}})
 
-    def opening(self, head: dict[str, Any], index: int) -> Iterator[bytes]:
-        """Events before the first piece of a sample."""
-        if self._chat:
-            start = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            yield event(head | {"choices": [start]})
-
-    def piece(self, head: dict[str, Any], choice: Choice, parsed: ParsedRequest) -> bytes:
+    def piece(self, choice: Choice) -> bytes:
         """Event with new tokens and text of a sample."""
-        body = self._choice(choice, parsed)
-        body["finish_reason"] = body["finish_reason"] or None
-        if self._chat:
+        body = self._choice(choice)
+        if self.chat:
             body["delta"] = {"content": body.pop("message")["content"]}
-        return event(head | {"choices": [body]})
+        return chunk(self._head, body, choice.finish_reason or None)
 
-    def last_pieces(self, head: dict[str, Any], choice: Choice, parsed: ParsedRequest) -> Iterator[bytes]:
+    def last_pieces(self, choice: Choice) -> Iterator[bytes]:
         """Events with the rest of a sample, and why it ended."""
-        if not self._chat:
-            yield self.piece(head, choice, parsed)
+        if not self.chat:
+            yield self.piece(choice)
             return
         if choice.token_ids or choice.text:
-            yield self.piece(head, replace(choice, finish_reason=""), parsed)
-        last = {"index": choice.index, "delta": {}, "finish_reason": choice.finish_reason}
-        yield event(head | {"choices": [last]})
+            yield self.piece(replace(choice, finish_reason=""))
+        yield chunk(self._head, {"index": choice.index, "delta": {}}, choice.finish_reason)
 
-    def closing(self, head: dict[str, Any], response: ResponseBody) -> Iterator[bytes]:
+    def closing(self, answers: Answers) -> Iterator[bytes]:
         """Events after the last sample."""
-        if response.parsed.include_usage:
-            yield event(head | {"choices": [], "usage": response.usage()})
-        yield b"data: [DONE]\n\n"
+        return closing(self._head, answers.usage if self._request.include_usage else None)
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        name = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
-        return {"id": name, "object": kind, "created": int(time.time()), "model": self._model}
-
-    def _choice(self, choice: Choice, parsed: ParsedRequest) -> dict[str, Any]:
-        body: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": choice.text}} if self._chat else {"text": self._shown(choice)}
-        )
-        log_probs = None
-        if parsed.log_probs:
-            log_probs = self._chat_log_probs(choice) if self._chat else self._completion_log_probs(choice)
-        ids: dict[str, Any] = {"token_ids": choice.token_ids} if parsed.return_token_ids else {}
-        if ids and not self._chat:
-            ids["prompt_token_ids"] = choice.prompt_token_ids
-        body |= {"logprobs": log_probs, "finish_reason": choice.finish_reason}
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        log_probs = self._chat_log_probs if self.chat else self._completion_log_probs
+        body: dict[str, Any] = {
+            "index": choice.index,
+            "logprobs": log_probs(choice) if self._request.log_probs else None,
+            "finish_reason": choice.finish_reason,
+        }
+        if self.chat:
+            body["message"] = {"role": "assistant", "content": choice.text}
+        else:
+            echo = "" if choice.echoed is None else str(self._tokenizer.decode(choice.prompt_token_ids))
+            body["text"] = echo + choice.text
         if choice.scored is not None:
             body["prompt_logprobs"] = self._prompt_log_probs(choice.prompt_token_ids, choice.scored)
-        return {"index": choice.index} | body | ids
+        if self._request.return_token_ids:
+            body["token_ids"] = choice.token_ids
+            if not self.chat:
+                body["prompt_token_ids"] = choice.prompt_token_ids
+        return body
 
     def _prompt_log_probs(self, token_ids: Sequence[int], score: PromptScore) -> list[dict[str, Any] | None]:
         """Log-probs in vLLM's form: for each position an object of token id to log-prob, rank and text, the prompt's
@@ -181,11 +169,6 @@ class Writer:
         text = self._text(token_id)
         return {"token": text, "logprob": _finite(log_prob), "bytes": list(text.encode("utf-8"))}
 
-    def _shown(self, choice: Choice) -> str:
-        """The text, after the prompt's where the request has ``echo``."""
-        prompt = "" if choice.echoed is None else str(self._tokenizer.decode(choice.prompt_token_ids))
-        return prompt + choice.text
-
     def _completion_log_probs(self, choice: Choice) -> dict[str, Any]:
         token_ids = choice.token_ids
         log_probs: list[float | None] = [*map(_finite, choice.log_probs)]
@@ -212,35 +195,30 @@ def _finite(log_prob: float) -> float:
     return max(log_prob, -9999.0)
 
 
-def usage_of(prompt: int, completion: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def event(body: Mapping[str, Any], name: str = "") -> bytes:
-    """A server-sent event."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
-
-
-def error_body(message: str, kind: str, field: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": field, "code": None}}
-
-
 UNFINISHED_CHARACTER = "\ufffd"
 
 
 class LiveResponse:
     """Prompts of one request in flight at an engine service, and their response as it grows."""
 
-    def __init__(self, service: EngineService, parsed: ParsedRequest, prompts: Sequence[Sequence[int]]) -> None:
-        self._parsed = parsed
-        self._prompts = prompts
+    def __init__(
+        self,
+        service: EngineService,
+        tokenizer: PreTrainedTokenizerBase,
+        request: ModelRequest,
+        prompts: Sequence[Sequence[int]],
+    ) -> None:
+        self._writer, self._prompts = Writer(tokenizer, request), prompts
+        size = request.num_samples
+        self._samples = [
+            [GrowingSample(tokenizer, request.params, first + index, list(prompt)) for index in range(size)]
+            for first, prompt in zip(itertools.count(0, size), prompts)
+        ]
+        """Samples of each prompt."""
         self._grown: dict[int, Sequence[GenerationOutput]] = {}
         self._changed = asyncio.Event()
         self._tasks = [
-            asyncio.create_task(
-                service.generate(prompt, parsed.params, parsed.num_samples, partial(self._record, number))
-            )
+            asyncio.create_task(service.generate(prompt, request.params, size, partial(self._record, number)))
             for number, prompt in enumerate(prompts)
         ]
         for task in self._tasks:
@@ -250,66 +228,46 @@ class LiveResponse:
         self._grown[number] = samples
         self._changed.set()
 
-    async def wait(self, seconds: float | None = None) -> bool:
-        """Wait for something new; False if ``seconds`` pass without.
+    async def wait(self) -> None:
+        """Wait for something new.
 
         Raises:
-            Overloaded, Unavailable, Refused: one of the prompts is not served.
+            Refusal: one of the prompts is not served.
         """
-        try:
-            await asyncio.wait_for(self._changed.wait(), seconds)
-        except TimeoutError:
-            return False
+        await self._changed.wait()
         for task in self._tasks:
             if task.done():
                 task.result()
-        return True
 
-    async def events(self, writer: Writer, tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events, from the first to the last."""
-        parsed, size = self._parsed, self._parsed.num_samples
-        samples = [
-            GrowingSample(tokenizer, parsed.params, index, list(self._prompts[index // size]))
-            for index in range(size * len(self._prompts))
-        ]
-        head = writer.stream_head()
+        writer = self._writer
         try:
-            for sample in samples:
-                for piece in writer.opening(head, sample.index):
-                    yield piece
+            for sample in itertools.chain(*self._samples) if writer.chat else ():
+                yield writer.opening(sample.index)
             open_prompts = set(range(len(self._prompts)))
             while open_prompts:
                 await self.wait()
                 self._changed.clear()
-                for number, grown in self._take_grown():
-                    for output in grown:
-                        choice = samples[number * size + output.sample_index].grow(output)
+                grown, self._grown = self._grown, {}
+                ended = sorted(number for number in open_prompts if self._tasks[number].done())
+                open_prompts -= set(ended)
+                for number in sorted(grown.keys() & open_prompts):
+                    for output in grown[number]:
+                        choice = self._samples[number][output.sample_index].grow(output)
                         if choice is not None:
-                            yield writer.piece(head, choice, parsed)
-                for number in sorted(n for n in open_prompts if self._tasks[n].done()):
-                    open_prompts.remove(number)
-                    for choice in self._ends(number, samples[number * size : (number + 1) * size]):
-                        for piece in writer.last_pieces(head, choice, parsed):
+                            yield writer.piece(choice)
+                for number in ended:
+                    whole = Answers([self._prompts[number]], [self._tasks[number].result()])
+                    for sample, choice in zip(self._samples[number], whole.choices(), strict=True):
+                        for piece in writer.last_pieces(sample.end(choice)):
                             yield piece
-            response = ResponseBody(parsed, self._prompts, [task.result() for task in self._tasks])
-            for piece in writer.closing(head, response):
+            for piece in writer.closing(Answers(self._prompts, [task.result() for task in self._tasks])):
                 yield piece
-        except (Overloaded, Refused, Unavailable) as error:
-            # The status has been sent long since.
-            yield event(error_body(str(error), "server_error"))
+        except Refusal as refusal:  # the status has been sent long since
+            yield event(refusal.openai)
         finally:
             self.close()
-
-    def _take_grown(self) -> list[tuple[int, Sequence[GenerationOutput]]]:
-        grown, self._grown = self._grown, {}
-        return [(number, samples) for number, samples in grown.items() if not self._tasks[number].done()]
-
-    def _ends(self, number: int, samples: Sequence[GrowingSample]) -> Iterator[Choice]:
-        group: FinishedGroup = self._tasks[number].result()
-        for choice, sample in zip(
-            ResponseBody(self._parsed, [self._prompts[number]], [group]).choices(), samples, strict=True
-        ):
-            yield sample.end(choice)
 
     def close(self) -> None:
         """Drop the prompts that are still in flight."""

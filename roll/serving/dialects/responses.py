@@ -1,47 +1,41 @@
-"""OpenAI's Responses API for agents' programs: requests to :class:`ChatRequest`, replies to bodies and events."""
+"""OpenAI's Responses API."""
 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from roll.agents.chat_ids import Message
-from roll.agents.wire_chat import (
-    HINTS,
+from roll.serving.dialects.chat import HINTS
+from roll.serving.dialects.fields import Fields
+from roll.serving.dialects.parts import (
     ChatRequest,
+    Message,
     Reply,
     arguments_text,
+    call_of,
+    head,
     identifier,
     joined_texts,
     named_tools,
     pieces,
+    read_role,
     read_tool_choice,
-    sampling_options,
     tool_schema,
 )
-from roll.serving.requests import BadRequest, Fields, read_arguments
-from roll.serving.responses import event
+from roll.serving.http import event
+from roll.serving.refusals import BadRequest
 
 _KNOWN = (
     *("input", "instructions", "max_output_tokens", "model", "previous_response_id", "stream", "stream_options"),
     *("temperature", "tool_choice", "tools", "top_p"),
 )
 _HINTS = frozenset({*HINTS, "context_management", "include", "reasoning", "text", "truncation"})
-"""Fields that agents send as a matter of course; ``text`` may only ask for plain text."""
-_UNAVAILABLE: dict[str, tuple[Any, ...]] = {
-    "background": (None, False),
-    "conversation": (None,),
-    "max_tool_calls": (None,),
-    "parallel_tool_calls": (None, True),
-    "prompt": (None,),
-    "top_logprobs": (None, 0),
-}
+"""Fields that agents always send; ``text`` may only request plain text."""
 _TEXTS = ("input_text", "output_text", "text")
 
 
-def read_responses_request(body: Any, earlier: Mapping[str, list[Message]]) -> ChatRequest:
+def read_responses(body: Any, earlier: Mapping[str, list[Message]]) -> ChatRequest:
     """The body of ``POST /v1/responses``.
 
     Args:
@@ -50,7 +44,7 @@ def read_responses_request(body: Any, earlier: Mapping[str, list[Message]]) -> C
     Raises:
         BadRequest: a field that is missing, unknown, not available, of a wrong type or out of range.
     """
-    fields = Fields(body, {*_KNOWN, *_HINTS}, None, _UNAVAILABLE)
+    fields = Fields(body, (*_KNOWN, *_HINTS))
     kind = (fields.get("text", dict, {}).get("format") or {"type": "text"}).get("type")
     if kind != "text":
         raise BadRequest(f"text.format: {kind!r} is not available in an episode", "text")
@@ -67,15 +61,13 @@ def read_responses_request(body: Any, earlier: Mapping[str, list[Message]]) -> C
     instructions = fields.get("instructions", str, "")
     if instructions:
         messages.insert(0, {"role": "system", "content": instructions})
-    tools = [tool_schema(tool, "function") for tool in fields.get("tools", list, [])]
+    tools = [tool_schema(tool) for tool in fields.get("tools", list, [])]
     return ChatRequest(
-        messages=named_tools(messages),
-        tools=tools,
-        **sampling_options(fields, fields.sampling(fields.get("max_output_tokens", int, 1))),
-        model=fields.model,
-        stream=fields.get("stream", bool, False),
-        own_messages=int(bool(instructions)),
+        named_tools(messages),
+        tools,
+        **fields.shared("max_output_tokens"),
         **read_tool_choice(fields.get("tool_choice", (str, dict), "auto"), tools),
+        own_messages=int(bool(instructions)),
     )
 
 
@@ -87,15 +79,14 @@ def _read_items(items: str | list[Any]) -> list[Message]:
     for item in items:
         kind = item.get("type", "message") if isinstance(item, Mapping) else None
         if kind == "message":
-            role = {"developer": "system"}.get(item.get("role"), item.get("role"))
+            role = read_role(item)
             if role not in ("user", "assistant", "system"):
                 raise BadRequest(f"input: a message of role {role!r} is not understood", "input")
             messages.append({"role": role, "content": joined_texts(item.get("content"), _TEXTS, "input")})
         elif kind == "function_call":
             if not isinstance(item.get("name"), str):
                 raise BadRequest("input: a function_call needs a name", "input")
-            function = {"name": item["name"], "arguments": read_arguments(item.get("arguments"))}
-            call = {"id": str(item.get("call_id")), "type": "function", "function": function}
+            call = call_of(item.get("call_id"), item["name"], item.get("arguments"))
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)
@@ -111,11 +102,15 @@ def responses_body(reply: Reply, request: ChatRequest) -> dict[str, Any]:
     """A response."""
     cut = reply.finish_reason == "length"
     status = "incomplete" if cut else "completed"
-    return {
-        "id": identifier("resp_"),
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": reply.model,
+    items: list[dict[str, Any]] = []
+    if reply.content or not reply.calls:
+        part = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
+        message = {"type": "message", "id": identifier("msg_"), "role": "assistant"}
+        items.append(message | {"status": status, "content": [part]})
+    for call in reply.calls:
+        begun = {"type": "function_call", "id": identifier("fc_"), "call_id": call["id"], "status": status}
+        items.append(begun | {"name": call["function"]["name"], "arguments": arguments_text(call)})
+    return head("resp_", "response", reply.model, created="created_at") | {
         "error": None,
         "parallel_tool_calls": True,
         "tool_choice": request.tool_choice,
@@ -123,7 +118,7 @@ def responses_body(reply: Reply, request: ChatRequest) -> dict[str, Any]:
         "metadata": {},
         "status": status,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": _output(reply, status),
+        "output": items,
         "usage": {
             "input_tokens": reply.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -167,17 +162,3 @@ def responses_events(body: Mapping[str, Any]) -> Iterator[bytes]:
             yield numbered("response.function_call_arguments.done", **place, **done)
         yield numbered("response.output_item.done", output_index=index, item=item)
     yield numbered(f"response.{body['status']}", response=dict(body))
-
-
-def _output(reply: Reply, status: str) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = []
-    if reply.content or not reply.calls:
-        part = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
-        message = {"type": "message", "id": identifier("msg_"), "role": "assistant"}
-        items.append(message | {"status": status, "content": [part]})
-    for call in reply.calls:
-        function = {"name": call["function"]["name"], "arguments": arguments_text(call)}
-        items.append(
-            {"type": "function_call", "id": identifier("fc_"), "call_id": call["id"], "status": status} | function
-        )
-    return items

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API for agents' programs: requests to :class:`ChatRequest`, replies to bodies and events."""
+"""Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -6,39 +6,35 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from roll.agents.chat_ids import Message
-from roll.agents.wire_chat import (
+from roll.serving.dialects.chat import MAX_MESSAGES
+from roll.serving.dialects.fields import Fields
+from roll.serving.dialects.parts import (
     ChatRequest,
+    Message,
     Reply,
-    demanded_tools,
+    call_of,
     identifier,
     joined_texts,
     named_tools,
     pieces,
-    sampling_options,
+    read_tool_choice,
     tool_schema,
 )
-from roll.serving.requests import BadRequest, Fields
-from roll.serving.responses import event
+from roll.serving.http import event
+from roll.serving.refusals import BadRequest
 
 _KNOWN = (
     *("max_tokens", "messages", "model", "stop_sequences", "stream", "system", "temperature", "tool_choice", "tools"),
     *("top_k", "top_p"),
 )
-_HINTS = frozenset({"cache_control", "context_management", "diagnostics", "inference_geo", "speed", "thinking"})
+_HINTS = ("cache_control", "context_management", "diagnostics", "inference_geo", "speed", "thinking")
 """Fields that request nothing that a response could lack; how much to think is up to the policy."""
-_UNAVAILABLE: dict[str, tuple[Any, ...]] = {
-    "container": (None,),
-    "mcp_servers": (None, []),
-    "output_config": (None, {}),
-    "output_format": (None,),
-}
 _CHOICES = ("auto", "any", "tool", "none")
 _UNREADABLE = "INVALID_JSON"
-"""Key under which Anthropic's documentation wraps arguments that are no object, as an input must be one."""
+"""Key under which Anthropic's documentation wraps arguments that are not an object, which inputs must be."""
 
 
-def read_messages_request(body: Any, counting: bool = False) -> ChatRequest:
+def read_messages(body: Any, counting: bool = False) -> ChatRequest:
     """The body of ``POST /v1/messages``.
 
     Args:
@@ -47,37 +43,29 @@ def read_messages_request(body: Any, counting: bool = False) -> ChatRequest:
     Raises:
         BadRequest: a field that is missing, unknown, not available, of a wrong type or out of range.
     """
-    fields = Fields(body, {*_KNOWN, *_HINTS}, None, _UNAVAILABLE)
-    listed = fields.get("messages", list, [])
-    if not listed:
-        raise BadRequest("messages: is needed, a list of messages", "messages")
+    fields = Fields(body, (*_KNOWN, *_HINTS))
+    listed = fields.listed("messages", "messages", MAX_MESSAGES)
     if not counting and not fields.given("max_tokens"):
         raise BadRequest("max_tokens: is needed, an integer", "max_tokens")
-    system = joined_texts(fields.get("system", (str, list), None), ("text",), "system")
+    system = joined_texts(fields.get("system", (str, list), None), field_name="system")
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for message in listed:
         messages += _read_message(message)
     tools = [tool_schema(tool, "custom", "input_schema") for tool in fields.get("tools", list, [])]
-    return ChatRequest(
-        messages=named_tools(messages),
-        tools=tools,
-        **sampling_options(fields, fields.sampling(fields.get("max_tokens", int, 1), "stop_sequences")),
-        model=fields.model,
-        stream=fields.get("stream", bool, False),
-        **_read_choice(fields.get("tool_choice", dict, {"type": "auto"}), tools),
-    )
-
-
-def _read_choice(choice: Mapping[str, Any], tools: list[Message]) -> dict[str, Any]:
+    choice: Mapping[str, Any] = fields.get("tool_choice", dict, {"type": "auto"})
     kind = choice.get("type")
     if kind not in _CHOICES:
         raise BadRequest(f"tool_choice: type must be one of {', '.join(_CHOICES)}", "tool_choice")
     if choice.get("disable_parallel_tool_use"):
         rule = "is not available in an episode: a response may have several calls"
         raise BadRequest(f"tool_choice.disable_parallel_tool_use: {rule}", "tool_choice")
-    offered = [tool["function"]["name"] for tool in tools]
-    names = offered if kind == "any" else [choice.get("name")] if kind == "tool" else []
-    return {"parse_calls": kind != "none", "must_call": demanded_tools(names, offered, kind == "any")}
+    as_openai = {"any": "required", "tool": {"type": "function", "name": choice.get("name")}}.get(kind, kind)
+    return ChatRequest(
+        named_tools(messages),
+        tools,
+        **fields.shared("max_tokens", stop="stop_sequences"),
+        **read_tool_choice(as_openai, tools),
+    )
 
 
 def _read_message(message: Any) -> list[Message]:
@@ -90,31 +78,28 @@ def _read_message(message: Any) -> list[Message]:
     if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
         raise BadRequest("messages: content must be a text or a list of blocks", "messages")
     texts: list[Any] = []
-    calls: list[dict[str, Any]] = []
+    calls: list[Message] = []
     results: list[Message] = []
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_use" and role == "assistant":
             value = block.get("input") or {}
             unreadable = value.get(_UNREADABLE) if isinstance(value, Mapping) and len(value) == 1 else None
-            function = {"name": str(block.get("name")), "arguments": unreadable or value}
-            calls.append({"id": str(block.get("id")), "type": "function", "function": function})
+            calls.append(call_of(block.get("id"), str(block.get("name")), unreadable or value))
         elif kind == "tool_result" and role == "user":
-            text = joined_texts(block.get("content"), ("text",), "messages")
+            text = joined_texts(block.get("content"))
             results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text})
         elif kind not in ("thinking", "redacted_thinking"):
             texts.append(block)
-    text = joined_texts(texts, ("text",), "messages")
+    said: Message = {"role": role, "content": joined_texts(texts)}
     if role == "assistant":
-        response: Message = {"role": role, "content": text}
-        return [response | {"tool_calls": calls} if calls else response]
-    return [*results, {"role": role, "content": text}] if texts or not results else results
+        return [said | {"tool_calls": calls} if calls else said]
+    return [*results, said] if texts or not results else results
 
 
-def messages_body(reply: Reply, stop_sequence: str | None = None) -> dict[str, Any]:
+def messages_body(reply: Reply, request: ChatRequest) -> dict[str, Any]:
     """A message."""
     reasons = {"tool_calls": "tool_use", "length": "max_tokens"}
-    reason = "stop_sequence" if reply.stop_string else reasons.get(reply.finish_reason, "end_turn")
     blocks: list[dict[str, Any]] = []
     if reply.content or not reply.calls:
         blocks.append({"type": "text", "text": reply.content})
@@ -123,19 +108,20 @@ def messages_body(reply: Reply, stop_sequence: str | None = None) -> dict[str, A
         if isinstance(arguments, str):
             arguments = {_UNREADABLE: arguments}
         blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
+    stops = request.params.stop_strings
     return {
         "id": identifier("msg_"),
         "type": "message",
         "role": "assistant",
         "model": reply.model,
         "content": blocks,
-        "stop_reason": reason,
-        "stop_sequence": stop_sequence if reason == "stop_sequence" else None,
+        "stop_reason": "stop_sequence" if reply.stop_string else reasons.get(reply.finish_reason, "end_turn"),
+        "stop_sequence": stops[0] if reply.stop_string and len(stops) == 1 else None,
         "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens},
     }
 
 
-def messages_events(reply: Reply, body: Mapping[str, Any]) -> Iterator[bytes]:
+def messages_events(body: Mapping[str, Any]) -> Iterator[bytes]:
     """A message as a stream of events."""
 
     def typed(kind: str, **fields: Any) -> bytes:

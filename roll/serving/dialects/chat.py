@@ -1,0 +1,158 @@
+"""OpenAI's chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from roll.serving.dialects.fields import BASIC, LIMITS, MAX_NUMBER, SERVED, Fields
+from roll.serving.dialects.parts import (
+    ChatRequest,
+    Message,
+    Reply,
+    arguments_text,
+    call_of,
+    head,
+    joined_texts,
+    named_tools,
+    pieces,
+    read_role,
+    read_tool_choice,
+    tool_schema,
+    usage_of,
+)
+from roll.serving.http import event
+from roll.serving.refusals import BadRequest
+
+MAX_MESSAGES = 4096
+MAX_TEMPLATE_KWARGS = 32
+MAX_TEMPLATE_TEXT = 1000
+HINTS = frozenset({"prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "verbosity"})
+"""Fields that closed agents send, which request nothing that a response could lack."""
+# Without parallel_tool_calls: a call that is left out would be missing in the conversation that is trained on.
+_IN_EPISODE = (*BASIC, *HINTS, "messages", "tool_choice", "tools")
+_SERVED = (
+    *(*SERVED, "add_generation_prompt", "chat_template_kwargs", "logprobs", "messages", "parallel_tool_calls"),
+    "top_logprobs",
+)
+
+
+def read_chat(body: Any, model: str | None = None) -> ChatRequest:
+    """The body of ``POST /v1/chat/completions``.
+
+    Args:
+        model: the model that is served; None: the policy of an episode, under any name, which knows tools and images.
+
+    Raises:
+        BadRequest: a field that is missing, unknown, not available, of a wrong type or out of range.
+    """
+    in_episode = model is None
+    fields = Fields(body, _IN_EPISODE if in_episode else _SERVED, model)
+    messages = [_read_message(message, in_episode) for message in fields.listed("messages", "messages", MAX_MESSAGES)]
+    log_probs, top = fields.get("logprobs", bool, False), fields.get("top_logprobs", int, 0)
+    if top and not log_probs:
+        raise BadRequest("top_logprobs: needs logprobs: true", "top_logprobs")
+    tools = [tool_schema(tool) for tool in fields.get("tools", list, [])]
+    return ChatRequest(
+        named_tools(messages),
+        tools,
+        **fields.shared(*LIMITS, top_log_probs=top),
+        **read_tool_choice(fields.get("tool_choice", (str, dict), "auto"), tools),
+        log_probs=log_probs,
+        template_kwargs=_template_kwargs(fields),
+        add_generation_prompt=fields.get("add_generation_prompt", bool, True),
+    )
+
+
+def _template_kwargs(fields: Fields) -> dict[str, Any]:
+    """Variables for the chat template: switches, numbers and short texts."""
+    name = "chat_template_kwargs"
+    kwargs: dict[str, Any] = fields.get(name, dict, {})
+    plain = all(
+        value is None
+        or (isinstance(value, int | float) and abs(value) <= MAX_NUMBER)
+        or (isinstance(value, str) and len(value) <= MAX_TEMPLATE_TEXT)
+        for value in kwargs.values()
+    )
+    if len(kwargs) > MAX_TEMPLATE_KWARGS or not plain:
+        rule = f"at most {MAX_TEMPLATE_KWARGS} switches, numbers or texts of up to {MAX_TEMPLATE_TEXT} characters"
+        raise BadRequest(f"{name}: must be {rule}", name)
+    return kwargs
+
+
+def _read_message(message: Any, in_episode: bool) -> Message:
+    """A message with its content as one text. In an episode it may have images, as ``data:`` URIs, and keeps only the
+    fields that templates use: client libraries add others."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise BadRequest("messages: each must be an object with role and content", "messages")
+    content, calls = message.get("content"), message.get("tool_calls") or []
+    if content is None and not calls:
+        raise BadRequest("messages: content must be a text", "messages")
+    if in_episode and isinstance(content, list) and any(map(_is_image, content)):
+        joined_texts([part for part in content if not _is_image(part)])
+    else:
+        content = joined_texts(content)
+    kept = {name: message[name] for name in ("tool_call_id", "name") if message.get(name)} if in_episode else message
+    if not isinstance(calls, list):
+        raise BadRequest("messages: tool_calls must be a list of calls", "messages")
+    read = {**kept, "role": read_role(message), "content": content}
+    return read | {"tool_calls": list(map(_read_call, calls))} if calls else read
+
+
+def _read_call(call: Any) -> Message:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadRequest("messages: each of tool_calls must have a function with a name", "messages")
+    return call_of(call.get("id", ""), function["name"], function.get("arguments"))
+
+
+def _is_image(part: Any) -> bool:
+    value = part.get("image_url") if isinstance(part, Mapping) and part.get("type") == "image_url" else None
+    url = value.get("url") if isinstance(value, Mapping) else value
+    return isinstance(url, str) and url.startswith("data:")
+
+
+def chat_body(reply: Reply) -> dict[str, Any]:
+    """A chat completion."""
+    message: Message = {"role": "assistant", "content": reply.content or (None if reply.calls else "")}
+    if reply.calls:
+        message["tool_calls"] = [
+            call | {"function": {"name": call["function"]["name"], "arguments": arguments_text(call)}}
+            for call in reply.calls
+        ]
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}
+    usage = usage_of(reply.prompt_tokens, reply.completion_tokens)
+    return head("chatcmpl-", "chat.completion", reply.model) | {"choices": [choice], "usage": usage}
+
+
+def chat_events(body: Mapping[str, Any], include_usage: bool) -> Iterator[bytes]:
+    """A chat completion as a stream."""
+    (choice,) = body["choices"]
+    message = choice["message"]
+    deltas: list[Message] = [{"role": "assistant", "content": ""}]
+    if "reasoning_content" in message:
+        deltas.append({"reasoning_content": message["reasoning_content"]})
+    deltas += [{"content": piece} for piece in pieces(message["content"] or "")]
+    deltas += [{"tool_calls": [{"index": index} | call]} for index, call in enumerate(message.get("tool_calls", ()))]
+    begun = head("chatcmpl-", "chat.completion.chunk", body["model"])
+    yield from (chunk(begun, {"delta": delta}) for delta in deltas)
+    yield chunk(begun, {"delta": {}}, choice["finish_reason"])
+    yield from closing(begun, body["usage"] if include_usage else None)
+
+
+def chunk(begun: Mapping[str, Any], choice: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
+    """An event of a stream.
+
+    Args:
+        begun: the fields that all events of it share (:func:`~roll.serving.dialects.parts.head`).
+    """
+    return event({**begun, "choices": [{"index": 0, **choice, "finish_reason": finish_reason}]})
+
+
+def closing(begun: Mapping[str, Any], usage: Mapping[str, int] | None) -> Iterator[bytes]:
+    """The last events of a stream; ``usage``: None where the request does not include it."""
+    if usage is not None:
+        yield event({**begun, "choices": [], "usage": usage})
+    yield b"data: [DONE]\n\n"

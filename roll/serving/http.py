@@ -1,0 +1,234 @@
+"""An HTTP server in a thread of its own, and what its handlers have in common: bodies, keys, errors, and clients that
+leave."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import socket
+import threading
+from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from roll.serving.refusals import BadRequest, Refusal
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+START_SECONDS = 30.0
+SHUTDOWN_SECONDS = 3
+DISCONNECT_POLL_SECONDS = 0.2
+CLIENT_HAS_GONE = 499
+"""Status for a client that has disconnected; it is not read."""
+MAX_BODY = 32 * 2**20
+"""Bytes; a million token ids take about seven."""
+MAX_DEPTH = 32
+"""Lists and objects inside each other."""
+MAX_CONTAINERS, MAX_VALUES = 1 << 18, 1 << 22
+"""Lists and objects of a body, and values: by the characters that begin and separate them, so texts count too. The
+parser of Python keeps the interpreter to itself, for seconds where there are millions."""
+
+
+class HttpServer:
+    """An HTTP server that binds its port when it is made, so that the address is known before there is an app.
+
+    Args:
+        port: 0: a free one.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=2048)
+        # Accepted connections inherit it. asyncio sets it only where a socket names its protocol, which these do not:
+        # every response to a kept connection would wait some 40 ms for the client's acknowledgement of its head.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
+        self._server: uvicorn.Server | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, make_app: Callable[[], Starlette]) -> None:
+        """Serve requests from now on.
+
+        Args:
+            make_app: called on the server's event loop.
+
+        Raises:
+            RuntimeError: the server does not start.
+        """
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(make_app, ready), name="http-server", daemon=True)
+        self._thread.start()
+        if not ready.wait(START_SECONDS) or self._server is None:
+            raise RuntimeError(f"the HTTP server at {self.url} does not start; see the log")
+
+    def _run(self, make_app: Callable[[], Starlette], ready: threading.Event) -> None:
+        async def serve() -> None:
+            try:
+                config = uvicorn.Config(
+                    make_app(),
+                    log_config=None,
+                    access_log=False,
+                    lifespan="off",
+                    timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+                )
+                self._loop = asyncio.get_running_loop()
+                self._server = uvicorn.Server(config)
+            finally:
+                ready.set()
+            await self._server.serve(sockets=[self._socket])
+
+        try:
+            asyncio.run(serve())
+        except Exception:
+            logger.exception("the HTTP server at %s has failed", self.url)
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the server's event loop, from another thread, and wait for it."""
+        assert self._loop is not None, "start() comes first"
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def close(self) -> None:
+        """Stop serving; a second call does nothing."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join(2 * SHUTDOWN_SECONDS)
+            self._thread = self._server = None
+        self._socket.close()
+
+
+def answered(
+    handler: Callable[[Request, T], Awaitable[Response]], admit: Callable[[Request], T]
+) -> Callable[[Request], Awaitable[Response]]:
+    """A handler whose errors become responses that clients of the interface understand.
+
+    Args:
+        admit: checks a request's key, and returns what it opens, the second argument of ``handler``.
+    """
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request, admit(request))
+        except Refusal as error:
+            refusal = error
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_HAS_GONE)
+        except Exception:  # fails this request only; details go to the log, not to the client
+            logger.exception("a request to %s has failed", request.url.path)
+            refusal = Refusal(500, "the request has failed; see the server's log", "server_error")
+        is_anthropic = request.url.path.startswith("/v1/messages")
+        return JSONResponse(refusal.anthropic if is_anthropic else refusal.openai, refusal.status, refusal.headers)
+
+    return answer
+
+
+def key_of(request: Request) -> str:
+    """The key of a request: OpenAI's clients send a bearer token, Anthropic's ``x-api-key`` or the same."""
+    return request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+
+
+def is_same(key: str, other: str) -> bool:
+    """Compare keys in a time that does not depend on where they differ."""
+    return hmac.compare_digest(key.encode(), other.encode())
+
+
+def models_response(names: Sequence[str], created: int) -> Response:
+    """The body of ``GET /v1/models``."""
+    models = [{"id": name, "object": "model", "created": created, "owned_by": "roll"} for name in names]
+    return JSONResponse({"object": "list", "data": models})
+
+
+async def while_connected(request: Request, *work: Coroutine[Any, Any, T]) -> list[T]:
+    """Results of concurrent work, all of which is dropped when one fails.
+
+    Raises:
+        ClientDisconnect: the client has gone; the work is dropped.
+    """
+    tasks = [asyncio.ensure_future(one) for one in work]
+    done = asyncio.gather(*tasks)
+    try:
+        while not done.done():
+            await asyncio.wait([done], timeout=DISCONNECT_POLL_SECONDS)
+            if not done.done() and await request.is_disconnected():
+                raise ClientDisconnect
+        return done.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def read_json(request: Request, in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread) -> Any:
+    """The body of a request, read no further than it may be long, and parsed in another thread.
+
+    Raises:
+        BadRequest: it is too long (status 413), or has more parts than can be parsed in a moment; it is no JSON, nested
+            too deep, or has text that is no Unicode.
+    """
+    content = bytearray()
+    async for piece in request.stream():
+        content += piece
+        if len(content) > MAX_BODY:
+            raise BadRequest(f"the body is longer than {MAX_BODY} bytes", status=413)
+    if content.count(b"[") + content.count(b"{") > MAX_CONTAINERS or content.count(b",") > MAX_VALUES:
+        rule = f"the body has more than {MAX_CONTAINERS} lists and objects, or {MAX_VALUES} values"
+        raise BadRequest(rule, status=413)
+    return await in_thread(_parse_json, bytes(content))
+
+
+def _parse_json(content: bytes) -> Any:
+    try:
+        body = json.loads(content, parse_constant=_no_number)
+    except RecursionError as error:
+        raise BadRequest(f"the body is nested more than {MAX_DEPTH} deep") from error
+    except ValueError as error:  # also what is no UTF-8, and integers of thousands of digits
+        raise BadRequest(f"the body is not JSON: {error}") from error
+    _check_tree(body)
+    return body
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _check_tree(body: Any) -> None:
+    """
+    Raises:
+        BadRequest: nested too deep, or a text with half a surrogate pair, which no tokenizer takes.
+    """
+    level, depth = [body], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise BadRequest(f"the body is nested more than {MAX_DEPTH} deep")
+        below: list[Any] = []
+        for node in level:
+            if isinstance(node, dict):
+                below += node.keys()
+                below += node.values()
+            elif isinstance(node, list):
+                below += [item for item in node if not isinstance(item, int)]
+            elif isinstance(node, str) and not node.isascii():
+                try:
+                    node.encode()
+                except UnicodeEncodeError as error:
+                    raise BadRequest("the body has a text with half a surrogate pair, which is no Unicode") from error
+        level = below
+
+
+def event(body: Mapping[str, Any], name: str = "") -> bytes:
+    """A server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
+
+
+def event_stream(events: AsyncIterable[bytes] | Iterable[bytes]) -> Response:
+    """A response of :func:`event` after :func:`event`."""
+    return StreamingResponse(events, media_type="text/event-stream")
