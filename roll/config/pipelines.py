@@ -226,11 +226,19 @@ class PipelineDefinition(ABC):
         return "pretrain", getattr(config, "pretrain", "") or None
 
     def model(self, config: Any, role: str, section: WorkerConfig) -> tuple[str, str | None]:
-        """Folder or hub name of the model that a role loads, after the key that names it; None: no key does."""
+        """Folder, GGUF file or hub name of the model that a role loads, after the key that names it; None: no key
+        does."""
         own = section.model_args.model_name_or_path
         if own is not None:
             return f"{self.section_key(role)}.model_args.model_name_or_path", own
         return self.default_model(config, role)
+
+    def named_models(self, loaded: Any) -> Iterator[tuple[str, str]]:
+        """Key and folder, file or hub name of every model that a run loads."""
+        for name, section in self.models(loaded.config).items():
+            key, path = self.model(loaded.config, name, section)
+            if path is not None:
+                yield key, path
 
     def longest_row(self, config: Any) -> int:
         """Tokens of the longest row that a model computes."""

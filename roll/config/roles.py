@@ -25,7 +25,8 @@ class ModelArguments:
     """``<role>.model_args``: which model, and how it is built."""
 
     model_name_or_path: str | None = None
-    """Folder or hub name; null: the pipeline's ``pretrain`` (``reward_pretrain`` for the critic, if that is set)."""
+    """Folder, GGUF file or hub name; null: the pipeline's ``pretrain`` (``reward_pretrain`` for the critic, if that is
+    set)."""
     adapter_name_or_path: str | None = None
     """Folder or hub name of a LoRA adapter in peft's format to start from; it decides target, rank and scale."""
     attn_implementation: str | None = setting(None, choices=ATTENTION, aliases=("flash_attn",))

@@ -141,7 +141,7 @@ def compare_with_headers(
         return None
     cls = family[type(config)]
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    with _quiet():
+    with quiet_transformers():
         model, info = cls.from_pretrained(
             None,
             config=config,
@@ -155,8 +155,8 @@ def compare_with_headers(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' report and its progress bar from the terminal: they say the same, over twenty lines."""
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' report and its progress bar from the terminal: its loader's report is in the error."""
     from transformers.utils import logging
 
     level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()

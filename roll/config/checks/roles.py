@@ -14,8 +14,11 @@ from roll.config.checks.base import Checks
 from roll.config.lora import check_lora, uses_lora
 from roll.config.model_files import (
     CONFIG,
+    GGUF,
     HUB_NAME,
     OFFLINE,
+    gguf_file,
+    gguf_files,
     is_installed,
     is_offline,
     lacks_flash_attention,
@@ -40,7 +43,7 @@ from roll.config.strategies.registry import (
     is_sized_engine,
     read_strategy_config,
 )
-from roll.config.weight_files import weights_problem
+from roll.config.weight_files import SINGLE, weights_problem
 
 MOST_DEVICES_OF_A_HOST = 8
 """With more device ids several nodes are meant."""
@@ -66,7 +69,7 @@ def check_model(
     try:
         found = read_model_config(path)
     except ValueError as error:
-        checks.add(key, path, f"is not a model folder: {error}")
+        checks.add(key, path, str(error) if gguf_file(path) else f"is not a model folder: {error}")
         return
     if checks.broken(key):
         return
@@ -83,6 +86,8 @@ def check_model(
         checks.add(key, path, lacking)
     if lacking is not None or found is None:
         return
+    if local is not None and gguf_file(path) and not os.path.isfile(local / SINGLE):
+        checks.note(key, f"{path} will be dequantised to float32 in {local}, once")
     section = checks.pipeline.section_key(name)
     for wrong, value, rule, example in options.shape_problems(section, role, found) if options is not None else ():
         checks.add(wrong, value, f"{rule} ({path})", example)
@@ -91,9 +96,16 @@ def check_model(
 def _check_place(key: str, path: str, checks: Checks) -> None:
     """The folder or hub name leads to a model."""
     if looks_like_folder(path):
-        folder = Path(path).expanduser()
-        if not os.path.isdir(folder):
-            checks.add(key, path, "no such folder")
+        folder, files = Path(path).expanduser(), gguf_files(path)
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            checks.add(key, path, f"holds {len(files)} GGUF files, of which one must be named: {names}", str(files[0]))
+        elif files:
+            return
+        elif os.path.isfile(folder):
+            checks.add(key, path, f"is neither a model folder nor a {GGUF} file")
+        elif not os.path.isdir(folder):
+            checks.add(key, path, "no such file" if folder.suffix == GGUF else "no such folder")
         elif not os.path.isfile(folder / CONFIG):
             checks.add(key, path, f"is not a model folder: it has no {CONFIG}")
     elif HUB_NAME.fullmatch(path) is None:

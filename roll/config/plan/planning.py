@@ -10,6 +10,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from roll.config.model_files import loadable
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.plan import Folders, RolePlan, TrainingPlan, micro_batching, with_packed_lengths
 from roll.config.reading.errors import Problems
@@ -83,7 +84,7 @@ def role_plans(definition: PipelineDefinition, config: Any, finish: Finish) -> d
             world_size=world_size(role),
             dp_size=data_parallel_size(role),
             colocated_with=tuple(n for n, other in sections.items() if n != name and shares_devices(role, other)),
-            model_path=definition.model(config, name, role)[1] if is_model else None,
+            model_path=loadable(definition.model(config, name, role)[1]) if is_model else None,
             sequence_length=sequence,
             forward_rule=micro_batching(with_packed_lengths(role, sequence), trains=False),
             worker_cls=definition.worker_name(name, role),

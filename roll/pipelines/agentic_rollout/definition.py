@@ -60,6 +60,10 @@ class AgenticRollout(Agentic):
         first = first_model(config) if role == "actor_infer" else None
         return first or super().default_model(config, role)
 
+    def named_models(self, loaded: Any) -> Iterator[tuple[str, str]]:
+        yield from super().named_models(loaded)
+        yield from ((f"evaluate.models.{one.name}", one.base) for one in loaded.plan.models)
+
     def effective(self, config: AgenticConfig) -> dict[str, Any]:
         return {}
 

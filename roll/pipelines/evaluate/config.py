@@ -15,7 +15,7 @@ from typing import Any, Literal
 from roll.checkpoint.contents import STATE_NAME
 from roll.config.checks.base import Checks
 from roll.config.checks.roles import check_engine_length, check_roles, note_positions
-from roll.config.model_files import CONFIG, looks_like_folder, model_folder, read_model_config
+from roll.config.model_files import CONFIG, gguf_files, looks_like_folder, model_folder, read_model_config
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.plan import Folders, Plan
 from roll.config.plan.planning import shared_plan, with_cache_length
@@ -233,7 +233,8 @@ def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
     """
     folder = Path(path).expanduser()
     # A folder that is not there, as before an example makes it, is for the check of files to name.
-    if not looks_like_folder(path) or not os.path.exists(folder) or os.path.isfile(folder / CONFIG):
+    is_model = os.path.isfile(folder / CONFIG) or gguf_files(path)
+    if not looks_like_folder(path) or not os.path.exists(folder) or is_model:
         yield EvaluatedModel(name, path, path)
         return
     several = checkpoints_in(folder)
@@ -348,11 +349,17 @@ def check_models(config: Any, checks: Checks) -> None:
             checks.add(key, path, str(error))
             continue
         for model in found:
+            place = key if model.checkpoint is None else "pretrain"
+            try:
+                read_model_config(model.base)
+            except ValueError as error:
+                checks.add(place, model.base, str(error))
+                continue
             folder = model_folder(model.base)
             if looks_like_folder(model.base) and (folder is None or not os.path.isfile(folder / CONFIG)):
                 there = folder is not None and os.path.exists(folder)
                 rule = f"has no {CONFIG}" if there else "does not exist"
-                checks.add(key if model.checkpoint is None else "pretrain", model.base, rule)
+                checks.add(place, model.base, rule)
         names += [model.name for model in found]
     if keys.against is not None:
         check_against(config, own, checks)

@@ -65,6 +65,10 @@ class Evaluate(RLVR):
         first = first_model(config) if role == "actor_infer" else None
         return first or super().default_model(config, role)
 
+    def named_models(self, loaded: Any) -> Iterator[tuple[str, str]]:
+        yield from super().named_models(loaded)
+        yield from ((f"evaluate.models.{one.name}", one.base) for one in loaded.plan.models)
+
     def effective(self, config: RLVRConfig) -> dict[str, Any]:
         return {}
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.config.loader import LoadedConfig
+from roll.config.model_files import loadable
 from roll.config.plan.plan import RolePlan
 from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, DriverLoop
@@ -181,8 +182,9 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
     def role_of(self, model: EvaluatedModel) -> RolePlan:
         """``actor_infer`` with the folder of a model."""
         role = self.plan.roles["actor_infer"]
-        model_args = replace(role.section.model_args, model_name_or_path=model.base)
-        return replace(role, model_path=model.base, section=replace(role.section, model_args=model_args))
+        path = loadable(model.base)
+        model_args = replace(role.section.model_args, model_name_or_path=path)
+        return replace(role, model_path=path, section=replace(role.section, model_args=model_args))
 
     def load(self, model: EvaluatedModel, base: RolePlan, engines: Engines | None, is_last: bool) -> Engines:
         """Engines that hold the weights of ``model``: started with them, or updated.
@@ -240,7 +242,7 @@ class Engines:
             self._run.context.watch([self._source])
             self._sync = WeightSync(self._source, self.cluster, self._options())
         checkpoint = None if model.checkpoint is None else str(model.checkpoint)
-        self._source.call_all(StoredWeightsWorker.open, model.base, checkpoint).result()
+        self._source.call_all(StoredWeightsWorker.open, str(loadable(model.base)), checkpoint).result()
         assert self._sync is not None
         between_turns(self._run.driver, self.client, partial(self._sync.sync, version))
 

@@ -1,0 +1,120 @@
+"""``roll chat MODEL``: a conversation in the terminal with a model folder, GGUF file or hub name, on ``hf_infer``.
+
+One engine in this process, without Ray. Ctrl-C ends an answer, Ctrl-D the program. With a pipe on stdin every line is
+a separate question, and stdout has the answers alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from roll.config.model_files import gguf_file, loadable, looks_like_folder, model_number, read_model_config
+from roll.config.reading.errors import ConfigError, Problem
+from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
+from roll.datasets.templates import render_native
+from roll.datasets.types import DataError
+from roll.models.gguf_reading import dequantise
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams, check_sampling_params
+from roll.strategies.hf_infer import HfInferStrategy
+
+LONGEST = 8192
+"""Most tokens of a conversation, for which the KV cache is made."""
+
+
+class Chat:
+    """A model and the conversation with it; ``system`` None: the chat template's own message, if it has one.
+
+    Raises:
+        ValueError: a model that cannot be read or computed. OSError: no such model.
+    """
+
+    def __init__(self, path: str, system: str | None, params: SamplingParams, dtype: Any = "bf16") -> None:
+        from transformers import AutoTokenizer
+
+        if (file := gguf_file(path)) is not None:
+            dequantise(file)
+        folder = str(loadable(path))
+        longest = min(LONGEST, model_number(folder, "max_position_embeddings") or LONGEST)
+        options = {"max_num_seqs": 1, "max_model_len": longest, "prefix_cache_tokens": longest}
+        model, strategy = ModelArguments(folder, dtype=dtype), StrategyArguments("hf_infer", options)
+        self._engine = HfInferStrategy(WorkerConfig(name="chat", model_args=model, strategy_args=strategy))
+        self._engine.initialize()
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._params = params
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def ask(self, question: str) -> Iterator[str]:
+        """Pieces of the answer. Question and answer, as far as it got, become part of the conversation.
+
+        Raises:
+            ValueError: no room is left for an answer. DataError: the model has no chat template.
+        """
+        asked = [*self.messages, {"role": "user", "content": question}]
+        prompt = self._tokenizer(render_native(self._tokenizer, asked), add_special_tokens=False)["input_ids"]
+        self._engine.add_requests([GenerationRequest("answer", prompt, self._params)])
+        shown, is_over = "", False
+        try:
+            while not is_over:
+                finished = self._engine.step()
+                if failed := self._engine.take_failures():
+                    raise ValueError(failed["answer"])
+                is_over = bool(finished)
+                (output,) = finished or self._engine.running(["answer"])
+                text = self._tokenizer.decode(output.token_ids, skip_special_tokens=True)
+                # The last character may lack bytes, which are shown as U+FFFD until they are sampled.
+                text = text if is_over else text.rstrip("\ufffd")
+                yield text[len(shown) :]
+                shown = text
+        finally:
+            self._engine.abort()
+            self.messages = [*asked, {"role": "assistant", "content": shown}] if shown else self.messages
+
+
+def main(words: Sequence[str]) -> int:
+    """Exit status 0, or 1 where a question could not be answered."""
+    options, status = build_parser().parse_args(words), 0
+    params = SamplingParams(options.max_new_tokens, temperature=options.temperature)
+    try:
+        check_sampling_params(params, "roll chat")
+        if looks_like_folder(options.model) and read_model_config(options.model) is None:
+            raise ValueError("must be a model folder (with a config.json), a .gguf file or a hub name")
+        chat = Chat(options.model, options.system, params, options.dtype)
+    except (OSError, ValueError) as error:
+        raise ConfigError([Problem("MODEL", options.model, str(error))]) from error
+    is_dialogue, start = sys.stdin.isatty(), chat.messages
+    while (question := next_question("> " if is_dialogue else "")) is not None:
+        chat.messages = chat.messages if is_dialogue else start
+        try:
+            for piece in chat.ask(question):
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            status = status if is_dialogue else 1
+        except (DataError, ValueError) as error:
+            Console(stderr=True, emoji=False).print(str(error), style="red", markup=False, soft_wrap=True)
+            status = 1
+        sys.stdout.write("\n")
+    return status
+
+
+def next_question(prompt: str) -> str | None:
+    """The next line that is not empty; None at the end."""
+    try:
+        return input(prompt).strip() or next_question(prompt)
+    except (EOFError, KeyboardInterrupt):
+        return None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="roll chat", description=" ".join(__doc__.split("\n\n")[1].split()))
+    parser.add_argument("model", metavar="MODEL", help="model folder, GGUF file or hub name")
+    parser.add_argument("--system", help="system message (default: the chat template's)")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0: greedy (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="(default: %(default)s)")
+    return parser

