@@ -1,6 +1,6 @@
 """Reinforcement-learning post-training of language models, driven by YAML.
 
-The Python interface (:mod:`roll.api`) is imported when one of its names is used.
+The Python interface (:mod:`roll.api`, :mod:`roll.clients`) is imported when one of its names is used.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _API = dict.fromkeys(("Check", "Run", "check", "load_config", "run"), "roll.api")
+_API |= dict.fromkeys(("EngineClient", "TrainClient"), "roll.clients.models") | {"Workers": "roll.clients.workers"}
 _API |= {"ConfigError": "roll.config.reading.errors"}
 _API |= dict.fromkeys(("STOP", "Callback"), "roll.tracking.callbacks")
 """Module of each name of the Python interface; ``__init__.pyi`` has their types."""

@@ -3,6 +3,9 @@ from roll.api import Run as Run
 from roll.api import check as check
 from roll.api import load_config as load_config
 from roll.api import run as run
+from roll.clients.models import EngineClient as EngineClient
+from roll.clients.models import TrainClient as TrainClient
+from roll.clients.workers import Workers as Workers
 from roll.config.reading.errors import ConfigError as ConfigError
 from roll.tracking.callbacks import STOP as STOP
 from roll.tracking.callbacks import Callback as Callback

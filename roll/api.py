@@ -20,6 +20,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -272,10 +273,7 @@ def run(config: Config, overrides: Overrides = (), callbacks: Sequence[Any] = ()
     interrupt = _OnInterrupt()
     own = Callbacks((*callbacks, interrupt))
     loaded = ready(partial(load_config, config, overrides), logger.warning)
-    if loaded.config.max_restarts or loaded.config.on_nonfinite == "rewind":
-        rule = "a run is started again in a process of its own, which `roll run` does: from Python it is not"
-        key, example = ("max_restarts", 0) if loaded.config.max_restarts else ("on_nonfinite", "stop")
-        raise ConfigError([Problem(key, getattr(loaded.config, key), rule, example)])
+    refuse_restarts(loaded)
     loaded = replace(loaded, callbacks=(*callbacks, interrupt))
     finished, work = Run(loaded), partial(_perform, loaded)
     try:
@@ -288,13 +286,31 @@ def run(config: Config, overrides: Overrides = (), callbacks: Sequence[Any] = ()
     return finished
 
 
+def refuse_restarts(loaded: LoadedConfig[Any]) -> None:
+    """
+    Raises:
+        ConfigError: a run that is to be started again where it fails.
+    """
+    if loaded.config.max_restarts or loaded.config.on_nonfinite == "rewind":
+        rule = "a run is started again in a process of its own, which `roll run` does: from Python it is not"
+        key, example = ("max_restarts", 0) if loaded.config.max_restarts else ("on_nonfinite", "stop")
+        raise ConfigError([Problem(key, getattr(loaded.config, key), rule, example)])
+
+
 def _perform(loaded: LoadedConfig[Any]) -> None:
+    with obeying_signals(loaded):
+        loaded.pipeline.run(loaded)
+
+
+@contextmanager
+def obeying_signals(loaded: LoadedConfig[Any]) -> Iterator[None]:
+    """Obey the signals that ask a run to end; Ctrl-C is a ``KeyboardInterrupt`` when the block has ended."""
     from roll.distributed.failures import needing_room
     from roll.distributed.signals import Interrupted, ending
 
     try:
         with ending.handled(), needing_room(loaded.plan.output_dir):
-            loaded.pipeline.run(loaded)
+            yield
     except Interrupted as interruption:
         if interruption.signal is not signal.SIGINT:
             raise

@@ -328,12 +328,22 @@ def test_an_interrupted_run_under_a_loop_leaves_somebody_elses_ray(world: TinyWo
 @pytest.mark.e2e
 def test_the_listing_of_the_page(recipes: Path) -> None:
     text = (ROOT / "docs/python.md").read_text(encoding="utf-8")
-    assert len(text.split()) <= 500
+    assert len(text.split()) <= 750
     *_, last = output_of(named_files(ROOT / "docs/python.md")["train.py"], recipes)
     reward, model, report = last.split()
     assert 0 < float(reward) < 1
     assert (recipes / model / "config.json").is_file()
     assert (recipes / report).is_file()
+
+
+@pytest.mark.e2e
+def test_the_loop_of_the_page(recipes: Path) -> None:
+    """Four samples, each with as many log-probs as tokens; and a checkpoint."""
+    loop = named_files(ROOT / "docs/python.md")["loop.py"]
+    assert len(loop.splitlines()) <= 20
+    lines = output_of(loop, recipes)
+    assert "".join(lines).count("dtype=int32") == "".join(lines).count("dtype=float32") == 4
+    assert (recipes / "output/loop/policy/trainer_state.json").is_file()
 
 
 @pytest.mark.long

@@ -255,7 +255,21 @@ def update_model(
     training: TrainingPlan,
     shuffle_seed: tuple[int, ...] | None = None,
 ) -> Metrics:
-    """All optimizer steps of one model on one batch: ``epochs`` passes over its mini-batches.
+    """All optimizer steps of one model on one batch that its plan says: ``epochs`` passes over its mini-batches; see
+    :func:`update_in_mini_batches`."""
+    num_mini_batches = -(-num_samples(batch) // training.mini_batch_size)
+    return update_in_mini_batches(batch, cluster, loss, num_mini_batches, training.epochs, shuffle_seed)
+
+
+def update_in_mini_batches(
+    batch: DataProto,
+    cluster: Cluster,
+    loss: SampledLoss,
+    num_mini_batches: int,
+    epochs: int = 1,
+    shuffle_seed: tuple[int, ...] | None = None,
+) -> Metrics:
+    """``epochs`` passes over a batch, with an optimizer step on each of ``num_mini_batches`` parts.
 
     Mini-batches are of equally many samples, or episodes, whose rows stay in one; of episodes that do not divide, some
     have one fewer than others.
@@ -264,21 +278,39 @@ def update_model(
         shuffle_seed: seed of the mini-batches, which are drawn again for every pass; None: consecutive rows, each pass
             the same.
     """
-    loss = replace(loss, num_groups=int(batch.batch["group_ids"].max()) + 1)
-    num_mini_batches = -(-num_samples(batch) // training.mini_batch_size)
+    loss = of_groups(loss, batch)
     by_prompt = cluster.role.use_prefix_sharing
     passes = [batch]
     if shuffle_seed is not None:
-        seeds = [(*shuffle_seed, epoch) for epoch in range(training.epochs)]
+        seeds = [(*shuffle_seed, epoch) for epoch in range(epochs)]
         passes = [batch[shuffled_rows(batch, seed, by_prompt)] for seed in seeds]
     metrics: list[Metrics] = []
     for ordered in passes:
-        rows = even_mini_batches(ordered, num_mini_batches, training.dp_size)
-        order = order_for(rows, by_prompt, training.dp_size, num_mini_batches)
-        share, epochs = rows[order] if training.dp_size > 1 else rows, training.epochs // len(passes)
-        call = cluster.call(TrainWorker.step, share, loss, mini_batches=num_mini_batches, epochs=epochs)
+        shares, lengths = dealt_out(ordered, cluster, num_mini_batches)
+        call = cluster.call(TrainWorker.step, shares, loss, mini_batches=num_mini_batches, epochs=epochs // len(passes))
         metrics.append(call.result())
-    return merge_metrics(metrics) | length_metrics(rows, order, cluster.name, training.dp_size)
+    return merge_metrics(metrics) | lengths
+
+
+def add_gradient(batch: DataProto, cluster: Cluster, loss: SampledLoss) -> Metrics:
+    """Add the gradient of a loss on the whole batch to those since the model's last optimizer step."""
+    shares, lengths = dealt_out(batch, cluster, 1)
+    return cluster.call(TrainWorker.backward, shares, of_groups(loss, batch)).result() | lengths
+
+
+def of_groups(loss: SampledLoss, batch: DataProto) -> SampledLoss:
+    """The loss with the number of the batch's prompts."""
+    return replace(loss, num_groups=int(batch.batch["group_ids"].max()) + 1)
+
+
+def dealt_out(batch: DataProto, cluster: Cluster, num_mini_batches: int) -> tuple[DataProto, Metrics]:
+    """The rows in an order in which consecutive equal shares give every rank its part of every mini-batch, and the
+    tokens of the shares."""
+    dp_size = cluster.dp_size
+    rows = even_mini_batches(batch, num_mini_batches, dp_size)
+    order = order_for(rows, cluster.role.use_prefix_sharing, dp_size, num_mini_batches)
+    shares = rows[order] if dp_size > 1 else rows
+    return shares, length_metrics(rows, order, cluster.name, dp_size)
 
 
 def shuffled_rows(batch: DataProto, seed: tuple[int, ...], by_prompt: bool) -> np.ndarray:

@@ -158,22 +158,10 @@ class RowsPipeline:
         """Start the clusters, read the data, continue from a checkpoint if there is one; return the steps done."""
         self.method.open()
         self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
-        offloads = self.config.is_offload_optimizer_states_in_train_step
-        settings = ModelSettings(self.config.max_grad_norm, offload_optimizer_in_steps=offloads, head=self.method.head)
-        role = self.plan.roles[self.role].section
-        worker = role.worker_cls or TRAIN_WORKER
-        self.learner = start_cluster(self.config, self.role, worker, resources, role, settings)
-        frozen = self.method.frozen_role
-        if frozen is not None and frozen in self.plan.roles:
-            role = self.plan.roles[frozen].section
-            worker = role.worker_cls or teacher_worker(role)
-            self.frozen = start_cluster(self.config, frozen, worker, resources, role)
+        self.learner, self.frozen = start_models(self.loaded, self.method, resources)
         self.context.watch([cluster for cluster in (self.learner, self.frozen) if cluster is not None])
         self.load_data()
-        for cluster, steps, states in ((self.learner, self.num_steps, TRAINING), (self.frozen, 0, WEIGHTS)):
-            if cluster is not None:
-                cluster.call_all(ModelWorker.initialize, steps).result()
-                self.residency.admit(cluster, states)
+        build_models(self.learner, self.frozen, self.num_steps, self.residency)
         checkpoint = self.context.checkpoint_to_resume()
         if checkpoint is None:
             return 0
@@ -337,3 +325,30 @@ class RowsPipeline:
             self.residency.bring({self.role: WEIGHTS})
             facts = self.method.facts(self.training, self.held_out, self.models)
             export_model(self.learner, self.tokenizer, self.plan.output_dir / "model", facts)
+
+
+def start_models(
+    loaded: LoadedConfig[Any], method: RowMethod[Any, Any], resources: ResourceManager
+) -> tuple[Cluster, Cluster | None]:
+    """Start the processes of the learner and of the frozen model (None: the run does not start the role)."""
+    config, plan = loaded.config, loaded.plan
+    offloads = config.is_offload_optimizer_states_in_train_step
+    settings = ModelSettings(config.max_grad_norm, offload_optimizer_in_steps=offloads, head=method.head)
+    role = plan.roles[method.role].section
+    learner = start_cluster(config, method.role, role.worker_cls or TRAIN_WORKER, resources, role, settings)
+    if method.frozen_role is None or method.frozen_role not in plan.roles:
+        return learner, None
+    role = plan.roles[method.frozen_role].section
+    return learner, start_cluster(config, method.frozen_role, role.worker_cls or teacher_worker(role), resources, role)
+
+
+def build_models(learner: Cluster, frozen: Cluster | None, num_steps: int, residency: Residency) -> None:
+    """Load the models, one after the other where they share devices.
+
+    Args:
+        num_steps: optimizer steps, over which the learning rate's schedule extends.
+    """
+    for cluster, steps, states in ((learner, num_steps, TRAINING), (frozen, 0, WEIGHTS)):
+        if cluster is not None:
+            cluster.call_all(ModelWorker.initialize, steps).result()
+            residency.admit(cluster, states)

@@ -278,6 +278,22 @@ class ModelStrategy(ABC):
         """The backend's part of :meth:`train_step`."""
         raise self._takes_no_steps()
 
+    def backward(
+        self,
+        batch: TensorBatch,
+        loss_fn: LossFunction,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+        comparisons: Sequence[Comparison] = (),
+    ) -> Metrics:
+        """Collective. The part of :meth:`train_step` before the optimizer: add the gradient of a loss to those of
+        earlier calls since the last step, where the backend can (``accumulates``). Returns the loss's metrics."""
+        raise self._takes_no_steps()
+
+    def optimizer_step(self) -> Metrics:
+        """Collective. The rest of :meth:`train_step`, on the sum of the gradients; ``grad_norm`` and ``lr``."""
+        raise self._takes_no_steps()
+
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         """Collective. Sum over data-parallel ranks (used for loss denominators)."""
         raise self._takes_no_steps()

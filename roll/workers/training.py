@@ -47,8 +47,23 @@ class TrainWorker(ModelWorker):
             for share, total in zip(shares, totals, strict=True):
                 minimised = partial(watched_loss, loss=partial(loss, totals=total))
                 found = self.strategy.train_step(share, minimised, loss.outputs, loss.temperature, loss.comparisons)
-                metrics.append({loss.prefix + n if n.startswith(STEP_METRICS) else n: m for n, m in found.items()})
+                metrics.append(prefixed(found, loss.prefix))
         return merge_metrics(metrics)
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=loss_columns)
+    def backward(self, batch: DataProto, loss: Loss) -> Metrics:
+        """Collective. The first half of a :meth:`step`: add the gradient of the loss to those since the last optimizer
+        step."""
+        rows = columns_of(batch)
+        (total,) = self.totals(loss, [rows])
+        minimised = partial(watched_loss, loss=partial(loss, totals=total))
+        found = self.strategy.backward(rows, minimised, loss.outputs, loss.temperature, loss.comparisons)
+        return prefixed(found, loss.prefix)
+
+    @register(Dispatch.DP_MP_COMPUTE)
+    def optimizer_step(self, prefix: str) -> Metrics:
+        """Collective. The second half; ``prefix`` begins the names of the metrics."""
+        return prefixed(self.strategy.optimizer_step(), prefix)
 
     @register(Dispatch.DP_MP_COMPUTE, columns=loss_columns)
     def measure(self, batch: DataProto, loss: Loss) -> Metrics:
@@ -117,6 +132,11 @@ class TrainWorker(ModelWorker):
             transport = build_transport(options.transport, options.directory, backend, host)
             self._sender = WeightSender(transport, options.bucket_bytes, delta=options.mode == "delta")
         return self._sender
+
+
+def prefixed(metrics: Metrics, prefix: str) -> Metrics:
+    """Name what a strategy itself reports after the loss."""
+    return {prefix + name if name.startswith(STEP_METRICS) else name: metric for name, metric in metrics.items()}
 
 
 def watched_loss(outputs: TensorBatch, batch: TensorBatch, loss: LossFunction) -> tuple[torch.Tensor, Metrics]:

@@ -157,6 +157,8 @@ class Backend:
     trains: bool = False
     """The class that computes batches takes optimizer steps as well, under ``<name>_train``; ``<name>_infer`` builds it
     without an optimizer."""
+    accumulates: bool = False
+    """Gradients of several backward passes add up until an optimizer step is taken, by calls of their own."""
     checkpoints: str | None = None
     """Format of its training checkpoints; backends of one format read each other's."""
     package: Package | None = None

@@ -212,6 +212,7 @@ FSDP2 = Backend(
     Fsdp2StrategyConfig,
     computes="roll.strategies.fsdp.fsdp2.Fsdp2Strategy",
     trains=True,
+    accumulates=True,
     checkpoints="pieces",
     ulysses=True,
 )
@@ -220,6 +221,7 @@ FSDP1 = Backend(
     Fsdp1StrategyConfig,
     computes="roll.strategies.fsdp.fsdp1.FsdpStrategy",
     trains=True,
+    accumulates=True,
     checkpoints="pieces",
     ulysses=True,
 )

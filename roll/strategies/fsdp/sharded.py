@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +25,13 @@ from roll.config.strategies.registry import typed_strategy_config
 from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings
 from roll.models.experts import EXPERTS, SparseLayer, choose_kernel, run_every_expert
 from roll.models.log_probs import ResponseModel, output_matrices
-from roll.strategies.base import StateKind
+from roll.protocol.metrics import Metrics
+from roll.strategies.base import Comparison, Computation, LossFunction, Output, StateKind, TensorBatch
 from roll.strategies.training.checkpoint import Shard, pieces_of, restore_shards, resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.gather import Pieces, gather_to_rank0
+from roll.strategies.training.micro_batches import merged_floats
 from roll.strategies.training.optimizer import (
     TrainingProgress,
     adamw,
@@ -243,6 +245,17 @@ class ShardedStrategy(DataParallelStrategy):
     def _differentiate(self, loss: torch.Tensor) -> None:
         scale = self.progress.scale
         (loss if scale == 1.0 else loss * scale).backward()
+
+    def backward(
+        self,
+        batch: TensorBatch,
+        loss_fn: LossFunction,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+        comparisons: Sequence[Comparison] = (),
+    ) -> Metrics:
+        self._check_outputs(outputs)
+        return merged_floats(self._backward_passes(batch, loss_fn, Computation(outputs, temperature, comparisons)))
 
     def _clip_and_step(self, learning_rate: float) -> float:
         assert self.optimizer is not None

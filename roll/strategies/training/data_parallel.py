@@ -317,6 +317,14 @@ class DataParallelStrategy(GatheredWeights):
         return describe_model(self.role, self._shapes, self._trained_names, self.adapter_scalings())
 
     def _train_step(self, batch: TensorBatch, loss_fn: LossFunction, computation: Computation) -> Metrics:
+        return merged_floats([*self._backward_passes(batch, loss_fn, computation), self.optimizer_step()])
+
+    def optimizer_step(self) -> Metrics:
+        norm = self._clip_and_step(self.progress.learning_rate)
+        return self.progress.finish_step(norm, self.rank_info.dp_size)
+
+    def _backward_passes(self, batch: TensorBatch, loss_fn: LossFunction, computation: Computation) -> list[Metrics]:
+        """Collective. Forward and backward passes over all micro-batches."""
         batch, images = self._with_images(batch)
         rule = micro_batching(self.role, trains=True)
         plan = self._rows_of_passes(batch, rule)
@@ -329,9 +337,7 @@ class DataParallelStrategy(GatheredWeights):
                 metrics += self._backward(micro_batch(batch, rows), rule, images, loss_fn, computation)
         if self.balance is not None:
             metrics.append(self.balance.metrics())
-        norm = self._clip_and_step(self.progress.learning_rate)
-        metrics.append(self.progress.finish_step(norm, self.rank_info.dp_size))
-        return merged_floats(metrics)
+        return metrics
 
     def _begin_balance(
         self,

@@ -1,0 +1,87 @@
+"""PPO with a critic by hand: the run of examples/tiny/ppo_config.yaml as a loop on one page.
+
+    python examples/by_hand/ppo.py max_steps=50
+
+The configuration says which models there are, on which devices and under which strategies; words of the command line
+change it, as of `roll run`. What is learnt, and from what, is written out here, and the numbers are those of the
+pipeline to the last bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+import torch
+
+import roll
+from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
+from roll.algorithms.losses import actor_loss_options
+from roll.datasets.types import PromptRow
+from roll.methods.base import VALUES
+from roll.methods.losses import PolicyLoss, ValueLoss
+from roll.pipelines.rlvr.data import load_data
+from roll.rewards import build_section
+from roll.rollout.flow import GroupSettings, sampling_params
+from roll.rollout.groups import SampleGroup, build_batch
+
+logger = logging.getLogger("roll.by_hand")
+
+PROMPTS, SAMPLES = 256, 1  # prompts a step, samples of each
+
+
+def main(overrides: Sequence[str]) -> None:
+    with roll.Workers("tiny/ppo_config", overrides) as workers:
+        config, plan = workers.config, workers.plan
+        policy, critic = roll.TrainClient(workers, "actor_train"), roll.TrainClient(workers, "critic")
+        reference, engine = roll.TrainClient(workers, "reference"), roll.EngineClient(workers)
+
+        # Prompts, how they are answered, and how answers are scored.
+        data = load_data(config, plan)
+        settings = GroupSettings(SAMPLES, sampling_params(config.actor_infer.generating_args, 36), config.seed)
+        reward = build_section("word_problems", config.rewards["word_problems"])
+
+        # The algorithm: advantages by the critic's values, a clipped surrogate, a divergence from the reference.
+        estimator = AdvantageOptions(adv_estimator="gae", gamma=1.0, lambd=0.95, whiten_advantages=True)
+        options = {"pg_clip": 0.2, "use_kl_loss": True, "kl_loss_coef": 0.001, "loss_agg_mode": "seq-mean-token-mean"}
+        policy_loss, value_loss = PolicyLoss(options=actor_loss_options(options)), ValueLoss()
+
+        for step in range(plan.max_steps):
+            # The engines take over the policy's weights, and answer. Each prompt has random streams of its own.
+            policy.send_weights(engine).result()
+            prompts: list[PromptRow] = data.sampler.next_batch(PROMPTS)
+            numbers = range(step * PROMPTS, (step + 1) * PROMPTS)
+            params = [settings.params_of(number) for number in numbers]
+            answers = engine.sample([prompt.token_ids for prompt in prompts], params, SAMPLES).result()
+
+            # Scores.
+            groups = [SampleGroup(*drawn) for drawn in zip(numbers, prompts, answers, strict=True)]
+            for group in groups:
+                group.rewards = reward(group.reward_samples())
+
+            # One row a sample: input_ids, attention_mask, response_mask, scores, group_ids ...
+            batch = build_batch(groups, workers.pad_token_id)
+            columns = batch.batch
+            log_probs, values = reference.forward(batch), critic.forward(batch, VALUES)  # both at the same time
+            columns["ref_log_probs"], columns["values"] = log_probs.result()["log_probs"], values.result()["values"]
+
+            # Rewards become advantages, and what the critic should have said.
+            mask = columns["response_mask"]
+            inputs = AdvantageInputs(columns["scores"], mask, columns["group_ids"], values=columns["values"])
+            estimated = estimate_advantages(inputs, estimator)
+            columns["advantages"], columns["returns"] = estimated.advantages, estimated.returns
+            columns["loss_mask"] = mask  # tokens that the loss uses
+
+            # Critic and policy learn.
+            metrics = critic.step(batch, value_loss).result() | policy.step(batch, policy_loss).result()
+            metrics["critic/score/mean"] = float(columns["scores"].mean(dtype=torch.float64))
+            workers.log(metrics, step)
+            shown = metrics["critic/score/mean"], metrics["actor/total_loss"], metrics["critic/loss"]
+            logger.info("step %d: score %.3f, loss %.4f, loss of values %.4f", step, *shown)
+
+        policy.export(plan.output_dir / "model").result()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,175 @@
+"""The processes of a configuration for the length of a ``with`` block."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from functools import cached_property, partial
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from roll.api import Config, Overrides, load_config, obeying_signals, refuse_restarts
+from roll.clients.calls import CallLoop, Future, Needs, Turns
+from roll.config.loader import LoadedConfig
+from roll.config.reading.errors import ConfigError, Problem
+from roll.distributed import Cluster, ResourceManager
+from roll.methods.policy_plan import PolicyPlan
+from roll.methods.supervised import SupervisedDefinition, SupervisedPlan
+from roll.pipelines.clusters import start_policy_clusters
+from roll.pipelines.engine_rollout import engine_client
+from roll.pipelines.files import load_tokenizer, pad_token_id
+from roll.pipelines.rows import build_models, start_models
+from roll.pipelines.run_context import Residency, RunContext, moves_states
+from roll.preflight import ready
+from roll.protocol.metrics import Metrics
+from roll.rollout.engines import EngineClient as Engines
+from roll.weight_sync.sender import WeightSync, sync_options
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+POLICY, ENGINES = "actor_train", "actor_infer"
+SLICE_SECONDS = 0.05
+"""See :class:`roll.rollout.engines.EngineClient`."""
+
+
+class _Context(RunContext):
+    """The lifetime of a run whose steps are somebody else's."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._tracker.log(metrics, step)
+
+    def describe_end(self) -> None:
+        self._outputs.describe(outcome="finished")
+
+    def _account(self) -> str:
+        return f"the workers of {self.plan.exp_name} have ended"
+
+
+class Workers:
+    """The models of a configuration, each in its processes, for the length of a ``with`` block.
+
+    Of a pipeline that samples (RLVR, agents, on-policy distillation) these are policy, engines, and what the algorithm
+    needs of reference, critic and teachers; of one on given rows, the role that learns and the one that does not.
+    Rewards and environments are the loop's. The output folder has a run's log, metrics (:meth:`log`) and report.
+    """
+
+    def __init__(self, config: Config, overrides: Overrides = ()) -> None:
+        """
+        Args:
+            config, overrides: see :func:`roll.load_config`.
+
+        Raises:
+            ConfigError: a configuration that cannot run; nothing has started.
+        """
+        self.loaded: LoadedConfig[Any] = ready(partial(load_config, config, overrides), logger.warning)
+        self.config, self.plan = self.loaded.config, self.loaded.plan
+        refuse_restarts(self.loaded)
+        if not isinstance(self.plan, PolicyPlan | SupervisedPlan):
+            rule = "trains no model: a loop needs the configuration of a pipeline that does"
+            raise ConfigError([Problem("pipeline", self.loaded.pipeline.name, rule, "rlvr")])
+        if self.config.resume_from_checkpoint:
+            rule = "has no effect on a loop of one's own: call TrainClient.load in it"
+            raise ConfigError([Problem("resume_from_checkpoint", self.config.resume_from_checkpoint, rule, False)])
+        if self.plan.max_steps is None:
+            raise ConfigError([Problem("max_steps", None, "is needed: the learning rate's schedule ends there", 100)])
+        self._context = _Context(self.loaded)
+        self._calls = CallLoop()
+        self._clusters: dict[str, Cluster] = {}
+        self._stack = ExitStack()
+        self._version = itertools.count()
+        self.orders: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By role: calls hold it one after the other, in the order in which they were begun."""
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(self._running())
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with obeying_signals(self.loaded), self._context.running() as resources:
+            self._residency = Residency(self.plan, moves_states(self.config.is_offload_states))
+            self._turns = Turns(self._residency)
+            self._start(resources)
+            with self._calls.running():
+                yield
+            self._context.describe_end()
+
+    def _start(self, resources: ResourceManager) -> None:
+        if isinstance(self.plan, PolicyPlan):
+            starting = start_policy_clusters(self.config, self.plan, resources)
+            started = starting.clusters.all()
+            self._context.watch(started)
+            starting.begin(self._residency)
+            starting.finish(self._residency)
+        else:
+            assert isinstance(self.loaded.pipeline, SupervisedDefinition) and self.plan.max_steps is not None
+            method = resolve_name(self.loaded.pipeline.method_class)(self.loaded)
+            method.open()
+            learner, frozen = start_models(self.loaded, method, resources)
+            started = [learner] if frozen is None else [learner, frozen]
+            self._context.watch(started)
+            build_models(learner, frozen, self.plan.max_steps, self._residency)
+        self._clusters = {cluster.name: cluster for cluster in started}
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the model that learns."""
+        role = self.plan.roles[self.loaded.pipeline.reading_role()]
+        return load_tokenizer(role.model_path, role.section.model_args.trust_remote_code)
+
+    @property
+    def pad_token_id(self) -> int:
+        """Fills rows up."""
+        return pad_token_id(self.tokenizer)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Give a step's metrics to the trackers of the configuration (``track_with``)."""
+        self._context.log(metrics, step)
+
+    def cluster(self, role: str, generates: bool) -> Cluster:
+        """The processes of a role.
+
+        Raises:
+            ValueError: there is no such role among those that generate, or among those that do not.
+        """
+        names = [name for name in self._clusters if (name == ENGINES) == generates]
+        if role not in names:
+            known = ", ".join(names) or "none here; they start in the block of `with roll.Workers(...) as workers:`"
+            kind = "generates" if generates else "computes or learns"
+            raise ValueError(f"role {role!r} must be one that {kind}: {known}")
+        return self._clusters[role]
+
+    @cached_property
+    def engines(self) -> Engines:
+        """The engines of ``actor_infer`` as one, for all clients."""
+        role = self.plan.roles[ENGINES]
+        return engine_client(self.config, role, self._clusters[ENGINES], SLICE_SECONDS, None)
+
+    @cached_property
+    def weight_sync(self) -> WeightSync:
+        """Carries the policy's weights to the engines."""
+        options = sync_options(self.config, self.config.weight_sync, self.config.actor_infer, self.plan)
+        return WeightSync(self._clusters[POLICY], self._clusters[ENGINES], options)
+
+    def sync_weights(self) -> Metrics:
+        """Bring the engines to the policy's weights; no turn of theirs may be in flight."""
+        return self.weight_sync.sync(next(self._version))
+
+    def needing(self, needs: Needs) -> AbstractAsyncContextManager[None]:
+        """Keep states of roles on their devices for the length of the block."""
+        return self._turns.needing(needs)
+
+    def begin(self, call: Coroutine[Any, Any, R]) -> Future[R]:
+        """Begin a call."""
+        return self._calls.begin(call)
