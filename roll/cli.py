@@ -235,7 +235,7 @@ def run_supervised(loaded: LoadedConfig[Any]) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Put the engines of a role behind HTTP, until interrupted."""
+    """Serve the engines of a role over HTTP, until interrupted."""
     loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, arguments.overrides, check_files=False)
     require_packages(loaded)
     dequantise_models(loaded, say)

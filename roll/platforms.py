@@ -44,7 +44,7 @@ class Platform(ABC):
     ray_resource: ClassVar[str | None]
     """The resource under which Ray counts these devices; None where Ray knows none."""
     pin_memory: ClassVar[bool]
-    """True where page-locked host memory exists and speeds copies to the device."""
+    """True if page-locked host memory exists and speeds copies to the device."""
 
     @abstractmethod
     def device_count(self) -> int:

@@ -116,7 +116,7 @@ def _starts_engine(role: RolePlan) -> bool:
 
 
 def computes_in_fp16() -> bool:
-    """True where DeepSpeed computes in fp16."""
+    """True if DeepSpeed computes in fp16."""
     import torch
 
     return current_platform().name != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
@@ -289,7 +289,7 @@ def prepared(load: Callable[[], LoadedConfig[Any]], say: Callable[[str], None]) 
 
 
 def ready(load: Callable[[], LoadedConfig[Any]], say: Callable[[str], None]) -> LoadedConfig[Any]:
-    """As :func:`prepared`, with what the run needs from elsewhere asked as well.
+    """Like :func:`prepared`, with what the run needs from elsewhere asked as well.
 
     Raises:
         ConfigError: every mistake.
@@ -325,7 +325,7 @@ def check_resumption(loaded: LoadedConfig[Any]) -> None:
     written = {path.parent.name for path in checkpoint.path.glob(f"*/{TRAINER_STATE}")}
     for role in sorted(written ^ set(plan.training)):
         rule = (
-            f"{checkpoint.path} holds a trained {role}, which this run has not; it would be left behind"
+            f"{checkpoint.path} holds a trained {role}, which this run has not; it would be left over"
             if role in written
             else f"{checkpoint.path} holds nothing of {role}; it holds {', '.join(sorted(written)) or 'no model'}"
         )

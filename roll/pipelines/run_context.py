@@ -152,7 +152,7 @@ class RunContext(RunLifetime):
 
     @contextmanager
     def _measured(self, name: str) -> Iterator[None]:
-        """As :meth:`phase`, in steps that measure the memory of all workers: their work is measured as well."""
+        """Like :meth:`phase`, in steps that measure the memory of all workers: their work is measured as well."""
         with self._stragglers.phase(name), self._timer.phase(name):
             yield
 

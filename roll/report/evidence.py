@@ -32,7 +32,7 @@ class Sample:
     group: tuple[int, str]
     prompt: Mapping[str, Any]
     pieces: tuple[str, ...]
-    """Of the tokens behind the prompt; empty where only the text is known."""
+    """Text of each token after the prompt; empty where only the text is known."""
     fields: Mapping[str, Any]
 
     @property
@@ -61,7 +61,7 @@ class Facts:
         return [value for value in self.run.values(name) if math.isfinite(value)]
 
     def matching(self, pattern: str) -> dict[str, list[float]]:
-        """As :meth:`values` for every name that the pattern matches whole."""
+        """Like :meth:`values` for every name that the pattern matches whole."""
         names = {name for row in self.run.steps for name in row if re.fullmatch(pattern, name)}
         return {name: found for name in sorted(names) if (found := self.values(name))}
 

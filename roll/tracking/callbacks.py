@@ -68,7 +68,7 @@ class Callbacks:
         """One has returned :data:`STOP`."""
 
     def has(self, hook: str) -> bool:
-        """True where one of them has the method."""
+        """True if one of them has the method."""
         return any(hasattr(one, hook) for one in self._callbacks)
 
     def call(self, hook: str, *values: Any) -> None:

@@ -210,7 +210,7 @@ def calm(text: str) -> str:
 
 
 def has_launch(commands: Iterable[Command]) -> bool:
-    """True where one of the commands trains."""
+    """True if one of the commands trains."""
     return any(launch is not None and launch.trains for launch in (launch_of(one.words) for one in commands))
 
 

@@ -12,9 +12,9 @@ from roll.config.reading.masking import MASK, masked, masked_text
 MAX_VALUE_LENGTH = 120
 SHORTEST_PREFIX = 3
 LEAST_LIKENESS = 0.75
-"""Of a misspelt word to the known one that is named (:mod:`difflib`). Below, a guess misleads more than it helps."""
+"""Least likeness (:mod:`difflib`) of a misspelt word and the known one that is named. Below, a guess misleads."""
 LIKENESS_ANYWHERE = 0.85
-"""Of a misspelt word to one of all keys of all sections, of which many are a little like it."""
+"""The same to one of all keys of all sections, of which many are a little like it."""
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class Unknown:
     key: str
     value: Any
     position: int
-    """Of its mistake among the errors."""
+    """Index of its mistake among the errors."""
 
 
 class SchemaReader:

@@ -281,7 +281,7 @@ def group_filter(section: EnvManagerConfig, roles: Collection[str] = ()) -> Call
 
 
 def staleness_metrics(groups: Sequence[EpisodeGroup], step: int) -> Metrics:
-    """Number of steps by which the sampling weights lag behind the trained ones, by episode and by token."""
+    """Number of steps by which the sampling weights are older than the trained ones, by episode and by token."""
     episodes = [
         np.concatenate([call.versions for call in episode.calls])
         for group in groups
