@@ -70,7 +70,9 @@ class Workers:
             ConfigError: a configuration that cannot run; nothing has started.
         """
         self.loaded: LoadedConfig[Any] = ready(partial(load_config, config, overrides), logger.warning)
-        self.config, self.plan = self.loaded.config, self.loaded.plan
+        self.config = self.loaded.config
+        self.plan: Any = self.loaded.plan
+        """Of the pipeline's own class, such as :class:`roll.pipelines.rlvr.plan.RLVRPlan`."""
         refuse_restarts(self.loaded)
         if not isinstance(self.plan, PolicyPlan | SupervisedPlan):
             rule = "trains no model: a loop needs the configuration of a pipeline that does"

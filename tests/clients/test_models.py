@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from tests.config.good import changed
 from tests.datasets.conftest import tiny  # noqa: F401  the modules of examples/tiny, as a fixture
 from tests.support.tiny_runs import TinyWorld, dpo_settings, make_world, rlvr_settings
 
+ROOT = Path(__file__).parents[2]
 Settings = Callable[[TinyWorld, Path], dict[str, Any]]
 LOSS = PairLoss(options=PreferenceLossConfig(loss_type="sigmoid", beta=0.5))
 
@@ -150,6 +154,36 @@ def test_an_error_of_the_loop_ends_the_workers(workers: Callable[..., roll.Worke
     assert "the workers of tiny have ended" in caught.value.__notes__
     with pytest.raises(ValueError, match="must be one that generates"):
         roll.EngineClient(started, "actor_train")
+
+
+INTERRUPTED = """
+import json, os, signal, sys, threading
+from pathlib import Path
+import roll
+from roll.strategies.engines.requests import SamplingParams
+from tests.support.tiny_runs import TinyWorld, rlvr_settings
+
+if __name__ == "__main__":
+    try:
+        with roll.Workers(rlvr_settings(TinyWorld(Path(sys.argv[1])), Path(sys.argv[2]))) as workers:
+            engine = roll.EngineClient(workers)
+            threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
+            while True:
+                engine.sample([[5, 6]] * 200, SamplingParams(max_new_tokens=30), num_samples=8).result()
+    except KeyboardInterrupt as interrupt:
+        print(json.dumps(interrupt.__notes__))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+def test_ctrl_c_ends_the_workers(world: TinyWorld, tmp_path: Path) -> None:
+    script, output = tmp_path / "loop.py", tmp_path / "run"
+    script.write_text(INTERRUPTED, encoding="utf-8")
+    command = [sys.executable, str(script), str(world.folder), str(output)]
+    said = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+    assert json.loads(said.stdout.splitlines()[-1]) == ["the workers of tiny have ended"]
+    assert "Traceback" not in (output / "logs/run.log").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the recipes and their data; untrained models take the place of those after a warm start."""
     folder = tmp_path_factory.mktemp("recipes")
     copy_recipes(folder)
-    prepare = [sys.executable, folder / "examples/tiny/prepare.py", "--seeds", "0", "1"]
+    prepare = [sys.executable, str(folder / "examples/tiny/prepare.py"), "--seeds", "0", "1"]
     subprocess.run(prepare, check=True, capture_output=True)
     untrained = folder / "examples/tiny/artifacts/seed0/init"
     (untrained.parent / "warm_start").mkdir()
