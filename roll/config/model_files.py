@@ -79,7 +79,8 @@ def gguf_files(path: str | None) -> list[Path]:
     place = Path(path).expanduser()
     if os.path.isfile(place):
         return [place] if place.suffix == GGUF else []
-    return [] if os.path.isfile(place / CONFIG) else sorted(place.glob(f"*{GGUF}"))
+    is_other = not os.path.isdir(place) or os.path.isfile(place / CONFIG)
+    return [] if is_other else sorted(place.glob(f"*{GGUF}"))
 
 
 def gguf_file(path: str | None) -> Path | None:

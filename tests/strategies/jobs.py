@@ -1,4 +1,5 @@
-"""Work of the ranks of a pool, under any training or forward-only strategy."""
+"""Work of the ranks of a pool, under any training or forward-only strategy. Importing it registers the model with
+separate experts."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from roll.strategies.base import ModelHead, Output
 from roll.strategies.factory import create_strategy
 from roll.strategies.fsdp.fsdp1 import clean_name
 from roll.strategies.training.optimizer import local_tensor
+from tests.strategies.moe_models import register_separate
 from tests.strategies.samples import TensorBatch, policy_loss, value_loss
+
+register_separate()
 
 POLICY = (Output.LOG_PROBS, Output.ENTROPY, Output.SUM_OF_SQUARES)
 

@@ -1,4 +1,4 @@
-"""Work of ranks with mixture-of-experts models; importing it registers the one with separate experts."""
+"""Work of ranks with mixture-of-experts models."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from roll.protocol.metrics import to_floats
 from roll.strategies.base import Output
 from roll.strategies.factory import create_strategy
 from tests.strategies import jobs
-from tests.strategies.moe_models import register_separate
 from tests.strategies.samples import TensorBatch, policy_loss
-
-register_separate()
 
 
 def choices(role: WorkerConfig, batch: TensorBatch) -> torch.Tensor:

