@@ -259,6 +259,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_a_script_stops_its_run_and_starts_another(world: TinyWorld, tmp_path: Path) -> None:
     """A reward of the script itself; a callback that ends the run after two of five steps, with a model."""
@@ -315,6 +316,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_an_interrupted_run_under_a_loop_leaves_somebody_elses_ray(world: TinyWorld, tmp_path: Path) -> None:
     """The loop runs in the main thread, as in Jupyter: an interrupt there ends the run in good order. The Ray that was

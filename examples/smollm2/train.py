@@ -27,7 +27,7 @@ from roll.config.reading.errors import ConfigError  # noqa: E402
 from roll.tracking.records import METRICS_NAME, read_metrics  # noqa: E402
 
 INTENT = """\
-SmolLM2-135M-Instruct learns by GRPO to follow instructions such as "refrain from the use of any commas": 40 steps of
+SmolLM2-135M-Instruct learns by GRPO to follow instructions such as "refrain from the use of any commas": 20 steps of
 8 prompts x 8 answers, each verified by a program. At the start and every 10 steps it answers 100 other prompts.
 About {minutes} minutes on two idle cores, {memory} GB of memory, 2 GB of disk.
 """
