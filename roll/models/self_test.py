@@ -71,7 +71,8 @@ def check_role(role: WorkerConfig, head: HeadName, trains: bool) -> Noise:
     config = checked_config(args, head)
     untried = Noise(by_name=not any("drop" in key for key in args.model_config_kwargs))
     if reads_images(config):
-        # A tower's sizes depend on one another; the families that are known have tests of their own.
+        # A tower's sizes depend on one another, so that no small copy is made of it.
+        note_proved(where, config.model_type)
         return untried
     with torch.random.fork_rng(devices=[]):
         model = _copy_of(config, role, head)
@@ -94,6 +95,11 @@ def check_role(role: WorkerConfig, head: HeadName, trains: bool) -> Noise:
         f"; kept in evaluation mode: {', '.join(sorted(noise.pinned))}" if noise.pinned else "",
     )
     return noise
+
+
+def note_proved(where: str, family: str) -> None:
+    """Log that a family is not self-tested, since it is one of few that are taken at all."""
+    logger.info("%s: not self-tested: the test suite compares the family %s with transformers", where, family)
 
 
 def layouts_of(role: WorkerConfig) -> list[str]:

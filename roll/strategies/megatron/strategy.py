@@ -31,6 +31,7 @@ from roll.models.layouts import TopTokens
 from roll.models.loading import TensorFiles
 from roll.models.lora import Adapters, is_trained_whole, source_name
 from roll.models.routes import encoded, with_prompts_of_leaders
+from roll.models.self_test import note_proved
 from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
@@ -111,6 +112,8 @@ class MegatronStrategy(ModelStrategy):
         self._info = rank_info(rank, world_size, self.sizes)
         args = self.role.model_args
         self._skeleton = skeleton(args, self.head)
+        where = f"{self.role.name}.model_args.model_name_or_path: {args.model_name_or_path}"
+        note_proved(where, self._skeleton.config.model_type)
         live = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
         self._stored = StoredLayout(self._skeleton, live)
         self._shapes = self._stored.stored_shapes()
