@@ -24,6 +24,7 @@ from torch import Tensor
 
 from roll.checkpoint.folders import atomic_folder
 from roll.checkpoint.trained_model import TrainedModel, config_error, find_trained
+from roll.config.installation import install_command
 from roll.config.losses import SCORE_INPUT, SCORE_INPUT_DEFAULT
 from roll.config.reading.errors import ConfigError
 from roll.config.run import RESOLVED_CONFIG
@@ -106,7 +107,7 @@ def write_peft(trained: TrainedModel, folder: Path) -> None:
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise config_error("--to", "peft", "needs peft: pip install 'roll-rl[peft]'") from error
+        raise config_error("--to", "peft", f"needs peft: {install_command('peft')}") from error
     contents = trained.contents
     if not contents.scalings:
         rule = f"{trained.folder} holds no adapters; only a run with model_args.lora_target has any"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from roll.checkpoint.trained_model import TrainedModel, config_error
+from roll.config.installation import install_command
 from roll.models.loading import TensorFiles
 
 ARCHITECTURES = {"qwen2": ("QWEN2", "qwen2"), "qwen3": ("QWEN3", "qwen2"), "llama": ("LLAMA", "llama-bpe")}
@@ -126,5 +127,5 @@ def _import_gguf() -> Any:
     try:
         import gguf  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
-        raise config_error("--to", "gguf", "needs the package gguf: pip install 'roll-rl[gguf]'") from error
+        raise config_error("--to", "gguf", f"needs the package gguf: {install_command('gguf')}") from error
     return gguf

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.config.data import json_object
+from roll.config.installation import install_command
 from roll.config.strategies.registry import backend_of
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
         rule = "must be 0 with adapters of the experts: they are added to the weights, which see no input to drop"
         checks.add(f"{path}.lora_dropout", args.lora_dropout, rule, 0.0)
     if checks.check_files and find_spec("peft") is None:
-        checks.add(key, value, "needs peft, an optional package: pip install 'roll-rl[peft]'")
+        checks.add(key, value, f"needs peft, an optional package: {install_command('peft')}")
     if args.freeze_module_prefix:
         rule = "goes with full training: under LoRA the whole base is frozen; leave one of them out"
         checks.add(f"{path}.freeze_module_prefix", args.freeze_module_prefix, rule, "~")

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from roll.config.installation import install_command
 from roll.config.model_files import CONFIG, dequantised_folder, is_installed
 from roll.config.weight_files import SINGLE
 from roll.models.build import auto_class, empty_model, quiet_transformers
@@ -93,7 +94,7 @@ def _describe(file: Path, folder: Path) -> str | None:
     """The reason why it cannot be done; None: it is done."""
     missing = [package for package in PACKAGES if not is_installed(package)]
     if missing:
-        return f"is read with a package that is not installed, {missing[0]}: pip install 'roll-rl[gguf]'"
+        return f"is read with a package that is not installed, {missing[0]}: {install_command('gguf')}"
     from transformers import AutoConfig, AutoTokenizer
     from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from roll.config.installation import install_command
 from roll.config.lora import ALL_LINEAR, VISION_TOWER, is_pattern, names_of, uses_lora
 from roll.models.build import VALUE_HEAD, has_tied_embeddings
 from roll.models.expert_parallel import DispatchedExperts, substituted
@@ -238,7 +239,7 @@ def add_adapters(model: PreTrainedModel, args: ModelArguments, seed: int, dtype:
     try:
         import peft
     except ImportError as error:
-        raise ImportError("model_args.lora_target needs peft: pip install 'roll-rl[peft]'") from error
+        raise ImportError(f"model_args.lora_target needs peft: {install_command('peft')}") from error
     config = _loaded_config(peft, model, args) if args.adapter_name_or_path else _new_config(peft, model, args)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from roll.config.installation import install_command
 from roll.config.reading.errors import did_you_mean
 from roll.rewards.answers import after_thought
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
@@ -44,7 +45,7 @@ class IFEval(RewardRule):
     def __post_init__(self) -> None:
         if importlib.util.find_spec("langdetect") is None:
             raise RewardOptionError(
-                "ifeval tells languages with langdetect, which is missing: pip install 'roll-rl[ifeval]'"
+                f"ifeval tells languages with langdetect, which is missing: {install_command('ifeval')}"
             )
 
     def judge(self, sample: RewardSample) -> RewardResult:

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll.config.installation import install_command
 from roll.config.reading.errors import ConfigError, Problem
 from roll.datasets.types import DataError
 
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 KEY = "unused"
 """Their clients need some API key; the server listens on the loopback address only and needs none."""
 SHOWN_LINES = 15
-INSTALL = "pip install 'roll-rl[harness]'"
+INSTALL = install_command("harness")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from roll.config.installation import install_command
 from roll.tracking.records import SampleTable, Tracker
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class PrometheusTracker(Tracker):
             from prometheus_client import CollectorRegistry, start_http_server
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                "track_with: prometheus needs prometheus_client; pip install 'roll-rl[prometheus]'"
+                f"track_with: prometheus needs prometheus_client; {install_command('prometheus')}"
             ) from error
         self._run, self._folder = run, folder
         self._values: dict[str, float] = {}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from roll.config.installation import install_command
 from roll.config.names import UNPUBLISHED_TRACKERS
 from roll.config.reading.errors import did_you_mean
 from roll.tracking.prometheus import PrometheusTracker
@@ -240,9 +241,7 @@ def _installed(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"track_with: {package} is not installed; pip install 'roll-rl[{package}]'"
-        ) from error
+        raise ModuleNotFoundError(f"track_with: {package} is not installed; {install_command(package)}") from error
 
 
 def _table(module: Any, rows: SampleTable) -> Any:

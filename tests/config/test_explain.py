@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -118,8 +118,8 @@ def test_wheel_carries_the_recipes(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.startswith("roll_rl-")
     site = tmp_path / "site"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
+    pip = [sys.executable, "-m", "pip", "-q", "--no-input", "install", "--no-deps"]
+    subprocess.run([*pip, "--no-compile", "--target", str(site), str(wheel)], check=True, capture_output=True)
     (tmp_path / "elsewhere").mkdir()
     for words in (
         ["check", "gsm8k/rlvr_config", "--skip-files"],
@@ -137,3 +137,9 @@ def test_wheel_carries_the_recipes(tmp_path: Path) -> None:
         )
         assert process.returncode == 0, (words, process.stdout, process.stderr)
     assert (tmp_path / "elsewhere" / "examples" / "tiny" / "prepare.py").is_file()
+    asked = "from roll.config.installation import install_command; print(install_command('peft'))"
+    environment = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin"}
+    shown = subprocess.run([sys.executable, "-c", asked], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    *install, source = shlex.split(shown.stdout)
+    assert install == ["pip", "install"] and source == f"{wheel}[peft]"
+    subprocess.run([*pip, "--dry-run", source], check=True, capture_output=True)

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from roll.config import lora
+from roll.config.installation import install_command
 from roll.config.lora import is_pattern, names_of
 from roll.config.plan.render import render_plan
 from tests.config.good import GONE, GOOD_SFT, changed, load, mistakes
@@ -124,7 +125,7 @@ def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     files = {"actor_train.data_args.file_name": [str(tmp_path / "train.jsonl")], "validation": GONE}
     data = changed({f"{MODEL}.lora_target": "all-linear", **files})
     (problem,) = mistakes(tmp_path, data, check_files=True)
-    assert problem.key == f"{MODEL}.lora_target" and "pip install 'roll-rl[peft]'" in problem.rule
+    assert problem.key == f"{MODEL}.lora_target" and install_command("peft") in problem.rule
     assert mistakes(tmp_path, data) == (), "a check on another machine does not look"
 
 

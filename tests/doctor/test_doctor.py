@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from roll import cli
+from roll.config.installation import install_command
 from roll.config.strategies.registry import BACKENDS
 from roll.distributed.guard import is_alive
 from roll.doctor import command, trials
@@ -72,7 +73,7 @@ def test_a_look_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_backend_that_is_not_installed_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "is_installed", lambda module: module != "deepspeed")
     missing = only(command.backends(), "deepspeed")
-    assert (missing.severity, "pip install 'roll-rl[deepspeed]'" in missing.remedy) == (Severity.NOTE, True)
+    assert (missing.severity, install_command("deepspeed") in missing.remedy) == (Severity.NOTE, True)
 
 
 def test_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

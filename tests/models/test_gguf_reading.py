@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from roll import cli
 from roll.checkpoint.gguf_file import rounded
 from roll.config import model_files
+from roll.config.installation import install_command
 from roll.config.model_files import dequantised_folder, loadable, model_config
 from roll.config.roles import ModelArguments
 from roll.models import gguf_reading
@@ -207,7 +208,7 @@ def test_a_missing_package_is_found_by_the_check(
     )
     assert cli.main(["check", str(recipe), f"pretrain={trained['q8_0']}"]) == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert "pretrain" in error and "pip install 'roll-rl[gguf]'" in error
+    assert "pretrain" in error and install_command("gguf") in error
 
 
 def test_nothing_is_kept_of_weights_that_were_not_written(

@@ -16,6 +16,7 @@ from roll import cli
 from roll.checkpoint import CheckpointManager, export
 from roll.checkpoint.contents import FORMAT, STATE_NAME, ModelContents
 from roll.checkpoint.tensors import WEIGHT, Piece, Pieces
+from roll.config.installation import install_command
 from roll.config.roles import WorkerConfig
 from tests.strategies import jobs
 from tests.strategies.samples import TensorBatch, plain_model, policy_loss
@@ -214,4 +215,4 @@ def test_without_gguf_the_error_names_the_extra(tied_model, tmp_path, monkeypatc
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     checkpoint = checkpoint_of(tied_model, tmp_path, changed(tied_model))
     assert cli.main(["export", str(checkpoint), "--to", "gguf", "--output", str(tmp_path / "out")]) == 2
-    assert "roll-rl[gguf]" in capsys.readouterr().err
+    assert install_command("gguf") in capsys.readouterr().err

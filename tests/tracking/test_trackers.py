@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from roll.config.installation import install_command
 from roll.tracking import METRICS_NAME, TrackedRun, build_trackers, read_metrics
 from roll.tracking.records import CompositeTracker, JsonlTracker, Tracker, strip_reducer_tags
 from roll.tracking.trackers import TensorBoardTracker
@@ -220,7 +221,7 @@ def test_online_tracker_says_what_is_missing(tmp_path: Path, name: str, monkeypa
     with pytest.raises((ModuleNotFoundError, ValueError)) as raised:
         build(tmp_path, name)
     if isinstance(raised.value, ModuleNotFoundError):
-        assert str(raised.value) == f"track_with: {name} is not installed; pip install 'roll-rl[{name}]'"
+        assert str(raised.value) == f"track_with: {name} is not installed; {install_command(name)}"
     else:
         assert f"{name.upper()}_API_KEY" in str(raised.value)
 

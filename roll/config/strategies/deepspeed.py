@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from roll.config.installation import install_command
 from roll.config.reading.errors import Problems, closest
 from roll.config.reading.fields import setting
 from roll.config.reading.schema import MOST_KEYS_LISTED
@@ -258,5 +259,5 @@ DEEPSPEED = Backend(
     trains=True,
     checkpoints="pieces",
     ulysses=True,
-    package=Package("deepspeed", "pip install 'roll-rl[deepspeed]'"),
+    package=Package("deepspeed", install_command("deepspeed")),
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from roll.config.installation import install_command
 from roll.config.reading.fields import parse_names, rules, setting
 from roll.config.strategies.base import Backend, Package, ShapeProblem, StrategyConfig, largest_divisor, model_size
 
@@ -167,5 +168,5 @@ MEGATRON = Backend(
     trains=True,
     checkpoints="pieces",
     only_plain_adapters=True,
-    package=Package("megatron.core", "pip install 'roll-rl[megatron]'"),
+    package=Package("megatron.core", install_command("megatron")),
 )

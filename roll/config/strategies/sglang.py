@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from roll.config.installation import install_command
 from roll.config.reading.fields import rules, setting
 from roll.config.strategies.base import Backend, Package, PackagedEngineConfig
 
@@ -73,7 +74,7 @@ SGLANG = Backend(
     generates="roll.strategies.sglang.SglangStrategy",
     package=Package(
         "sglang",
-        "on GPUs pip install 'roll-rl[sglang]'; see docs/sglang.md",
+        f"on GPUs {install_command('sglang')}; see docs/sglang.md",
         title="SGLang",
         tested=("0.5.23", "0.5.24"),
     ),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from roll.config.installation import install_command
 from roll.config.reading.fields import rules, setting
 from roll.config.strategies.base import Backend, Package, PackagedEngineConfig
 
@@ -104,7 +105,7 @@ VLLM = Backend(
     scores="roll.strategies.engines.scoring.EngineScoring",
     package=Package(
         "vllm",
-        "on GPUs pip install 'roll-rl[vllm]', on a CPU make install-vllm; see docs/installation.md",
+        f"on GPUs {install_command('vllm')}, on a CPU make install-vllm; see docs/installation.md",
         title="vLLM",
         tested=("0.32", "0.34"),
     ),

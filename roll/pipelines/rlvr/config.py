@@ -40,7 +40,7 @@ class HarnessConfig:
     """``validation.harness``: tasks of an evaluation program on the policy, besides the validation prompts."""
 
     name: Literal["lm_eval", "inspect"] = "lm_eval"
-    """The program (``pip install 'roll-rl[harness]'``)."""
+    """The program (``pip install -e '.[harness]'``)."""
     tasks: list[str] = field(default_factory=list)
     """lm-eval: names of tasks; Inspect: task files."""
     include: str | None = None

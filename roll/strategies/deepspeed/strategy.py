@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from roll.config.installation import install_command
 from roll.config.strategies.deepspeed import ZeroPlan, numbers, plan_zero, switch
 from roll.config.strategies.registry import DeepSpeedStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES, enable_gradient_checkpointing
@@ -363,7 +364,7 @@ def import_deepspeed(platform: Platform) -> Any:
         import deepspeed
     except ImportError as error:
         raise ImportError(
-            "the deepspeed strategies need DeepSpeed, an optional package: pip install 'roll-rl[deepspeed]'"
+            f"the deepspeed strategies need DeepSpeed, an optional package: {install_command('deepspeed')}"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return deepspeed

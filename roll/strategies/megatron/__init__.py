@@ -8,6 +8,8 @@ import os
 import warnings
 from importlib import import_module
 
+from roll.config.installation import install_command
+
 # Megatron overlaps matrix products with the tensor-parallel collectives that it queued before them; they must start in
 # that order. CUDA reads this when the process first uses a device.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -24,7 +26,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "strategy_args.strategy_name: megatron_train and megatron_infer need megatron-core; install it with "
-        'pip install "roll-rl[megatron]"'
+        f"{install_command('megatron')}"
     ) from error
 
 from roll.strategies.megatron import cpu_compat  # noqa: E402 (Megatron comes first)

@@ -6,6 +6,7 @@ Raises:
 
 import os
 
+from roll.config.installation import install_command
 from roll.platforms import current_platform
 
 if current_platform().device_type == "cpu":
@@ -18,8 +19,8 @@ try:
     import sglang  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "strategy_args.strategy_name: sglang needs SGLang; install it on GPUs with pip install 'roll-rl[sglang]', on a "
-        f"CPU see docs/sglang.md ({error})"
+        "strategy_args.strategy_name: sglang needs SGLang; install it on GPUs with "
+        f"{install_command('sglang')}, on a CPU see docs/sglang.md ({error})"
     ) from error
 
 from roll.strategies.sglang.strategy import SglangStrategy

