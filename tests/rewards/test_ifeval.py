@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roll.config.installation import install_command
 from roll.rewards import RewardOptionError, RewardSample, build_reward
 from roll.rewards.ifeval import follows, loosened
 from roll.rewards.ifeval_instructions import CHECKS, count_capital_words, count_sentences, count_words
@@ -376,5 +377,5 @@ def test_a_row_that_cannot_be_used_is_an_error(row: dict[str, Any], error: str) 
 
 def test_without_langdetect_the_run_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RewardOptionError, match=r"pip install 'roll-rl\[ifeval\]'"):
+    with pytest.raises(RewardOptionError, match=re.escape(install_command("ifeval"))):
         build_reward("ifeval")

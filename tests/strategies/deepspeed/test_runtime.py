@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from roll.config.installation import install_command
 from roll.platforms import CpuPlatform
 from roll.strategies.deepspeed.strategy import import_deepspeed
 
@@ -34,7 +36,7 @@ dist.destroy_process_group()
 
 def test_without_deepspeed_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ImportError, match=r"pip install 'roll-rl\[deepspeed\]'"):
+    with pytest.raises(ImportError, match=re.escape(install_command("deepspeed"))):
         import_deepspeed(CpuPlatform())
 
 
