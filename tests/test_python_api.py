@@ -42,7 +42,8 @@ def output_of(code: str, folder: Path, *words: str) -> list[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_ADDRESS", "ROLL_"))}
     done = subprocess.run(
         [sys.executable, str(script), *words],
-        env={**kept, "PYTHONPATH": str(ROOT)},
+        # `ray.init()` leaves a token in the home folder, which every cluster of the host would ask for from then on.
+        env={**kept, "PYTHONPATH": str(ROOT), "HOME": str(folder)},
         cwd=folder,
         capture_output=True,
         text=True,

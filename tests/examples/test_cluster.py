@@ -114,7 +114,8 @@ def ray_cluster() -> Iterator[tuple[dict[str, str], int, int]]:
         for name, module in {"ray": "ray.scripts.scripts", "roll": "roll.cli"}.items():  # of this environment
             (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
             (programs / name).chmod(0o755)
-        environ = kept | {"PATH": f"{programs}:{kept['PATH']}", "PYTHONPATH": str(ROOT)}
+        # Of a home of its own: a token in the host's would be asked for.
+        environ = kept | {"PATH": f"{programs}:{kept['PATH']}", "PYTHONPATH": str(ROOT), "HOME": folder}
         environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
         words = ["--head", f"--port={ports[0]}", f"--dashboard-port={ports[1]}", "--node-ip-address=127.0.0.1"]
         words += [f"--include-dashboard={HAS_DASHBOARD}", "--num-cpus=4", f"--temp-dir={folder}"]
