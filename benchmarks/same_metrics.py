@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.pipelines import tiny_runs
+from tests.support import tiny_runs
 from tests.support.tiny_runs import FinishedRun, TinyWorld, load_changed, make_world, role, training_args, untimed
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tiny"
