@@ -288,6 +288,11 @@ class ModelStrategy(ABC):
     ) -> Metrics:
         """Collective. The part of :meth:`train_step` before the optimizer: add the gradient of a loss to those of
         earlier calls since the last step, where the backend can (``accumulates``). Returns the loss's metrics."""
+        self._check_outputs(outputs)
+        return self._add_gradient(batch, loss_fn, Computation(outputs, temperature, comparisons))
+
+    def _add_gradient(self, batch: TensorBatch, loss_fn: LossFunction, computation: Computation) -> Metrics:
+        """The backend's part of :meth:`backward`."""
         raise self._takes_no_steps()
 
     def optimizer_step(self) -> Metrics:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_em
 from roll.models.experts import EXPERTS, SparseLayer, choose_kernel, run_every_expert
 from roll.models.log_probs import ResponseModel, output_matrices
 from roll.protocol.metrics import Metrics
-from roll.strategies.base import Comparison, Computation, LossFunction, Output, StateKind, TensorBatch
+from roll.strategies.base import Computation, LossFunction, StateKind, TensorBatch
 from roll.strategies.training.checkpoint import Shard, pieces_of, restore_shards, resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
@@ -246,16 +246,8 @@ class ShardedStrategy(DataParallelStrategy):
         scale = self.progress.scale
         (loss if scale == 1.0 else loss * scale).backward()
 
-    def backward(
-        self,
-        batch: TensorBatch,
-        loss_fn: LossFunction,
-        outputs: Collection[Output],
-        temperature: float = 1.0,
-        comparisons: Sequence[Comparison] = (),
-    ) -> Metrics:
-        self._check_outputs(outputs)
-        return merged_floats(self._backward_passes(batch, loss_fn, Computation(outputs, temperature, comparisons)))
+    def _add_gradient(self, batch: TensorBatch, loss_fn: LossFunction, computation: Computation) -> Metrics:
+        return merged_floats(self._backward_passes(batch, loss_fn, computation))
 
     def _clip_and_step(self, learning_rate: float) -> float:
         assert self.optimizer is not None
