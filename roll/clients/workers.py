@@ -26,6 +26,7 @@ from roll.pipelines.rows import build_models, start_models
 from roll.pipelines.run_context import Residency, RunContext, moves_states
 from roll.preflight import ready
 from roll.protocol.metrics import Metrics
+from roll.rollout.engines import SLICE_SECONDS
 from roll.rollout.engines import EngineClient as Engines
 from roll.weight_sync.sender import WeightSync, sync_options
 
@@ -36,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 POLICY, ENGINES = "actor_train", "actor_infer"
-SLICE_SECONDS = 0.05
-"""See :class:`roll.rollout.engines.EngineClient`."""
 
 
 class _Context(RunContext):

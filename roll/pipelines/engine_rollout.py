@@ -15,7 +15,7 @@ from roll.methods.policy_plan import PolicyPlan
 from roll.pipelines.sample_records import Notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
-from roll.rollout.engines import EngineClient
+from roll.rollout.engines import SLICE_SECONDS, EngineClient
 from roll.rollout.groups import GroupT
 from roll.rollout.routing import build_router
 from roll.rollout.scheduling import AsyncScheduler
@@ -82,7 +82,7 @@ class EngineRollout(ABC, Generic[ValidationT]):
         config: PolicyRunConfig,
         plan: PolicyPlan,
         actor_infer: Cluster,
-        slice_seconds: float = 0.05,
+        slice_seconds: float = SLICE_SECONDS,
         router: str | None = None,
     ) -> None:
         role = plan.roles["actor_infer"]

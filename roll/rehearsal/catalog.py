@@ -82,7 +82,11 @@ class Hardware:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The device of this name; ``ConfigError`` where it is not in the table."""
+    """The device of this name.
+
+    Raises:
+        ConfigError: it is not in the table.
+    """
     if name not in GPUS:
         raise ConfigError([Problem("--gpu", name, f"is not known: {', '.join(GPUS)} are", DEFAULT_GPU)])
     return GPUS[name]

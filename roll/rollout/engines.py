@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 Listener = Callable[[Sequence[GenerationOutput]], None]
 
+SLICE_SECONDS = 0.05
+"""How long a turn of an engine lasts before finished groups are reported, where nothing else is chosen."""
 PASSES_BEFORE_TURN = 4
 """Passes of the event loop between the first reason for a turn of an engine and its start: coroutines that wait for the
 same thing continue in one pass, those that wait by ``asyncio.gather`` a few later, and their requests join the turn."""
@@ -107,7 +109,7 @@ class EngineClient:
         self,
         cluster: Cluster,
         max_running_requests: int,
-        slice_seconds: float = 0.05,
+        slice_seconds: float = SLICE_SECONDS,
         router: Router | None = None,
         report_refusals: bool = False,
         max_restarts: int = 0,

@@ -24,7 +24,7 @@ from roll.pipelines.evaluate.results import Results
 from roll.pipelines.evaluate.samples import Record, SampleFile
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.run_context import GENERATION, WEIGHTS, Residency, RunContext, moves_states, start_cluster
-from roll.rollout.engines import EngineClient
+from roll.rollout.engines import SLICE_SECONDS, EngineClient
 from roll.rollout.flow import GroupFlow
 from roll.rollout.groups import GroupT
 from roll.weight_sync.encoding import MIB, SyncOptions
@@ -59,7 +59,7 @@ class EvaluationContext(RunContext):
 class ModelRun(ABC, Generic[ConfigT, PlanT]):
     """An evaluation, from start to table. A subclass defines what the models answer."""
 
-    slice_seconds = 0.05
+    slice_seconds = SLICE_SECONDS
     """See :class:`~roll.rollout.engines.EngineClient`."""
     router: str | None = None
     """Name of the router where the configuration leaves it open."""
