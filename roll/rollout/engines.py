@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 Listener = Callable[[Sequence[GenerationOutput]], None]
 
 SLICE_SECONDS = 0.05
-"""How long a turn of an engine lasts before finished groups are reported, where nothing else is chosen."""
+"""Length of an engine's turn, after which finished groups are reported, where nothing else is chosen."""
 PASSES_BEFORE_TURN = 4
 """Passes of the event loop between the first reason for a turn of an engine and its start: coroutines that wait for the
 same thing continue in one pass, those that wait by ``asyncio.gather`` a few later, and their requests join the turn."""
