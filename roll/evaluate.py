@@ -137,7 +137,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="METRIC=VALUE",
         help="exit with status 3 where the metric is lower, such as val_correct/all/mean=0.8",
     )
-    parser.add_argument("--anew", action="store_true", help="do not take up the samples of an interrupted evaluation")
+    parser.add_argument("--anew", action="store_true", help="do not reuse the samples of an interrupted evaluation")
     group = parser.add_argument_group("harness", "in place of the file's prompts, tasks of another program")
     group.add_argument(
         "--harness", choices=("lm_eval", "inspect"), help="lm-eval or Inspect, asking the engines by HTTP"

@@ -77,7 +77,6 @@ class DistillLoss(Loss):
 class Distillation(RowMethod[DistillConfig, SftRow]):
     """Learning a teacher's distributions; a teacher with devices of its own computes a step ahead."""
 
-    role = "student"
     frozen_role = TEACHER
     stream = "distill"
     state_key = "rows"

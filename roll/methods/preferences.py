@@ -101,7 +101,6 @@ class LabelLoss(Loss):
 class DPO(RowMethod[DPOConfig, JudgedRow]):
     """Learning which of two responses is preferred, or which responses are desirable."""
 
-    role = "actor_train"
     frozen_role = "reference"
     stream = "preferences"
     state_key = "pairs"

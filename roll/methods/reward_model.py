@@ -61,7 +61,6 @@ class RewardModelLoss(Loss):
 class RewardModelling(RowMethod[RMConfig, JudgedRow]):
     """Learning to score responses as judges have."""
 
-    role = "reward_train"
     head = ModelHead.SCORE
     stream = "rm"
     state_key = "rows"

@@ -71,8 +71,6 @@ class Models(Protocol):
 class RowMethod(ABC, Generic[ConfigT, RowT]):
     """An algorithm on given rows."""
 
-    role: ClassVar[str]
-    """The role that learns."""
     head: ClassVar[ModelHead] = ModelHead.CAUSAL_LM
     frozen_role: ClassVar[str | None] = None
     """The role whose model never learns."""
@@ -95,6 +93,8 @@ class RowMethod(ABC, Generic[ConfigT, RowT]):
         self.config = loaded.config
         assert isinstance(loaded.plan, SupervisedPlan)
         self.plan = loaded.plan
+        (self.role,) = self.plan.training
+        """The role that learns."""
 
     @property
     @abstractmethod
@@ -120,7 +120,8 @@ class RowMethod(ABC, Generic[ConfigT, RowT]):
         cls, config: ConfigT, plan: SupervisedPlan, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
     ) -> PreparedRows[RowT]:
         """One set, rendered as the configuration says."""
-        role = plan.roles[cls.role]
+        (learner,) = plan.training
+        role = plan.roles[learner]
         return cls.data_set(config)(
             data_args,
             tokenizer,

@@ -46,7 +46,6 @@ class SftLoss(Loss):
 class SFT(RowMethod[SFTConfig, SftRow]):
     """Imitation of demonstrations, two steps in flight at a time."""
 
-    role = "sft_train"
     stream = "sft"
     state_key = "demonstrations"
     samples = "demonstrations"

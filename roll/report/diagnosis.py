@@ -245,32 +245,36 @@ def dead_experts(facts: Facts) -> Finding | None:
 
 
 def straggler(facts: Facts) -> Finding | None:
+    """A rank that the others wait for. Ranks that compute together wait for one another inside their calls, and the one
+    that begins late has the *shorter* call: their process times decide (with ``memory_steps``), the length of calls
+    only where no process time was measured."""
     step = facts.typical("time/step_total") or 0.0
-    remedy = "look at that host and device (clocks, other jobs, storage) and at the rank's log and timeline"
     found: list[tuple[float, Finding]] = []
+    measured: set[str] = set()
+    remedy = "look at that host and process: other jobs, threads, preparation of data, its log and timeline"
+    for (phase, role), ranks in _process_seconds(facts).items():
+        measured.add(role)
+        rows = [dict(zip(ranks, row, strict=True)) for row in zip(*ranks.values(), strict=False)][1:]
+        seen = f"worked or was held up in {phase} for {{own:.2f}} s"
+        found += _slow_rank(role, rows, 0.1 * step, seen, "steps that were measured", remedy)
+    remedy = "look at that host and device (clocks, other jobs, storage) and at the rank's log and timeline"
     for role, ranks in facts.busy.items():
         steps = min((len(times) for times in ranks.values()), default=0)
         rows = [{rank: times[number] for rank, times in ranks.items()} for number in range(1, steps)]
         rows = [row for row in rows if max(row.values()) > 0.02]
-        found += _slow_rank(role, rows, 0.2 * step, "busy {own:.2f} s a step", f"steps of {step:.2f} s", remedy)
-    return max(found, key=lambda one: one[0])[1] if found else _slow_process(facts, step)
+        if role not in measured:
+            found += _slow_rank(role, rows, 0.2 * step, "busy {own:.2f} s a step", f"steps of {step:.2f} s", remedy)
+    return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def _slow_process(facts: Facts, step: float) -> Finding | None:
-    """Ranks that wait for one another in every call are distinguished by the time in which each worked or was kept from
-    working (with ``memory_steps``)."""
-    by_phase: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(dict)
+def _process_seconds(facts: Facts) -> dict[tuple[str, str], dict[int, list[float]]]:
+    """Seconds in which each rank worked or was kept from working, by phase and role."""
+    seconds: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(dict)
     for name, values in facts.matching(r"time/[^/]+/.+/rank_\d+").items():
         _, phase, rest = name.split("/", 2)
         role, _, rank = rest.rpartition("/rank_")
-        by_phase[phase, role][int(rank)] = values
-    remedy = "look at that host and process: other jobs, threads, preparation of data, its log and timeline"
-    for (phase, role), ranks in by_phase.items():
-        rows = [dict(zip(ranks, row, strict=True)) for row in zip(*ranks.values(), strict=False)][1:]
-        seen = f"worked or was held up in {phase} for {{own:.2f}} s"
-        for _, finding in _slow_rank(role, rows, 0.1 * step, seen, "steps that were measured", remedy):
-            return finding
-    return None
+        seconds[phase, role][int(rank)] = values
+    return seconds
 
 
 def _slow_rank(

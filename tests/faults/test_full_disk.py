@@ -59,7 +59,8 @@ def test_a_rank_that_is_held_up_is_named_by_the_diagnosis(run: Run, capsys: pyte
     own, late = (finished.values(name)[1:] for name in names)
     assert sum(late) > 2 * sum(own)
     assert main(["diagnose", str(finished.output)]) == 1
-    assert "Rank 1 of actor_train is slower than the others" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Rank 1 of actor_train is slower than the others" in shown, shown
 
 
 @pytest.mark.long

@@ -69,7 +69,6 @@ class WeightedNll(Loss):
 class SmoothedImitation(RowMethod[SmoothedConfig, SftRow]):
     """All that the run asks of a method."""
 
-    role = "imitator"
     stream = "smoothed"
     state_key = "rows"
     loss = WeightedNll()
