@@ -88,8 +88,19 @@ def test_a_report_of_two_runs(browser: Any, tmp_path: Path) -> None:
     open_page(browser, tmp_path / "report.html")
     assert len(browser.find_elements("css selector", "figure[data-title='Accuracy'] .interval")) == 6
 
+    compared = browser.find_element("css selector", "table.figures").text
+    assert "run1 minus run0" in compared
+    assert any(row.startswith("val/") and "±" in row for row in compared.splitlines())
+    page = "return getComputedStyle(document.documentElement).backgroundColor"
+    light = browser.execute_script(page)
+    click(browser, "#theme")
+    assert browser.execute_script(page) != light
+    click(browser, "#theme")
+    assert browser.execute_script(page) == light
+
     click(browser, "#tab-samples")
     until(lambda: count(browser) == "288 of 288 samples")
+    until(lambda: browser.find_element("css selector", "#samples .row .says").text)
     type_into(browser, "f-step0", "3")
     type_into(browser, "f-step1", "4")
     until(lambda: count(browser) == "64 of 288 samples")

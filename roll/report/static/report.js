@@ -203,6 +203,82 @@ function seriesOf(names) {
 
 const metricNames = () => [...new Set(visible().flatMap((run) => Object.keys(run.metrics)))].filter((name) => !/_(low|high)$/.test(name) || !runs.some((run) => run.metrics[name.replace(/_(low|high)$/, "")]));
 
+// Figures at a glance
+
+const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+
+// Value of a metric at the end of its run or of the steps up to `last`, with half the width of its 95% interval: that of
+// a validation as recorded, of other metrics the mean over the last ten steps and 1.96 standard errors of it.
+function ending(run, name, last = Infinity) {
+  const [xs, ys] = run.metrics[name] || [[], []];
+  const kept = ys.map((y, i) => i).filter((i) => ys[i] !== null && xs[i] <= last);
+  if (!kept.length) return null;
+  const at = kept[kept.length - 1];
+  const [low, high] = ["_low", "_high"].map((end) => run.metrics[name + end]).map((end) => end && end[1][end[0].indexOf(xs[at])]);
+  if (typeof low === "number" && typeof high === "number") return { value: ys[at], half: (high - low) / 2, step: xs[at] };
+  if (name.startsWith("val/")) return { value: ys[at], half: null, step: xs[at] };
+  const values = kept.slice(-10).map((i) => ys[i]);
+  const average = mean(values);
+  const spread = Math.sqrt(mean(values.map((value) => (value - average) ** 2)) / Math.max(1, values.length - 1));
+  return { value: average, half: values.length > 2 ? 1.96 * spread : null, step: xs[at] };
+}
+
+function beginning(run, name) {
+  const values = ((run.metrics[name] || [[], []])[1]).filter((y) => y !== null);
+  return values.length ? (name.startsWith("val/") ? values[0] : mean(values.slice(0, Math.min(10, Math.ceil(values.length / 4))))) : null;
+}
+
+function namesOf(panel, all) {
+  let names = [...new Set(panel.keys.flatMap((key) => all.filter((name) => matches(key, name))))];
+  if (panel.zero_is_none) names = names.filter((name) => seriesOf([name]).some((series) => series.ys.some((value) => value)));
+  return panel.first_only ? names.slice(0, 1) : names;
+}
+
+const COSTS = [["Seconds a step", "time/step_total"], ["Tokens a second", "system/tps"]];
+
+function tiles(run, all) {
+  const box = el("div", { class: "tiles" });
+  const tile = (title, value, note) => box.append(el("div", { class: "tile" }, el("span", {}, title), el("b", {}, value), el("span", { class: "quiet" }, note)));
+  for (const panel of run.panels.slice(0, 5)) {
+    const name = namesOf(panel, all).find((candidate) => candidate in run.metrics);
+    const end = name && ending(run, name);
+    if (!end) continue;
+    const begin = beginning(run, name);
+    tile(panel.title, number(end.value, 3), `${end.half === null ? "" : `± ${number(end.half, 2)}, `}${begin === null ? "" : `from ${number(begin, 3)}`}`);
+  }
+  for (const [title, name] of COSTS) {
+    const end = ending(run, name);
+    if (end) tile(title, number(end.value, 3), "mean of the last ten steps");
+  }
+  const memory = Object.entries(run.metrics).filter(([name]) => name.startsWith("memory/")).map(([name, [, ys]]) => [Math.max(...ys.filter((y) => y !== null)), name]).sort((a, b) => b[0] - a[0])[0];
+  if (memory && isFinite(memory[0])) tile("Largest memory of a process", `${number(memory[0] / 1e9, 3)} GB`, memory[1].split("/").pop());
+  return box;
+}
+
+function comparison(all) {
+  const compared = visible();
+  const first = compared[0];
+  const table = el("table", { class: "facts figures" }, el("tr", {}, ["", ...compared.map((run) => run.label), ...compared.slice(1).map((run) => `${run.label} minus ${first.label}`)].map((t) => el("th", {}, t))));
+  const rows = [...new Set(compared.flatMap((run) => run.panels.flatMap((panel) => namesOf(panel, all)))), ...COSTS.map(([, name]) => name)];
+  const shown = (end) => (end ? `${number(end.value, 3)}${end.half === null ? "" : ` ± ${number(end.half, 2)}`}` : "");
+  for (const name of rows) {
+    const lasts = compared.map((run) => { const end = ending(run, name); return end && end.step; });
+    if (lasts.some((last) => last === null)) continue;
+    const last = Math.min(...lasts);
+    const ends = compared.map((run) => ending(run, name, last));
+    if (ends.some((end) => end === null)) continue;
+    const cells = ends.map((end) => el("td", {}, shown(end)));
+    for (const end of ends.slice(1)) {
+      const difference = end.value - ends[0].value;
+      const half = end.half === null || ends[0].half === null ? null : Math.hypot(end.half, ends[0].half);
+      const apart = half !== null && Math.abs(difference) > half;
+      cells.push(el("td", { class: apart ? "apart" : "" }, shown({ value: difference, half })));
+    }
+    table.append(el("tr", {}, el("th", {}, `${name}, step ${last}`), cells));
+  }
+  return el("div", { class: "wide" }, el("h2", {}, "Comparison"), table, el("p", { class: "quiet" }, "At the last step that all of them have, with 95% intervals: a validation's own; of other metrics over the last ten steps. Differences are taken as of independent runs, and are bold where their interval does not contain 0."));
+}
+
 function overview() {
   const page = el("section", {});
   const facts = el("table", { class: "facts" }, el("tr", {}, ["run", "pipeline", "steps", "duration", "how it ended", "samples here"].map((t) => el("th", {}, t))));
@@ -211,7 +287,10 @@ function overview() {
     const samples = run.left_out ? `${run.samples} (${run.left_out} left out)` : run.samples;
     facts.append(el("tr", {}, [el("span", {}, el("i", { class: "chip", style: { background: COLOURS[run.number % COLOURS.length] } }), run.label), run.pipeline, run.steps, duration, run.outcome || "going on, or ended without a word", samples].map((t) => el("td", {}, t))));
   }
-  page.append(facts);
+  page.append(el("div", { class: "wide" }, facts));
+  const all = metricNames();
+  if (visible().length > 1) page.append(comparison(all));
+  else for (const run of visible()) page.append(tiles(run, all));
   for (const run of visible()) {
     const box = el("div", { class: "findings" }, el("h2", {}, `Diagnosis${runs.length > 1 ? ` of ${run.label}` : ""}`));
     if (!run.findings.length) box.append(el("p", { class: "quiet" }, "No rule found anything wrong."));
@@ -222,15 +301,12 @@ function overview() {
     page.append(box);
   }
   const grid = el("div", { class: "grid-of-charts" });
-  const all = metricNames();
   const drawn = new Set();
   for (const run of visible()) {
     for (const panel of run.panels) {
       if (drawn.has(panel.title)) continue;
       drawn.add(panel.title);
-      let names = [...new Set(panel.keys.flatMap((key) => all.filter((name) => matches(key, name))))];
-      if (panel.zero_is_none) names = names.filter((name) => seriesOf([name]).some((series) => series.ys.some((value) => value)));
-      if (panel.first_only) names = names.slice(0, 1);
+      const names = namesOf(panel, all);
       if (names.length) grid.append(chart(panel.title, seriesOf(names), { unit: panel.unit_range, smooth: panel.smooth }));
     }
   }
@@ -340,6 +416,17 @@ function cell(run, name, i) {
   return number(value);
 }
 
+// The beginning of a response, filled in when its block of samples is read: the index of a large run has no text.
+function says(run, i) {
+  const node = el("span", { class: "says" });
+  block(run.number, run.index.columns.block[i]).then((content) => {
+    const text = textOf(content, content.samples[run.index.columns.place[i]]).slice(0, 400);
+    node.textContent = text.replace(/\s+/g, " ").trim().slice(0, 160);
+    node.title = text;
+  });
+  return node;
+}
+
 function samplesPage() {
   const count = el("span", { id: "sample-count", class: "quiet" });
   const list = el("div", { class: "rows" });
@@ -349,14 +436,14 @@ function samplesPage() {
   const detail = el("div", { class: "detail", id: "detail" }, el("p", { class: "quiet" }, "Choose a sample: its whole group is shown side by side."));
   let rows = [];
   const used = LIST.filter(([name]) => visible().some((run) => { const c = run.index.columns[name]; const w = run.index.words[name]; return w ? w.some((x) => x) : c.some((v) => v !== null && v !== undefined); }));
-  const columns = `${runs.length > 1 ? "minmax(80px, 1fr) " : ""}${used.map(() => "minmax(52px, 1fr)").join(" ")}`;
+  const columns = `${runs.length > 1 ? "minmax(80px, 1fr) " : ""}${used.map(() => "minmax(52px, 1fr)").join(" ")} minmax(180px, 6fr)`;
   const draw = () => {
     const first = Math.max(0, Math.floor(viewport.scrollTop / ROW) - 5);
     const last = Math.min(rows.length, first + Math.ceil((viewport.clientHeight || 400) / ROW) + 10);
     list.style.transform = `translateY(${first * ROW}px)`;
     list.replaceChildren(...rows.slice(first, last).map(([r, i]) => {
       const run = runs[r];
-      const cells = used.map(([name]) => el("span", {}, cell(run, name, i)));
+      const cells = [...used.map(([name]) => el("span", {}, cell(run, name, i))), says(run, i)];
       if (runs.length > 1) cells.unshift(el("span", {}, el("i", { class: "chip", style: { background: COLOURS[r % COLOURS.length] } }), run.label));
       const chosen = state.chosen && state.chosen[0] === r && state.chosen[1] === i;
       return el("div", { class: `row${run.index.columns.error[i] ? " bad" : ""}${chosen ? " chosen" : ""}`, style: { gridTemplateColumns: columns }, onclick: () => { state.chosen = [r, i]; draw(); showGroup(detail, r, i, refresh); } }, cells);
@@ -371,7 +458,7 @@ function samplesPage() {
     draw();
   };
   viewport.addEventListener("scroll", draw);
-  const head = el("div", { class: "row head", style: { gridTemplateColumns: columns } }, runs.length > 1 ? el("span", {}, "run") : null, used.map(([name, title]) => el("span", { onclick: () => { state.sort = state.sort && state.sort[0] === name && state.sort[1] < 0 ? [name, 1] : [name, -1]; refresh(); }, title: "sort" }, title)));
+  const head = el("div", { class: "row head", style: { gridTemplateColumns: columns } }, runs.length > 1 ? el("span", {}, "run") : null, used.map(([name, title]) => el("span", { onclick: () => { state.sort = state.sort && state.sort[0] === name && state.sort[1] < 0 ? [name, 1] : [name, -1]; refresh(); }, title: "sort" }, title)), el("span", {}, "response"));
   const page = el("section", { class: "samples" }, filterBar(refresh, count), el("div", { class: "table" }, head, viewport), detail);
   requestAnimationFrame(refresh);
   return page;
@@ -469,7 +556,7 @@ function colour(sample, i, scale) {
     const strength = Math.min(0.7, Math.abs(value) * 0.5).toFixed(3);
     return value >= 0 ? `rgba(22, 163, 74, ${strength})` : `rgba(220, 38, 38, ${strength})`;
   }
-  if (state.mode === "route" && sample.y && sample.y[i]) return `hsl(${(sample.y[i][0] * 137.508) % 360} 70% 80%)`;
+  if (state.mode === "route" && sample.y && sample.y[i]) return `hsl(${(sample.y[i][0] * 137.508) % 360} 70% 60% / 45%)`;
   return "";
 }
 
@@ -558,16 +645,16 @@ function timelineOf(run) {
     context.font = "12px system-ui, sans-serif";
     const X = (t) => left + ((t - t0) / (t1 - t0 || 1)) * (width - left - 10);
     hits = [];
-    context.fillStyle = "#64748b";
+    context.fillStyle = inked("quiet");
     for (const t of niceTicks(0, t1 - t0, 8)) { context.fillText(seconds(t), X(t0 + t), height - 8); context.fillRect(X(t0 + t), 0, 0.5, height - 22); }
     const summary = [];
     lanes.forEach(([name, spans], lane) => {
       const inside = spans.filter(([, begin, end]) => end > t0 && begin < t1);
       const busy = merged(inside.map(([, begin, end]) => [Math.max(t0, begin), Math.min(t1, end)])).reduce((sum, [a, b]) => sum + b - a, 0);
       summary.push([name, busy, inside]);
-      context.fillStyle = "#1e293b";
+      context.fillStyle = inked("text");
       context.fillText(name.length > 30 ? `${name.slice(0, 29)}…` : name, 4, lane * 26 + 17);
-      context.fillStyle = "#f1f5f9";
+      context.fillStyle = inked("hover");
       context.fillRect(left, lane * 26 + 3, width - left - 10, 20);
       // Longer spans first, so that phases inside phases stay visible.
       for (const [label, begin, end] of inside.slice().sort((a, b) => b[2] - b[1] - (a[2] - a[1]))) {
@@ -593,7 +680,7 @@ function timelineOf(run) {
     tip.textContent = over ? `${over[3]}: ${seconds(over[4])}` : "";
   });
   for (const input of [from, to]) input.addEventListener("change", draw);
-  box.append(el("div", { class: "bar" }, el("label", {}, "steps ", from), el("label", {}, "to ", to), tip), canvas, table);
+  box.append(el("div", { class: "bar" }, el("label", {}, "steps ", from), el("label", {}, "to ", to), tip), el("div", { class: "wide" }, canvas), el("div", { class: "wide" }, table));
   requestAnimationFrame(draw);
   return box;
 }
@@ -615,21 +702,35 @@ function configPage() {
   input.addEventListener("input", draw);
   only.addEventListener("change", draw);
   draw();
-  return el("section", {}, el("div", { class: "bar" }, input, runs.length > 1 ? el("label", {}, only, "differences only") : null), table);
+  return el("section", {}, el("div", { class: "bar" }, input, runs.length > 1 ? el("label", {}, only, "differences only") : null), el("div", { class: "wide" }, table));
 }
 
 // The frame
 
 const TABS = { overview: ["Overview", overview], metrics: ["All metrics", metricsPage], samples: ["Samples", samplesPage], timeline: ["Timeline", timelinePage], config: ["Configuration", configPage] };
 
+// The reader's choice, or what the system prefers. A page opened from a file may have no storage.
+function theme(chosen) {
+  let kept = null;
+  try {
+    if (chosen) localStorage.setItem("roll-report-theme", chosen);
+    kept = localStorage.getItem("roll-report-theme");
+  } catch { kept = chosen; }
+  document.documentElement.dataset.theme = chosen || kept || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+}
+const inked = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
 function show() {
   const app = document.getElementById("app");
   const tabs = el("nav", {}, Object.entries(TABS).map(([key, [title]]) => el("button", { class: key === state.tab ? "current" : "", id: `tab-${key}`, onclick: () => { state.tab = key; show(); } }, title)));
   const legend = runs.length > 1 ? el("span", { class: "legend" }, runs.map((run) => el("label", {}, el("input", { type: "checkbox", checked: state.shown.has(run.number), onchange: (event) => { event.target.checked ? state.shown.add(run.number) : state.shown.delete(run.number); show(); } }), el("i", { class: "chip", style: { background: COLOURS[run.number % COLOURS.length] } }), run.label))) : null;
-  app.replaceChildren(el("header", { class: "top" }, el("h1", {}, runs.map((run) => run.label).join(" / ")), tabs, legend), TABS[state.tab][1](), el("footer", { class: "quiet" }, state.made));
+  const dark = document.documentElement.dataset.theme === "dark";
+  const toggle = el("button", { id: "theme", onclick: () => { theme(dark ? "light" : "dark"); show(); } }, dark ? "light" : "dark");
+  app.replaceChildren(el("header", { class: "top" }, el("h1", {}, runs.map((run) => run.label).join(" / ")), tabs, legend, toggle), TABS[state.tab][1](), el("footer", { class: "quiet" }, state.made));
 }
 
 async function start() {
+  theme();
   const about = await inflated("about");
   state.made = `written ${about.made} by roll ${about.version}`;
   await Promise.all(about.runs.map(async (run, place) => {
