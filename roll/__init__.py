@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 
 _API = dict.fromkeys(("Check", "Run", "check", "load_config", "run"), "roll.api")
 _API |= dict.fromkeys(("EngineClient", "TrainClient"), "roll.clients.models") | {"Workers": "roll.clients.workers"}
-_API |= {"ConfigError": "roll.config.reading.errors"}
+_API |= {"ConfigError": "roll.config.reading.errors", "SamplingParams": "roll.strategies.engines.requests"}
 _API |= dict.fromkeys(("STOP", "Callback"), "roll.tracking.callbacks")
 """Module of each name of the Python interface; ``__init__.pyi`` has their types."""
 

@@ -7,6 +7,7 @@ from roll.clients.models import EngineClient as EngineClient
 from roll.clients.models import TrainClient as TrainClient
 from roll.clients.workers import Workers as Workers
 from roll.config.reading.errors import ConfigError as ConfigError
+from roll.strategies.engines.requests import SamplingParams as SamplingParams
 from roll.tracking.callbacks import STOP as STOP
 from roll.tracking.callbacks import Callback as Callback
 

@@ -339,6 +339,16 @@ def test_the_listing_of_the_page(recipes: Path) -> None:
     assert (recipes / report).is_file()
 
 
+@pytest.mark.long
+@pytest.mark.e2e
+def test_the_listing_of_the_readme(recipes: Path) -> None:
+    """Twenty lines train and sample: ten rewards, and a response of the trained model."""
+    *_, rewards, texts = output_of(named_files(ROOT / "README.md")["train.py"], recipes)
+    first, *_, last = ast.literal_eval(rewards)
+    assert last > first
+    assert len(ast.literal_eval(texts)) == 1
+
+
 @pytest.mark.e2e
 def test_the_loop_of_the_page(recipes: Path) -> None:
     """Four samples, each with as many log-probs as tokens; and a checkpoint."""
