@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from roll.report.page import write_page
-from roll.report.run_files import read_run
+from roll.report.run_files import Run, read_run
 from tests.report.made_runs import HOSTILE, made_block, made_run
 
 pytestmark = pytest.mark.long
@@ -77,7 +77,9 @@ def errors(browser: Any) -> list[Any]:
     return [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
 
-def test_a_report_of_two_runs(browser: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def two_runs(browser: Any, tmp_path: Path) -> list[Run]:
+    """Two runs, whose report is open."""
     runs = []
     for number in range(2):
         rng = random.Random(number)
@@ -86,8 +88,11 @@ def test_a_report_of_two_runs(browser: Any, tmp_path: Path) -> None:
         runs.append(read_run(made_run(tmp_path / f"run{number}", blocks, config, name=f"run{number}", seed=number)))
     write_page(runs, tmp_path / "report.html")
     open_page(browser, tmp_path / "report.html")
-    assert len(browser.find_elements("css selector", "figure[data-title='Accuracy'] .interval")) == 6
+    return runs
 
+
+def test_the_overview_compares_runs(browser: Any, two_runs: list[Run]) -> None:
+    assert len(browser.find_elements("css selector", "figure[data-title='Accuracy'] .interval")) == 6
     compared = browser.find_element("css selector", "table.figures").text
     assert "run1 minus run0" in compared
     assert any(row.startswith("val/") and "±" in row for row in compared.splitlines())
@@ -98,6 +103,10 @@ def test_a_report_of_two_runs(browser: Any, tmp_path: Path) -> None:
     click(browser, "#theme")
     assert browser.execute_script(page) == light
 
+    assert errors(browser) == []
+
+
+def test_samples_timeline_and_keys_of_two_runs(browser: Any, two_runs: list[Run]) -> None:
     click(browser, "#tab-samples")
     until(lambda: count(browser) == "288 of 288 samples")
     until(lambda: browser.find_element("css selector", "#samples .row .says").text)
@@ -108,7 +117,7 @@ def test_a_report_of_two_runs(browser: Any, tmp_path: Path) -> None:
     until(lambda: count(browser) == "16 of 288 samples")
     right = sum(
         sample["s"] == 1.0 and sample["f"] == "length"
-        for run in runs
+        for run in two_runs
         for block in run.blocks()
         if block["step"] in (3, 4)
         for sample in block["samples"]
