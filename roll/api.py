@@ -36,7 +36,7 @@ from roll.config.objects import path_of
 from roll.config.plan.plan import Plan
 from roll.config.plan.render import line, render_plan
 from roll.config.reading.errors import ConfigError, Notice, Problem
-from roll.preflight import check_parts, check_resumption, ready
+from roll.preflight import check_first_rows, check_parts, check_resumption, ready
 from roll.rehearsal.catalog import find_gpu
 from roll.rehearsal.formulas import misfits, quick_lines
 from roll.report.page import write_report
@@ -189,6 +189,7 @@ def check(config: Config, overrides: Overrides = (), *, check_files: bool = True
         check_parts(loaded)
         if check_files:
             check_output(loaded.plan.output_dir, loaded.source)
+            check_first_rows(loaded)
             check_resumption(loaded)
         if gpu is not None and (problems := misfits(loaded.plan, find_gpu(gpu))):
             raise ConfigError(problems)

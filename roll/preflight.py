@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -268,9 +269,39 @@ def check_parts(loaded: LoadedConfig[Any]) -> None:
         raise ConfigError([problem]) from error
 
 
+def check_first_rows(loaded: LoadedConfig[Any]) -> None:
+    """Read the first row of each data file as training will: a wrong column ends here and not after the start.
+
+    Files of the hub, and sets whose bad rows are skipped, are left to the run.
+
+    Raises:
+        ConfigError: a row that cannot be used.
+    """
+    from roll.datasets.forms import form_of
+    from roll.datasets.reading import data_files, stream_rows
+    from roll.datasets.types import DataError
+
+    problems = []
+    for key, data_args, read in loaded.pipeline.first_row_readers(loaded):
+        names = [data_args.file_name] if isinstance(data_args.file_name, str) else data_args.file_name or []
+        local = [name for name in names if not name.startswith("hub:")]
+        for name in local if data_args.on_bad_row == "raise" else ():
+            try:
+                for path in data_files(name):
+                    with closing(stream_rows([path])) as rows:
+                        first = next(rows)
+                    read(form_of(data_args, first)(first))
+            except DataError as error:
+                problems.append(Problem(f"{key}.file_name", name, str(error), source=shown(loaded.source)))
+                break
+    if problems:
+        raise ConfigError(problems)
+
+
 def prepared(load: Callable[[], LoadedConfig[Any]], say: Callable[[str], None]) -> LoadedConfig[Any]:
     """A configuration after :func:`~roll.config.checks.base.check_output`, :func:`check_parts`,
-    :func:`check_resumption`, :func:`require_packages`, :func:`dequantise_models` and :func:`find_models`.
+    :func:`check_first_rows`, :func:`check_resumption`, :func:`require_packages`, :func:`dequantise_models` and
+    :func:`find_models`.
 
     Args:
         load: loads it; once more where the hub has given a model's ``config.json``, which the plan depends on.
@@ -282,6 +313,7 @@ def prepared(load: Callable[[], LoadedConfig[Any]], say: Callable[[str], None]) 
     loaded = load()
     check_output(loaded.plan.output_dir, loaded.source)
     check_parts(loaded)
+    check_first_rows(loaded)
     check_resumption(loaded)
     require_packages(loaded)
     dequantise_models(loaded, say)

@@ -1,14 +1,14 @@
-"""Conversations: demonstrations for supervised training, and the shapes that turns are published in."""
+"""Conversations in the shapes that turns are published in."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from published import PrepareOptions, one_of, others, text_of
+from published import PrepareOptions
 
 from roll.datasets.columns import Message, check_messages, with_system
-from roll.datasets.reading import Row, SourceRow
+from roll.datasets.reading import SourceRow
 from roll.datasets.types import DataError
 
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -50,41 +50,4 @@ def with_options(messages: list[Message], options: PrepareOptions) -> list[Messa
     return with_system(result, options.system)
 
 
-CHAT_TAG = "chat"
 CHATS = ("messages", "conversations", "conversation")
-INSTRUCTIONS = ("instruction", "prompt", "question", "query")
-RESPONSES = ("output", "response", "completion", "answer", "solution")
-CHAT_COLUMNS = ("id", "tag", *CHATS, "input", "system", *INSTRUCTIONS, *RESPONSES)
-
-
-def convert_chat(source: SourceRow, row_id: str, options: PrepareOptions) -> Row:
-    """``id, tag, messages``, of which the last is the assistant's and is learnt, and all other columns.
-
-    A chat is in ``messages`` or ``conversations`` (with role and content, or ShareGPT's from and value); else it is
-    an instruction, its ``input`` behind it after an empty line (Alpaca), and an output.
-
-    Raises:
-        DataError: no conversation, or none that ends with the assistant.
-    """
-    column = next((name for name in CHATS if source.row.get(name) is not None), None)
-    messages = messages_of(source, column, source.row[column]) if column else from_columns(source)
-    messages = with_system(messages, source.row.get("system"))
-    if messages[-1]["role"] != "assistant":
-        raise DataError(f"{source.place}: the conversation must end with the assistant, found {messages[-1]['role']!r}")
-    if not any(message["role"] == "user" for message in messages):
-        raise DataError(f"{source.place}: the conversation has no message from a user")
-    head = {"id": row_id, "tag": options.tag, "messages": with_options(messages, options)}
-    return {**head, **others(source, CHAT_COLUMNS)}
-
-
-def from_columns(source: SourceRow) -> list[Message]:
-    column, value = one_of(source, INSTRUCTIONS)
-    prompt = messages_of(source, column, value) if isinstance(value, list) else None
-    if prompt is None:
-        extra = source.row.get("input")
-        text = text_of(source, INSTRUCTIONS)
-        prompt = [{"role": "user", "content": f"{text}\n\n{extra}" if extra else text}]
-    column, answer = one_of(source, RESPONSES)
-    if isinstance(answer, list):
-        return [*prompt, *messages_of(source, column, answer)]
-    return [*prompt, {"role": "assistant", "content": text_of(source, RESPONSES)}]

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from chat_sets import CHAT_TAG, convert_chat
 from code_sets import CODE_INSTRUCTION, CODE_TAG, convert_code
 from math_sets import (
     GSM8K_INSTRUCTION,
@@ -54,7 +53,6 @@ KINDS = {
     "preferences": Kind(convert_pair, PAIR_TAG, "pairs: HH, UltraFeedback, Skywork, HelpSteer, SHP, Nectar ..."),
     "rankings": Kind(convert_ranking, PAIR_TAG, "several responses with scores: Nectar, UltraFeedback, HelpSteer2"),
     "labels": Kind(convert_label, PAIR_TAG, "single responses, desirable or not: KTO"),
-    "chats": Kind(convert_chat, CHAT_TAG, "demonstrations: chats, instructions with outputs (Alpaca, ShareGPT)"),
 }
 
 

@@ -27,6 +27,19 @@ def parse_filter(value: Any) -> Any:
     return value
 
 
+def parse_truth(value: Any) -> Any:
+    """The name of a column, or the column and a regular expression."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, Mapping) or "column" not in value or set(value) - {"column", "pattern"}:
+        raise ValueError("must be the name of a column, or {column: NAME, pattern: REGULAR EXPRESSION}")
+    try:
+        re.compile(value.get("pattern", ""))
+    except re.error as error:
+        raise ValueError(f"pattern is no regular expression: {error}") from error
+    return value
+
+
 @dataclass(frozen=True)
 class CurriculumArguments:
     """``data_args.curriculum``: rows in order of difficulty, band by band, for the first epochs.
@@ -103,6 +116,12 @@ class DataArguments:
     """Column of the demonstrated response in supervised training."""
     messages: str | None = None
     """Column of the chat messages (a list, or the same as a JSON string); excludes ``prompt``."""
+    ground_truth: str | dict[str, str] | None = field(
+        default=None, metadata=rules(parse=parse_truth, example="{column: answer, pattern: '#### (.+)'}")
+    )
+    """Column of what a reward compares with: its text after ``####``, its last box, or all of it; with a pattern, the
+    last match (its first group). null: ``ground_truth``, verl's and SkyRL's sections, else ``answer``, or the box of
+    ``solution``."""
     images: str = "images"
     """Column of a row's images (vision-language models): one or a list, each bytes, a path, a ``data:`` URI, or
     ``{bytes, path}``. They stand where the text has ``<image>``, without any before the first user message. Rows

@@ -320,6 +320,11 @@ class PipelineDefinition(ABC):
         """Key, value and rule of what keeps a run from taking up all of the ``state`` in the folder ``checkpoint``."""
         yield from ()
 
+    def first_row_readers(self, loaded: Any) -> Iterator[tuple[str, DataArguments, Callable[[Any], object]]]:
+        """Data sections by key, with what reads a row as training will, as far as that needs no tokenizer. It is given
+        a :class:`roll.datasets.reading.SourceRow` and raises ``DataError``."""
+        yield from ()
+
     def readable_sets(self, loaded: Any) -> dict[str, ReadableSet]:
         """The sets that a run reads, by name."""
         return {}

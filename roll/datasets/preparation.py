@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll.config.data import DataArguments
 from roll.config.model_files import cache_home
-from roll.datasets.columns import Keep, Message, build_filter, filter_source
+from roll.datasets.columns import Message, build_filter, filter_source
+from roll.datasets.forms import RowForm, form_of
 from roll.datasets.images import PreparedImages
 from roll.datasets.making import RowMaker, Tally, make_all, num_processes
 from roll.datasets.reading import SourceRow, data_files, stream_rows, unique_names
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 1024
 """Rows that are rendered and tokenised together; what is in memory at a time."""
-ROWS_FORMAT = 3
+ROWS_FORMAT = 4
 """Version of prepared rows and their counts; cache entries of other versions are not used."""
 FORMAT = 4
 """Version of a cache entry; increased when the same settings give other rows or files."""
@@ -174,7 +175,7 @@ def build_store(maker: RowMaker[Any], paths: Sequence[Path], folder: Path | None
 
     policy = maker.data_args.on_bad_row
     unreadable, unusable = BadRows(policy), BadRows(policy)
-    selection = Selection(build_filter(maker.data_args.dataset_filter), unusable)
+    selection = Selection(maker.data_args, unusable)
     writer, tally = RowStoreWriter(folder), Tally()
     try:
         sources = selection(stream_rows(paths, unreadable))
@@ -219,18 +220,24 @@ def nothing_left(maker: RowMaker[Any], tally: Tally, counts: LoadCounts) -> str:
 
 @dataclass
 class Selection:
-    """Rows that ``dataset_filter`` lets through, counted."""
+    """Rows that ``dataset_filter`` lets through, counted, in the columns of their file's form."""
 
-    keep: Keep | None
+    data_args: DataArguments
     bad_rows: BadRows
     read: int = 0
     filtered: int = 0
 
     def __call__(self, sources: Iterable[SourceRow]) -> Iterator[SourceRow]:
+        keep, form, file = build_filter(self.data_args.dataset_filter), RowForm(), -1
         for source in sources:
+            if source.file != file:
+                form, file = form_of(self.data_args, source), source.file
+                if str(form):
+                    logger.info("%s is read as: %s", source.path, form)
             self.read += 1
             try:
-                wanted = self.keep is None or self.keep(source)
+                source = form(source)
+                wanted = keep is None or keep(source)
             except DataError as error:
                 self.bad_rows.report(error)
                 continue

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
 from roll.datasets.columns import DomainRouter, Message
+from roll.datasets.forms import read_ground_truth
 from roll.datasets.images import ImageReader
 from roll.datasets.making import Draft, RowMaker
 from roll.datasets.preparation import PreparedRows, load_rows
-from roll.datasets.reading import Row, SourceRow
+from roll.datasets.reading import SourceRow
 from roll.datasets.templates import Rendered, Renderer, TemplateChoice, truncate
 from roll.datasets.types import DataError, LoadCounts, PromptRow
 from roll.datasets.vision_model import VisionModel
@@ -84,23 +83,6 @@ class PromptDataset(PreparedRows[PromptRow]):
             row=row,
             vision=self._vision(position, row, token_ids),
         )
-
-
-FOREIGN_TRUTHS = ("reward_model", "reward_spec")
-"""Columns in which the data sets of other projects keep the ground truth."""
-
-
-def read_ground_truth(row: Row) -> Any:
-    """The column ``ground_truth``, else the entry of that name in ``reward_model`` (verl) or ``reward_spec`` (SkyRL);
-    None: the row has none."""
-    for section in (row, *map(row.get, FOREIGN_TRUTHS)):
-        if isinstance(section, str) and section.startswith("{"):
-            # CSV and some JSONL files hold the section as JSON text.
-            with suppress(json.JSONDecodeError):
-                section = json.loads(section)
-        if isinstance(section, dict) and section.get("ground_truth") is not None:
-            return section["ground_truth"]
-    return None
 
 
 @dataclass(eq=False)

@@ -16,7 +16,6 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
-from roll.datasets.columns import build_filter
 from roll.datasets.making import RowMaker, Tally
 from roll.datasets.preparation import Selection, blocks_hash, nothing_left
 from roll.datasets.reading import SourceRow, data_files, stream_rows, unique_names
@@ -66,7 +65,7 @@ class StreamedEpochs(Generic[T]):
         """Rows that this epoch has made."""
         self._tally = Tally()
         self._bad = BadRows(data_args.on_bad_row)
-        self._selection = Selection(build_filter(data_args.dataset_filter), self._bad)
+        self._selection = Selection(data_args, self._bad)
 
     def next_batch(self, size: int) -> list[T]:
         """The next rows.

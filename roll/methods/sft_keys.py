@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.checks.base import Checks
+from roll.config.loader import LoadedConfig
 from roll.config.pipelines import TRAINS, Headline, Panel, Role
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
-from roll.methods.supervised import SupervisedConfig, SupervisedDefinition
+from roll.methods.supervised import SupervisedConfig, SupervisedDefinition, SupervisedPlan
+
+if TYPE_CHECKING:
+    from roll.datasets.reading import SourceRow
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,24 @@ class SFT(SupervisedDefinition):
     def training_data(self, config: SFTConfig) -> DataArguments:
         own = config.sft_train.data_args
         return replace(own, prompt=config.prompt_key or own.prompt, response=config.response_key or own.response)
+
+    def first_row_readers(
+        self, loaded: LoadedConfig[SFTConfig]
+    ) -> Iterator[tuple[str, DataArguments, Callable[[Any], object]]]:
+        from roll.datasets.assistant_turns import read_dialogue
+        from roll.datasets.columns import Columns
+        from roll.datasets.sft import read_demonstration
+
+        plan = loaded.plan
+        assert isinstance(plan, SupervisedPlan)
+        reader = read_dialogue if loaded.config.train_on == "assistant" else read_demonstration
+
+        def read(data_args: DataArguments, source: SourceRow) -> None:
+            reader(Columns.of(data_args, source), source)
+
+        for key, data_args in {"sft_train": plan.data_args, "validation": plan.val_data_args}.items():
+            if data_args is not None:
+                yield f"{key}.data_args", data_args, partial(read, data_args)
 
     def check_keys(self, config: SFTConfig, checks: Checks) -> None:
         if config.query_key is not None and config.prompt_key is None:

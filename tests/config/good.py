@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,13 @@ GOOD_SFT: dict[str, Any] = {
         "data_args": {"file_name": "train.jsonl", "messages": "messages"},
     },
 }
+
+
+def write_rows(folder: Path = Path()) -> None:
+    """The data files that :data:`GOOD` and :data:`GOOD_SFT` name, with a row each."""
+    messages = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
+    for name in ("train.jsonl", "val.jsonl"):
+        (folder / name).write_text(json.dumps({"tag": "math", "messages": messages, "ground_truth": "5"}))
 
 
 def changed(changes: Mapping[str, Any], base: Mapping[str, Any] = GOOD) -> dict[str, Any]:

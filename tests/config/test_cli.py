@@ -20,7 +20,7 @@ from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.masking import MASK, is_secret
 from roll.distributed import restarts
 from roll.pipelines.rlvr.definition import RLVR
-from tests.config.good import GOOD, GOOD_SFT, changed
+from tests.config.good import GOOD, GOOD_SFT, changed, write_rows
 from tests.support.checkpoints import write_checkpoint
 
 
@@ -119,8 +119,7 @@ def test_run_hands_the_loaded_configuration_to_the_pipeline(monkeypatch: pytest.
     asked: list[LoadedConfig[Any]] = []
     monkeypatch.setattr(preflight, "find_models", lambda loaded, say: asked.append(loaded))
     data_there = changed({"pretrain": "owner/model"})
-    for file in ("train.jsonl", "val.jsonl"):
-        Path(file).touch()
+    write_rows()
     Path("good.yaml").write_text(yaml.safe_dump(data_there))
     assert cli.main(["run", "good.yaml", "max_steps=3"]) == 0
     with pytest.raises(SystemExit) as stopped:
@@ -136,8 +135,8 @@ def test_run_hands_the_loaded_configuration_to_the_pipeline(monkeypatch: pytest.
 
 @pytest.mark.usefixtures("good")
 def test_an_output_folder_under_a_file_is_one_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    for file in ("train.jsonl", "val.jsonl", "taken"):
-        Path(file).touch()
+    write_rows()
+    Path("taken").touch()
     for command in ("run", "check"):
         assert cli.main([command, "good.yaml", "output_dir=taken/run"]) == 2
         error = capsys.readouterr().err
@@ -164,8 +163,7 @@ def test_a_checkpoint_of_an_unknown_backend_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delattr(RLVR, "run")
-    for file in ("train.jsonl", "val.jsonl"):
-        Path(file).touch()
+    write_rows()
     unknown = ModelContents("of_another_version", {"lm_head.weight": [4]})
     write_checkpoint(Path("out/checkpoints"), {"actor_train": unknown})
     words = ["good.yaml", "output_dir=out", "resume_from_checkpoint=true"]

@@ -23,7 +23,7 @@ from roll.config.loader import load_config
 from roll.config.model_files import FAMILIES, NEEDS, SUPPORT, layer_classes, missing, model_folder, needed
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.roles import StrategyArguments, WorkerConfig
-from tests.config.good import GOOD, changed
+from tests.config.good import GOOD, changed, write_rows
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen2",
@@ -43,8 +43,7 @@ SGLANG = VLLM | {"actor_infer.strategy_args.strategy_name": "sglang"}
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in ("train.jsonl", "val.jsonl"):
-        (tmp_path / name).write_text("{}\n")
+    write_rows(tmp_path)
     (tmp_path / "model").mkdir()
     return tmp_path
 

@@ -12,7 +12,7 @@ from roll.config.loader import load_config
 from roll.config.model_files import is_installed
 from roll.config.reading.errors import ConfigError
 from roll.preflight import check_types, require_packages
-from tests.config.good import GOOD, changed, load
+from tests.config.good import GOOD, changed, load, write_rows
 
 ENGINE = {"actor_infer.strategy_args.strategy_name": "vllm"}
 
@@ -84,8 +84,7 @@ def test_looking_for_a_package() -> None:
 
 def test_the_check_notes_a_package_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("train.jsonl", "val.jsonl"):
-        (tmp_path / name).write_text("{}\n")
+    write_rows(tmp_path)
     monkeypatch.setattr("roll.config.checks.roles.is_installed", lambda module: module != "sglang")
     engine = {"strategy_name": "sglang", "strategy_config": {}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(changed({"actor_infer.strategy_args": engine}, GOOD)))

@@ -214,8 +214,8 @@ def test_bad_rows_say_where_and_what(tokenizer: Any, write_jsonl: Write, bad: ob
 
 
 def test_neither_messages_nor_prompt(tokenizer: Any, write_jsonl: Write) -> None:
-    with pytest.raises(DataError, match=r"row 1: neither messages nor prompt among the columns \['question', 'tag'\]"):
-        build(tokenizer, write_jsonl([{"tag": "easy", "question": "?"}]))
+    with pytest.raises(DataError, match=r"row 1: neither messages nor prompt among the columns \['puzzle', 'tag'\]"):
+        build(tokenizer, write_jsonl([{"tag": "easy", "puzzle": "?"}]))
     with pytest.raises(DataError, match="exclude each other"):
         build(tokenizer, write_jsonl([row("1")]), data_args={"messages": "messages", "prompt": "prompt"})
     with pytest.raises(DataError, match="file_name is not set"):

@@ -19,7 +19,6 @@ from roll.datasets.reading import SourceRow, read_rows
 from tests.examples.pages import ROOT
 
 sys.path.insert(0, str(ROOT / "examples/data"))  # as the scripts there find one another
-from chat_sets import convert_chat
 from code_sets import convert_code
 from convert import main
 from math_sets import convert_math
@@ -85,9 +84,6 @@ def test_math_of_dapo_keeps_its_conversation() -> None:
         (convert_pair, {"prompt": "?", "chosen": "a"}, "expected one of the columns rejected"),
         (convert_pair, {"prompt": "?", "chosen": "a", "rejected": "a"}, "the same response"),
         (convert_pair, {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, "different prompts"),
-        (convert_chat, {"messages": [{"role": "user", "content": "?"}]}, "must end with the assistant, found 'user'"),
-        (convert_chat, {"conversations": [{"from": "bot", "value": "?"}]}, r"turns from \['bot'\]; known are human"),
-        (convert_chat, {"instruction": "?"}, "expected one of the columns output"),
     ],
 )
 def test_rows_that_cannot_be_converted_say_why(convert: Convert, row: dict[str, Any], message: str) -> None:
@@ -289,25 +285,6 @@ def test_rows_without_a_preference_are_counted(tmp_path: Path, caplog: pytest.Lo
     assert all(reason in caplog.text for reason in ("1 tie", "1 same response", "1 different prompts"))
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": [USER, GOOD]},
-        {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "a"}]},
-        {"instruction": "?", "input": "", "output": "a"},
-        {"prompt": "?", "completion": "a"},
-        {"prompt": [USER], "completion": [GOOD]},
-    ],
-)
-def test_chats(row: dict[str, Any]) -> None:
-    assert converted(convert_chat, row) == {"id": "x-2", "tag": "t", "messages": [USER, GOOD]}
-
-
-def test_alpaca_inputs_and_systems() -> None:
-    found = converted(convert_chat, {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Short."})
-    assert [message["content"] for message in found["messages"]] == ["Short.", "Add.\n\n1 2", "3"]
-
-
 def test_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = written(
         tmp_path, [{"problem": "P?", "answer": "1"}, {"problem": "Q?"}, "{", {"problem": "R?", "answer": "2"}]
@@ -322,5 +299,5 @@ def test_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         ("train-0", "aime", "P?"),
         ("train-2", "aime", "R?"),
     ]
-    assert main(["chats", "--input", source, "--output", str(target), "--on-bad-row", "skip"]) == 2
+    assert main(["labels", "--input", source, "--output", str(target), "--on-bad-row", "skip"]) == 2
     assert "none of 4 rows could be converted" in caplog.text

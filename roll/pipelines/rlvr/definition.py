@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
     from roll.config.roles import DataArguments
     from roll.datasets import PromptDataset
+    from roll.datasets.reading import SourceRow
     from roll.pipelines.batches import RecordedBatch
 
 
@@ -258,6 +259,27 @@ class RLVR(PipelineDefinition):
         if not loaded.plan.is_async and (ahead.get("unfinished") or ahead.get("complete")):
             rule = f"{checkpoint} holds samples that were generated ahead, which a synchronous run has no use for"
             yield "async_generation_ratio", loaded.config.async_generation_ratio, rule
+
+    def first_row_readers(
+        self, loaded: LoadedConfig[RLVRConfig]
+    ) -> Iterator[tuple[str, DataArguments, Callable[[Any], object]]]:
+        from roll.datasets.columns import Columns, DomainRouter
+
+        config: RLVRConfig = loaded.config
+        plan: Any = loaded.plan
+        tags = {name: section.tag_included for name, section in config.rewards.items()}
+
+        def read(data_args: DataArguments, source: SourceRow) -> None:
+            columns = Columns.of(data_args, source)
+            columns.read_messages(source)
+            if tags and data_args.dataset_filter is None:  # a filter may leave this row out
+                DomainRouter(tags).route(source, columns.read_tag(source))
+
+        sections = {"actor_train.data_args": config.actor_train.data_args} if isinstance(plan, RLVRPlan) else {}
+        for one in plan.validation_sets:
+            sections[f"validation.{f'sets.{one.name}.' if one.name else ''}data_args"] = one.data_args
+        for key, data_args in sections.items():
+            yield key, data_args, partial(read, data_args)
 
     def readable_sets(self, loaded: LoadedConfig[RLVRConfig]) -> dict[str, ReadableSet]:
         from roll.pipelines.rlvr.data import read_prompts, read_training_prompts, remarks

@@ -1,0 +1,226 @@
+"""Rows as they are published: the form of a file is recognised by its first row and read into the columns that the rest
+of the package knows (``messages`` or ``prompt``, the response, ``ground_truth``).
+
+Known are GSM8K (``question``, ``answer`` with ``####``), MATH (``problem``, ``solution`` with a box), Alpaca
+(``instruction``, ``input``, ``output``), ShareGPT (turns of ``from`` and ``value``), conversations under
+``conversations``, and pairs of prompt and completion. Columns that are there already, or that ``data_args`` names, win.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from roll.config.data import DataArguments
+from roll.datasets.reading import Row, SourceRow
+from roll.datasets.types import DataError
+
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Roles by the names that ShareGPT's files have in ``from``."""
+DIALOGUES = ("conversations", "conversation", "dialogue")
+QUESTIONS = ("question", "problem", "query", "instruction", "input")
+ANSWERS = ("response", "completion", "output", "answer")
+"""Columns of a prompt and of a response, for rows that have none under the usual names."""
+FOREIGN_TRUTHS = ("reward_model", "reward_spec")
+"""Columns in which the data sets of other projects keep the ground truth."""
+MARK = "####"
+"""In front of the result at the end of GSM8K's answers."""
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """Columns of a file by their meaning."""
+
+    dialogue: str | None = None
+    """Column that becomes ``messages``."""
+    question: str | None = None
+    """Column that becomes ``prompt``, or with :attr:`alpaca` a part of ``messages``."""
+    alpaca: bool = False
+    """``input``, ``system`` and ``history`` belong to the prompt."""
+    response: tuple[str, str] | None = None
+    """Column of the response, and the name it gets."""
+    completion: str | None = None
+    """Column of messages that continue those of ``prompt``."""
+    truth: str | None = None
+    """Column of the ground truth."""
+    pattern: str | None = None
+    """Regular expression that finds the ground truth in it; None: the text after ``####``, the last box, or all."""
+
+    def __call__(self, source: SourceRow) -> SourceRow:
+        """The row with the columns of the form.
+
+        Raises:
+            DataError: a turn of an unknown speaker, or a ground truth that the pattern does not find.
+        """
+        row = {name: turns(source, value) if is_sharegpt(value) else value for name, value in source.row.items()}
+        if self.dialogue is not None:
+            row["messages"] = row.pop(self.dialogue)
+        if self.completion is not None:
+            prompt, completion = row.pop("prompt", None), row.pop(self.completion)
+            row["messages"] = [*prompt, *completion] if isinstance(prompt, list) else completion
+        if self.alpaca:
+            row["messages"] = alpaca_messages(row)
+        elif self.question is not None and self.question in row:
+            row["prompt"] = row[self.question]
+        if self.response is not None and self.response[0] in row:
+            row.setdefault(self.response[1], row[self.response[0]])
+        if self.truth is not None and row.get(self.truth) is not None:
+            row["ground_truth"] = found_truth(source, self.truth, row[self.truth], self.pattern)
+        return replace(source, row=row)
+
+    def __str__(self) -> str:
+        """Where each column comes from."""
+        parts = []
+        if self.dialogue is not None:
+            parts.append(f"messages from {self.dialogue}")
+        if self.completion is not None:
+            parts.append(f"messages from prompt and {self.completion}")
+        if self.alpaca:
+            parts.append("messages from instruction, input, system and history")
+        elif self.question is not None:
+            parts.append(f"prompt from {self.question}")
+        if self.response is not None:
+            parts.append(f"{self.response[1]} from {self.response[0]}")
+        if self.truth is not None:
+            how = f"by {self.pattern!r}" if self.pattern else f"after {MARK}, in the last box, or all of it"
+            parts.append(f"ground_truth from {self.truth} ({how})")
+        return ", ".join(parts)
+
+
+def form_of(data_args: DataArguments, first: SourceRow) -> RowForm:
+    """The form of the rows that begin with ``first``; ``data_args`` and the usual names go before it.
+
+    Raises:
+        DataError: ``data_args.ground_truth`` names a column that the row does not have.
+    """
+    row = first.row
+    dialogue = question = completion = None
+    free = data_args.messages is None and data_args.prompt is None and not {"messages", "prompt", "text"} & row.keys()
+    if free:
+        dialogue = next((name for name in DIALOGUES if isinstance(row.get(name), list)), None)
+        question = None if dialogue else next((name for name in QUESTIONS if isinstance(row.get(name), str)), None)
+    own_response, response = data_args.response, None
+    talked = row.get(data_args.messages or dialogue or "messages")
+    answered = isinstance(talked, str) or (
+        isinstance(talked, list) and is_dialogue(talked) and is_assistants(talked[-1])
+    )
+    if own_response == DataArguments().response and own_response not in row and not answered:
+        found = next((name for name in ANSWERS if row.get(name) is not None), None)
+        if found is not None and is_dialogue(row[found]):
+            completion = found if data_args.messages is None and is_dialogue(row.get("prompt", row[found])) else None
+        elif isinstance(row.get(found or ""), str):
+            response = (str(found), own_response)
+    truth, pattern = truth_column(data_args, first)
+    return RowForm(dialogue, question, question == "instruction", response, completion, truth, pattern)
+
+
+def read_ground_truth(row: Row) -> Any:
+    """The column ``ground_truth``, else the entry of that name in ``reward_model`` (verl) or ``reward_spec`` (SkyRL);
+    None: the row has none."""
+    for section in (row, *map(row.get, FOREIGN_TRUTHS)):
+        if isinstance(section, str) and section.startswith("{"):
+            # CSV and some JSONL files hold the section as JSON text.
+            with suppress(json.JSONDecodeError):
+                section = json.loads(section)
+        if isinstance(section, dict) and section.get("ground_truth") is not None:
+            return section["ground_truth"]
+    return None
+
+
+def truth_column(data_args: DataArguments, first: SourceRow) -> tuple[str | None, str | None]:
+    """Column and pattern of the ground truth; no column: rows have it under the usual names, or have none."""
+    row, named = first.row, data_args.ground_truth
+    if named is not None:
+        column, pattern = (named, None) if isinstance(named, str) else (named["column"], named.get("pattern"))
+        if column not in row:
+            found = ", ".join(sorted(row))
+            raise DataError(f"{first.place}: data_args.ground_truth names the column {column!r}, found only {found}")
+        return column, pattern
+    if read_ground_truth(row) is not None:
+        return None, None
+    if isinstance(row.get("answer"), str | int | float):
+        return "answer", None
+    boxed = isinstance(row.get("solution"), str) and BOX.search(row["solution"])
+    return ("solution" if boxed else None), None
+
+
+def found_truth(source: SourceRow, column: str, value: Any, pattern: str | None) -> Any:
+    """The ground truth in a column's value."""
+    if not isinstance(value, str):
+        return value
+    if pattern is not None:
+        found = list(re.finditer(pattern, value))
+        if not found:
+            raise DataError(
+                f"{source.place}: data_args.ground_truth.pattern {pattern!r} finds nothing in {column}: {value[-80:]!r}"
+            )
+        return found[-1][found[-1].re.groups and 1].strip()
+    if MARK in value:
+        return value.rpartition(MARK)[2].strip().replace(",", "")
+    return last_box(value) or value
+
+
+def last_box(text: str) -> str | None:
+    r"""The content of the last ``\boxed{}``, braces counted; None: there is none, or it is not closed."""
+    begins = [match.end() for match in BOX.finditer(text)]
+    if not begins:
+        return None
+    depth = 1
+    for place in range(begins[-1], len(text)):
+        depth += (text[place] == "{") - (text[place] == "}")
+        if not depth:
+            return text[begins[-1] : place]
+    return None
+
+
+def is_assistants(turn: Mapping[str, Any]) -> bool:
+    speaker = str(turn.get("from", turn.get("role"))).lower()
+    return SPEAKERS.get(speaker) == "assistant"
+
+
+def is_dialogue(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) for turn in value)
+
+
+def is_sharegpt(value: Any) -> bool:
+    """A turn or turns of ``from`` and ``value``."""
+    listed = value if isinstance(value, list) else [value]
+    return bool(listed) and all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in listed)
+
+
+def turns(source: SourceRow, value: Any) -> list[dict[str, Any]]:
+    """ShareGPT's turns as messages."""
+    messages = []
+    for turn in value if isinstance(value, list) else [value]:
+        speaker = SPEAKERS.get(str(turn["from"]).lower())
+        if speaker is None:
+            known = ", ".join(SPEAKERS)
+            raise DataError(f"{source.place}: a turn is from {turn['from']!r}; expected one of {known}")
+        messages.append({"role": speaker, "content": turn["value"]})
+    return messages
+
+
+def alpaca_messages(row: Row) -> list[dict[str, Any]]:
+    """The conversation of Alpaca's columns, as LLaMA-Factory documents them: ``history`` has earlier pairs of question
+    and answer, ``input`` follows the instruction after a line break."""
+    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    for asked, answered in row.get("history") or ():
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    further = row.get("input")
+    return [*messages, {"role": "user", "content": "\n".join([row["instruction"], *([further] if further else [])])}]

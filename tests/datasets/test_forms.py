@@ -1,0 +1,108 @@
+"""Published files as they lie: each is read into the package's columns, by its first row or by ``data_args``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.config.data import DataArguments
+from roll.datasets.assistant_turns import read_dialogue
+from roll.datasets.columns import Columns
+from roll.datasets.forms import form_of, last_box, read_ground_truth
+from roll.datasets.reading import SourceRow
+from roll.datasets.sft import read_demonstration
+from roll.datasets.types import DataError
+
+QUESTION = [{"role": "user", "content": "2 + 3?"}]
+
+
+def read(row: dict[str, Any], **data_args: Any) -> tuple[Columns, SourceRow]:
+    source, arguments = SourceRow(Path("data.jsonl"), 1, row), DataArguments(**data_args)
+    converted = form_of(arguments, source)(source)
+    return Columns.of(arguments, converted), converted
+
+
+PROMPTS = {
+    "gsm8k": ({"question": "2 + 3?", "answer": "2+3=<<2+3=5>>5\n#### 1,005"}, "1005"),
+    "math": (
+        {"problem": "2 + 3?", "solution": r"So \boxed{1}, no: $\boxed{\frac{1}{2}}$.", "level": "1"},
+        r"\frac{1}{2}",
+    ),
+    "math with answer": ({"problem": "2 + 3?", "solution": r"So \boxed{5}.", "answer": "5"}, "5"),
+    "question and number": ({"question": "2 + 3?", "answer": 5}, 5),
+    "alpaca": ({"instruction": "2 + 3?", "input": "", "output": "5"}, None),
+    "sharegpt": ({"conversations": [{"from": "human", "value": "2 + 3?"}]}, None),
+    "verl": ({"prompt": QUESTION, "reward_model": {"ground_truth": "5"}, "answer": "something else"}, "5"),
+    "own": ({"messages": QUESTION, "ground_truth": "5", "answer": "#### 6"}, "5"),
+}
+
+
+@pytest.mark.parametrize(("row", "truth"), PROMPTS.values(), ids=PROMPTS)
+def test_prompts_and_ground_truths(row: dict[str, Any], truth: Any) -> None:
+    columns, source = read(row)
+    assert columns.read_messages(source) == QUESTION
+    assert read_ground_truth(source.row) == truth
+
+
+DEMONSTRATIONS = {
+    "gsm8k": {"question": "2 + 3?", "answer": "It is 5"},
+    "alpaca": {"instruction": "2 + 3?", "output": "It is 5"},
+    "prompt and completion": {"prompt": "2 + 3?", "completion": "It is 5"},
+    "prompt and completion of messages": {
+        "prompt": QUESTION,
+        "completion": [{"role": "assistant", "content": "It is 5"}],
+    },
+    "sharegpt": {"conversations": [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "It is 5"}]},
+    "openai": {"messages": [*QUESTION, {"role": "assistant", "content": "It is 5"}], "answer": "not this"},
+    "query and response": {"query": "2 + 3?", "response": "It is 5"},
+}
+
+
+@pytest.mark.parametrize("row", DEMONSTRATIONS.values(), ids=DEMONSTRATIONS)
+def test_demonstrations(row: dict[str, Any]) -> None:
+    assert read_demonstration(*read(row)) == (QUESTION, "It is 5")
+
+
+def test_alpaca_has_a_system_message_a_history_and_an_input() -> None:
+    row = {
+        "instruction": "And twice that?",
+        "input": "in words",
+        "output": "ten",
+        "system": "Be short.",
+        "history": [["2 + 3?", "5"]],
+    }
+    messages, response = read_demonstration(*read(row))
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
+    assert (messages[-1]["content"], response) == ("And twice that?\nin words", "ten")
+
+
+def test_every_turn_of_sharegpt() -> None:
+    turns = [("system", "Add."), ("human", "2 + 3?"), ("gpt", "5"), ("human", "+ 1?"), ("gpt", "6")]
+    columns, source = read({"conversations": [{"from": speaker, "value": text} for speaker, text in turns]})
+    messages, _ = read_dialogue(columns, source)
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+    with pytest.raises(DataError, match="row 1: a turn is from 'narrator'; expected one of human, user, gpt"):
+        read({"conversations": [{"from": "narrator", "value": "Once"}]})
+
+
+def test_a_named_column_and_a_pattern() -> None:
+    row = {"question": "2 + 3?", "result": "Answer: 4. Answer: 5.", "answer": "6"}
+    assert read_ground_truth(read(row, ground_truth="result")[1].row) == "Answer: 4. Answer: 5."
+    pattern = {"column": "result", "pattern": r"Answer: (\d+)"}
+    assert read_ground_truth(read(row, ground_truth=pattern)[1].row) == "5"
+    with pytest.raises(DataError, match=r"names the column 'reslt', found only answer, question, result"):
+        read(row, ground_truth="reslt")
+    with pytest.raises(
+        DataError, match=r"pattern 'Result: \(\.\*\)' finds nothing in result: 'Answer: 4\. Answer: 5\.'"
+    ):
+        read(row, ground_truth={"column": "result", "pattern": "Result: (.*)"})
+
+
+@pytest.mark.parametrize(
+    ("text", "box"),
+    [(r"\boxed{a{b}c}", "a{b}c"), (r"\boxed{1} \fbox {2}", "2"), (r"\boxed{open", None), ("none", None)],
+)
+def test_boxes(text: str, box: str | None) -> None:
+    assert last_box(text) == box
