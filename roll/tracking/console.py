@@ -253,24 +253,28 @@ class RunSummary:
     def table(self) -> Table:
         """Every metric that ``before`` or ``after`` has, with its interval of 95% where there is one, and the change.
 
-        ``pass@1``, ``maj@1`` and ``best@1`` are left out where the accuracy says the same.
+        Left out is what another row says: ``pass@1``, ``maj@1`` and ``best@1`` that equal the accuracy or the reward,
+        and the metrics of a set's only tag.
         """
         table = Table(title=Text(self.heading()), title_justify="left")
         for column in ("validation", "before", "after", "change"):
             table.add_column(column, justify="left" if column == "validation" else "right")
         for name in dict.fromkeys((*self.before, *self.after)):
-            if name.endswith(INTERVAL_ENDS) or self._repeats_accuracy(name):
+            if name.endswith(INTERVAL_ENDS) or self._repeats(name):
                 continue
             before, after = self.before.get(name), self.after.get(name)
             change = f"{after - before:+.3f}" if before is not None and after is not None else ""
             table.add_row(name, _number(self.before, name), _number(self.after, name), change)
         return table
 
-    def _repeats_accuracy(self, name: str) -> bool:
-        accuracy = f"{name.rpartition('/')[0]}/accuracy"
-        return name.endswith("@1") and all(
-            values.get(name) == values.get(accuracy) for values in (self.before, self.after) if name in values
-        )
+    def _repeats(self, name: str) -> bool:
+        """``val/<pass>[/<tag>]/<metric>`` has the values of a row that says more."""
+        head, _, metric = name.rpartition("/")
+        others = [f"{head}/{other}" for other in ("accuracy", "reward")] if metric.endswith("@1") else []
+        if head.count("/") == 2:
+            others.append(f"{head.rpartition('/')[0]}/{metric}")
+        sides = [values for values in (self.before, self.after) if name in values]
+        return any(other != name and all(values.get(other) == values[name] for values in sides) for other in others)
 
 
 def _number(values: Mapping[str, float], name: str) -> str:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -44,11 +45,34 @@ def test_accuracy_counts_only_full_scores_and_weighs_samples_alike():
     assert metrics["val/sampled/accuracy_low"] < 0.5 < metrics["val/sampled/accuracy_high"]
 
 
-def test_a_validation_in_training_reports_no_mean_rewards_and_powers_of_two_alone():
+def test_a_validation_in_training_reports_rewards_and_powers_of_two_alone():
     groups = [make_group(0, [1], [[1], [2], [3]], [1.0, 0.5, None], tag="a")]
     metrics = pass_metrics([Answers.of(group) for group in groups], "sampled", is_primary=True, in_training=True)
-    assert not any("reward" in name or "chosen@" in name for name in metrics)
+    assert metrics["val/sampled/reward"] == metrics["val/sampled/a/reward"] == 0.75
+    assert metrics["val/sampled/reward_failed"] == pytest.approx(1 / 3)
+    assert not any("chosen@" in name for name in metrics)
     assert {name.rpartition("/")[2] for name in metrics if "best@" in name} == {"best@1", "best@2"}
+
+
+def test_a_graded_reward_has_no_accuracy():
+    scores = np.linspace(0.1, 0.9, 12)
+    groups = [make_group(place, [1], [[1], [2]], list(pair)) for place, pair in enumerate(scores.reshape(6, 2))]
+    answers = [Answers.of(group) for group in groups]
+    metrics = pass_metrics(answers, "sampled", is_primary=True, in_training=True)
+    assert metrics["val/sampled/reward"] == pytest.approx(0.5)
+    assert metrics["val/sampled/reward_low"] < 0.5 < metrics["val/sampled/reward_high"]
+    assert "val/sampled/best@2" in metrics
+    assert not any(word in name for name in metrics for word in ("accuracy", "correct", "pass@", "maj@"))
+    assert overall({"": answers}) == {}
+
+
+def test_further_numbers_of_a_reward_are_validated_too():
+    group = make_group(0, [1], [[1], [2]], [1.0, 0.0])
+    group.rewards = [
+        replace(result, metrics={"lines": lines}) for result, lines in zip(group.rewards, (1.0, 4.0), strict=True)
+    ]
+    metrics = pass_metrics([Answers.of(group)], "greedy", is_primary=False, in_training=True)
+    assert metrics["val/greedy/reward/lines"] == 2.5
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])

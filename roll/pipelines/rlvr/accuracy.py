@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 import numpy as np
@@ -32,6 +32,7 @@ LONGEST = 200
 """Characters: what is longer is no answer that two samples would share."""
 Z_95 = 1.959963984540054
 """Standard normal quantile of a two-sided interval of 95%."""
+MOST_PARTIAL_CREDITS = 5
 RESAMPLES = 2000
 CHUNK = 1 << 22
 """Drawn indices in memory at a time."""
@@ -120,6 +121,8 @@ class Answers:
     """int64 (n,): response tokens."""
     truncated: np.ndarray
     """bool (n,): ended by the length limit."""
+    numbers: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Further numbers that the reward returned, of the samples that have them."""
 
     @classmethod
     def of(cls, group: SampleGroup) -> Answers:
@@ -128,8 +131,12 @@ class Answers:
         votes = [voted_answer(text, group.prompt.prompt_text) for text in texts] if len(texts) > 1 else [None]
         votes = merged_votes(votes, scores == 1.0)
         truncated = np.array([reason == "length" for reason in group.finished.finish_reasons])
+        numbers: dict[str, list[float]] = defaultdict(list)
+        for result in group.rewards:
+            for name, number in result.metrics.items():
+                numbers[name].append(number)
         of_prompt = group.prompt.prompt_id, group.prompt.tag
-        return cls(*of_prompt, scores, scores, scores == 1.0, votes, group.finished.lengths, truncated)
+        return cls(*of_prompt, scores, scores, scores == 1.0, votes, group.finished.lengths, truncated, numbers)
 
     @property
     def accuracy(self) -> float:
@@ -170,30 +177,45 @@ def bootstrap(values: Sequence[float]) -> Estimate:
     return Estimate(mean, min(mean, float(low)), max(mean, float(high)))
 
 
+def is_graded(answers: Sequence[Answers]) -> bool:
+    """Whether scores say how good a response is, and not whether it is right: more than five different ones lie between
+    0 and 1. A few such values are partial credit, as for the format."""
+    scores = np.concatenate([one.scores for one in answers])
+    return len(np.unique(scores[(scores > 0) & (scores < 1)])) > MOST_PARTIAL_CREDITS
+
+
 def pass_metrics(
     answers: Sequence[Answers], name: str, is_primary: bool, interval: str = "wilson", in_training: bool = False
 ) -> dict[str, float]:
     """The metrics of one pass over a set, whose names begin with ``val/<name>/``; by tag under ``val/<name>/<tag>/``,
     lengths excepted.
 
-    A primary pass also gives ``val_correct/all/mean`` and ``val_correct/<tag>/mean``.
+    A primary pass also gives ``val_correct/all/mean`` and ``val_correct/<tag>/mean``. In training, graded scores
+    (:func:`is_graded`) have rewards and no accuracy.
     """
+    graded = in_training and is_graded(answers)
     by_tag: dict[str, list[Answers]] = defaultdict(list)
     for one in answers:
         by_tag[one.tag].append(one)
-    of = partial(quality, interval=estimate if interval == "wilson" else bootstrap, in_training=in_training)
+    ends = estimate if interval == "wilson" else bootstrap
+    of = partial(quality, interval=ends, in_training=in_training, graded=graded)
     metrics = {f"val/{name}/{key}": value for key, value in of(answers).items()}
     for tag, members in by_tag.items():
         metrics |= {f"val/{name}/{tag}/{key}": value for key, value in of(members).items()}
-    if is_primary:
+    if is_primary and not graded:
         metrics |= {f"val_correct/{tag}/mean": metrics[f"val/{name}/{tag}/accuracy"] for tag in by_tag}
         metrics["val_correct/all/mean"] = metrics[f"val/{name}/accuracy"]
+    for number in dict.fromkeys(number for one in answers for number in one.numbers):
+        means = [float(np.mean(one.numbers[number])) for one in answers if number in one.numbers]
+        metrics |= with_ends(f"val/{name}/reward/{number}", bootstrap(means))
     metrics[f"val/{name}/response_length"] = float(np.concatenate([one.lengths for one in answers]).mean())
     metrics[f"val/{name}/truncated"] = float(np.concatenate([one.truncated for one in answers]).mean())
     return metrics
 
 
-def quality(answers: Sequence[Answers], interval: Intervals = estimate, in_training: bool = False) -> dict[str, float]:
+def quality(
+    answers: Sequence[Answers], interval: Intervals = estimate, in_training: bool = False, graded: bool = False
+) -> dict[str, float]:
     """Accuracy and mean reward with their intervals; for several samples a prompt, what k = 1, 2, 4 ... of them reach,
     and all of them.
 
@@ -201,22 +223,23 @@ def quality(answers: Sequence[Answers], interval: Intervals = estimate, in_train
     ``best@k``: the highest score of k; ``chosen@k``: the sample of k with the highest rank is correct.
 
     Args:
-        in_training: leave out mean rewards and ``chosen@k``, and a number of samples that is no power of two.
+        in_training: leave out ``chosen@k`` and a number of samples that is no power of two.
+        graded: leave out what asks whether a response is correct.
     """
-    metrics = with_ends("accuracy", interval([one.accuracy for one in answers]))
-    if not in_training:
-        means = [float(np.nanmean(one.scores)) for one in answers if not np.isnan(one.scores).all()]
-        metrics |= with_ends("reward", bootstrap(means)) if means else {}
-        failed = float(np.isnan(np.concatenate([one.scores for one in answers])).mean())
-        metrics |= {"reward_failed": failed} if failed else {}
+    metrics = {} if graded else with_ends("accuracy", interval([one.accuracy for one in answers]))
+    means = [float(np.nanmean(one.scores)) for one in answers if not np.isnan(one.scores).all()]
+    metrics |= with_ends("reward", bootstrap(means)) if means else {}
+    failed = float(np.isnan(np.concatenate([one.scores for one in answers])).mean())
+    metrics |= {"reward_failed": failed} if failed else {}
     num_samples = min(len(one.correct) for one in answers)
     if num_samples < 2:
         return metrics
     has_votes = any(vote is not None for one in answers for vote in one.votes)
     powers = [2**power for power in range(num_samples.bit_length())]
     for k in powers if in_training else dict.fromkeys((*powers, num_samples)):
-        metrics |= with_ends(f"pass@{k}", interval([pass_at_k(one.correct, k) for one in answers]))
-        if has_votes:
+        if not graded:
+            metrics |= with_ends(f"pass@{k}", interval([pass_at_k(one.correct, k) for one in answers]))
+        if has_votes and not graded:
             metrics[f"maj@{k}"] = float(np.mean([majority_at_k(one.votes, one.correct, k) for one in answers]))
         metrics[f"best@{k}"] = float(np.mean([best_at_k(one.scores, k) for one in answers]))
         if not in_training:
@@ -229,12 +252,16 @@ def with_ends(name: str, found: Estimate) -> dict[str, float]:
 
 
 def overall(primary: Mapping[str, Sequence[Answers]]) -> dict[str, float]:
-    """``val_correct/...`` of several sets by set, by tag and over all prompts, each with the same weight.
+    """``val_correct/...`` of several sets by set, by tag and over all prompts, each with the same weight; sets with
+    graded scores are left out.
 
     Args:
         primary: the answers of each set's primary pass.
     """
+    primary = {name: answers for name, answers in primary.items() if not is_graded(answers)}
     everything = [one for answers in primary.values() for one in answers]
+    if not everything:
+        return {}
     parts = {tag: [one for one in everything if one.tag == tag] for tag in dict.fromkeys(one.tag for one in everything)}
     parts |= {name: list(answers) for name, answers in primary.items() if name} | {"all": everything}
     means = {name: float(np.mean([one.accuracy for one in part])) for name, part in parts.items()}

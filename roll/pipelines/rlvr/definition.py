@@ -96,6 +96,7 @@ class RLVR(PipelineDefinition):
     panels: ClassVar[tuple[Panel, ...]] = (
         Panel("Reward", ("critic/score/mean", "critic/rewards/mean"), first_only=True, smooth=True),
         Panel("Validation accuracy", ("val/*/accuracy",), unit_range=True),
+        Panel("Validation reward", ("val/*/reward",)),
         Panel("Response length (tokens)", ("token/response_length/mean",), smooth=True),
         *POLICY_PANELS,
     )
