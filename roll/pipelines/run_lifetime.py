@@ -444,5 +444,7 @@ def whole_sets(metrics: Mapping[str, float], intervals: bool = False) -> dict[st
     return {
         name: value
         for name, value in metrics.items()
-        if name.startswith("val/") and name.count("/") <= 2 and (intervals or not name.endswith(INTERVAL_ENDS))
+        if name.startswith("val/")
+        and (name.count("/") <= 2 or "/reward/" in name)
+        and (intervals or not name.endswith(INTERVAL_ENDS))
     }

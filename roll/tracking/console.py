@@ -253,8 +253,8 @@ class RunSummary:
     def table(self) -> Table:
         """Every metric that ``before`` or ``after`` has, with its interval of 95% where there is one, and the change.
 
-        Left out is what another row says: ``pass@1``, ``maj@1`` and ``best@1`` that equal the accuracy or the reward,
-        and the metrics of a set's only tag.
+        Left out is what another row says: a reward, ``pass@1``, ``maj@1`` and ``best@1`` that equal the accuracy, and
+        ``best@k`` that equals ``pass@k``, as of rewards of 0 and 1.
         """
         table = Table(title=Text(self.heading()), title_justify="left")
         for column in ("validation", "before", "after", "change"):
@@ -268,13 +268,13 @@ class RunSummary:
         return table
 
     def _repeats(self, name: str) -> bool:
-        """``val/<pass>[/<tag>]/<metric>`` has the values of a row that says more."""
+        """The metric equals that of a row that is shown."""
         head, _, metric = name.rpartition("/")
-        others = [f"{head}/{other}" for other in ("accuracy", "reward")] if metric.endswith("@1") else []
-        if head.count("/") == 2:
-            others.append(f"{head.rpartition('/')[0]}/{metric}")
+        shown = [f"{head}/{metric.replace('best@', 'pass@')}"] if metric.startswith("best@") else []
+        if metric == "reward" or metric.endswith("@1") or head.endswith("/reward"):
+            shown.append(f"{head.removesuffix('/reward')}/accuracy")
         sides = [values for values in (self.before, self.after) if name in values]
-        return any(other != name and all(values.get(other) == values[name] for values in sides) for other in others)
+        return any(all(values.get(other) == values[name] for values in sides) for other in shown)
 
 
 def _number(values: Mapping[str, float], name: str) -> str:
