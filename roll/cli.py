@@ -1,4 +1,4 @@
-"""The command line: ``roll run | check | plan | serve | inspect-data | explain | schema | init | completion``, and
+"""The command line: ``roll run | check | plan | serve | inspect-data | explain | schema | completion``, and
 the commands of other modules (:data:`TOOLS`).
 
 Heavy packages are imported by the command that needs them, so that ``roll check`` answers at once.
@@ -56,6 +56,7 @@ class Tool:
 
 
 TOOLS = {
+    "init": Tool("roll.starter", "write a first configuration for a model and a data file, or copy the recipes"),
     "evaluate": Tool("roll.evaluate", "ask models and checkpoints the validation prompts of a file"),
     "chat": Tool("roll.serving.chat", "talk to a model in the terminal"),
     "doctor": Tool("roll.doctor.command", "see whether runs work on this host, and why not"),
@@ -78,6 +79,7 @@ GROUPS = {
 }
 """Commands as the overview shows them."""
 EXAMPLES = """examples:
+  roll init grpo --model Qwen/Qwen2.5-0.5B-Instruct --data train.jsonl
   roll check tiny/rlvr_config              # show what a recipe does, without starting it
   roll run tiny/rlvr_config max_steps=20   # train, with one key changed
   roll explain num_generations             # find the key for a word of another project
@@ -119,7 +121,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             "serve": serve,
             "explain": explain_key,
             "schema": print_schema,
-            "init": init,
             "completion": print_completion,
         }
         return other.get(arguments.command, check)(arguments)
@@ -322,15 +323,6 @@ def print_schema(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def init(arguments: argparse.Namespace) -> int:
-    """Copy the recipes and presets into a folder."""
-    from roll.config.loader import copy_recipes
-
-    for folder in copy_recipes(Path(arguments.folder)):
-        Console(emoji=False).print(f"wrote {folder}", markup=False, highlight=False, soft_wrap=True)
-    return 0
-
-
 def print_completion(arguments: argparse.Namespace) -> int:
     """The completion script of a shell: commands, files and keys."""
     import shtab
@@ -413,8 +405,6 @@ def build_parser(keys: Any = None) -> argparse.ArgumentParser:
     explained.add_argument("key", help="a key, also with its section; a word of another project")
     schema = add_command(commands, "schema", "print the JSON schema of a configuration, for editors")
     schema.add_argument("pipeline", nargs="?", default="rlvr", choices=NAMES, help="(default: %(default)s)")
-    copied = add_command(commands, "init", "copy the recipes (examples/) and presets (configs/) into a folder")
-    copied.add_argument("folder", nargs="?", default=".", help="where to (default: the working directory)")
     completion = add_command(commands, "completion", "print a completion script for a shell")
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     lines = ["Train language models by reinforcement."]

@@ -97,11 +97,11 @@ def test_completion_knows_keys(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_init_copies_recipes_and_replaces_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["init", str(tmp_path)]) == 0
+    assert cli.main(["init", "recipes", str(tmp_path)]) == 0
     copied = {file.relative_to(tmp_path) for file in tmp_path.rglob("*.yaml")}
     assert {file.relative_to(ROOT) for file in RECIPES} <= copied
     assert load_config(None, tmp_path / "examples/gsm8k/rlvr_config.yaml", check_files=False)
-    assert cli.main(["init", str(tmp_path)]) == 2
+    assert cli.main(["init", "recipes", str(tmp_path)]) == 2
     assert "already holds examples and configs" in capsys.readouterr().err
 
 
@@ -126,7 +126,7 @@ def test_wheel_carries_the_recipes(tmp_path: Path) -> None:
         ["check", "qwen2.5-7B-rlvr_deepspeed/rlvr_config", "--skip-files"],
         ["translate", "--quiet", "data.train_batch_size=64"],
         ["explain", "num_generations"],
-        ["init", "."],
+        ["init", "recipes", "."],
     ):
         process = subprocess.run(
             [sys.executable, "-m", "roll.cli", *words],

@@ -1,0 +1,354 @@
+"""``roll init``: a first configuration for a model and a data file, or a copy of the recipes.
+
+The file is written from what the data hold: the reward from the ground truth of the first row, the lengths from the
+first rows. It sets what a first run has reasons to change, about twenty keys, each with a comment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from roll.config.data import DataArguments
+from roll.config.loader import copy_recipes
+from roll.config.model_files import is_installed, model_folder, model_number
+from roll.config.reading.errors import ConfigError, Problem
+from roll.datasets.columns import Columns
+from roll.datasets.forms import form_of, read_ground_truth
+from roll.datasets.reading import SourceRow, data_files, stream_rows
+from roll.datasets.sft import read_demonstration
+from roll.datasets.types import DataError
+
+ROWS = 500
+"""First rows whose lengths are measured."""
+SAMPLING = "{temperature: 1.0, top_p: 1.0, top_k: -1}"
+SAMPLES = 256
+"""Samples of a step of GRPO: 32 prompts of 8."""
+REWARD_COLUMNS = {"instruction_id_list": "ifeval", "test_cases": "code_sandbox"}
+"""Rules that read a column of their own in place of the ground truth."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the command line and the data say."""
+
+    kind: str
+    model: str
+    gpus: int
+    """0: the devices are slots of the CPU."""
+    data: str = ""
+    validation: str | None = None
+    teacher: str | None = None
+    reward: str = ""
+    prompt_length: int = 0
+    response_length: int = 0
+
+    @property
+    def devices(self) -> str:
+        return f"list(range(0, {self.gpus}))" if self.gpus > 1 else "[0]"
+
+    @property
+    def engine(self) -> str:
+        return "vllm" if self.gpus and is_installed("vllm") else "hf_infer"
+
+    def training(self, rate: str, batch: int, most: int = 4) -> str:
+        """``training_args`` for optimizer steps of ``batch`` rows, ``most`` of them at a time on a device."""
+        ranks = max(1, self.gpus)
+        accumulated = -(-batch // (most * ranks))
+        return (
+            f"{{learning_rate: {rate}, per_device_train_batch_size: {most}, "
+            f"gradient_accumulation_steps: {accumulated}}}"
+        )
+
+    def role(self, name: str, strategy: str, *lines: str) -> str:
+        """A section with its strategy and devices."""
+        own = [*lines, f"strategy_args: {{strategy_name: {strategy}}}", f"device_mapping: {self.devices}"]
+        return "\n".join([f"{name}:", *(f"  {line}" for line in own)])
+
+    def data_section(self, key: str, file: str) -> str:
+        return f"{key}: {{file_name: {quoted(file)}}}"
+
+    def head(self, pipeline: str, *lines: str) -> str:
+        """The keys of every pipeline, and ``lines`` of its own."""
+        evaluated = ["eval_steps: 20                    # steps between validations"] if self.validation else []
+        return "\n".join(
+            [
+                f"pipeline: {pipeline}",
+                f"exp_name: {self.kind}",
+                "output_dir: output/${exp_name}",
+                f"num_gpus_per_node: {max(1, self.gpus)}"
+                + ("" if self.gpus else "              # without GPUs: slots of the CPU"),
+                "max_steps: 100",
+                "save_steps: 50                    # steps between checkpoints",
+                *evaluated,
+                *lines,
+            ]
+        )
+
+
+def quoted(text: str) -> str:
+    """A scalar of YAML, in flow mappings too."""
+    return text if re.fullmatch(r"[\w./:@+-]+", text) else json.dumps(text)
+
+
+def grpo(start: Start) -> str:
+    validation = (
+        ["", "validation:", f"  {start.data_section('data_args', start.validation)}"] if start.validation else []
+    )
+    return "\n".join(
+        [
+            start.head(
+                "rlvr",
+                f"pretrain: {quoted(start.model)}",
+                "rollout_batch_size: 32            # prompts of a step",
+                "num_return_sequences_in_group: 8  # samples of a prompt, compared with one another",
+                f"prompt_length: {start.prompt_length}                # tokens; longer prompts are left out",
+                f"response_length: {start.response_length}",
+                "adv_estimator: grpo",
+                "ppo_epochs: 1",
+            ),
+            "",
+            start.role(
+                "actor_train",
+                "fsdp2_train",
+                f"training_args: {start.training('1.0e-6', SAMPLES)}  # one optimizer step a batch",
+                start.data_section("data_args", start.data),
+            ),
+            "",
+            start.role("actor_infer", start.engine, f"generating_args: {SAMPLING}"),
+            "",
+            "rewards:",
+            f"  {start.reward.rpartition('.')[2]}:",
+            f"    worker_cls: {start.reward}",
+            *validation,
+        ]
+    )
+
+
+def supervised(start: Start, pipeline: str, role: str, *lines: str, rate: str = "1.0e-5", more: str = "") -> str:
+    """A method that learns from the rows alone; ``more`` is appended to the section of its role."""
+    length = start.prompt_length + start.response_length
+    learner = start.role(
+        role,
+        "fsdp2_train",
+        *([more] if more else []),
+        f"training_args: {start.training(rate, 32, 2)}  # 32 rows an optimizer step",
+        start.data_section("data_args", start.data),
+    )
+    validation = [f"\nvalidation:\n  {start.data_section('data_args', start.validation)}"] if start.validation else []
+    head = start.head(pipeline, *lines, f"sequence_length: {length}              # tokens; longer rows are left out")
+    return "\n".join([head, "", learner, *validation])
+
+
+def sft(start: Start) -> str:
+    return supervised(start, "sft", "sft_train", f"pretrain: {quoted(start.model)}")
+
+
+def dpo(start: Start) -> str:
+    reference = start.role("reference", "fsdp2_infer")
+    lines = (f"pretrain: {quoted(start.model)}", "loss_type: sigmoid", "beta: 0.1")
+    return f"{supervised(start, 'dpo', 'actor_train', *lines, rate='5.0e-7')}\n\n{reference}"
+
+
+def rm(start: Start) -> str:
+    lines = (f"pretrain: {quoted(start.model)}", "loss_type: bradley_terry")
+    head = "model_args: {model_type: auto_sequence_classification}"
+    return supervised(start, "rm", "reward_train", *lines, more=head)
+
+
+def distill(start: Start) -> str:
+    models = (f"student_pretrain: {quoted(start.model)}", f"teacher_pretrain: {quoted(start.teacher or '')}")
+    lines = (*models, "kd_objective: forward_kl")
+    return f"{supervised(start, 'distill', 'student', *lines)}\n\n{start.role('teacher', 'fsdp2_infer')}"
+
+
+def agent(start: Start) -> str:
+    return "\n".join(
+        [
+            start.head(
+                "agentic",
+                f"pretrain: {quoted(start.model)}",
+                "rollout_batch_size: 64            # episodes of a step",
+                "val_batch_size: 32",
+                "sequence_length: 2048             # tokens of an episode",
+                "adv_estimator: grpo",
+                "ppo_epochs: 1",
+            ),
+            "",
+            "custom_envs:",
+            "  lake:                           # or an environment of your own: env_type: my_games.Maze",
+            "    env_type: frozen_lake",
+            "    env_config: {size: 4, max_steps: 8}",
+            "    max_steps: 8",
+            "    max_tokens_per_step: 64",
+            "train_env_manager: {num_env_groups: 8, group_size: 8, tags: [lake]}  # 8 tasks, 8 episodes of each",
+            "val_env_manager: {num_env_groups: 32, group_size: 1, tags: [lake]}",
+            "",
+            start.role("actor_train", "fsdp2_train", f"training_args: {start.training('1.0e-6', 64)}"),
+            "",
+            start.role("actor_infer", start.engine, f"generating_args: {SAMPLING}"),
+        ]
+    )
+
+
+KINDS: dict[str, Callable[[Start], str]] = {
+    "grpo": grpo,
+    "sft": sft,
+    "dpo": dpo,
+    "rm": rm,
+    "distill": distill,
+    "agent": agent,
+}
+
+
+def first_rows(file: str) -> list[SourceRow]:
+    """The first rows of a file in the package's columns.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        path = data_files(file)[0]
+        rows = list(islice(stream_rows([path]), ROWS))
+        form = form_of(DataArguments(), rows[0])
+        return [form(row) for row in rows]
+    except DataError as error:
+        raise ConfigError([Problem("--data", file, str(error))]) from error
+
+
+def lengths(kind: str, rows: Sequence[SourceRow], count: Callable[[str], int]) -> tuple[int, int]:
+    """Tokens of the longest prompt and response of ``rows``, rounded up to powers of two; a policy's own responses may
+    be twice as long as those that the data show, or 512 tokens."""
+    columns = Columns.of(DataArguments(), rows[0]) if kind not in ("dpo", "rm") else None
+    prompts, responses = [64], [64]
+    for source in rows:
+        if columns is None:
+            texts = [str(source.row.get(name, "")) for name in ("chosen", "rejected")]
+            prompts.append(count(str(source.row.get("prompt", ""))) + 32)
+            responses.append(max(map(count, texts)))
+            continue
+        messages = columns.read_messages(source)
+        if kind == "grpo":
+            shown = source.row.get("solution")
+            responses.append(2 * count(shown) if isinstance(shown, str) else 512)
+        else:
+            messages, text = read_demonstration(columns, source)
+            responses.append(count(text))
+        prompts.append(count("".join(str(message["content"]) for message in messages)) + 32)  # and the template
+    return tuple(1 << (max(found) - 1).bit_length() for found in (prompts, responses))  # type: ignore[return-value]
+
+
+def token_counter(model: str) -> Callable[[str], int]:
+    """Tokens of a text, by the tokenizer of a model that is on this machine, else as three characters a token."""
+    folder = model_folder(model)
+    if folder is None:
+        return lambda text: len(text) // 3 + 1
+    from roll.pipelines.files import load_tokenizer
+
+    tokenizer = load_tokenizer(str(folder), False)
+    return lambda text: len(tokenizer.encode(text))
+
+
+def reward_of(row: SourceRow, data: str) -> str:
+    """The rule that scores such rows.
+
+    Raises:
+        ConfigError: nothing in them says what a right response is.
+    """
+    found = next((rule for column, rule in REWARD_COLUMNS.items() if row.row.get(column) is not None), None)
+    if found is None and read_ground_truth(row.row) is None:
+        columns = ", ".join(sorted(row.row))
+        rule = f"its rows have no ground truth (columns {columns}): name a reward of your own with --reward"
+        raise ConfigError([Problem("--data", data, rule, "--reward my_rewards.score")])
+    return found or "math_rule"
+
+
+def with_data(start: Start, arguments: argparse.Namespace) -> Start:
+    """With files, lengths and reward.
+
+    Raises:
+        ConfigError: data that do not fit the method.
+    """
+    kind, rows = start.kind, first_rows(arguments.data)
+    columns = rows[0].row.keys()
+    if kind in ("dpo", "rm") and not {"chosen", "rejected"} <= columns:
+        rule = f"needs the columns chosen and rejected, found {', '.join(sorted(columns))}"
+        raise ConfigError([Problem("--data", arguments.data, rule)])
+    try:
+        prompt, response = lengths(kind, rows, token_counter(start.model))
+    except DataError as error:
+        raise ConfigError([Problem("--data", arguments.data, str(error))]) from error
+    positions = model_number(start.model, "max_position_embeddings")
+    if positions is not None and prompt + response > positions:
+        prompt = min(prompt, positions // 2)
+        response = positions - prompt
+    return replace(
+        start,
+        data=arguments.data,
+        validation=arguments.validation,
+        teacher=getattr(arguments, "teacher", None),
+        reward=(arguments.reward or reward_of(rows[0], arguments.data)) if kind == "grpo" else "",
+        prompt_length=prompt,
+        response_length=response,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status 0.
+
+    Raises:
+        ConfigError: data that do not fit, or a file that is there.
+    """
+    arguments = build_parser().parse_args(argv)
+    if arguments.kind == "recipes":
+        for folder in copy_recipes(Path(arguments.folder)):
+            sys.stdout.write(f"wrote {folder}\n")
+        return 0
+    output = Path(arguments.output or f"{arguments.kind}.yaml")
+    if output.exists():
+        raise ConfigError([Problem("--output", str(output), "is there and is not replaced", f"my_{output.name}")])
+    kind = arguments.kind
+    start = Start(kind, arguments.model, arguments.gpus)
+    if kind != "agent":
+        start = with_data(start, arguments)
+    subject = f"{kind} of {start.model}" + (f" on {start.data}" if start.data else "")
+    title = f"# {subject}: `roll check {output}`, then `roll run {output}`."
+    output.write_text(f"{title}\n{KINDS[kind](start)}\n", encoding="utf-8")
+    sys.stdout.write(f"wrote {output}: roll check {output}, then roll run {output}\n")
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="roll init", description="Write a first configuration for a model and a data file, or copy the recipes."
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    texts = {
+        "grpo": "reinforcement learning from verifiable rewards",
+        "sft": "supervised learning from demonstrations",
+        "dpo": "preferences: chosen and rejected responses",
+        "rm": "a reward model from chosen and rejected responses",
+        "distill": "a student learns its teacher's distributions",
+        "agent": "reinforcement learning in an environment",
+    }
+    for kind, text in texts.items():
+        command = kinds.add_parser(kind, help=text, description=text)
+        command.add_argument("--model", required=True, help="folder, hub name or GGUF file")
+        if kind != "agent":
+            command.add_argument("--data", required=True, help="file with the rows to learn from")
+            command.add_argument("--validation", help="file with held-out rows")
+        if kind == "distill":
+            command.add_argument("--teacher", required=True, help="the model to learn from")
+        if kind == "grpo":
+            command.add_argument("--reward", help="rule or dotted path of a function (default: by the rows)")
+        command.add_argument("--gpus", type=int, default=0, help="GPUs of this host to use (default: 0, the CPU)")
+        command.add_argument("--output", help=f"the file to write (default: {kind}.yaml)")
+    copied = kinds.add_parser("recipes", help="copy examples/ and configs/", description="Copy examples/ and configs/.")
+    copied.add_argument("folder", nargs="?", default=".", help="where to (default: the working directory)")
+    return parser
