@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from roll.environments.actions import ActionPattern
+from roll.environments.grids import ActionPattern
 
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 

@@ -25,19 +25,21 @@ from roll.environments.base import BrokenContract
 _GENERATORS = threading.Lock()
 
 
-class _OwnGenerators:
-    """Gives Python's and NumPy's process-wide generators the state of one environment within a block."""
+class _Wrapped:
+    """Holds an environment of another library in ``inner``."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
         self._state: tuple[Any, Any] | None = None
 
     @contextlib.contextmanager
-    def __call__(self, seed: int | None = None) -> Iterator[None]:
+    def _generators(self, seed: int | None = None) -> Iterator[None]:
+        """Within the block Python's and NumPy's process-wide generators have the state of this environment."""
         with _GENERATORS:
             others = random.getstate(), np.random.get_state()
             if seed is not None:
                 random.seed(seed)
-                np.random.seed(seed % 2**32)
+                np.random.seed(seed % 2**32)  # NumPy takes 32 bits
             elif self._state is not None:
                 random.setstate(self._state[0])
                 np.random.set_state(self._state[1])
@@ -47,14 +49,6 @@ class _OwnGenerators:
                 self._state = random.getstate(), np.random.get_state()
                 random.setstate(others[0])
                 np.random.set_state(others[1])
-
-
-class _Wrapped:
-    """Holds an environment of another library in ``inner``."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self._generators = _OwnGenerators()
 
     def close(self) -> None:
         close = getattr(self.inner, "close", None)
@@ -83,7 +77,7 @@ class GymnasiumEnvironment(_Wrapped):
     def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
         with self._generators(seed):
             observation, info = self.inner.reset(seed=seed)
-        self._last = self._seen(observation)
+        self._last = [self.inner.render()] if self._pictures else str(_plain(observation))
         first = [self._instruction, *self._last] if self._pictures else f"{self._instruction}{self._last}"
         return first, dict(info)
 
@@ -93,16 +87,13 @@ class GymnasiumEnvironment(_Wrapped):
             return self._last, self._format_penalty, False, False, {"valid": False}
         with self._generators():
             observation, reward, terminated, truncated, info = self.inner.step(chosen)
-        self._last = self._seen(observation)
+        self._last = [self.inner.render()] if self._pictures else str(_plain(observation))
         return self._last, float(reward), bool(terminated), bool(truncated), {"valid": True, **info}
-
-    def _seen(self, observation: Any) -> Any:
-        return [self.inner.render()] if self._pictures else _shown(observation)
 
     def _sampled(self, rng: random.Random) -> str:
         space = self.inner.action_space
         space.seed(rng.getrandbits(31))
-        return _shown(space.sample())
+        return str(_plain(space.sample()))
 
     def _action(self, text: str) -> Any:
         """The action that the text writes; None: it writes none."""
@@ -170,13 +161,6 @@ def gymnasium_environment(identifier: str, **config: Any) -> GymnasiumEnvironmen
         raise ValueError(str(error)) from error
 
 
-def adapted(environment: Any) -> Any:
-    """``environment``, wrapped in :class:`GymnasiumEnvironment` where its class is one of gymnasium's."""
-    import gymnasium
-
-    return GymnasiumEnvironment(environment) if isinstance(environment, gymnasium.Env) else environment
-
-
 def _check_known(library: str, identifier: str, known: Collection[str]) -> None:
     if identifier not in known:
         hint = did_you_mean(identifier, known, "; did you mean {!r}?")
@@ -206,7 +190,7 @@ class GemEnvironment(_Wrapped):
 
     def _sampled(self, rng: random.Random) -> str:
         # With separate generators: the game's own draws do not depend on who chooses the actions.
-        with _OwnGenerators()(rng.getrandbits(32)):
+        with _Wrapped(None)._generators(rng.getrandbits(32)):
             return str(self.inner.sample_random_action())
 
 
@@ -256,23 +240,22 @@ def skyrl_environment(
     from skyrl_gym.envs.registration import registry
 
     _check_known("skyrl-gym", identifier, registry)
-    section = SimpleNamespace(**{**_defaults_of(registry[identifier].entry_point), **(env_config or {})})
+    entry_point = registry[identifier].entry_point
+    module = entry_point.partition(":")[0] if isinstance(entry_point, str) else entry_point.__module__
+    defaults = {
+        field.name: field.default
+        # The configuration class in the module of the environment has them.
+        for item in vars(importlib.import_module(module)).values()
+        if isinstance(item, type) and is_dataclass(item) and item.__name__.endswith("EnvConfig")
+        for field in fields(item)
+        if field.default is not MISSING
+    }
+    section = SimpleNamespace(**{**defaults, **(env_config or {})})
 
     def make(of_task: dict[str, Any]) -> Any:
         return skyrl_gym.make(identifier, env_config=section, extras=of_task)
 
     return SkyRLEnvironment(make, extras or {})
-
-
-def _defaults_of(entry_point: Any) -> dict[str, Any]:
-    """Defaults of the configuration class in the module of an environment of SkyRL-Gym."""
-    name = entry_point.partition(":")[0] if isinstance(entry_point, str) else entry_point.__module__
-    found = [
-        item
-        for item in vars(importlib.import_module(name)).values()
-        if isinstance(item, type) and is_dataclass(item) and item.__name__.endswith("EnvConfig")
-    ]
-    return {field.name: field.default for item in found for field in fields(item) if field.default is not MISSING}
 
 
 class TextArenaEnvironment(_Wrapped):
@@ -340,9 +323,10 @@ def textarena_environment(identifier: str, **config: Any) -> TextArenaEnvironmen
 
 
 class OpenEnvEnvironment:
-    """A session of an OpenEnv server; actions are sent as ``{action_key: text}``, texts read from ``observation_key``.
+    """``openenv:URL``, such as ``openenv:http://localhost:8000``: a session of an OpenEnv server.
 
-    Methods are coroutines: thousands of sessions can wait on one event loop.
+    Actions are sent as ``{action_key: text}``, texts read from ``observation_key``. Methods are coroutines: thousands
+    of sessions can wait on one event loop.
     """
 
     def __init__(self, url: str, action_key: str = "message", observation_key: str | None = None) -> None:
@@ -369,24 +353,15 @@ class OpenEnvEnvironment:
     def _text(self, observation: Mapping[str, Any]) -> str:
         if self._observation_key is not None:
             return str(observation[self._observation_key])
-        return _shown(dict(observation))
+        return str(_plain(dict(observation)))
 
 
-def openenv_environment(url: str, **config: Any) -> OpenEnvEnvironment:
-    """``openenv:URL``, such as ``openenv:http://localhost:8000``."""
-    return OpenEnvEnvironment(url, **config)
-
-
-def _shown(value: Any) -> str:
-    return str(_plain(value))
-
-
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """``value`` with Python's numbers and lists for numpy's, whose text depends on numpy's version."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
-    if type(value) in (list, tuple):
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return type(value)(_plain(one) for one in value)
     return value

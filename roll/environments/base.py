@@ -101,7 +101,7 @@ def reset_arguments(
     return ((), {"seed": seed, **keywords}) if named else ((seed,), keywords)
 
 
-def read_reset(name: str, answer: Any) -> Turn:
+def read_reset(name: str, answer: object) -> Turn:
     """Check what ``reset`` returned.
 
     Raises:
@@ -110,10 +110,11 @@ def read_reset(name: str, answer: Any) -> Turn:
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise BrokenContract(f"{name}: reset must return (observation, info), got {_shape(answer)}")
     observation, info = answer
-    return Turn(_messages(name, "reset", observation, _info(name, "reset", info)), info=dict(info))
+    _check_info(name, "reset", info)
+    return Turn(_messages(name, "reset", observation, info), info=dict(info))
 
 
-def read_step(name: str, answer: Any) -> Turn:
+def read_step(name: str, answer: object) -> Turn:
     """Check what ``step`` returned.
 
     Raises:
@@ -130,19 +131,22 @@ def read_step(name: str, answer: Any) -> Turn:
         raise BrokenContract(f"{name}: step returned the reward {reward!r}, which is not a number") from None
     if not math.isfinite(number):
         raise BrokenContract(f"{name}: step returned the reward {number}; rewards are finite")
-    messages = _messages(name, "step", observation, _info(name, "step", info))
-    _check_metrics(name, info)
-    flags = _flag(name, "terminated", terminated), _flag(name, "truncated", truncated)
-    return Turn(messages, number, *flags, dict(info))
+    _check_info(name, "step", info)
+    messages = _messages(name, "step", observation, info)
+    flags = []
+    for which, value in (("terminated", terminated), ("truncated", truncated)):
+        # numpy's bool is no bool, but its item() is.
+        flags.append(value.item() if hasattr(value, "item") else value)
+        if not isinstance(flags[-1], bool):
+            raise BrokenContract(f"{name}: step returned {which} = {value!r}; it must be true or false")
+    return Turn(messages, number, flags[0], flags[1], dict(info))
 
 
-def _info(name: str, method: str, info: Any) -> Mapping[str, Any]:
+def _check_info(name: str, method: str, info: object) -> None:
     if not isinstance(info, Mapping):
         raise BrokenContract(f"{name}: info of {method} must be a mapping, got {_shape(info)}")
-    return info
-
-
-def _check_metrics(name: str, info: Mapping[str, Any]) -> None:
+    if method == "reset":
+        return
     for metric, value in dict(info.get("metrics") or {}).items():
         try:
             float(value)
@@ -156,33 +160,26 @@ def _check_metrics(name: str, info: Mapping[str, Any]) -> None:
             raise BrokenContract(f"{name}: step returned metrics_agg_mode.{metric} = {mode!r}; it {rule}")
 
 
-def _flag(name: str, which: str, value: Any) -> bool:
-    # numpy's bool is no bool, but its item() is.
-    plain = value.item() if hasattr(value, "item") else value
-    if not isinstance(plain, bool):
-        raise BrokenContract(f"{name}: step returned {which} = {value!r}; it must be true or false")
-    return plain
-
-
-def _messages(name: str, method: str, observation: Any, info: Mapping[str, Any]) -> list[Message]:
+def _messages(name: str, method: str, observation: object, info: Mapping[str, Any]) -> list[Message]:
     role = str(info.get("role", "user"))
     if isinstance(observation, str):
         return [{"role": role, "content": observation}]
-    if isinstance(observation, Sequence) and all(_is_message(one) for one in observation):
+    if isinstance(observation, Sequence) and all(
+        isinstance(one, Mapping) and isinstance(one.get("role"), str) and "content" in one for one in observation
+    ):
         return [_with_images(name, method, dict(one)) for one in observation]
     parts = list(observation) if isinstance(observation, Sequence) else [observation]
-    if parts and all(isinstance(one, str) or _is_picture(one) for one in parts):
+    # Images are known by what PIL's and arrays have: neither library is imported for an environment of texts.
+    marks = (("save", "mode"), ("dtype", "shape"))
+    if parts and all(
+        isinstance(one, str) or any(hasattr(one, a) and hasattr(one, b) for a, b in marks) for one in parts
+    ):
         content = [one if isinstance(one, str) else {"type": "image", "image": one} for one in parts]
         return [_with_images(name, method, {"role": role, "content": content})]
     raise BrokenContract(
         f"{name}: the observation of {method} must be a text, an image, a list of both, or a list of messages with "
         f"role and content, got {_shape(observation)}"
     )
-
-
-def _is_picture(value: Any) -> bool:
-    """An image of PIL or an array of pixels."""
-    return (hasattr(value, "save") and hasattr(value, "mode")) or (hasattr(value, "dtype") and hasattr(value, "shape"))
 
 
 def _with_images(name: str, method: str, message: Message) -> Message:
@@ -196,7 +193,7 @@ def _with_images(name: str, method: str, message: Message) -> Message:
         return message
     parts = []
     for part in content:
-        if _is_image_part(part):
+        if isinstance(part, Mapping) and part.get("type") == "image":
             from roll.protocol.images import ImageError, encoded_image
 
             try:
@@ -212,15 +209,7 @@ def _with_images(name: str, method: str, message: Message) -> Message:
     return {**message, "content": parts}
 
 
-def _is_image_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image"
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and "content" in value
-
-
-def _shape(value: Any) -> str:
+def _shape(value: object) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}: ({', '.join(type(one).__name__ for one in value)})"
     return f"{type(value).__name__} {value!r}"[:200]

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from roll.environments.actions import MOVES, move_named, moved
-from roll.environments.grids import Cell, GridGame, Sprite
+from roll.environments.grids import MOVES, Cell, GridGame, Sprite, move_named, moved
 
 _INSTRUCTION = (
     "You are walking on a frozen lake. Reach the goal (G) without falling into a hole (O). P is you, _ is ice, X is "
@@ -52,8 +51,6 @@ class FrozenLake(GridGame):
     """Every move goes to one of its two sides with probability 1/3 each, as in gymnasium's FrozenLake."""
     min_distance: int = 1
     """Fewest moves from start to goal."""
-    map_seed: int | None = None
-    """Draws the map in place of the episode's seed, so that every episode has the same map."""
     grid_lookup: Mapping[int | str, str] = field(default_factory=lambda: dict(_SYMBOLS))
     """Symbols by code: 0 player, 1 ice, 2 hole, 3 goal, 4 player in a hole, 5 player on the goal."""
 
@@ -84,8 +81,9 @@ class FrozenLake(GridGame):
         )
 
     def reset(self, seed: int) -> tuple[str | list[Any], dict[str, Any]]:
+        # Seeded by a text, so that two games with the same seed do not draw the same numbers.
         self._rng = random.Random(f"frozen_lake/{seed}")
-        self._draw_map(self._rng if self.map_seed is None else random.Random(f"frozen_lake/map/{self.map_seed}"))
+        self._draw_map(self._rng)
         self._steps = 0
         instruction = _INSTRUCTION if self.render_mode == "text" else _PICTURE_INSTRUCTION
         rules = instruction.format(slippery=_SLIPPERY if self.is_slippery else "") + "\n"
@@ -107,7 +105,13 @@ class FrozenLake(GridGame):
         return self._observation(info["state"]), reward, success or fallen, truncated, info
 
     def codes(self) -> list[list[int]]:
-        return [[self._code((row, column)) for column in range(self.size)] for row in range(self.size)]
+        found = []
+        for row in range(self.size):
+            found.append([2 if (row, column) in self.holes else 1 for column in range(self.size)])
+        found[self.goal[0]][self.goal[1]] = 3
+        own = {2: 4, 3: 5}.get(found[self.position[0]][self.position[1]], 0)
+        found[self.position[0]][self.position[1]] = own
+        return found
 
     def best_moves(self) -> list[str]:
         """The moves that begin a shortest way to the goal, the ice not being slippery."""
@@ -133,9 +137,3 @@ class FrozenLake(GridGame):
 
     def _inside(self, cell: Cell) -> bool:
         return 0 <= cell[0] < self.size and 0 <= cell[1] < self.size
-
-    def _code(self, cell: Cell) -> int:
-        hole, goal = cell in self.holes, cell == self.goal
-        if cell == self.position:
-            return 4 if hole else 5 if goal else 0
-        return 2 if hole else 3 if goal else 1

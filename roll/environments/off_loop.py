@@ -56,7 +56,7 @@ class _DaemonThreads:
 _threads = _DaemonThreads(MOST_THREADS)
 
 
-async def call_off_loop(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+async def call_off_loop(function: Callable[..., Any], /, *args: object, **options: object) -> Any:
     """Call a coroutine function on the event loop, any other in a thread, so that it does not block the loop.
 
     Methods declared instant (:func:`says_instant`) are called directly.
@@ -69,7 +69,19 @@ async def call_off_loop(function: Callable[..., Any], /, *args: Any, **options: 
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
-    _threads.run(partial(_answered, loop, answer, partial(context.run, function, *args, **options)))
+
+    def run() -> None:
+        value: Any = None
+        error: Exception | None = None
+        try:
+            value = context.run(function, *args, **options)
+        except BaseException as caught:
+            # A StopIteration cannot be raised into a coroutine, and an exit is not the run's.
+            wrapped = not isinstance(caught, Exception) or isinstance(caught, StopIteration)
+            error = RuntimeError(f"{type(caught).__name__}: {caught}") if wrapped else caught  # type: ignore[assignment]
+        _settle(loop, answer, value, error)
+
+    _threads.run(run)
     return await resolved(await answer)
 
 
@@ -80,20 +92,8 @@ def says_instant(kind: type, method: str) -> bool:
     return bool(getattr(kind, "instant", False)) and definer is not None and bool(vars(definer).get("instant", False))
 
 
-def _answered(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Any], call: Callable[[], Any]) -> None:
-    value: Any = None
-    error: Exception | None = None
-    try:
-        value = call()
-    except BaseException as caught:
-        # A StopIteration cannot be raised into a coroutine, and an exit is not the run's.
-        wrapped = not isinstance(caught, Exception) or isinstance(caught, StopIteration)
-        error = RuntimeError(f"{type(caught).__name__}: {caught}") if wrapped else caught  # type: ignore[assignment]
-    _settle(loop, answer, value, error)
-
-
 def _settle(
-    loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Any], value: Any, error: Exception | None = None
+    loop: asyncio.AbstractEventLoop, answer: asyncio.Future[object], value: object, error: Exception | None = None
 ) -> None:
     """Settle a future of another thread's event loop."""
 
@@ -150,11 +150,11 @@ class EnvironmentProcesses:
         self.num_deaths += len(self._processes) - len(alive)
         self._processes = alive
         room = 1 if _alone.get() else self._per_process
-        process = next((one for one in self._processes if one.num_environments < min(room, one.room)), None)
+        process = next((one for one in self._processes if len(one.environments) < min(room, one.room)), None)
         if process is None:
             process = _Process(self._make)
             self._processes.append(process)
-        if not process.num_environments:
+        if not process.environments:
             process.room = room
         return RemoteEnvironment(process)
 
@@ -170,7 +170,8 @@ class RemoteEnvironment:
 
     def __init__(self, process: _Process) -> None:
         self._process = process
-        self._number = process.admit()
+        self._number = next(process.numbers)
+        process.environments.add(self._number)
         self._is_closed = False
 
     async def reset(self, seed: int, task: Mapping[str, Any] | None = None) -> Any:
@@ -197,24 +198,16 @@ class _Process:
         self._child.start()
         theirs.close()
         self._calls: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
-        self._numbers = itertools.count()
-        self._environments: set[int] = set()
+        self.numbers = itertools.count()
+        self.environments: set[int] = set()
+        """The numbers of those that live in it."""
         self._lock = threading.Lock()
         self.room = 1
         """Most environments at a time."""
         self.has_ended = False
         threading.Thread(target=self._listen, daemon=True, name="roll-environment-pipe").start()
 
-    @property
-    def num_environments(self) -> int:
-        return len(self._environments)
-
-    def admit(self) -> int:
-        number = next(self._numbers)
-        self._environments.add(number)
-        return number
-
-    async def call(self, environment: int, method: str, *args: Any) -> Any:
+    async def call(self, environment: int, method: str, *args: object) -> Any:
         """Call a method and return its answer; where this is cancelled at a deadline, the process is killed.
 
         Raises:
@@ -222,7 +215,7 @@ class _Process:
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
-        number = next(self._numbers)
+        number = next(self.numbers)
         with self._lock:
             if self.has_ended:
                 raise self._death()
@@ -234,6 +227,7 @@ class _Process:
         try:
             return await answer
         except asyncio.CancelledError:
+            # The thread over there cannot be interrupted: only the end of its process frees what it holds.
             self.end()
             raise
 
@@ -242,7 +236,7 @@ class _Process:
             if not self.has_ended:
                 await self.call(environment, "close")
         finally:
-            self._environments.discard(environment)
+            self.environments.discard(environment)
 
     def end(self) -> None:
         self._over()
@@ -259,6 +253,7 @@ class _Process:
                 waiting = self._calls.pop(number, None)
             if waiting is not None:
                 _settle(*waiting, value, None if is_right else RuntimeError(value))
+        # Joined before the callers hear of it, so that the exit code is known.
         self._child.join(STOP_SECONDS)
         self._over()
 
@@ -282,7 +277,17 @@ def _serve(pipe: Connection, make: Callable[[], Any], own_objects: Mapping[str, 
 
     def run(number: int, environment: int, method: str, args: tuple[Any, ...]) -> None:
         try:
-            reply = number, True, _called(environments, make, environment, method, args)
+            if method == "reset":
+                built = environments[environment] = make()
+                positional, keywords = reset_arguments(built, *args)
+                value = built.reset(*positional, **keywords)
+            elif method == "close":
+                close = getattr(environments.pop(environment, None), "close", None)
+                value = None if close is None else close()
+            else:
+                value = getattr(environments[environment], method)(*args)
+            reply = number, True, asyncio.run(resolved(value)) if inspect.isawaitable(value) else value
+            # What cannot be sent is this call's error; the pipe would raise it only after half a message.
             pickle.dumps(reply)
         except BaseException as error:
             reply = number, False, f"{type(error).__name__}: {error}"
@@ -295,19 +300,3 @@ def _serve(pipe: Connection, make: Callable[[], Any], own_objects: Mapping[str, 
         except (EOFError, OSError):
             return
         _threads.run(partial(run, *call))
-
-
-def _called(
-    environments: dict[int, Any], make: Callable[[], Any], number: int, method: str, args: tuple[Any, ...]
-) -> Any:
-    if method == "reset":
-        environment = environments[number] = make()
-        positional, keywords = reset_arguments(environment, *args)
-        value = environment.reset(*positional, **keywords)
-    elif method == "close":
-        environment = environments.pop(number, None)
-        close = getattr(environment, "close", None)
-        value = None if close is None else close()
-    else:
-        value = getattr(environments[number], method)(*args)
-    return asyncio.run(resolved(value)) if inspect.isawaitable(value) else value

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from roll.rewards.base import RewardSample
@@ -37,7 +38,7 @@ class Questions:
         self._reward = build_reward(self.reward, self.reward_kwargs)
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        rows = _rows(self.dataset_name, self.split)
+        rows = _rows(self.dataset_name, self.split)  # not in __post_init__: options are checked without the data
         self._row = rows[random.Random(f"questions/{seed}").randrange(len(rows))]
         for key in (self.question_key, self.answer_key):
             if key not in self._row:
@@ -57,29 +58,12 @@ class Questions:
         self._reward.close()
 
 
-def math_questions(
-    dataset_name: str,
-    split: str = "train",
-    question_key: str = "problem",
-    answer_key: str = "answer",
-    mode: Literal["train", "val"] = "train",
-    max_steps: int = 1,
-) -> Questions:
-    """ROLL's ``roll_math``: the answer in ``\\boxed{}`` is compared as mathematics."""
-    return Questions(dataset_name, split, question_key, answer_key, "math_rule", {}, mode, max_steps)
-
-
-def text_questions(
-    dataset_name: str,
-    split: str = "train",
-    question_key: str = "problem",
-    answer_key: str = "answer",
-    mode: Literal["train", "val"] = "train",
-    max_steps: int = 1,
-) -> Questions:
-    """ROLL's ``roll_qa``: the answer in ``\\boxed{}`` is compared without case, punctuation and articles."""
-    exact = "roll.rewards.text_rules.ExactMatch"
-    return Questions(dataset_name, split, question_key, answer_key, exact, {"source": "boxed"}, mode, max_steps)
+math_questions = partial(Questions, reward="math_rule")
+"""ROLL's ``roll_math``: the answer in ``\\boxed{}`` is compared as mathematics."""
+text_questions = partial(
+    Questions, reward="roll.rewards.text_rules.ExactMatch", reward_kwargs=MappingProxyType({"source": "boxed"})
+)
+"""ROLL's ``roll_qa``: the answer in ``\\boxed{}`` is compared without case, punctuation and articles."""
 
 
 @cache

@@ -26,7 +26,7 @@ _ADAPTERS: dict[str, tuple[str, str]] = {
     "gem": ("roll.environments.adapters", "gem_environment"),
     "textarena": ("roll.environments.adapters", "textarena_environment"),
     "skyrl": ("roll.environments.adapters", "skyrl_environment"),
-    "openenv": ("roll.environments.adapters", "openenv_environment"),
+    "openenv": ("roll.environments.adapters", "OpenEnvEnvironment"),
 }
 """Prefix of ``PREFIX:ID`` to the function that wraps an environment of another library: ``(id, **config)``."""
 
@@ -65,7 +65,11 @@ def make_environment(env_type: str, env_config: Mapping[str, Any] | None = None)
         return _build(env_type, lambda: target(identifier, **config))
     target = load_environment_class(env_type)
     _check_options(env_type, target, config)
-    return _build(env_type, lambda: _adapted(target(**config)))
+    environment = _build(env_type, lambda: target(**config))
+    gymnasium = sys.modules.get("gymnasium")  # which the module of a user's class has imported, if it is one of its
+    if gymnasium is None or not isinstance(environment, gymnasium.Env):
+        return environment
+    return _load("roll.environments.adapters", "GymnasiumEnvironment")(environment)
 
 
 def check_environment_options(env_type: str, env_config: Mapping[str, Any]) -> None:
@@ -112,13 +116,6 @@ def load_environment_class(env_type: str) -> Callable[..., Environment]:
         return _load(module, attribute)
     except (ImportError, AttributeError) as error:
         raise EnvironmentOptionError(f"env_type {env_type!r} cannot be imported: {error}") from error
-
-
-def _adapted(environment: Environment) -> Environment:
-    """An environment of a user's class, wrapped where the class is one of gymnasium's."""
-    if "gymnasium" not in sys.modules:  # which the user's module would have imported
-        return environment
-    return _load("roll.environments.adapters", "adapted")(environment)
 
 
 def _load(module: str, attribute: str) -> Callable[..., Environment]:

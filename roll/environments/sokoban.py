@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from roll.environments.actions import MOVES, move_named, moved
-from roll.environments.grids import Cell, GridGame, Sprite
+from roll.environments.grids import MOVES, Cell, GridGame, Sprite, move_named, moved
 
 Position = tuple[Cell, frozenset[Cell]]
 """Player and boxes."""
@@ -106,10 +105,10 @@ class Sokoban(GridGame):
             return position
         if cell not in boxes:
             return cell, boxes
-        behind = moved(cell, move)
-        if behind not in self.floor or behind in boxes:
+        beyond = moved(cell, move)
+        if beyond not in self.floor or beyond in boxes:
             return position
-        return cell, (boxes - {cell}) | {behind}
+        return cell, (boxes - {cell}) | {beyond}
 
     def codes(self) -> list[list[int]]:
         rows, columns = self.dim_room
@@ -138,6 +137,7 @@ class Sokoban(GridGame):
         self.floor = self._carve(rng)
         if len(self.floor) < 2 * self.num_boxes + 2:
             return False
+        # Sorted, since the order of a set is not the seed's: equal seeds must draw equal rooms in every process.
         cells = rng.sample(sorted(self.floor), self.num_boxes + 1)
         self.targets = frozenset(cells[1:])
         solved: Position = (cells[0], self.targets)
@@ -172,6 +172,7 @@ class Sokoban(GridGame):
                 break
             player, boxes = position
             for move, (rows, columns) in MOVES.items():
+                # Undo the move: step back, and where a box stood ahead, perhaps pull it along.
                 back = (player[0] - rows, player[1] - columns)
                 if back not in self.floor or back in boxes:
                     continue

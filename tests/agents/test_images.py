@@ -182,8 +182,8 @@ def test_requests_of_an_engine_have_the_images(template: ChatTemplate) -> None:
         return engines, sampler
 
     conversations = Conversations(template)
-    lakes = [FrozenLake(**LAKE | {"map_seed": seed}) for seed in (1, 2)]
-    first, second = (conversations.ask(read_reset("lake", one.reset(1)).observation) for one in lakes)
+    begun = [FrozenLake(**LAKE).reset(seed) for seed in (1, 2)]
+    first, second = (conversations.ask(read_reset("lake", one).observation) for one in begun)
     assert first.new_ids == second.new_ids and first.images != second.images
     engines, sampler = asyncio.run(asked(first))
     assert engines.requests[0].vision.images == first.images
