@@ -194,7 +194,7 @@ def try_sandbox() -> Iterator[Finding]:
 
 
 def sandbox() -> None:
-    from roll.rewards.sandbox import Sandbox
+    from roll.rewards.sandbox.client import Sandbox
 
     box = Sandbox()
     report = box.start()

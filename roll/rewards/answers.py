@@ -4,7 +4,6 @@ written."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
@@ -252,38 +251,28 @@ _REMARK = re.compile(r"(?<=\s)\((?=[^()\\]*[A-Za-z]{3})[^()\\]*\)")
 _LEAD = re.compile(r"\s*(?:(?:thus|so|hence|therefore|then|finally|and|we|that)\b[\s,:]*)+", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Masked:
-    """A text in which every formula is one character."""
-
-    text: str
-    formulas: list[str]
-    """By the code point of their character, from ``_FIRST`` on."""
-
-
 def stated_answer(text: str) -> str | None:
     """The answer in LaTeX or plain spelling, or None where nothing is stated."""
-    masked = mask(text[-TAIL:])
-    statements = list(_ANSWER.finditer(masked.text)) if "answer" in masked.text.lower() else []
+    masked, formulas = mask(text[-TAIL:])
+    statements = list(_ANSWER.finditer(masked)) if "answer" in masked.lower() else []
     for match in reversed(statements):
-        end = _END.search(masked.text, match.end())
-        segment = masked.text[match.end() : end.start() if end else None]
+        end = _END.search(masked, match.end())
+        segment = masked[match.end() : end.start() if end else None]
         runs = list(_RUN.finditer(segment))
         if runs:
             near = len(segment[: runs[0].start()].split()) <= _NEAR_WORDS
             run = runs[0] if near else runs[-1]
-            return _with_unit(_joined(masked, run), segment[run.end() :])
+            return _with_unit(_joined(formulas, run), segment[run.end() :])
         if (found := _plain_value(segment)) is not None:
             return found
     sentence = last_sentence(masked)
-    return None if sentence is None else _from_sentence(masked, sentence)
+    return None if sentence is None else _from_sentence(formulas, sentence)
 
 
 def isolated_number(text: str) -> str | None:
     """The last number of the last sentence with a formula or a number, where that sentence has no formula and the
     number stands alone: not part of ``2^10``, ``(1, 2)`` or ``x^2 + 3``."""
-    masked = mask(text[-TAIL:])
-    sentence = last_sentence(masked)
+    sentence = last_sentence(mask(text[-TAIL:])[0])
     if sentence is None or re.search(_MASK, sentence) or "\\" in sentence.replace("\\$", "").replace("\\%", ""):
         return None
     matches = list(re.finditer(rf"(?<![0-9A-Za-z_.,])({NUMERAL})(?![0-9A-Za-z_]|[.,][0-9])", sentence))
@@ -297,18 +286,15 @@ def isolated_number(text: str) -> str | None:
 
 
 @lru_cache(maxsize=16)
-def mask(text: str) -> Masked:
-    """Put one private character in the place of each formula, and drop bold type."""
+def mask(text: str) -> tuple[str, list[str]]:
+    """Put one private character in the place of each formula, and drop bold type.
+
+    Returns:
+        The text, and its formulas by the code point of their character, from ``_FIRST`` on.
+    """
     formulas: list[str] = []
     if not text.isascii():
         text = re.sub(_MASK, " ", text)
-
-    def replace(match: re.Match[str]) -> str:
-        kind = match.lastgroup if match.lastgroup != "name" else "environment"
-        content = match.group() if kind == "environment" else match.group(kind or 0)
-        formulas.append(content.strip().rstrip(".,;").rstrip())
-        return chr(_FIRST + len(formulas) - 1)
-
     pieces, position = [], 0
     # Most texts without formulas have not even the characters that these begin with.
     has_formulas = "$" in text or "\\" in text
@@ -320,29 +306,32 @@ def mask(text: str) -> Masked:
             pieces.append(text[position : match.start() + 1])
             position = match.start() + 1
             continue
-        pieces += [text[position : match.start()], replace(match)]
+        kind = match.lastgroup if match.lastgroup != "name" else "environment"
+        content = match.group() if kind == "environment" else match.group(kind or 0)
+        pieces += [text[position : match.start()], chr(_FIRST + len(formulas))]
+        formulas.append(content.strip().rstrip(".,;").rstrip())
         position = match.end()
     masked = "".join([*pieces, text[position:]])
     has_markup = "**" in masked or "__" in masked
-    return Masked(_MARKUP.sub("", masked) if has_markup else masked, formulas)
+    return _MARKUP.sub("", masked) if has_markup else masked, formulas
 
 
-def last_sentence(masked: Masked) -> str | None:
+def last_sentence(masked: str) -> str | None:
     """The last one that has a formula, a number or a LaTeX command."""
-    for sentence in reversed(_SENTENCES.split(masked.text)):
+    for sentence in reversed(_SENTENCES.split(masked)):
         if re.search(rf"{_MASK}|[0-9]|\\[a-zA-Z]", sentence):
             return _REMARK.sub(" ", sentence).strip().rstrip(".!").rstrip()
     return None
 
 
-def _from_sentence(masked: Masked, sentence: str) -> str | None:
+def _from_sentence(formulas: list[str], sentence: str) -> str | None:
     """The answer from a sentence that does not say that it is one."""
     runs = list(_RUN.finditer(sentence))
     if runs:
         number = _ENDS_IN_NUMBER.search(sentence, runs[-1].end())
         if number is not None:
             return number.group("number").strip()
-        return _with_unit(_joined(masked, runs[-1]), sentence[runs[-1].end() :])
+        return _with_unit(_joined(formulas, runs[-1]), sentence[runs[-1].end() :])
     introduced = list(_INTRODUCED.finditer(sentence))
     for match in reversed(introduced):
         value = sentence[match.end() :]
@@ -352,16 +341,16 @@ def _from_sentence(masked: Masked, sentence: str) -> str | None:
     return _plain_value(whole) if _looks_like_mathematics(whole) else None
 
 
-def _joined(masked: Masked, run: re.Match[str]) -> str:
+def _joined(formulas: list[str], run: re.Match[str]) -> str:
     """Adjacent formulas, as one list. Of ``a + b = 3 + 4 = 7`` the last link counts; a single equation is
     left as it is."""
-    formulas = []
+    found = []
     for character in re.findall(_MASK, run.group()):
-        formula = masked.formulas[ord(character) - _FIRST]
+        formula = formulas[ord(character) - _FIRST]
         links = re.split(r"(?<![<>!:=\\])=(?!=)", formula)
         is_chain = len(links) > 2 and "," not in formula and "\\\\" not in formula
-        formulas.append(links[-1].strip() if is_chain else formula)
-    return ", ".join(formulas) + (r"\%" if run.group("percent") and not formulas[-1].endswith("%") else "")
+        found.append(links[-1].strip() if is_chain else formula)
+    return ", ".join(found) + (r"\%" if run.group("percent") and not found[-1].endswith("%") else "")
 
 
 def _plain_value(segment: str) -> str | None:

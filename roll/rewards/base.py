@@ -143,7 +143,15 @@ class GuardedReward:
         try:
             results = self._checked(samples)
         except Exception:  # one bad sample must not cost the others their reward: find it
-            results = [self._single(sample) for sample in samples]
+            results = []
+            for sample in samples:
+                try:
+                    results += self._checked([sample])
+                except Exception as error:
+                    if not self._has_raised:
+                        self._has_raised = self._has_failed = True
+                        logger.exception("reward %s failed; later failures are counted without a traceback", self._name)
+                    results.append(failure(f"{self._name}: {type(error).__name__}: {error}"))
         failed = next((result for result in results if result.error is not None), None)
         if failed is not None and not self._has_failed:
             self._has_failed = True
@@ -155,15 +163,6 @@ class GuardedReward:
         if len(results) != len(samples):
             raise ValueError(f"returned {len(results)} results for {len(samples)} samples")
         return results
-
-    def _single(self, sample: RewardSample) -> RewardResult:
-        try:
-            return self._checked([sample])[0]
-        except Exception as error:
-            if not self._has_raised:
-                self._has_raised = self._has_failed = True
-                logger.exception("reward %s failed; later failures are counted without a traceback", self._name)
-            return failure(f"{self._name}: {type(error).__name__}: {error}")
 
     def check_host(self) -> None:
         """Let a rule look at this host."""

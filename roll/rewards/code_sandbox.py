@@ -30,63 +30,50 @@ _ASSIGNMENT = r"^[ \t]{0,100}[\w\[\], .]{1,200}[-+*/]?=[^=]"
 _PROGRAM = re.compile(f"{_WORD}|{_ASSIGNMENT}", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A fenced block."""
-
-    language: str
-    """As written after the fence, in lower case; '' for none."""
-    text: str
-
-
 def last_code_block(text: str, languages: Sequence[str] = PYTHON) -> str | None:
     """The contents of the last fenced block in one of ``languages``, '' standing for none named.
 
     A block that names its language is preferred: what follows without one is mostly an output or an example. A block
     that is cut off counts; an empty one does not; without any block of these languages, None.
     """
-    found = [block for block in code_blocks(text) if block.text.strip()]
+    found = [(language, block) for language, block in code_blocks(text) if block.strip()]
     any_python = "python" in languages
-    for block in reversed(found):
-        if block.language and (block.language in languages or (any_python and _ANY_PYTHON.fullmatch(block.language))):
-            return block.text
-    plain = [block for block in found if not block.language] if "" in languages else []
-    programs = [block for block in plain if _PROGRAM.search(block.text)] if any_python else []
-    return (programs or plain)[-1].text if plain else None
+    for language, block in reversed(found):
+        if language and (language in languages or (any_python and _ANY_PYTHON.fullmatch(language))):
+            return block
+    plain = [block for language, block in found if not language] if "" in languages else []
+    programs = [block for block in plain if _PROGRAM.search(block)] if any_python else []
+    return (programs or plain)[-1] if plain else None
 
 
-def code_blocks(text: str) -> list[Block]:
-    """All fenced blocks, the last of which may be cut off."""
-    blocks: list[Block] = []
-    opened: tuple[str, str, str] | None = None
-    lines: list[str] = []
-
-    def finish() -> None:
-        before, _, info = opened or ("", "", "")
+def code_blocks(text: str) -> list[tuple[str, str]]:
+    """Language (in lower case; '' where none is written) and text of all fenced blocks; the last may be cut off."""
+    found: list[tuple[str, str, list[str]]] = []
+    mark = ""
+    # Not splitlines(), which also splits at characters that may occur in a program's texts.
+    for line in text.replace("\r\n", "\n").split("\n"):
+        if not mark:
+            if (opened := opening_fence(line)) is not None:
+                before, mark, info = opened
+                found.append((before, info, []))
+            continue
+        # A closing fence is at the end of a line; there may be text before it.
+        stripped = line.rstrip()
+        rest = stripped.rstrip(mark[0])
+        if len(stripped) - len(rest) < len(mark):
+            found[-1][2].append(line)
+            continue
+        found[-1][2].extend([rest] if rest.strip(" \t>") else [])
+        mark = ""
+    blocks = []
+    for before, info, lines in found:
         quoted = min(before.count(">"), _DEEPEST_QUOTATION)
         bare = [re.sub(rf"^(?:\s*> ?){{1,{quoted}}}", "", line) for line in lines] if quoted else lines
         # "python", 'Python title="x"', "python:main.py", "{.python .numberLines}" and "main.py" all name Python.
-        found = _LANGUAGE.match(info.partition(":")[0].strip().lower())
-        name = found[1] if found else ""
+        match = _LANGUAGE.match(info.partition(":")[0].strip().lower())
+        name = match[1] if match else ""
         language = "python" if name.endswith(".py") else name
-        blocks.append(Block(language, textwrap.dedent("\n".join(bare)).strip("\n")))
-
-    # Not splitlines(), which also splits at characters that may occur in a program's texts.
-    for line in text.replace("\r\n", "\n").split("\n"):
-        if opened is None:
-            opened, lines = opening_fence(line), []
-            continue
-        # A closing fence is at the end of a line; there may be text before it.
-        stripped, mark = line.rstrip(), opened[1]
-        rest = stripped.rstrip(mark[0])
-        if len(stripped) - len(rest) < len(mark):
-            lines.append(line)
-            continue
-        lines += [rest] if rest.strip(" \t>") else []
-        finish()
-        opened = None
-    if opened is not None:
-        finish()
+        blocks.append((language, textwrap.dedent("\n".join(bare)).strip("\n")))
     return blocks
 
 

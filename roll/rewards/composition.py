@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from roll.config.rewards import RewardConfig, judge_sampling
+from roll.config.rewards import RewardComponentConfig, RewardConfig, judge_sampling
 from roll.rewards.base import GuardedReward, RewardFunction, RewardOptionError, RewardResult, RewardSample, is_timeout
 from roll.rewards.custom import Limits
 from roll.rewards.registry import build_reward, load_target, option_names, resolve_name
@@ -21,13 +21,7 @@ class Component:
 
     name: str
     reward: RewardFunction
-    weight: float = 1.0
-    is_gate: bool = False
-    """Multiplies the sum instead of being added to it."""
-    gate_threshold: float | None = None
-    """The factor is 1 from this score on and 0 below; None: the score itself."""
-    error_value: float | None = None
-    """Score where the reward failed; None: the sample has failed."""
+    part: RewardComponentConfig = field(default_factory=RewardComponentConfig)
 
 
 class CompositeReward:
@@ -63,18 +57,18 @@ class CompositeReward:
         errors = []
         for component, result in zip(self._components, results, strict=True):
             name, has_failed = component.name, result.error is not None
-            score = component.error_value if has_failed else result.score
+            score = component.part.error_value if has_failed else result.score
             # Averaged over samples, failures become rates.
             metrics |= {f"{name}/{number}": value for number, value in result.metrics.items()}
             metrics |= {} if score is None else {f"{name}/score": score}
             metrics |= {f"{name}/error_rate": float(has_failed), f"{name}/timeout_rate": float(is_timeout(result))}
             if score is None:
                 errors.append(f"{name}: {result.error}")
-            elif component.is_gate:
-                threshold = component.gate_threshold
+            elif component.part.gate:
+                threshold = component.part.gate_threshold
                 factor *= score if threshold is None else float(score >= threshold)
             else:
-                total += component.weight * score
+                total += component.part.weight * score
         if errors and factor != 0:
             return RewardResult(None, metrics, "; ".join(errors))
         return RewardResult(total * factor if factor else 0.0, metrics)
@@ -132,8 +126,7 @@ def build_section(name: str, config: RewardConfig) -> GuardedReward | CompositeR
         except RewardOptionError as error:
             error.component = key
             raise
-        guarded = GuardedReward(f"{name}.{key}", reward)
-        components.append(Component(key, guarded, part.weight, part.gate, part.gate_threshold, part.error_value))
+        components.append(Component(key, GuardedReward(f"{name}.{key}", reward), part))
     return CompositeReward(components)
 
 

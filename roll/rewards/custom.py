@@ -70,7 +70,12 @@ class CustomReward:
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         if not self._is_batched:
-            calls = [partial(self._function, **self._arguments(sample)) for sample in samples]
+            calls = []
+            for sample in samples:
+                offered = {"finish_reason": sample.finish_reason, **sample.row, **self._options}
+                offered.update(prompt=sample.prompt, response=sample.response, ground_truth=sample.ground_truth)
+                named = offered if self._takes_all else {n: offered[n] for n in self._names if n in offered}
+                calls.append(partial(self._function, **named))
             return [self._result(outcome) for outcome in self._outcomes(calls, self._limits.timeout)]
         limit = self._limits.timeout and self._limits.timeout * len(samples)
         (outcome,) = self._outcomes([partial(self._function, samples=list(samples), **self._options)], limit)
@@ -82,11 +87,6 @@ class CustomReward:
             error = f"{self._name}: returned {found} for a batch of {len(samples)}; it must return a list of as many"
             return [failure(error)] * len(samples)
         return [self._result(score) for score in scores]
-
-    def _arguments(self, sample: RewardSample) -> dict[str, Any]:
-        offered = {"finish_reason": sample.finish_reason, **sample.row, **self._options}
-        offered.update(prompt=sample.prompt, response=sample.response, ground_truth=sample.ground_truth)
-        return offered if self._takes_all else {n: offered[n] for n in self._names if n in offered}
 
     def _outcomes(self, calls: Sequence[Callable[[], Any]], limit: float | None) -> list[Any]:
         """Each call's result or exception, in order."""
@@ -105,22 +105,19 @@ class CustomReward:
     def _result(self, outcome: Any) -> RewardResult:
         if isinstance(outcome, Overdue | TimeoutError):
             return failure(f"{self._name}: timeout: {str(outcome) or 'the call took too long'}")
-        if not isinstance(outcome, BaseException):
-            return self._read(outcome)
-        if not self._has_failed:
-            message = "reward %s failed; later failures are counted without a traceback"
-            logger.error(message, self._name, exc_info=outcome)
-            self._has_failed = True
-        return failure(f"{self._name}: {type(outcome).__name__}: {outcome}")
-
-    def _read(self, returned: Any) -> RewardResult:
-        metrics = dict(returned) if isinstance(returned, Mapping) else {"score": returned}
+        if isinstance(outcome, BaseException):
+            if not self._has_failed:
+                message = "reward %s failed; later failures are counted without a traceback"
+                logger.error(message, self._name, exc_info=outcome)
+                self._has_failed = True
+            return failure(f"{self._name}: {type(outcome).__name__}: {outcome}")
+        metrics = dict(outcome) if isinstance(outcome, Mapping) else {"score": outcome}
         if "score" not in metrics:
             return failure(f"{self._name}: the returned dict has no 'score', only {sorted(metrics)}")
         try:
             numbers = {key: float(value) for key, value in metrics.items()}
         except (TypeError, ValueError) as error:
-            return failure(f"{self._name}: must return numbers, returned {returned!r}: {error}")
+            return failure(f"{self._name}: must return numbers, returned {outcome!r}: {error}")
         score = numbers.pop("score")
         if not math.isfinite(score):
             return failure(f"{self._name}: returned the score {score}; it must be finite")
@@ -189,7 +186,14 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Wait for a coroutine, from any thread but the loop's own."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._running()).result()
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                # A daemon: a reward that nobody closed does not keep its process alive.
+                self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
+                self._thread.start()
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return future.result()
 
     def close(self) -> None:
         """End the thread; a later :meth:`run` would start another."""
@@ -201,15 +205,6 @@ class LoopThread:
             if not self._thread.is_alive():
                 self._loop.close()
             self._loop = self._thread = None
-
-    def _running(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                # A daemon: a reward that nobody closed does not keep its process alive.
-                self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
-                self._thread.start()
-            return self._loop
 
 
 async def gathered(

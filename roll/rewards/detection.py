@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from roll.rewards.answers import after_thought, tagged_answer
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
@@ -77,7 +77,7 @@ def boxes_in_json(text: str) -> list[Box]:
         return []
 
 
-def boxes_of(value: Any) -> list[Box]:
+def boxes_of(value: object) -> list[Box]:
     """Boxes in what JSON or a data row holds: an object, four numbers, or a list of those."""
     if isinstance(value, str):
         return boxes_in_json(value)
@@ -94,7 +94,7 @@ def boxes_of(value: Any) -> list[Box]:
     return [box] if box is not None else [box for inner in value for box in boxes_of(inner)]
 
 
-def make_box(corners: Any, label: str | None = None) -> Box | None:
+def make_box(corners: object, label: str | None = None) -> Box | None:
     """A box of four finite numbers, corners in order; None for anything else."""
     if not isinstance(corners, list | tuple) or len(corners) != 4:
         return None
@@ -135,6 +135,7 @@ def _augment(
         for column in range(columns):
             if is_done[column]:
                 continue
+            # At least 0 up to rounding, since the prices are feasible: Dijkstra's algorithm applies.
             reduced = base - weights[row][column] - row_price[row] - column_price[column]
             if reduced < distance[column]:
                 distance[column], came_from[column] = reduced, last

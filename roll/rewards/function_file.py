@@ -13,10 +13,10 @@ from typing import Any
 
 def score(
     response: str,
-    ground_truth: Any,
+    ground_truth: object,
     path: str,
     name: str = "compute_score",
-    data_source: Any = None,
+    data_source: object = None,
     extra_info: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:

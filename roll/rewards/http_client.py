@@ -94,12 +94,20 @@ class JsonClient:
         self._thread = LoopThread(f"http client of {url}")
         self._client: httpx2.AsyncClient | None = None
 
-    def post(self, bodies: Sequence[Any]) -> list[Reply]:
+    def post(self, bodies: Sequence[object]) -> list[Reply]:
         """Post every body; one reply each, in order. Never raises for what the service does."""
 
         async def post_all() -> list[Reply]:
             if self._client is None:
-                self._client, self._slots = self._connect(), asyncio.Semaphore(self._options.concurrency)
+                size = self._options.concurrency
+                self._slots = asyncio.Semaphore(size)
+                self._client = httpx2.AsyncClient(
+                    headers={**self._headers, "Accept-Encoding": "identity"},
+                    timeout=self._request_timeout,
+                    limits=httpx2.Limits(max_connections=size, max_keepalive_connections=size),
+                    # A proxy of the environment is for services outside; it cannot reach this host's own loopback.
+                    trust_env=httpx2.URL(self._url).host not in LOOPBACK,
+                )
             return await asyncio.gather(*(self._post(body) for body in bodies))
 
         return self._thread.run(post_all()) if bodies else []
@@ -111,17 +119,7 @@ class JsonClient:
             self._client = None
         self._thread.close()
 
-    def _connect(self) -> httpx2.AsyncClient:
-        size = self._options.concurrency
-        return httpx2.AsyncClient(
-            headers={**self._headers, "Accept-Encoding": "identity"},
-            timeout=self._request_timeout,
-            limits=httpx2.Limits(max_connections=size, max_keepalive_connections=size),
-            # A proxy of the environment is for services outside; it cannot reach this host's own loopback.
-            trust_env=httpx2.URL(self._url).host not in LOOPBACK,
-        )
-
-    async def _post(self, body: Any) -> Reply:
+    async def _post(self, body: object) -> Reply:
         timeout, state = self._options.timeout, _Progress()
         retrying = AsyncRetrying(
             retry=retry_if_exception(lambda error: isinstance(error, ServiceError) and error.is_transient),
@@ -151,7 +149,7 @@ class JsonClient:
         wanted = error.retry_after if isinstance(error, ServiceError) else None
         return drawn if wanted is None else min(max(wanted, drawn), longest)
 
-    async def _post_bounded(self, client: httpx2.AsyncClient, body: Any) -> httpx2.Response:
+    async def _post_bounded(self, client: httpx2.AsyncClient, body: object) -> httpx2.Response:
         """The answer, of which no more than ``max_reply`` bytes are ever held.
 
         Raises:
@@ -169,7 +167,7 @@ class JsonClient:
                     raise ServiceError(message, is_transient=False)
         return httpx2.Response(response.status_code, headers=response.headers, content=bytes(content))
 
-    async def _try_once(self, body: Any, state: _Progress) -> Any:
+    async def _try_once(self, body: object, state: _Progress) -> Any:
         assert self._client is not None
         state.tries += 1
         try:
@@ -236,7 +234,7 @@ class AnswerCache:
         self._lock = threading.Lock()
 
     @staticmethod
-    def key(*content: Any) -> str:
+    def key(*content: object) -> str:
         """The same for the same content, in every process: SHA-256 of its JSON."""
         text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
@@ -250,7 +248,7 @@ class AnswerCache:
         if self._folder is None:
             return MISSING
         try:
-            answer = json.loads(self._file(self._folder, key).read_text(encoding="utf-8"))
+            answer = json.loads((self._folder / key[:2] / f"{key}.json").read_text(encoding="utf-8"))
         except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):  # a damaged file counts as none
             return MISSING
         self._remember(key, answer)
@@ -261,7 +259,7 @@ class AnswerCache:
         self._remember(key, answer)
         if self._folder is None:
             return
-        file = self._file(self._folder, key)
+        file = self._folder / key[:2] / f"{key}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all: other workers may read the folder.
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as temporary:
@@ -274,7 +272,3 @@ class AnswerCache:
             self._entries.move_to_end(key)
             while len(self._entries) > self._max_entries:
                 self._entries.popitem(last=False)
-
-    @staticmethod
-    def _file(folder: Path, key: str) -> Path:
-        return folder / key[:2] / f"{key}.json"

@@ -79,7 +79,7 @@ def read(reply: Reply, count: int) -> list[RewardResult]:
     return [_read_one(result) for result in results]
 
 
-def _read_one(result: Any) -> RewardResult:
+def _read_one(result: object) -> RewardResult:
     """A number, or an object with ``score`` and perhaps ``metrics``, or with ``error``."""
     entry = result if isinstance(result, Mapping) else {"score": result}
     if entry.get("error") is not None:

@@ -115,7 +115,7 @@ def read_instructions(sample: RewardSample) -> list[Instruction]:
     return checked
 
 
-def as_mapping(value: Any) -> dict[str, Any]:
+def as_mapping(value: object) -> dict[str, Any]:
     """A mapping, or one written as JSON; anything else is empty."""
     if isinstance(value, str):
         try:

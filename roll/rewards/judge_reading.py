@@ -106,7 +106,7 @@ class ScoreReader:
             raise NoScore(f"the judge's score {value:g} is {scales}")
         return value
 
-    def _value(self, value: Any) -> float | None:
+    def _value(self, value: object) -> float | None:
         """A number, or a word that means one; None for anything else."""
         if isinstance(value, bool):
             return float(value)

@@ -33,7 +33,9 @@ class MultipleChoice(RewardRule):
             raise RewardOptionError(f"choices = {self.choices!r}: must be different letters, such as 'ABCD'")
         upper = self.choices.upper()
         # "a banana" is no choice: small letters must be followed by a stop, a bracket or nothing.
-        several = rf"{series(upper)}(?![A-Za-z])|{series(upper.lower())}(?=\s*(?:[^\sA-Za-z]|$))"
+        # One or several: "A", "A, C", "A and C".
+        series = r"[{0}](?:\s*(?:,|;|and|&)\s*[{0}])*"
+        several = rf"{series.format(upper)}(?![A-Za-z])|{series.format(upper.lower())}(?=\s*(?:[^\sA-Za-z]|$))"
         # Possessive quantifiers: a long run of spaces is passed once, not in every way it can be divided.
         wrapped = rf"[\s(\[{{*\"'$]*+(?:\\text\w*+\{{)?\(?({several})"
         self._content = re.compile(wrapped)
@@ -81,11 +83,6 @@ class MultipleChoice(RewardRule):
 
     def _set_of(self, letters: str) -> frozenset[str]:
         return frozenset(re.sub(r"and|[^A-Za-z]", "", letters).upper())
-
-
-def series(letters: str) -> str:
-    """Regular expression of one or several of ``letters``: ``A``, ``A, C``, ``A and C``."""
-    return rf"[{letters}](?:\s*(?:,|;|and|&)\s*[{letters}])*"
 
 
 REWARDS = {

@@ -149,14 +149,13 @@ def _improper(found: re.Match[str]) -> str:
 
 def _in_latex(expression: str) -> str:
     """Roots, vulgar fractions, raised and lowered characters, Greek letters and wide ones as LaTeX has them."""
-
-    def root(found: re.Match[str]) -> str:
+    for found in reversed(list(_ROOT.finditer(expression))):
         sign, radicand = found.groups()
         inner = radicand[1:-1] if radicand and radicand[0] in "({" else radicand
-        return _ROOTS[sign] + (f"{{{inner}}}" if inner is not None else "")
-
+        root = _ROOTS[sign] + (f"{{{inner}}}" if inner is not None else "")
+        expression = expression[: found.start()] + root + expression[found.end() :]
     written, open_tag = "", ""
-    for character in _ROOT.sub(root, expression):
+    for character in expression:
         tag = "" if character.isascii() else unicodedata.decomposition(character).partition(" ")[0]
         usual, name = unicodedata.normalize("NFKC", character), unicodedata.name(character, "")
         if open_tag and tag != open_tag:

@@ -96,15 +96,7 @@ def option_names(worker_cls: str) -> set[str]:
 
 def load_target(name: str) -> Any:
     """The rule's class or the user's function of a resolved name."""
-    if name in REWARDS:
-        return load_dotted(REWARDS[name].target)
-    target = load_dotted(name)
-    if isinstance(target, type) and not (issubclass(target, RewardRule) and dataclasses.is_dataclass(target)):
-        raise RewardNameError(f"worker_cls {name!r}: a class must be a dataclass derived from roll.rewards.RewardRule")
-    return target
-
-
-def load_dotted(path: str) -> Any:
+    path = REWARDS[name].target if name in REWARDS else name
     module_name, _, attribute = path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
@@ -113,6 +105,8 @@ def load_dotted(path: str) -> Any:
     target = getattr(module, attribute, None)
     if not callable(target):
         raise RewardNameError(f"worker_cls {path!r}: {module_name!r} has no function or class {attribute!r}")
+    if isinstance(target, type) and not (issubclass(target, RewardRule) and dataclasses.is_dataclass(target)):
+        raise RewardNameError(f"worker_cls {name!r}: a class must be a dataclass derived from roll.rewards.RewardRule")
     return target
 
 

@@ -18,17 +18,14 @@ DIVIDER = "* * *"
 _SENTENCE_END = re.compile(r"(?<=[.?!])(?<!\w\.\w.)(?<![A-Z][a-z]\.)\s")
 
 
-def _enough(found: int, quantifier: str, wanted: int, tolerance: int) -> bool:
-    """Compare with a tolerance to the allowed side; ValueError for an unknown quantifier."""
+def _enough(found: int, quantifier: str, wanted: int, tolerance: int | None = None) -> bool:
+    """Compare with a tolerance (a tenth) to the allowed side; ValueError for an unknown quantifier."""
     if quantifier not in QUANTIFIERS:
         raise ValueError(f"quantifier {quantifier!r}: must be one of {', '.join(QUANTIFIERS)}")
+    tolerance = max(round(wanted * 0.1), 1) if tolerance is None else tolerance
     low = wanted if quantifier == "at least" else wanted - tolerance
     high = wanted if quantifier == "at most" else wanted + tolerance
     return (quantifier == "at most" or found >= low) and (quantifier == "at least" or found <= high)
-
-
-def _tenth(wanted: int) -> int:
-    return max(round(wanted * 0.1), 1)
 
 
 def _spans(text: str, opening: str, closing: str) -> int:
@@ -96,9 +93,7 @@ FUNCTIONS: dict[str, Callable[..., bool]] = {
     "verify_letter_frequency": letter_frequency,
     "validate_response_language": lambda text, *, language: language_of(text) == language,
     "verify_paragraph_count": paragraph_count,
-    "validate_word_constraint": lambda text, *, N, quantifier: _enough(
-        len(text.split()), quantifier, int(N), _tenth(int(N))
-    ),
+    "validate_word_constraint": lambda text, *, N, quantifier: _enough(len(text.split()), quantifier, int(N)),
     "verify_sentence_constraint": lambda text, *, N, quantifier: _enough(
         len(_SENTENCE_END.split(text)), quantifier, int(N), 1
     ),
@@ -121,7 +116,7 @@ FUNCTIONS: dict[str, Callable[..., bool]] = {
     "validate_uppercase": lambda text: text == text.upper(),
     "validate_lowercase": lambda text: text == text.lower(),
     "validate_frequency_capital_words": lambda text, *, N, quantifier: _enough(
-        len(re.findall(r"\b[A-Z]+\b", text)), quantifier, int(N), _tenth(int(N))
+        len(re.findall(r"\b[A-Z]+\b", text)), quantifier, int(N)
     ),
     "validate_end": lambda text, *, end_phrase: text.endswith(end_phrase),
     "validate_quotation": lambda text: text.startswith('"') and text.endswith('"'),

@@ -14,8 +14,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -37,12 +36,6 @@ MAX_OPTIONS = {"timeout": 600.0, "case_timeout": 600.0, "memory_mb": 8192, "outp
 """Most that a client may ask of the host, where the service itself is not set to more."""
 
 
-def client_options(reward: str) -> tuple[str, ...]:
-    """Options that a reward opens to clients; a class opens none by what it inherits."""
-    target = load_target(resolve_name(reward))
-    return target.__dict__.get("client_options", ()) if isinstance(target, type) else ()
-
-
 class ClientOptions:
     """Options that clients of a service may choose.
 
@@ -57,12 +50,16 @@ class ClientOptions:
 
     def __init__(self, reward: str, own: Mapping[str, Any], allowed: Sequence[str] | None = None) -> None:
         self._own = dict(own)
-        self._allowed = client_options(reward) if allowed is None else tuple(allowed)
+        if allowed is None:
+            target = load_target(resolve_name(reward))
+            # A class opens no options to clients by what it inherits.
+            allowed = target.__dict__.get("client_options", ()) if isinstance(target, type) else ()
+        self._allowed = tuple(allowed)
         # Also a test of the service's own options, at its start.
         self._model = build_reward(reward, self._own)
         self._model.close()
 
-    def merged(self, options: Any) -> dict[str, Any]:
+    def merged(self, options: object) -> dict[str, Any]:
         """The service's options with those of a request.
 
         Raises:
@@ -96,7 +93,7 @@ def as_number(value: Any) -> float:
 
 
 class RewardPool:
-    """As many instances of a reward as may work at a time, made when they are first needed.
+    """Up to ``instances`` instances of a reward, made when they are first needed.
 
     Args:
         reward: a short name or a dotted path, as ``worker_cls``.
@@ -131,14 +128,7 @@ class RewardPool:
             )
             for sample in body["samples"]
         ]
-        with self._instance(self._options.merged(body.get("options") or {})) as reward:
-            return [
-                {"error": result.error} if result.score is None else {"score": result.score, "metrics": result.metrics}
-                for result in reward(samples)
-            ]
-
-    @contextmanager
-    def _instance(self, options: Mapping[str, Any]) -> Iterator[GuardedReward]:
+        options = self._options.merged(body.get("options") or {})
         key = json.dumps(options, sort_keys=True)
         with self._free:
             with self._lock:
@@ -147,7 +137,7 @@ class RewardPool:
                 reward = None if place is None else self._idle.pop(place)[1]
             reward = reward or GuardedReward(self._reward, build_reward(self._reward, options))
             try:
-                yield reward
+                results = reward(samples)
             finally:
                 with self._lock:
                     self._idle.append((key, reward))
@@ -155,6 +145,10 @@ class RewardPool:
                     del self._idle[: -self._instances]
                 for _, old in surplus:
                     old.close()
+        return [
+            {"error": result.error} if result.score is None else {"score": result.score, "metrics": result.metrics}
+            for result in results
+        ]
 
     def close(self) -> None:
         with self._lock:
@@ -232,10 +226,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--api-key-env", default=TOKEN_VARIABLE, help=key)
     parser.add_argument("--without-token", action="store_true", help="answer everybody on this host; loopback only")
     parser.add_argument("--options", default="{}", help="the reward's options as a JSON object (default: none)")
-    client_options = (
-        "comma-separated options that clients may choose, * for all (default: those without effect outside)"
-    )
-    parser.add_argument("--client-options", help=client_options)
+    choice = "comma-separated options that clients may choose, * for all (default: those without effect outside)"
+    parser.add_argument("--client-options", help=choice)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     token = os.environ.get(options.api_key_env, "")

@@ -66,7 +66,11 @@ def split_thought(response: str, opened: str = "") -> tuple[str | None, str | No
         said = [one.body for one in own if one.channel != "analysis"]
     else:
         thoughts, said = _pieces(response, _ENDS.get(opened, ""))
-    return "\n".join(map(_bare, thoughts)) if thoughts else None, "".join(said) if said else None
+    bare = []
+    for thought in map(str.strip, thoughts):
+        begun = _MARK.match(thought)
+        bare.append(thought[begun.end() :].lstrip() if begun and begun.group() in _ENDS else thought)
+    return "\n".join(bare) if bare else None, "".join(said) if said else None
 
 
 def said_by(response: str, opened: str = "") -> str:
@@ -94,12 +98,15 @@ def _pieces(response: str, wanted: str) -> tuple[list[str], list[str]]:
 
     for match in _MARK.finditer(response):
         mark, at = match.group(), match.start()
+        before, after = response[max(0, at - 1) : at], response[match.end() : match.end() + 1]
+        # A thought may end with a quotation: only between two quotes is its end mark a mention.
+        is_quoted = before in _QUOTES and (mark in _ENDS or after in _QUOTES)
         if wanted:
             if mark == wanted:
                 thoughts.append(response[begin:at])
                 begin, wanted = match.end(), ""
                 answer = answer or begin
-        elif (thoughts and mark not in _ENDS) or _is_quoted(match) or any(a < at < b for a, b in calls(answer)):
+        elif is_quoted or (thoughts and mark not in _ENDS) or any(a < at < b for a, b in calls(answer)):
             continue
         elif mark in _ENDS:
             wanted = _ENDS[mark]
@@ -110,20 +117,6 @@ def _pieces(response: str, wanted: str) -> tuple[list[str], list[str]]:
             thoughts.append(response[:at])
             begin = answer = match.end()
     return ([*thoughts, response[begin:]], []) if wanted else (thoughts, [*said, response[begin:]])
-
-
-def _is_quoted(match: re.Match[str]) -> bool:
-    start, end = match.span()
-    before, after = match.string[max(0, start - 1) : start], match.string[end : end + 1]
-    # A thought may end with a quotation.
-    return before in _QUOTES and (after in _QUOTES or match.group() in _ENDS)
-
-
-def _bare(thought: str) -> str:
-    """A thought without its begin mark."""
-    text = thought.strip()
-    begun = _MARK.match(text)
-    return text[begun.end() :].lstrip() if begun and begun.group() in _ENDS else text
 
 
 def without_thoughts(text: str) -> str:

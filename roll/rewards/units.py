@@ -101,23 +101,17 @@ class Unit:
     """False for a short symbol without ``\\text`` around it, whose letters may be variables."""
 
 
-def _read_table() -> tuple[dict[str, Unit], dict[str, Unit]]:
-    """Units that take prefixes, and others."""
-    tables: tuple[dict[str, Unit], dict[str, Unit]] = {}, {}
-    part = 0
-    for line in TABLE.strip().splitlines():
-        if line.startswith(";"):
-            part = 1
-            continue
-        names, _, made_of = line.partition(" = ")
-        size, *bases = made_of.split()
-        powers = [(base.partition("^")[0], int(base.partition("^")[2] or 1)) for base in bases]
-        unit = Unit(tuple(sorted(powers)), Fraction(size))
-        tables[part].update(dict.fromkeys(names.split(), unit))
-    return tables
-
-
-_WITH_PREFIX, _WITHOUT = _read_table()
+_WITH_PREFIX: dict[str, Unit] = {}
+_WITHOUT: dict[str, Unit] = {}
+_table = _WITH_PREFIX
+for _line in TABLE.strip().splitlines():
+    if _line.startswith(";"):
+        _table = _WITHOUT
+        continue
+    _names, _, _made_of = _line.partition(" = ")
+    _size, *_bases = _made_of.split()
+    _powers = [(base.partition("^")[0], int(base.partition("^")[2] or 1)) for base in _bases]
+    _table.update(dict.fromkeys(_names.split(), Unit(tuple(sorted(_powers)), Fraction(_size))))
 _TEXT = re.compile(r"\\(?:text|mathrm|textrm|mbox|operatorname|textit|rm)\s*\{([^{}]*)\}")
 _SPACES = re.compile(r"\\[ ,;:!]|\\q?quad\b|\s+")
 _TOKEN = re.compile(

@@ -157,7 +157,11 @@ def says_the_same(truth: list[Any], given: str) -> bool:
     if any(isinstance(form, sympy.MatrixBase) for form in truth) != any(
         isinstance(form, sympy.MatrixBase) for form in answer
     ):
-        truth, answer = [[as_tuple(form) for form in forms] for forms in (truth, answer)]
+        # A row or a column is compared as a tuple where the other side is none.
+        truth, answer = (
+            [sympy.Tuple(*form) if isinstance(form, sympy.MatrixBase) and 1 in form.shape else form for form in forms]
+            for forms in (truth, answer)
+        )
     # The letter i is the imaginary unit where neither side has another letter.
     forms = [*truth, *answer]
     if {letter.name for form in forms for letter in getattr(form, "free_symbols", ())} == {"i"}:
@@ -179,11 +183,6 @@ def exact(form: Any) -> Any:
     if not isinstance(form, sympy.Basic | sympy.MatrixBase):
         return form
     return form.xreplace({number: sympy.Rational(str(number)) for number in form.atoms(sympy.Float)})
-
-
-def as_tuple(form: Any) -> Any:
-    """A row or a column as a tuple; anything else as it is."""
-    return sympy.Tuple(*form) if isinstance(form, sympy.MatrixBase) and 1 in form.shape else form
 
 
 DIGITS = 100
@@ -293,7 +292,10 @@ def _height(node: Any, limit: float) -> float:
     parts = list(node) if isinstance(node, sympy.MatrixBase) else list(node.args)
     bits = [height(part, limit) for part in parts]
     if isinstance(node, sympy.Pow) and isinstance(parts[0], sympy.Add) and parts[0].free_symbols:
-        return max(bits[0], BITS_OF_A_TERM * _terms(len(parts[0].args), _magnitude(parts[1], bits[1])))
+        # Terms of a power of a sum, multiplied out; one where the exponent is no number.
+        summands, exponent = len(parts[0].args), _magnitude(parts[1], bits[1])
+        terms = math.lgamma(exponent + summands) - math.lgamma(exponent + 1) - math.lgamma(summands)
+        return max(bits[0], BITS_OF_A_TERM * math.exp(terms))
     if isinstance(node, sympy.Pow):
         return max(bits[0], float(isinstance(parts[0], sympy.MatrixBase))) * _magnitude(parts[1], bits[1])
     if isinstance(node, sympy.exp):
@@ -319,18 +321,12 @@ def _magnitude(node: Any, bits: float) -> float:
     return 2.0 ** min(bits, 1000.0) if node.is_number else 1.0
 
 
-def _terms(summands: int, exponent: float) -> float:
-    """Terms of a power of a sum, multiplied out; one where the exponent is no number."""
-    return math.exp(math.lgamma(exponent + summands) - math.lgamma(exponent + 1) - math.lgamma(summands))
-
-
 def _iterated(node: Any, limit: float) -> float:
     """Bits of all terms together; an infinite range is left to the algebra."""
     terms = 1.0
     for _, low, high in node.limits:
-        if low.is_infinite or high.is_infinite:
-            continue
-        terms *= _magnitude(low, height(low, limit)) + _magnitude(high, height(high, limit)) + 1
+        if not (low.is_infinite or high.is_infinite):
+            terms *= _magnitude(low, height(low, limit)) + _magnitude(high, height(high, limit)) + 1
     if terms > MAX_TERMS:
         raise TooLarge
     return terms * (height(node.function, limit) + 1)

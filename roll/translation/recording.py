@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll.config.reading.errors import ConfigError, Problem
-from roll.rewards.sandbox import PROTECTIONS, Limits, MissingProtection, Sandbox, SandboxError, Settings
+from roll.rewards.sandbox.client import Sandbox, SandboxError, Settings
+from roll.rewards.sandbox.protections import PROTECTIONS, Limits, MissingProtection
 from roll.translation.launching import launch_of
 
 REQUIRED = tuple(name for name in PROTECTIONS if name not in ("scratch", "user"))

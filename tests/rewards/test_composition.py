@@ -33,7 +33,10 @@ class Told:
 
 
 def combined(*parts: tuple[RewardResult, dict[str, Any]]) -> RewardResult:
-    components = [Component(f"c{i}", Told([result]), **options) for i, (result, options) in enumerate(parts)]
+    components = [
+        Component(f"c{i}", Told([result]), RewardComponentConfig(**options))
+        for i, (result, options) in enumerate(parts)
+    ]
     return CompositeReward(components)([RewardSample("", "")])[0]
 
 
@@ -41,7 +44,7 @@ def scored(value: float) -> RewardResult:
     return RewardResult(value)
 
 
-GATE: dict[str, Any] = {"is_gate": True}
+GATE: dict[str, Any] = {"gate": True}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_the_score_is_the_weighted_sum_times_the_gates(
 def test_every_component_is_logged_apart_with_its_failures() -> None:
     first = Told([RewardResult(1.0, {"correct": 1.0}), failure("math: timeout: slow"), RewardResult(0.0, {})])
     second = Told([RewardResult(0.5), RewardResult(0.5), failure("broken")])
-    reward = CompositeReward([Component("math", first), Component("style", second, weight=2.0)])
+    reward = CompositeReward([Component("math", first), Component("style", second, RewardComponentConfig(weight=2.0))])
     results = reward([RewardSample("", "")] * 3)
     assert results[0] == RewardResult(
         2.0,

@@ -42,25 +42,15 @@ UNANSWERED_IN_BOTH = ["", "####", "#### none", "no idea", "#### 3.5.2", "#### 7e
 
 
 @pytest.mark.parametrize("method", ["strict", "flexible"])
-@pytest.mark.parametrize(("response", "truth"), RIGHT_IN_BOTH)
-def test_right_answers(response: str, truth: object, method: str) -> None:
-    assert verdict(response, truth, method=method, format_score=0.1).score == 1.0
-
-
-@pytest.mark.parametrize("method", ["strict", "flexible"])
-@pytest.mark.parametrize(("response", "truth"), WRONG_IN_BOTH)
-def test_wrong_answers_get_the_format_score(response: str, truth: str, method: str) -> None:
-    result = verdict(response, truth, method=method, format_score=0.1)
-    assert result.score == 0.1
-    assert result.metrics == {"correct": 0.0, "answered": 1.0}
-
-
-@pytest.mark.parametrize("method", ["strict", "flexible"])
-@pytest.mark.parametrize("response", UNANSWERED_IN_BOTH)
-def test_without_an_answer_there_is_no_format_score(response: str, method: str) -> None:
-    result = verdict(response, "72", method=method, format_score=0.1)
-    assert result.score == 0.0
-    assert result.metrics == {"correct": 0.0, "answered": 0.0}
+@pytest.mark.parametrize(
+    ("response", "truth", "score", "correct", "answered"),
+    [(*case, 2.5, 1.0, 1.0) for case in RIGHT_IN_BOTH]
+    + [(*case, 0.1, 0.0, 1.0) for case in WRONG_IN_BOTH]
+    + [(text, "72", 0.0, 0.0, 0.0) for text in UNANSWERED_IN_BOTH],
+)
+def test_answers(response: str, truth: object, method: str, score: float, correct: float, answered: float) -> None:
+    result = verdict(response, truth, method=method, score=2.5, format_score=0.1)
+    assert result == RewardResult(score, {"correct": correct, "answered": answered})
 
 
 @pytest.mark.parametrize(
@@ -91,10 +81,6 @@ def test_flexible_takes_the_last_number_and_strict_does_not(response: str, truth
 )
 def test_flexible_takes_no_part_of_a_formula(response: str, truth: str) -> None:
     assert verdict(response, truth, method="flexible").score == 0.0
-
-
-def test_score_option_is_the_reward_of_a_right_answer() -> None:
-    assert verdict("#### 72", "72", score=2.5).score == 2.5
 
 
 @pytest.mark.parametrize(

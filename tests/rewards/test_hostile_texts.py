@@ -16,40 +16,9 @@ from roll.rewards.ifeval import RULES
 
 LENGTH = 60_000
 PIECES = [
-    "\\boxed{",
-    "\\boxed",
-    "{",
-    "}",
-    "<answer>",
-    "</answer>",
-    "<think>",
-    "</think>",
-    "#### ",
-    "####\n",
-    "answer is ",
-    "answer:",
-    "answer",
-    " ",
-    "\n",
-    "A ",
-    "A, ",
-    "(",
-    "1",
-    "1,",
-    "1/",
-    "1.",
-    "$",
-    "-",
-    "the ",
-    ".",
-    "! ",
-    "Mr. ",
-    "[",
-    "<<",
-    "*",
-    "***",
-    "- ",
-    '"',
+    *("\\boxed{", "\\boxed", "{", "}", "<answer>", "</answer>", "<think>", "</think>", "#### ", "####\n"),
+    *("answer is ", "answer:", "answer", " ", "\n", "A ", "A, ", "(", "1", "1,", "1/", "1.", "$", "-", "the ", "."),
+    *("! ", "Mr. ", "[", "<<", "*", "***", "- ", '"'),
 ]
 TEXT_RULES: list[tuple[str, dict[str, object]]] = [
     ("gsm8k_rule", {"method": "flexible"}),
@@ -64,41 +33,22 @@ TEXT_RULES: list[tuple[str, dict[str, object]]] = [
     ("detection", {}),
 ]
 TRUTHS = {"gsm8k_rule": "1", "detection": "[[0, 0, 1, 1]]"}
+COUNTS = """
+    frequency let_frequency num_sentences num_paragraphs num_words nth_paragraph num_placeholders num_bullets
+    num_highlights num_sections capital_frequency N i
+"""
+WORDS = "keyword letter first_word prompt_to_repeat end_phrase word original_prompt"
 ROW = {
     "instruction_id_list": [name for name in RULES if not name.endswith("response_language")],
     "kwargs": [
         {
-            "keywords": ["a"],
-            "keyword": "a",
-            "frequency": 1,
-            "relation": "at least",
-            "forbidden_words": ["a"],
-            "letter": "a",
-            "let_frequency": 1,
-            "let_relation": "at least",
-            "num_sentences": 1,
-            "num_paragraphs": 1,
-            "num_words": 1,
-            "nth_paragraph": 1,
-            "first_word": "a",
-            "num_placeholders": 1,
+            **dict.fromkeys(COUNTS.split(), 1),
+            **dict.fromkeys(WORDS.split(), "a"),
+            **{key: ["a"] for key in ("keywords", "forbidden_words", "keyword_list", "options")},
+            **dict.fromkeys(("relation", "let_relation", "capital_relation"), "at least"),
+            **dict.fromkeys(("section_spliter", "section_splitter"), "Section"),
             "postscript_marker": "P.S.",
-            "num_bullets": 1,
-            "num_highlights": 1,
-            "section_spliter": "Section",
-            "num_sections": 1,
-            "prompt_to_repeat": "a",
-            "end_phrase": "a",
-            "capital_frequency": 1,
-            "capital_relation": "at least",
-            "N": 1,
-            "i": 1,
             "quantifier": "around",
-            "word": "a",
-            "keyword_list": ["a"],
-            "options": ["a"],
-            "section_splitter": "Section",
-            "original_prompt": "a",
         }
     ]
     * (len(RULES) - 2),

@@ -15,7 +15,6 @@ from roll.rewards.answers import after_thought, isolated_number, last_boxed, sta
 from roll.rewards.base import RewardFunction
 from roll.rewards.math_rule import MathVerifier, Verdict
 from roll.rewards.verifier_child import ANSWER_SECONDS
-from tests.rewards.math_cases import CASES, HOSTILE
 from tests.rewards.stated_cases import RIGHT, WRONG
 
 
@@ -32,48 +31,23 @@ def verdict(rule: RewardFunction, response: str, ground_truth: object, prompt: s
 
 
 @pytest.mark.parametrize(
-    ("response", "truth"),
+    ("response", "truth", "right"),
     [
-        (r"so \boxed{\frac{1}{2}}", "0.5"),
-        (r"\boxed{\dfrac12}", r"\frac{1}{2}"),
-        (r"\boxed{(1,2)\cup(3,4)}", r"(3,4)\cup(1,2)"),
-        (r"\boxed{50\%}", "0.5"),
-        (r"\boxed{50\%}", "50"),
-        (r"\boxed{-0.1\overline{36}}", r"-\frac{3}{22}"),
-        (r"\boxed{4/11}", r"0.\overline{36}"),
-        (r"\boxed{1-0.\bar{6}}", r"\frac13"),
-        (r"\boxed{0.\overline{9}}", "1"),
-        (r"\boxed{1,234}", "1234"),
-        (r"\boxed{1.0\times 10^3}", "1000"),
-        (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
-        (r"\boxed{ 7 }", "$7$"),
-        (r"first \boxed{3}, no: \boxed{4}", "4"),
-        ("it follows that\n#### 1,234", "1234"),
-        ("So the answer is 7.", "7"),
-        ("<think> \\boxed{3}, or not </think> \\boxed{4}", "4"),
-        (r"\boxed{4}", r"We find \boxed{4}"),
+        (r"so \boxed{\frac{1}{2}}", "0.5", True),
+        (r"\boxed{ 7 }", "$7$", True),
+        (r"first \boxed{3}, no: \boxed{4}", "4", True),
+        ("it follows that\n#### 1,234", "1234", True),
+        ("So the answer is 7.", "7", True),
+        ("<think> \\boxed{3}, or not </think> \\boxed{4}", "4", True),
+        (r"\boxed{4}", r"We find \boxed{4}", True),
+        (r"\boxed{3}", "4", False),
+        (r"\boxed{4} and then \boxed{3}", "4", False),
+        ("The first is 4, the second 5", "4", False),
     ],
 )
-def test_equivalent_answers_are_right(rule: RewardFunction, response: str, truth: str) -> None:
-    assert verdict(rule, response, truth) == RewardResult(1.0, {"correct": 1.0, "answered": 1.0})
-
-
-@pytest.mark.parametrize(
-    ("response", "truth"),
-    [
-        (r"\boxed{3}", "4"),
-        (r"\boxed{(0,1)}", "[0,1)"),
-        (r"\boxed{\pi}", "3.14159"),
-        (r"\boxed{2/3}", "0.6667"),
-        (r"\boxed{x+1}", "x-1"),
-        (r"\boxed{\{1,2\}}", r"\{1,2,3\}"),
-        (r"\boxed{4} and then \boxed{3}", "4"),
-        (r"\boxed{\frac{}{}}", "4"),
-        ("The first is 4, the second 5", "4"),
-    ],
-)
-def test_other_answers_are_wrong(rule: RewardFunction, response: str, truth: str) -> None:
-    assert verdict(rule, response, truth) == RewardResult(0.1, {"correct": 0.0, "answered": 1.0})
+def test_right_and_wrong_answers(rule: RewardFunction, response: str, truth: str, right: bool) -> None:
+    expected = RewardResult(1.0 if right else 0.1, {"correct": float(right), "answered": 1.0})
+    assert verdict(rule, response, truth) == expected
 
 
 @pytest.mark.parametrize(
@@ -95,6 +69,60 @@ def test_no_answer_scores_zero(rule: RewardFunction, response: str, prompt: str)
 def test_a_missing_or_meaningless_ground_truth_is_an_error(rule: RewardFunction) -> None:
     assert "no ground_truth" in (verdict(rule, "\\boxed{4}", None).error or "")
     assert "not a mathematical expression" in (verdict(rule, "\\boxed{4}", "}{").error or "")
+
+
+HOSTILE: list[str] = [
+    # towers, powers, roots, logarithms
+    r"(x+y+z)^{4000}",
+    r"(x+1)^{5000}(y+1)^{5000}",
+    r"9^{9^{9^{9^9}}}",
+    r"9^{9^9}",
+    r"10^{10^{10}}",
+    r"(9^9)^{9^9}",
+    r"2^{2^{2^{2^{2^2}}}}",
+    r"(1/3)^{10^{11}}",
+    r"0.1^{-10^{9}}",
+    r"1.5^{10^{12}}",
+    r"10^{-10^{10}}",
+    r"10^{9999999999}",
+    r"12345678^{1234567}",
+    r"(2+3i)^{10^{8}}",
+    r"\sqrt{9^{9^{9}}}",
+    r"\log(9^{9^{9}})",
+    r"\sin(10^{10^{9}})",
+    r"\lfloor 9^{9^9} \rfloor",
+    r"9^{9^9} \mod 7",
+    r"7\pmod{9^{9^9}}",
+    r"e^{e^{e^{e^{9}}}}",
+    r"x = 9^{9^{9^9}}",
+    r"\{1, 9^{9^{9^9}}\}",
+    r"(9^{9^9}, 9^{9^9}]",
+    r"\frac{9^{9^9}}{9^{9^9}}",
+    # combinatorial numbers, sums, products
+    r"99999999!",
+    r"((5!)!)!",
+    r"\Gamma(10^8)",
+    r"\binom{10^9}{5\cdot 10^8}",
+    r"\binom{99999999}{44444444}",
+    r"\sum_{i=1}^{10^9} i!",
+    r"\sum_{i=1}^{1000000000} \frac{1}{i}",
+    r"\prod_{i=1}^{10^7} i",
+    # matrices
+    r"\left(\begin{matrix}1&1\\1&0\end{matrix}\right)^{10^{10}}",
+    r"\begin{pmatrix}" + r"\\".join("&".join("1" * 22) for _ in range(22)) + r"\end{pmatrix}",
+    # nesting
+    "(" * 200 + "1" + ")" * 200,
+    "{" * 300 + "1" + "}" * 300,
+    r"\sqrt{2+" * 40 + "2" + "}" * 40,
+    r"\frac{1}{1+" * 60 + "x" + "}" * 60,
+    "-" * 500 + "1",
+    # no huge number, but endless algebra
+    r"(1+\sqrt2+\sqrt3+\sqrt5+\sqrt7)^{60}",
+    r"(x+y+z+w)^{200}-(x+y+z+w)^{199}",
+    r"\sum_{n=1}^{\infty}\frac{\sin(n^2)}{n^3}",
+    r"\gcd(9^{9^9}, 3)",
+]
+"""Answers that a naive evaluation does not survive."""
 
 
 def test_hostile_answers_are_wrong_at_once_and_keep_the_helper(rule: RewardFunction) -> None:
@@ -160,25 +188,16 @@ def cpu_seconds(process_id: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_helper_that_does_not_interrupt_itself_is_killed_and_replaced() -> None:
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])  # deaf to everything else, or dead
+def test_a_helper_that_does_not_answer_is_killed_and_replaced(number: signal.Signals) -> None:
     verifier = MathVerifier(timeout=2)
     assert verifier.equivalent("x^2", "x*x").equal is True
     helper = verifier._process
     assert helper is not None
-    helper.send_signal(19)  # SIGSTOP: deaf to everything but SIGKILL
-    assert "timeout" in (verifier.equivalent("x^2", "x*x").error or "")
-    assert helper.poll() is not None
-    assert verifier.equivalent("x^2", "x*x").equal is True
-    verifier.close()
-
-
-def test_a_helper_that_dies_is_replaced() -> None:
-    verifier = MathVerifier(timeout=5)
-    assert verifier.equivalent("x^2", "x*x").equal is True
-    helper = verifier._process
-    assert helper is not None
-    helper.kill()
-    helper.wait()
+    helper.send_signal(number)
+    if number == signal.SIGSTOP:
+        assert "timeout" in (verifier.equivalent("x^2", "x*x").error or "")
+    assert helper.wait(30) < 0
     assert verifier.equivalent("x^2", "x*x").equal is True
     assert verifier._process is not helper
     verifier.close()
@@ -253,12 +272,6 @@ def runs(process_id: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-@pytest.mark.parametrize(("answer", "truth", "right"), CASES)
-def test_hard_cases(rule: RewardFunction, answer: str, truth: str, right: bool) -> None:
-    result = verdict(rule, rf"Therefore the answer is $\boxed{{{answer}}}$.", truth)
-    assert result.metrics == {"correct": float(right), "answered": 1.0}, result.error
-
-
 NASTY = [
     tuple(line.split("\t"))
     for line in Path(__file__).with_name("nasty_cases.tsv").read_text(encoding="utf-8").splitlines()
@@ -292,9 +305,11 @@ MISJUDGED = {
 
 def test_nasty_cases(rule: RewardFunction) -> None:
     samples = [RewardSample("", rf"So \boxed{{{answer}}}.", truth) for _, answer, truth in NASTY]
-    found = [result.metrics.get("correct") for result in rule(samples)]
+    results = rule(samples)
+    assert all(result.metrics.get("answered") == 1.0 for result in results if result.error is None)
+    found = [result.metrics.get("correct") for result in results]
     wrong = {case[1:] for case, verdict in zip(NASTY, found, strict=True) if verdict != float(case[0] == "=")}
-    assert len(NASTY) > 900 and len(wrong) < 0.05 * len(NASTY)
+    assert len(NASTY) > 1000 and len(wrong) < 0.05 * len(NASTY)
     assert wrong == MISJUDGED
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from roll.rewards import RewardOptionError, RewardSample, build_reward
 from roll.rewards import service as service_module
-from roll.rewards.service import ClientOptions, RewardPool, RewardServer, client_options
+from roll.rewards.service import ClientOptions, RewardPool, RewardServer
 from tests.rewards import own_rewards
 
 RIGHT = "```python\ndef double(x):\n    return 2 * x\n```"
@@ -159,8 +159,9 @@ def test_what_clients_may_choose() -> None:
 
 def test_a_subclass_opens_no_options_to_clients() -> None:
     """Its own options may read files; what its base class opens says nothing about them."""
-    assert client_options("gsm8k_rule") == ("*",)
-    assert client_options(f"{own_rewards.__name__}.OwnGsm8k") == ()
+    assert ClientOptions("gsm8k_rule", {}).merged({"score": 2.0}) == {"score": 2.0}
+    with pytest.raises(RewardOptionError, match="score is set by the service"):
+        ClientOptions(f"{own_rewards.__name__}.OwnGsm8k", {}).merged({"score": 2.0})
 
 
 def raw(server: RewardServer, content: bytes) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll.config.reading.errors import ConfigError
-from roll.rewards.sandbox import Sandbox, Settings
+from roll.rewards.sandbox.client import Sandbox, Settings
 from roll.translation import command, recording
 from roll.translation.reading import Source, read_recording
 from roll.translation.recording import REQUIRED, record

@@ -12,12 +12,11 @@ import operator
 import os
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from roll.rewards.sandbox import harness, prelude
@@ -80,7 +79,11 @@ class Server(Side):
         self._namespace = module.__dict__
         self._operations: dict[str, Callable[..., Any]] = {
             "get": self._namespace.__getitem__,
-            "names": self._public_names,
+            "names": lambda: [
+                name
+                for name, value in self._namespace.items()
+                if not name.startswith("_") and not isinstance(value, types.ModuleType)
+            ],
             "call": lambda function, *args, **kwargs: function(*args, **kwargs),
             "plain": as_plain,
             **{name: getattr(operator, name) for name in _OPERATORS.split()},
@@ -135,17 +138,12 @@ class Server(Side):
         if request.get("in_place"):
             before = {**dict(enumerate(request["args"])), **request.get("kwargs", {})}
             named = [*enumerate(arguments), *options.items()]
-            after = [[key, self.encode(item)] for key, item in named if is_mutable(item)]
+            numpy = sys.modules.get("numpy")
+            mutable = _MUTABLE if numpy is None else (*_MUTABLE, numpy.ndarray)
+            after = [[key, self.encode(item)] for key, item in named if type(item) in mutable]
             reply["changed"] = [[key, item] for key, item in after if item != before[key]]
         reply["instances"] = self.attributes(list(handed_over))
         return reply
-
-    def _public_names(self) -> list[str]:
-        return [
-            name
-            for name, value in self._namespace.items()
-            if not name.startswith("_") and not isinstance(value, types.ModuleType)
-        ]
 
     def describe(self, error: BaseException) -> dict[str, Any]:
         """An exception as data: its text and class, and a number for the attributes of the response's own."""
@@ -167,13 +165,13 @@ class Server(Side):
             described |= {"id": self._number(kind), "parents": parents}
         return described
 
-    def _number(self, value: Any) -> int:
+    def _number(self, value: object) -> int:
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._objects)
             self._objects.append(value)
         return self._numbers[id(value)]
 
-    def encode_foreign(self, value: Any) -> Encoded:
+    def encode_foreign(self, value: object) -> Encoded:
         if isinstance(value, _PLAIN) and type(value).__module__ != MODULE and type(value) not in _PLAIN:
             return self.encode(as_plain(value))
         encoded: dict[str, Any] = {"t": "object", "id": self._number(value)}
@@ -194,11 +192,9 @@ class Server(Side):
         number = data["id"]
         if data["t"] == "callback":
             return lambda *args: self.call_back(number, args)
-        return self._iterator(number) if data["t"] == "iterator" else self._objects[number]
-
-    def _iterator(self, number: int) -> Iterator[Any]:
-        while found := self.call_back(number, ()):
-            yield found[0]
+        if data["t"] == "iterator":
+            return (found[0] for found in iter(lambda: self.call_back(number, ()), None))
+        return self._objects[number]
 
     def call_back(self, which: int | str, args: Sequence[Any]) -> Any:
         """Call a function of the tests, by number, or read their input."""
@@ -231,12 +227,7 @@ class TestsInput(io.TextIOBase):
         return "".join(iter(self.readline, ""))
 
 
-def is_mutable(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return type(value) in _MUTABLE or (numpy is not None and type(value) is numpy.ndarray)
-
-
-def as_plain(value: Any) -> Any:
+def as_plain(value: object) -> Any:
     """The plain data inside an instance of a class derived from a plain one."""
     for kind in _PLAIN:
         if isinstance(value, kind):
@@ -273,18 +264,6 @@ def forget_surroundings() -> None:
     atexit._clear()
 
 
-def forget_own_modules() -> None:
-    """This package is not on a program's path, so it should not be among its modules either."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "roll"]:
-        del sys.modules[name]
-
-
-def settle_in(folder: str) -> None:
-    """Let temporary files and settings go to the private folder, wherever it is."""
-    tempfile.tempdir = folder
-    os.environ.update(TMPDIR=folder, HOME=folder)
-
-
 def read_all(descriptor: int, most: int = -1) -> bytes:
     with open(descriptor, "rb") as file:
         return file.read(most)
@@ -314,21 +293,11 @@ def run_script(request: dict[str, Any]) -> None:
     try:
         exec(code, main.__dict__)  # noqa: S102  this process exists to run it
     except SystemExit as leaving:
-        status = exit_status(leaving)
+        status = 0 if leaving.code is None else leaving.code & 0xFF if isinstance(leaving.code, int) else 1
     except BaseException:  # whatever a program ends with, Python prints it and goes on to its exit
         traceback.print_exc()
         status = 1
-    finish(status)
-
-
-def exit_status(leaving: SystemExit) -> int:
-    if leaving.code is None:
-        return 0
-    return leaving.code & 0xFF if isinstance(leaving.code, int) else 1
-
-
-def finish(status: int) -> None:
-    """Exit as Python does: wait for threads, then call exit functions, then flush the buffers."""
+    # Exit as Python does: wait for threads, then call exit functions, then flush the buffers.
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

@@ -30,15 +30,6 @@ _SETUP_KEYS = ("test_setup_code", "test_imports", "setup")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """Arguments and what is expected of them."""
-
-    arguments: list[Any]
-    accepted: list[Any]
-    """Each is right; more than one where a data set's notation is ambiguous."""
-
-
-@dataclass(frozen=True, slots=True)
 class Cases:
     """The cases of one row."""
 
@@ -51,7 +42,8 @@ class Cases:
     streams: list[tuple[str, str]] = field(default_factory=list)
     """``io``: input and expected output of each case."""
     fn_name: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[dict[str, list[Any]]] = field(default_factory=list)
+    """``arguments``, and ``accepted``: each of these results is right; a data set's notation may be ambiguous."""
     methods: list[Method | None] = field(default_factory=list)
     """``tests``: for each source the method of unittest's that runs after it."""
 
@@ -61,7 +53,7 @@ class Cases:
         return len(self.streams or self.calls or self.texts)
 
 
-def read_cases(ground_truth: Any, row: Mapping[str, Any]) -> Cases:
+def read_cases(ground_truth: object, row: Mapping[str, Any]) -> Cases:
     """The cases of a row: its column ``test_cases``, else ``ground_truth``, else its columns themselves.
 
     What tests only define is called.
@@ -86,16 +78,12 @@ def read_cases(ground_truth: Any, row: Mapping[str, Any]) -> Cases:
     if cases.kind != "tests":
         return cases
     tests = prepared(tuple(cases.texts), cases.setup, cases.entry_point)
-    return replace(
-        cases,
-        kind="pytest" if tests.pytest else "tests",
-        texts=list(tests.texts),
-        methods=list(tests.methods),
-        setup=tests.setup,
-    )
+    if isinstance(tests, str):
+        return Cases("pytest", [tests], entry_point=cases.entry_point)
+    return replace(cases, texts=[text for text, _ in tests], methods=[method for _, method in tests])
 
 
-def loaded(value: Any) -> Any:
+def loaded(value: object) -> Any:
     """A text that holds JSON is that JSON; other texts stay."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
@@ -105,33 +93,30 @@ def loaded(value: Any) -> Any:
     return value
 
 
-def _read(source: Any, columns: Mapping[str, Any]) -> Cases:
-    if isinstance(source, list):
-        return _read_list(source, columns)
-    if "pytest" in columns:
-        return Cases("pytest", [str(columns["pytest"])])
-    if "inputs" in columns:
-        return _from_pairs(list(zip(loaded(columns["inputs"]), loaded(columns["outputs"]), strict=True)), columns, True)
-    if "test_list" in columns:
-        return tests_of(list(map(str, loaded(columns["test_list"]))), columns)
-    if "test" in columns:
-        return tests_of([str(columns["test"])], columns)
-    known = "test_cases, ground_truth, test_list, test and entry_point, inputs and outputs, pytest"
-    raise CaseError(f"the row has none of: {known}")
-
-
-def _read_list(items: list[Any], columns: Mapping[str, Any]) -> Cases:
-    if all(isinstance(item, str) for item in items):
-        sources = list(items)
-    elif all(isinstance(item, Mapping) and "assert_code" in item for item in items):
-        sources = [str(item["assert_code"]) for item in items]
+def _read(source: object, columns: Mapping[str, Any]) -> Cases:
+    if not isinstance(source, list):
+        if "pytest" in columns:
+            return Cases("pytest", [str(columns["pytest"])])
+        if "inputs" in columns:
+            pairs = zip(loaded(columns["inputs"]), loaded(columns["outputs"]), strict=True)
+            return _from_pairs(list(pairs), columns, True)
+        if "test_list" in columns:
+            return tests_of(list(map(str, loaded(columns["test_list"]))), columns)
+        if "test" in columns:
+            return tests_of([str(columns["test"])], columns)
+        known = "test_cases, ground_truth, test_list, test and entry_point, inputs and outputs, pytest"
+        raise CaseError(f"the row has none of: {known}")
+    if all(isinstance(item, str) for item in source):
+        sources = list(source)
+    elif all(isinstance(item, Mapping) and "assert_code" in item for item in source):
+        sources = [str(item["assert_code"]) for item in source]
     else:
-        name = fn_name_of(columns) or next((fn_name_of(item) for item in items if fn_name_of(item)), "")
-        pairs = [(first(item, _INPUT_KEYS), first(item, _OUTPUT_KEYS)) for item in items]
-        return _from_pairs(pairs, {**columns, "fn_name": name}, False)
+        name = fn_name_of(columns) or next((fn_name_of(item) for item in source if fn_name_of(item)), "")
+        pairs_of = [(first(item, _INPUT_KEYS), first(item, _OUTPUT_KEYS)) for item in source]
+        return _from_pairs(pairs_of, {**columns, "fn_name": name}, False)
     if columns.get("case_type") == "pytest":
         return Cases("pytest", ["\n\n".join(sources)])
-    named = next((item["entry_point"] for item in items if isinstance(item, Mapping) and item.get("entry_point")), "")
+    named = next((item["entry_point"] for item in source if isinstance(item, Mapping) and item.get("entry_point")), "")
     return tests_of(sources, {"entry_point": named, **columns})
 
 
@@ -156,7 +141,7 @@ def _from_pairs(pairs: Sequence[tuple[Any, Any]], columns: Mapping[str, Any], wr
         arguments = [literal(line) for line in given.strip().splitlines()] if isinstance(given, str) else list(given)
         expected = literal(wanted) if isinstance(given, str) and isinstance(wanted, str) else wanted
         inside = expected if wrapped and isinstance(expected, list) and len(expected) == 1 else []
-        calls.append(Call(arguments, [expected, *inside]))
+        calls.append({"arguments": arguments, "accepted": [expected, *inside]})
     return Cases("calls", fn_name=name, calls=calls)
 
 
@@ -180,6 +165,6 @@ def first(item: Mapping[str, Any], keys: Sequence[str]) -> Any:
     raise KeyError(f"a case needs {' or '.join(keys)}")
 
 
-def as_stream(value: Any) -> str:
+def as_stream(value: object) -> str:
     """A text; a list of lines is joined."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -28,7 +28,6 @@ END_GRACE = 10.0
 """Seconds beyond a process's wall time limit within which its end must have been reported."""
 CLOSE_TIMEOUT = 5.0
 """Seconds that the zygote may take to end its processes."""
-_PACKAGE_ROOT = str(Path(__file__).parents[3])
 
 
 class SandboxError(RuntimeError):
@@ -60,7 +59,7 @@ class Process:
         self._sandbox = sandbox
         self._number = number
         self._wall = wall
-        self._end: Future[Ended] = Future()
+        self.end: Future[Ended] = Future()
 
     def wait(self) -> Ended:
         """Wait for the process to end.
@@ -69,7 +68,7 @@ class Process:
             SandboxError: the host could not run it.
         """
         try:
-            ended = self._end.result(self._wall + END_GRACE)
+            ended = self.end.result(self._wall + END_GRACE)
         except TimeoutError:
             raise SandboxError("no word of a process's end: the sandbox does not answer") from None
         if ended.error is not None:
@@ -78,9 +77,6 @@ class Process:
 
     def kill(self) -> None:
         self._sandbox.ask({"kill": self._number})
-
-    def end(self, ended: Ended) -> None:
-        self._end.set_result(ended)
 
 
 class Sandbox:
@@ -145,8 +141,13 @@ class Sandbox:
             raise SandboxError(f"model-written code runs on Linux only, not on {sys.platform}")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         readable = [os.path.abspath(path) for path in self._settings.readable]
-        used = {"without": self._settings.without, "landlock_abi": self._settings.landlock_abi}
-        settings = {"preload": self._settings.preload, "readable": readable, **used}
+        settings = {name: getattr(self._settings, name) for name in ("preload", "without", "landlock_abi")}
+        settings["readable"] = readable
+        # An environment without that of this process, which may hold keys and addresses.
+        environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
+        environment |= {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment["PYTHONPATH"] = str(Path(__file__).parents[3])
         python = [*self._settings.launcher, sys.executable, "-s", "-m", "roll.rewards.sandbox.zygote"]
         self._control = ours
         with theirs:
@@ -155,7 +156,7 @@ class Sandbox:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=zygote_environment(),
+                env=environment,
                 cwd="/",
                 start_new_session=True,
             )
@@ -193,14 +194,14 @@ class Sandbox:
             with self._lock:
                 process = running.pop(event.pop("number"), None)
             if process is not None:
-                process.end(Ended(**{"code": -1, **event}))
+                process.end.set_result(Ended(**{"code": -1, **event}))
         with self._lock:
             left = list(running.values())
             running.clear()
             if self._control is control:
                 self._control = None
         for process in left:
-            process.end(Ended(-1, error="the sandbox ended"))
+            process.end.set_result(Ended(-1, error="the sandbox ended"))
 
     def _stop(self) -> None:
         end_zygote(self._zygote, self._control, self._folder)
@@ -215,14 +216,6 @@ class Sandbox:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._zygote.wait(CLOSE_TIMEOUT)
             self._stop()
-
-
-def zygote_environment() -> dict[str, str]:
-    """An environment without that of this process, which may hold keys and addresses."""
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
-    fixed = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return {**kept, **fixed, **threads, "PYTHONPATH": _PACKAGE_ROOT, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def end_zygote(zygote: subprocess.Popen[bytes] | None, control: socket.socket | None, folder: str | None) -> None:

@@ -100,13 +100,6 @@ def mount_scratch(size: int, readable: Sequence[str]) -> None:
         _bind(held, path)
 
 
-def try_proc() -> None:
-    """Mount the process namespace's own ``/proc`` where that is permitted; most programs do without."""
-    with contextlib.suppress(OSError):
-        kernel.mount("none", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-
-
-_PREFIX = "roll-sandbox-"
 _OWNERS_RIGHTS = 0o700
 _AT_ONCE = 1000
 """Names of a folder that are read at a time."""
@@ -116,14 +109,10 @@ class OutOfBudget(Exception):
     """The folder holds more entries than the budget."""
 
 
-def make_parent() -> str:
-    """A folder for private folders: their names cannot be listed, and their owners cannot replace them."""
-    path = tempfile.mkdtemp(prefix=_PREFIX)
-    os.chmod(path, 0o711)
-    return path
-
-
-def make_folder(parent: str, uid: int | None) -> str:
+def make_folder(parent: str | None, uid: int | None) -> str | None:
+    """A private folder of ``uid``; None where each process mounts its own."""
+    if parent is None:
+        return None
     path = tempfile.mkdtemp(dir=parent)
     if uid is not None:
         os.chown(path, uid, uid)
@@ -264,14 +253,6 @@ def find_means(without: Set[str], landlock_abi: int | None = None) -> tuple[Mean
     return means, claim
 
 
-def try_view(means: Means, readable: Sequence[str]) -> Means:
-    """Hide every path but ``readable`` from this process, where the host permits it."""
-    with contextlib.suppress(OSError):
-        enter_view(readable)
-        return replace(means, mounts=True)
-    return means
-
-
 def enter_namespaces(means: Means) -> Means:
     """Enter all namespaces or none: as root, else inside a user namespace, where any user is root."""
     if os.geteuid() == 0:
@@ -326,10 +307,29 @@ def confine(means: Means, limits: Limits, uid: int | None, scratch: str, readabl
     if means.mounts:
         mount_scratch(limits.scratch, readable)
         if proc:
-            try_proc()
+            # Where it is not permitted: most programs do without.
+            with contextlib.suppress(OSError):
+                kernel.mount("none", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     os.chdir(scratch)
-    limit_resources(limits, uid is not None or means.user_namespace, uid is None)
+    highest = {
+        resource.RLIMIT_CPU: math.ceil(limits.wall) + 1,
+        resource.RLIMIT_AS: limits.memory,
+        resource.RLIMIT_FSIZE: limits.file_size,
+        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_STACK: STACK,
+    }
+    if uid is not None or means.user_namespace:
+        # Only there does the count of this user's processes leave out those of the host.
+        highest[resource.RLIMIT_NPROC] = (limits.processes + MAX_THREADS) * (SHARERS if uid is None else 1)
+    for kind, value in highest.items():
+        _, hard = resource.getrlimit(kind)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
     if uid is not None:
+        # In this order: without the superuser's id the groups could not be given up any more.
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
@@ -350,28 +350,3 @@ def confine(means: Means, limits: Limits, uid: int | None, scratch: str, readabl
             own_files=means.mounts and os.geteuid() != 0,
             truncate=means.mounts or means.landlock >= kernel.TRUNCATE_ABI,
         )
-
-
-def limit_resources(limits: Limits, processes_counted_apart: bool, shared: bool) -> None:
-    """Set the kernel's limits, hard and soft.
-
-    Args:
-        processes_counted_apart: whether the count of this user's processes leaves out those of the host.
-        shared: whether other sandboxed processes are in that count.
-    """
-    highest = {
-        resource.RLIMIT_CPU: math.ceil(limits.wall) + 1,
-        resource.RLIMIT_AS: limits.memory,
-        resource.RLIMIT_FSIZE: limits.file_size,
-        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_MSGQUEUE: 0,
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_STACK: STACK,
-    }
-    if processes_counted_apart:
-        highest[resource.RLIMIT_NPROC] = (limits.processes + MAX_THREADS) * (SHARERS if shared else 1)
-    for kind, value in highest.items():
-        _, hard = resource.getrlimit(kind)
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))

@@ -139,11 +139,18 @@ class Scope:
             self.instances |= {name for name in other.instances if "." in name}
         self._aliases: dict[str, set[str]] = {}
         self._passed: dict[str, list[tuple[Place, int, ast.AST]]] = {}
-        binding = [node for _, node in self._nodes() if bindings(node) or is_method_call(node)]
+        binding = [
+            node
+            for _, node in self._nodes()
+            if bindings(node) or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
+        ]
         while sum(self._learn_results(node) for node in binding):
             pass
         for number, node in self._nodes():
-            self._learn_aliases(node)
+            # Names for the same object, or for an element of one.
+            for target, value in bindings(node):
+                for name, aliased in pairs_of_aliases(target, value, isinstance(node, _LOOPS)):
+                    self._aliases.setdefault(name, set()).add(aliased)
             if isinstance(node, ast.Call) and (self._is_response_call(node) or self._has_result(node.func)):
                 for name in self._names_in(arguments_of(node)):
                     self._passed.setdefault(name, []).append((place(number, node), number, node))
@@ -154,24 +161,27 @@ class Scope:
         """Number of the source, and line, where an argument of which something is expected is handed over."""
         for number, node in self._nodes():
             suspects = self._set_against_results(self._sides(node))
-            if suspects or self._hides_what_it_compares(node):
+            hides = False
+            if isinstance(node, ast.Call):
+                # Test code in a text hides what it compares, and so does a helper that gets one object twice.
+                objects = [root(argument) for argument in arguments_of(node) if is_reference(argument)]
+                hides = root(node.func) in ("exec", "eval")
+                hides = hides or (self._is_response_call(node) and len(set(objects)) < len(objects))
+            if suspects or hides:
                 # An iterator over calls performs them where its items are read.
                 yield from lines_of(number, node)
             for name in suspects:
                 for _, where, call in self._passed[name]:
                     yield from lines_of(where, call)
 
-    def _hides_what_it_compares(self, node: ast.AST) -> bool:
-        """True for test code in a text, and for a helper that gets one object as two arguments."""
-        if not isinstance(node, ast.Call):
-            return False
-        objects = [root(argument) for argument in arguments_of(node) if is_reference(argument)]
-        is_repeated = self._is_response_call(node) and len(set(objects)) < len(objects)
-        return is_repeated or root(node.func) in ("exec", "eval")
-
     def _nodes(self) -> Iterator[tuple[int, ast.AST]]:
+        """All nodes; of a module those outside of functions."""
         for number, part in self._parts:
-            yield from ((number, node) for node in walk_scope(part, is_whole=not isinstance(part, ast.Module)))
+            is_whole, waiting = not isinstance(part, ast.Module), [part]
+            while waiting:
+                node = waiting.pop()
+                yield number, node
+                waiting += [each for each in ast.iter_child_nodes(node) if is_whole or not isinstance(each, _FUNCTIONS)]
 
     def _is_response_call(self, call: ast.Call) -> bool:
         """True if arguments of the call go to the response only; methods of plain results are the tests' own."""
@@ -215,13 +225,6 @@ class Scope:
             if holder not in ("", "self", *self._callables.modules) and any(map(self._has_result, arguments_of(node))):
                 self.results.add(holder)
         return len(self.results) > before
-
-    def _learn_aliases(self, node: ast.AST) -> None:
-        """Names for the same object, or for an element of one."""
-        for target, value in bindings(node):
-            is_loop = isinstance(node, _LOOPS)
-            for name, other in pairs_of_aliases(target, value, is_loop):
-                self._aliases.setdefault(name, set()).add(other)
 
     def _learn_derived(self, number: int, node: ast.AST) -> None:
         """Names for what is computed from an argument after the response has seen it."""
@@ -282,19 +285,6 @@ class Scope:
             if isinstance(node.func, ast.Attribute):
                 sides.append(node.func.value)
         return sides
-
-
-def walk_scope(part: ast.AST, is_whole: bool) -> Iterator[ast.AST]:
-    """All nodes; of a module those outside of functions."""
-    waiting = [part]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting += [each for each in ast.iter_child_nodes(node) if is_whole or not isinstance(each, _FUNCTIONS)]
-
-
-def is_method_call(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
 
 
 def arguments_of(call: ast.Call) -> list[ast.expr]:

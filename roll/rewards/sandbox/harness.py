@@ -19,6 +19,7 @@ import os
 import sys
 import types
 import typing
+import unittest
 from collections.abc import Iterator, Set
 from typing import Any
 
@@ -41,17 +42,12 @@ class Verdicts:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    def send(self, **message: Any) -> None:
+    def send(self, **message: object) -> None:
         os.write(self._descriptor, json.dumps(message).encode() + b"\n")
 
     def case(self, number: int, error: BaseException | None) -> None:
         note = None if error is None else f"{type(error).__name__}: {text_of(error)}"[:MAX_NOTE]
         self.send(case=number, passed=error is None, note=note)
-
-
-def title(number: int) -> str:
-    """File name of a test, by which its lines are known."""
-    return f"test {number}"
 
 
 def text_of(error: BaseException) -> str:
@@ -76,12 +72,12 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
     preparation = settings["preparation"]
     tests = sys.modules["tests"] = types.ModuleType("tests")
     namespace = tests.__dict__
-    names, ends = preparation["classes"], preparation["expects_ends"]
-    sources = (
-        ["setup", PYTEST_FILE] if "pytest" in settings else ["setup", *map(title, range(len(preparation["copies"])))]
-    )
+    # The files by whose names the lines of the tests are known.
+    numbered = [f"test {number}" for number in range(len(preparation["copies"]))]
+    sources = ["setup", *([PYTEST_FILE] if "pytest" in settings else numbered)]
     copies = {name: frozenset(lines) for name, lines in zip(sources, preparation["copies"], strict=False)}
-    remote = Remote(channel, settings["object_operators"], ends, names, namespace.get, copies)
+    ends, classes = preparation["expects_ends"], preparation["classes"]
+    remote = Remote(channel, settings["object_operators"], ends, classes, namespace.get, copies)
     real = builtins.issubclass
 
     def is_subclass(kind: Any, base: Any) -> bool:
@@ -97,7 +93,7 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
             reason = f"the tests import {name}, which fails in the sandbox: {text_of(error)[:MAX_NOTE]}"
             return report.send(impossible=reason)
     try:
-        state = remote.wait_ready(preparation)
+        state = remote.exchange(preparation)
         if "compile_error" in state or "raised" in state:
             details = state.get("raised")
             note = f"{details.get('name')}: {details.get('text')}" if isinstance(details, dict) else ""
@@ -127,7 +123,15 @@ def run_calls(settings: dict[str, Any], remote: Remote, report: Verdicts) -> Non
         is_changed = True
         try:
             before = json.dumps(case["arguments"][:1])
-            returned = entry_point(remote, settings["fn_name"])(*case["arguments"])
+            # A function of that name, else a method of a fresh ``Solution()``.
+            name, names = settings["fn_name"], remote.ask("names")
+            if name in names:
+                function = remote.ask("get", name)
+            elif "Solution" in names:
+                function = getattr(remote.ask("get", "Solution")(), name)
+            else:
+                raise NameError(f"the response defines no {name}")
+            returned = function(*case["arguments"])
             if isinstance(returned, AwaitableProxy):
                 returned = remote.ask("await", returned)
             if returned is None and None not in case["accepted"] and case["arguments"]:
@@ -147,20 +151,6 @@ def run_calls(settings: dict[str, Any], remote: Remote, report: Verdicts) -> Non
         report.case(number, None if works_in_place else AssertionError("the function returned nothing"))
 
 
-def entry_point(remote: Remote, name: str) -> Any:
-    """The response's function of that name, else a method of a fresh ``Solution()``.
-
-    Raises:
-        NameError: there is neither.
-    """
-    names = remote.ask("names")
-    if name in names:
-        return remote.ask("get", name)
-    if "Solution" in names:
-        return getattr(remote.ask("get", "Solution")(), name)
-    raise NameError(f"the response defines no {name}")
-
-
 def run_snippets(settings: dict[str, Any], remote: Remote, report: Verdicts, namespace: dict[str, Any]) -> None:
     """Execute each test in one namespace after the set-up; a test passes if it raises nothing."""
     offer_response(remote, "\n".join([settings.get("setup", ""), *settings["tests"]]))
@@ -171,43 +161,33 @@ def run_snippets(settings: dict[str, Any], remote: Remote, report: Verdicts, nam
             bind_names(settings["setup"], namespace, remote)
             exec(compile(settings["setup"], "setup", "exec"), namespace)  # noqa: S102  the data set's own code
         except (Exception, SystemExit) as error:
-            if is_self_contained(settings["setup"]):
+            # A set-up that names nothing of the response's has failed for another reason.
+            tree = ast.parse(settings["setup"])
+            used, own = names_in(tree), bound_names(tree) | set(dir(builtins)) | sys.stdlib_module_names
+            imports = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+            imports |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+            if used <= own | set(USUAL_ALIASES) and not imports & set(MODULE_NAMES) and not used & DYNAMIC:
                 remote.impossible = f"the set-up fails by itself: {type(error).__name__}: {text_of(error)}"[:MAX_NOTE]
             return report.case(0, error)
     for number, (test, method) in enumerate(zip(settings["tests"], settings["methods"], strict=True)):
         remote.set_deadline(settings["case_timeout"])
         failed: BaseException | None = None
         try:
-            code = compile(test, title(number), "exec")
+            code = compile(test, f"test {number}", "exec")
             bind_names(test, namespace, remote, entry_point)
             exec(code, namespace)  # noqa: S102  the data set's own code
             if method is not None:
-                run_unittest(namespace[method[0]], method[1])
+                # One method of a class of unittest's; one that was skipped or not run has not passed.
+                result = unittest.TestResult()
+                unittest.TestSuite([namespace[method[0]](method[1])]).run(result)
+                bad = [*result.errors, *result.failures]
+                if bad or result.skipped or not result.testsRun:
+                    raise AssertionError(bad[0][1].strip().splitlines()[-1] if bad else f"{method[1]} was not run")
         except (Exception, SystemExit) as error:
             failed = error
         remote.require_answers()
         report.case(number, failed)
     return None
-
-
-def is_self_contained(source: str) -> bool:
-    """True if it names nothing of the response's, so that its failure is not the response's."""
-    tree = ast.parse(source)
-    own = bound_names(tree) | set(dir(builtins)) | sys.stdlib_module_names | set(USUAL_ALIASES)
-    imports = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imports |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    return names_in(tree) <= own and not imports & set(MODULE_NAMES) and not names_in(tree) & DYNAMIC
-
-
-def run_unittest(kind: Any, name: str) -> None:
-    """Run one method; ``AssertionError`` where it did not pass, or was skipped."""
-    import unittest
-
-    result = unittest.TestResult()
-    unittest.TestSuite([kind(name)]).run(result)
-    bad = [*result.errors, *result.failures]
-    if bad or result.skipped or not result.testsRun:
-        raise AssertionError(bad[0][1].strip().splitlines()[-1] if bad else f"{name} was not run")
 
 
 def bind_names(source: str, namespace: dict[str, Any], remote: Remote, entry_point: str = "") -> None:

@@ -145,10 +145,22 @@ def _judge_tests(sandbox: Sandbox, source: bytes, cases: Cases, judging: Judging
     """The tests in one process, the response in another; the verdicts reach us past the response."""
     limits, null = judging.limits, os_null()
     more = {"max_message": limits.file_size}
-    job = json.dumps(_job(cases, judging)).encode()
+    job: dict[str, Any] = {
+        "case_timeout": judging.case_timeout,
+        "object_operators": judging.object_operators,
+        "preparation": preparation((cases.setup, *cases.texts)),
+    }
+    if cases.kind == "calls":
+        job |= {"calls": cases.calls, "fn_name": cases.fn_name, "tolerance": judging.tolerance}
+    elif cases.kind == "pytest":
+        job["pytest"] = cases.texts[0]
+    else:
+        job |= {"tests": cases.texts, "setup": cases.setup}
+        job |= {"methods": cases.methods, "entry_point": cases.entry_point}
     with ExitStack() as stack:
         ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
-        program_file, job_file = stack.enter_context(memory_file(source)), stack.enter_context(memory_file(job))
+        program_file = stack.enter_context(memory_file(source))
+        job_file = stack.enter_context(memory_file(json.dumps(job).encode()))
         verdicts = stack.enter_context(memory_file())
         response = sandbox.spawn("serve", [null, null, null, program_file, theirs.fileno()], limits, more)
         stack.callback(response.wait)
@@ -161,35 +173,10 @@ def _judge_tests(sandbox: Sandbox, source: bytes, cases: Cases, judging: Judging
         ours.close()
         ended = harness.wait()
         lines = os.pread(verdicts, os.fstat(verdicts).st_size, 0)
-    _count(lines, outcome)
-    if ended.timed_out:
-        outcome.timed_out = True
-    if outcome.passed < outcome.total:
-        outcome.fail("the time limit" if ended.timed_out else "the tests did not end")
-
-
-def _job(cases: Cases, judging: Judging) -> dict[str, Any]:
-    job: dict[str, Any] = {
-        "case_timeout": judging.case_timeout,
-        "object_operators": judging.object_operators,
-        "preparation": preparation((cases.setup, *cases.texts)),
-    }
-    if cases.kind == "calls":
-        calls = [{"arguments": call.arguments, "accepted": call.accepted} for call in cases.calls]
-        return {**job, "calls": calls, "fn_name": cases.fn_name, "tolerance": judging.tolerance}
-    if cases.kind == "pytest":
-        return {**job, "pytest": cases.texts[0]}
-    under_test = {"methods": cases.methods, "entry_point": cases.entry_point}
-    return {**job, "tests": cases.texts, "setup": cases.setup, **under_test}
-
-
-def _count(lines: bytes, outcome: Outcome) -> None:
-    """Add up the harness's lines, without one that a kill has cut off."""
     passed: dict[int, bool] = {}
     impossible = ""
-    for line in lines.splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            continue
+    # A line without an end was cut off by a kill.
+    for line in (line for line in lines.splitlines(keepends=True) if line.endswith(b"\n")):
         message = json.loads(line)
         if "case" in message:
             passed[message["case"]] = message["passed"]
@@ -208,3 +195,6 @@ def _count(lines: bytes, outcome: Outcome) -> None:
     outcome.passed = sum(passed.values())
     if impossible and outcome.passed < outcome.total:
         raise CaseError(impossible)
+    outcome.timed_out = outcome.timed_out or ended.timed_out
+    if outcome.passed < outcome.total:
+        outcome.fail("the time limit" if ended.timed_out else "the tests did not end")

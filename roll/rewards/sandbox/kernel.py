@@ -118,17 +118,16 @@ def landlock_abi() -> int:
         return 0
 
 
-def restrict_files(readable: Sequence[str], writable: Sequence[str], version: int | None = None) -> None:
+def restrict_files(readable: Sequence[str], writable: Sequence[str], version: int) -> None:
     """Restrict this process to these paths and what lies below them, and where the kernel can also refuse it TCP and
     signals to other processes.
 
     Args:
-        version: of Landlock's interface, at most :func:`landlock_abi`, the default.
+        version: of Landlock's interface, 1 to :func:`landlock_abi`.
 
     Raises:
         OSError: the kernel has no Landlock.
     """
-    version = landlock_abi() if version is None else version
     # Each version knows more kinds of access; a kind that is not named here would stay allowed.
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     attributes = struct.pack(

@@ -19,23 +19,15 @@ _READABLE = frozenset(f"__{name}__" for name in _SPECIAL)
 
 
 class Remote(Protocol):
-    """Way to the response's process."""
+    """The way to the response's process; :mod:`roll.rewards.sandbox.remote` has it, and imports this module."""
 
     object_operators: bool
 
-    def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any: ...
+    def ask(self, operation: str, *args: object, **kwargs: object) -> Any: ...
 
 
 class Proxy:
     """An object of the response's process."""
-
-    def __init__(self, remote: Remote, number: int, plain: bool, module: bool, is_class: bool) -> None:
-        object.__setattr__(self, "_roll_remote", remote)
-        object.__setattr__(self, "_roll_number", number)
-        object.__setattr__(self, "_roll_plain", plain)
-        object.__setattr__(self, "_roll_module", module)
-        object.__setattr__(self, "_roll_class", is_class)
-        object.__setattr__(self, "_roll_value", None)
 
     _roll_remote: Remote
     _roll_number: int
@@ -44,16 +36,21 @@ class Proxy:
     _roll_class: bool
     _roll_value: Any
 
+    def __init__(self, remote: Remote, number: int, plain: bool, module: bool, is_class: bool) -> None:
+        # Past __setattr__, which sets attributes of the response's object.
+        own = {"remote": remote, "number": number, "plain": plain, "module": module, "class": is_class, "value": None}
+        self.__dict__.update({f"_roll_{name}": value for name, value in own.items()})
+
     def __getattr__(self, name: str) -> Any:
         # What Python's own machinery looks for is not an attribute of the response's object.
         if name.startswith("__") and name.endswith("__") and name not in _READABLE:
             raise AttributeError(name)
         return self._roll_remote.ask("getattr", self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self._roll_remote.ask("setattr", self, name, value)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self._roll_remote.ask("call", self, *args, **kwargs)
 
     def __len__(self) -> int:
@@ -68,7 +65,7 @@ class Proxy:
     def __next__(self) -> Any:
         return self._roll_remote.ask("next", self)
 
-    def __contains__(self, item: Any) -> bool:
+    def __contains__(self, item: object) -> bool:
         """By iteration: the item, probably an expected one, does not cross."""
         return any(item == own for own in self)
 
@@ -84,10 +81,10 @@ class Proxy:
     def __hash__(self) -> int:
         return hash(plain_of(self)) if self._roll_plain else hash(("roll", self._roll_number))
 
-    def __instancecheck__(self, instance: Any) -> bool:
+    def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, Proxy) and self._roll_remote.ask("isinstance", instance, self) is True
 
-    def __subclasscheck__(self, subclass: Any) -> bool:
+    def __subclasscheck__(self, subclass: object) -> bool:
         return isinstance(subclass, Proxy | type) and self._roll_remote.ask("issubclass", subclass, self) is True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -116,7 +113,7 @@ class AwaitableProxy(Proxy):
         yield from ()
         return self._roll_remote.ask("await", self)
 
-    def send(self, value: Any) -> Any:
+    def send(self, value: object) -> Any:
         raise StopIteration(self._roll_remote.ask("await", self))
 
     def __next__(self) -> Any:
@@ -133,13 +130,13 @@ class AwaitableProxy(Proxy):
 Coroutine.register(AwaitableProxy)
 
 
-def exactly_text(value: Any) -> str:
+def exactly_text(value: object) -> str:
     if type(value) is not str:
         raise TypeError("the response's text is none")
     return value
 
 
-def plain_of(value: Any) -> Any:
+def plain_of(value: object) -> Any:
     """Plain data of a proxy that has it (as it is now); other values as they are."""
     if not isinstance(value, Proxy) or not value._roll_plain:
         return value
@@ -155,7 +152,7 @@ def plain_of(value: Any) -> Any:
 def _binary(name: str, reflected: bool) -> Callable[[Proxy, Any], Any]:
     local = getattr(operator, name)
 
-    def operate(self: Proxy, other: Any) -> Any:
+    def operate(self: Proxy, other: object) -> Any:
         pair = (other, self) if reflected else (self, other)
         if isinstance(other, Proxy) or self._roll_remote.object_operators:
             return self._roll_remote.ask(name, *pair)

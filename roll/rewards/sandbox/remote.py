@@ -58,14 +58,14 @@ class Remote(Side):
     def __init__(
         self,
         channel: Channel,
-        object_operators: bool = False,
-        ends_iterations: bool = False,
-        classes: Sequence[str] = (),
-        find_class: Callable[[str], Any] = lambda name: None,
-        copies: Mapping[str, Set[int]] | None = None,
+        object_operators: bool,
+        ends_iterations: bool,
+        classes: Sequence[str],
+        find_class: Callable[[str], Any],
+        copies: Mapping[str, Set[int]],
     ) -> None:
         super().__init__("t", classes, find_class)
-        self._copies_on = {name: lines for name, lines in (copies or {}).items() if lines}
+        self._copies_on = {name: lines for name, lines in copies.items() if lines}
         self._handed_over: set[str] = set()
         self._channel = channel
         self._ends_iterations = ends_iterations
@@ -82,15 +82,7 @@ class Remote(Side):
         """Require answers to all further requests within ``seconds``."""
         self._channel.deadline = time.monotonic() + seconds
 
-    def wait_ready(self, preparation: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Let the source run; how it went: ``ready``, ``compile_error`` or ``raised``.
-
-        Args:
-            preparation: the tests' data ``classes`` and the ``prelude`` that defines them.
-        """
-        return self._exchange(preparation or {})
-
-    def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+    def ask(self, operation: str, *args: object, **kwargs: object) -> Any:
         """Perform an operation of :class:`roll.rewards.sandbox.candidate.Server` over there.
 
         Raises:
@@ -104,14 +96,14 @@ class Remote(Side):
         except NotHandedOver as reason:
             # What no function can be given is a mistake of the row. With an object that the response has put into the
             # place of a plain result it is the response's.
-            if operation == "call" and args[0]._roll_number in self._named:
+            if operation == "call" and isinstance(args[0], Proxy) and args[0]._roll_number in self._named:
                 self.impossible = self.impossible or str(reason)
             raise
         changes_come_back = operation == "call"
         if changes_come_back and self._gets_copies():
             request, changes_come_back = self.with_copies(request), False
         request |= {"instances": self._handed(), "in_place": changes_come_back}
-        reply = self._exchange(request)
+        reply = self.exchange(request)
         try:
             if "raised" in reply:
                 raised = reply["raised"]
@@ -125,20 +117,19 @@ class Remote(Side):
                 for key, item in reply.get("changed", []) if changes_come_back else ():
                     restore(kwargs[key] if isinstance(key, str) else args[key], self.decode(item))
                 value = self.decode(reply["value"])
-                self._note_name(operation, args[0] if args else None, value)
+                # What the tests know by name: functions, classes and their instances, and their attributes.
+                if isinstance(value, Proxy):
+                    of = args[0] if args and isinstance(args[0], Proxy) else None
+                    is_known = of is not None and of._roll_number in self._named
+                    is_made = operation == "getattr" or (operation == "call" and of is not None and of._roll_class)
+                    if operation == "get" or (is_known and is_made):
+                        self._named.add(value._roll_number)
                 return value
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError) as nonsense:
             raise self._give_up(f"the answer is no value: {nonsense}") from nonsense
         if isinstance(error, _ENDS_OF_ITERATION) and operation not in ("next", "anext") and not self._ends_iterations:
             raise RuntimeError(f"the response raised {type(error).__name__}")
         raise error
-
-    def _note_name(self, operation: str, of: Any, value: Any) -> None:
-        """Remember what the tests know by name: functions, classes and their instances, and their attributes."""
-        if isinstance(value, Proxy):
-            known = isinstance(of, Proxy) and of._roll_number in self._named
-            if operation == "get" or (known and (operation == "getattr" or (operation == "call" and of._roll_class))):
-                self._named.add(value._roll_number)
 
     def _gets_copies(self) -> bool:
         """True if a test computes what it expects from the arguments of the call in progress."""
@@ -177,7 +168,12 @@ class Remote(Side):
         self.gone = ResponseGone(reason, timed_out)
         return self.gone
 
-    def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+    def exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a request (the first is the tests' preparation), serve callbacks, and return the answer.
+
+        Raises:
+            ResponseGone: no answer.
+        """
         self.require_answers()
         try:
             with self._turn:
@@ -206,7 +202,7 @@ class Remote(Side):
         except Exception as error:  # the function's failure is the caller's to deal with
             return {"raised": type(error).__name__, "text": str(error)[:200]}
 
-    def encode_foreign(self, value: Any) -> Encoded:
+    def encode_foreign(self, value: object) -> Encoded:
         if isinstance(value, Proxy) or (isinstance(value, type) and hasattr(value, "_roll_number")):
             return {"t": "object", "id": value._roll_number}
         if isinstance(value, Iterator) and not isinstance(value, Coroutine | io.IOBase):
@@ -282,7 +278,7 @@ def restore(argument: Any, after: Any) -> None:
 
 
 def read_input(prompt: str) -> str:
-    """As the tests would: what they have put in place of ``input``, else a line of what they have put as input.
+    """The answer of the tests' own ``input``, if they have replaced it, else a line of their standard input.
 
     Raises:
         EOFError: there is no more.
@@ -290,15 +286,11 @@ def read_input(prompt: str) -> str:
     if builtins.input is not _INPUT:
         return str(builtins.input(prompt))
     sys.stdout.write(prompt)
-    line = read_line()
+    line = sys.stdin.readline()
     if not line:
         raise EOFError("EOF when reading a line")
     return line.removesuffix("\n")
 
 
-def read_line() -> str:
-    return str(sys.stdin.readline())
-
-
-INPUT: dict[str, Callable[..., Any]] = {"input": read_input, "readline": read_line}
+INPUT: dict[str, Callable[..., Any]] = {"input": read_input, "readline": lambda: str(sys.stdin.readline())}
 """Requests that a response may make of the tests' process, by name."""

@@ -243,9 +243,8 @@ def install(new_processes: bool, only_process: int | None, own_files: bool = Fal
         OSError: the kernel takes no filter.
     """
     own_id = struct.pack("<I", 0 if only_process is None else only_process)
-    code = _encoded(new_processes, only_process is not None, own_files, truncate).replace(
-        struct.pack("<I", _OWN_ID), own_id
-    )
+    code = build_program(new_processes, only_process is not None, own_files, truncate)
+    code = code.replace(struct.pack("<I", _OWN_ID), own_id)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = ctypes.create_string_buffer(struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer)))
     kernel.prctl(kernel.PR_SET_SECCOMP, kernel.SECCOMP_MODE_FILTER, header)
@@ -255,17 +254,15 @@ def prepare() -> None:
     """Build every filter once, so that processes forked from this one find it ready."""
     if supported():
         for bits in range(16):
-            _encoded(bool(bits & 1), bool(bits & 2), bool(bits & 4), bool(bits & 8))
+            build_program(bool(bits & 1), bool(bits & 2), bool(bits & 4), bool(bits & 8))
 
 
 @functools.cache
-def _encoded(new_processes: bool, only_itself: bool, own_files: bool, truncate: bool) -> bytes:
-    program = build_program(new_processes, only_itself, own_files, truncate)
-    return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
+def build_program(new_processes: bool, only_itself: bool, own_files: bool, truncate: bool) -> bytes:
+    """The filter as the kernel takes it.
 
-
-def build_program(new_processes: bool, only_itself: bool, own_files: bool, truncate: bool) -> list[Instruction]:
-    """The filter; each rule is a run of instructions that falls through to the next where it does not apply."""
+    Each rule is a run of instructions that falls through to the next where it does not apply.
+    """
     first_of_gap, end_of_gap = GAP[COLUMN]
     program: list[Instruction] = [
         (_LOAD, 0, 0, _AT_ARCHITECTURE),
@@ -305,7 +302,8 @@ def build_program(new_processes: bool, only_itself: bool, own_files: bool, trunc
     for group, rule in rules:
         for number in numbers_of(group):
             program += [(_JUMP_EQUAL, 0, len(rule), number), *rule]
-    return [*program, (_RETURN, 0, 0, _ALLOW)]
+    program.append((_RETURN, 0, 0, _ALLOW))
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
 
 
 def always(answer: int) -> list[Instruction]:

@@ -12,8 +12,7 @@ import importlib
 import importlib.util
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Set
 from typing import Any
 
 from roll.rewards.sandbox.expectations import lines_with_copies
@@ -40,26 +39,17 @@ Method = tuple[str, str]
 """A class and one of its methods."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snippets:
-    """Test code as the harness runs it."""
-
-    texts: tuple[str, ...]
-    """A source a case; with ``pytest``, the text of one file."""
-    setup: str
-    methods: tuple[Method | None, ...] = ()
-    """A case's method of a class of unittest's, run after its source."""
-    pytest: bool = False
-
-
 @functools.lru_cache(maxsize=512)
-def prepared(texts: tuple[str, ...], setup: str, entry_point: str) -> Snippets:
+def prepared(texts: tuple[str, ...], setup: str, entry_point: str) -> str | tuple[tuple[str, Method | None], ...]:
     """Make cases of the tests of a row.
 
     Args:
         texts: the tests, executed one after the other in one namespace.
         setup: executed before them.
         entry_point: what a ``check(candidate)`` is called with; empty: none named.
+
+    Returns:
+        A source a case, with the method of a class of unittest's that runs after it; or the text of one pytest file.
 
     Raises:
         CaseError: they are no Python, test nothing, or need what the sandbox does not have.
@@ -74,7 +64,7 @@ def prepared(texts: tuple[str, ...], setup: str, entry_point: str) -> Snippets:
     cases: list[tuple[str, Method | None]] = []
     waiting: list[str] = []
     if any(piece.needs_pytest for piece in pieces):
-        return Snippets((as_pytest_file(setup, pieces),), "", pytest=True)
+        return as_pytest_file(setup, pieces)
     for piece in pieces:
         calls = piece.calls()
         if not calls and not piece.executes_a_test:
@@ -85,7 +75,7 @@ def prepared(texts: tuple[str, ...], setup: str, entry_point: str) -> Snippets:
         waiting = []
     if not cases:
         raise CaseError(f"the tests test nothing: {texts[0][:80]!r}")
-    return Snippets(tuple(text for text, _ in cases), setup, tuple(method for _, method in cases))
+    return tuple(cases)
 
 
 class Piece:
@@ -133,27 +123,26 @@ class Piece:
             for node in self._classes
         )
 
-    def calls(self) -> list[tuple[str, Method | None]]:
-        """A source or a method for each test that is defined and not called.
+    def calls(self, only_checks: bool = False) -> list[tuple[str, Method | None]]:
+        """A source or a method for each test that is defined and not called; ``only_checks``: of ``check(candidate)``.
 
         Raises:
             CaseError: a check of which nobody says what it checks.
         """
-        calls: list[tuple[str, Method | None]] = [(self._call(node), None) for node in self._functions]
+        calls: list[tuple[str, Method | None]] = []
+        for node in self._functions:
+            takes = takes_candidate(node)
+            if takes and not self._entry_point:
+                raise CaseError(f"{self._title} defines {node.name}(candidate), but the row has no entry_point")
+            call = f"{node.name}({self._entry_point if takes else ''})"
+            if takes or not only_checks:
+                is_async = isinstance(node, ast.AsyncFunctionDef)
+                calls.append((f"import asyncio\nasyncio.run({call})" if is_async else call, None))
         for each in self._classes:
-            if is_unittest_class(each):
+            if is_unittest_class(each) and not only_checks:
                 own = [node.name for node in each.body if isinstance(node, _FUNCTIONS) and node.name.startswith("test")]
                 calls += [("", (each.name, name)) for name in own]
         return calls
-
-    def calls_of_checks(self) -> list[str]:
-        return [self._call(node) for node in self._functions if takes_candidate(node)]
-
-    def _call(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-        if takes_candidate(node) and not self._entry_point:
-            raise CaseError(f"{self._title} defines {node.name}(candidate), but the row has no entry_point")
-        call = f"{node.name}({self._entry_point if takes_candidate(node) else ''})"
-        return f"import asyncio\nasyncio.run({call})" if isinstance(node, ast.AsyncFunctionDef) else call
 
     def names_the_response(self) -> bool:
         """True if it imports the response, or looks names up at run time."""
@@ -241,8 +230,8 @@ def as_pytest_file(setup: str, pieces: Iterable[Piece]) -> str:
         else:
             parts.append(piece.source)
             parts += [
-                f"def test_roll_{number}_{index}():\n{textwrap.indent(call, '    ')}"
-                for index, call in enumerate(piece.calls_of_checks())
+                f"def test_roll_{number}_{index}():\n{textwrap.indent(call[0], '    ')}"
+                for index, call in enumerate(piece.calls(only_checks=True))
             ]
     return "\n\n".join(parts)
 
@@ -312,36 +301,26 @@ def unsupported(node: ast.AST, mocks: bool) -> str | None:
     if isinstance(node, ast.arg) and node.arg in _FIXTURES_WITH_FILES:
         return f"uses {node.arg}: tests and programs have no files in common"
     if isinstance(node, ast.Call):
-        return unsupported_call(node, mocks)
+        parts = dotted(node.func)
+        if parts == ["open"]:
+            return "opens a file: tests and programs have no files in common"
+        patches = (mocks and "patch" in parts[-2:]) or parts[:1] in (["monkeypatch"], ["mocker"])
+        if not patches or parts[-1:] == ["undo"]:
+            return None
+        # The target of a replacement is written ``"a.b"``, or ``a, "b"``.
+        first, second, *_ = [
+            *(str(each.value) if isinstance(each, ast.Constant) else ".".join(dotted(each)) for each in node.args[:2]),
+            *("", ""),
+        ]
+        target = first if node.args and isinstance(node.args[0], ast.Constant) else f"{first}.{second}"
+        if parts[-1] in ("patch", "setattr", "object") and target in FORWARDED:
+            return None
+        seen = f"which the program's does not see; it sees {', '.join(FORWARDED)}"
+        return f"replaces {target or 'something'} in the tests' process, {seen}"
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         blind = node.value.id in _BLIND_MODULES or node.attr == "iscoroutinefunction"
         return f"uses {node.value.id}.{node.attr}, which sees nothing of another process" if blind else None
     return None
-
-
-def unsupported_call(node: ast.Call, mocks: bool) -> str | None:
-    parts = dotted(node.func)
-    if parts == ["open"]:
-        return "opens a file: tests and programs have no files in common"
-    patches = (mocks and "patch" in parts[-2:]) or parts[:1] in (["monkeypatch"], ["mocker"])
-    if not patches or parts[-1:] == ["undo"]:
-        return None
-    target = target_of(node)
-    if parts[-1] in ("patch", "setattr", "object") and target in FORWARDED:
-        return None
-    return f"replaces {target or 'something'} in the tests' process, which the program's does not see; " + (
-        f"it sees {', '.join(FORWARDED)}"
-    )
-
-
-def target_of(node: ast.Call) -> str:
-    """Target of a replacement: ``"a.b"``, or ``a, "b"``."""
-    values: Iterator[str] = (
-        str(each.value) if isinstance(each, ast.Constant) else ".".join(dotted(each)) for each in node.args[:2]
-    )
-    first = next(values, "")
-    constant = bool(node.args) and isinstance(node.args[0], ast.Constant)
-    return first if constant else f"{first}.{next(values, '')}"
 
 
 @functools.lru_cache(maxsize=512)
@@ -355,7 +334,16 @@ def preparation(sources: tuple[str, ...]) -> dict[str, Any]:
     """
     trees = [ast.parse(source) for source in sources]
     own = set().union(*(bound_names(tree) | star_names(tree) for tree in trees))
-    names, prelude = data_classes(trees)
+    # Classes of the tests that only hold data, such as ``ListNode``. Nothing that a class can do is handed to the
+    # response's process: one with methods of its own may know answers.
+    names: list[str] = []
+    parts: list[str] = []
+    for node in (node for tree in trees for node in tree.body):
+        if isinstance(node, ast.ClassDef) and holds_data(node):
+            names.append(node.name)
+            parts.append(ast.unparse(node))
+        elif isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module in _PLAIN_MODULES):
+            parts.append(ast.unparse(node))
     packages = {
         alias.name for tree in trees for node in tree.body if isinstance(node, ast.Import) for alias in node.names
     }
@@ -364,28 +352,11 @@ def preparation(sources: tuple[str, ...]) -> dict[str, Any]:
     present = {"", *sys.stdlib_module_names, *MODULE_NAMES}
     return {
         "classes": names,
-        "prelude": prelude,
+        "prelude": "\n".join(parts) if names else "",
         "expects_ends": any("StopIteration" in source or "StopAsyncIteration" in source for source in sources),
         "copies": lines_with_copies(trees, own),
         "imports": sorted(name for name in packages if name.partition(".")[0] not in present),
     }
-
-
-def data_classes(trees: Iterable[ast.Module]) -> tuple[list[str], str]:
-    """Classes of the tests that only hold data, such as ``ListNode``: their names, and what defines them.
-
-    Nothing that a class can do is handed to the response's process: one with methods of its own may know answers.
-    """
-    names: list[str] = []
-    parts: list[str] = []
-    for tree in trees:
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef) and holds_data(node):
-                names.append(node.name)
-                parts.append(ast.unparse(node))
-            elif isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module in _PLAIN_MODULES):
-                parts.append(ast.unparse(node))
-    return names, "\n".join(parts) if names else ""
 
 
 def holds_data(node: ast.ClassDef) -> bool:

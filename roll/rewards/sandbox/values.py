@@ -117,18 +117,14 @@ def decode(data: Encoded, other: Callable[[dict[str, Any]], Any]) -> Any:
     if tag == "ellipsis":
         return Ellipsis
     if tag == "array":
-        return _decode_array(data)
+        import numpy
+
+        dtype = numpy.dtype(str(data["dtype"]))
+        if dtype.kind not in _ARRAY_KINDS:
+            raise ValueError(f"an array of {dtype}")
+        flat = numpy.frombuffer(base64.b64decode(data["v"]), dtype=dtype)
+        return flat.reshape([int(length) for length in data["shape"]]).copy()
     return other(data)
-
-
-def _decode_array(data: dict[str, Any]) -> Any:
-    import numpy
-
-    dtype = numpy.dtype(str(data["dtype"]))
-    if dtype.kind not in _ARRAY_KINDS:
-        raise ValueError(f"an array of {dtype}")
-    flat = numpy.frombuffer(base64.b64decode(data["v"]), dtype=dtype)
-    return flat.reshape([int(length) for length in data["shape"]]).copy()
 
 
 class Side:
@@ -149,13 +145,13 @@ class Side:
         self._reached: list[str] = []
         self._copies = 0
 
-    def encode(self, value: Any) -> Encoded:
+    def encode(self, value: object) -> Encoded:
         return encode(value, self._encode_other)
 
     def decode(self, data: Encoded) -> Any:
         return decode(data, self._decode_other)
 
-    def encode_foreign(self, value: Any) -> Encoded:
+    def encode_foreign(self, value: object) -> Encoded:
         """Data for a value that is neither plain nor of a class that both sides have."""
         raise TypeError(f"no data: {value!r}")
 
@@ -163,7 +159,7 @@ class Side:
         """The opposite of the other side's :meth:`encode_foreign`."""
         raise ValueError(f"no value: {data['t']!r}")
 
-    def _encode_other(self, value: Any) -> Encoded:
+    def _encode_other(self, value: object) -> Encoded:
         kind = type(value)
         if kind.__name__ in self._names and self._find_class(kind.__name__) is kind:
             key = self._keys.get(id(value))
@@ -183,7 +179,7 @@ class Side:
             return shared_class(data["module"], data["name"])
         return self.decode_foreign(data)
 
-    def _add(self, key: str, value: Any) -> None:
+    def _add(self, key: str, value: object) -> None:
         self._by_key[key] = value
         self._keys[id(value)] = key
 
@@ -196,7 +192,10 @@ class Side:
             if key not in found:
                 value = self._by_key[key]
                 found[key] = {}
-                state = [[name, self.encode(item)] for name, item in state_of(value)]
+                slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+                present = [name for name in slots if not name.startswith("__") and hasattr(value, name)]
+                held = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in present}}
+                state = [[name, self.encode(item)] for name, item in held.items()]
                 found[key] = {"class": type(value).__name__, "state": state}
         return found
 
@@ -243,12 +242,6 @@ def with_suffix(data: Encoded, suffix: str) -> Encoded:
     if data.get(_TAG) == "instance":
         return {**data, "key": data["key"] + suffix}
     return {name: with_suffix(item, suffix) for name, item in data.items()}
-
-
-def state_of(value: Any) -> list[tuple[str, Any]]:
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    present = [(name, getattr(value, name)) for name in slots if not name.startswith("__") and hasattr(value, name)]
-    return [*getattr(value, "__dict__", {}).items(), *present]
 
 
 _HEADER = struct.Struct("<I")
@@ -356,14 +349,19 @@ def within(given: float, wanted: float, tolerance: float) -> bool:
     return both_undefined or math.isclose(given, wanted, rel_tol=tolerance, abs_tol=tolerance)
 
 
-def equal_values(given: Any, wanted: Any, tolerance: float) -> bool:
+def equal_values(given: object, wanted: object, tolerance: float) -> bool:
     """True if a returned value is the expected one of a JSON file, which knows no tuples and only texts as keys."""
     if isinstance(wanted, list):
         if not isinstance(given, (list, tuple)) or len(given) != len(wanted):
             return False
         return all(equal_values(one, other, tolerance) for one, other in zip(given, wanted, strict=True))
     if isinstance(wanted, Mapping):
-        return isinstance(given, Mapping) and equal_mappings(given, wanted, tolerance)
+        if not isinstance(given, Mapping):
+            return False
+        keyed = {str(key): value for key, value in given.items()}
+        if len(keyed) != len(given) or keyed.keys() != {str(key) for key in wanted}:
+            return False
+        return all(equal_values(keyed[str(key)], value, tolerance) for key, value in wanted.items())
     if isinstance(wanted, bool) or isinstance(given, bool):
         return type(given) is type(wanted) and given == wanted
     if isinstance(wanted, int) and isinstance(given, float):
@@ -374,10 +372,3 @@ def equal_values(given: Any, wanted: Any, tolerance: float) -> bool:
         except OverflowError:
             return False
     return type(given) is type(wanted) and bool(given == wanted)
-
-
-def equal_mappings(given: Mapping[Any, Any], wanted: Mapping[Any, Any], tolerance: float) -> bool:
-    keyed = {str(key): value for key, value in given.items()}
-    if len(keyed) != len(given) or keyed.keys() != {str(key) for key in wanted}:
-        return False
-    return all(equal_values(keyed[str(key)], value, tolerance) for key, value in wanted.items())

@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -87,30 +88,29 @@ class Zygote:
         """Answer requests until the other side closes the socket."""
         is_open = True
         while is_open:
-            for descriptor, _ in self._poll.poll(self._milliseconds_left()):
+            waiting = [child.deadline for child in self._children.values() if not child.timed_out]
+            if self._remover is not None:
+                waiting.append(self._remover[2])
+            if any(child.folder is not None for child in self._children.values()):
+                waiting.append(time.monotonic() + LOOK_AT_FOLDERS)
+            # The millisecond keeps a deadline from being polled for before it has come.
+            patience = max(0.0, min(waiting) - time.monotonic()) * 1000 + 1 if waiting else None
+            for descriptor, _ in self._poll.poll(patience):
                 if descriptor == self._control.fileno():
                     is_open = self._receive()
                 elif descriptor in self._children:
                     self._finish(self._children.pop(descriptor))
                 elif self._remover is not None and descriptor == self._remover[0]:
                     self._end_remover()
-            self._kill_overdue()
-            self._kill_those_that_fill_the_disk()
+            self._kill_offenders()
         for child in self._children.values():
             self._kill(child)
             self._finish(child, report=False)
         if self._remover is not None:
             signal.pidfd_send_signal(self._remover[0], signal.SIGKILL)
 
-    def _milliseconds_left(self) -> float | None:
-        waiting = [child.deadline for child in self._children.values() if not child.timed_out]
-        if self._remover is not None:
-            waiting.append(self._remover[2])
-        if any(child.folder is not None for child in self._children.values()):
-            waiting.append(time.monotonic() + LOOK_AT_FOLDERS)
-        return max(0.0, min(waiting) - time.monotonic()) * 1000 + 1 if waiting else None
-
-    def _kill_overdue(self) -> None:
+    def _kill_offenders(self) -> None:
+        """Kill what is out of time, or takes more of the disk than it may."""
         now = time.monotonic()
         for child in self._children.values():
             if child.deadline <= now and not child.timed_out:
@@ -119,11 +119,9 @@ class Zygote:
         if self._remover is not None and self._remover[2] <= now:
             signal.pidfd_send_signal(self._remover[0], signal.SIGKILL)
             self._remover = (*self._remover[:2], now + REMOVAL_SECONDS)
-
-    def _kill_those_that_fill_the_disk(self) -> None:
-        """Where no memory disk could be mounted, nothing else limits the sum of what a program writes."""
-        if time.monotonic() < self._next_look:
+        if now < self._next_look:
             return
+        # Where no memory disk could be mounted, nothing else limits the sum of what a program writes.
         for child in self._children.values():
             if child.folder is not None and confinement.holds_too_much(child.folder, child.scratch):
                 self._kill(child)
@@ -155,9 +153,8 @@ class Zygote:
         slot = self._free_slots.pop()
         folder = None
         try:
-            folder = self.make_folder(slot)
-            program = candidate.PROGRAMS[request["program"]]
-            run = partial(program, request)
+            folder = confinement.make_folder(self.folder, self._uid(slot))
+            run = partial(candidate.PROGRAMS[request["program"]], request)
             pid, confined = self.fork(run, limits, slot, folder, descriptors, request.get("proc", False))
             deadline = time.monotonic() + limits.wall
             child = Child(request["number"], pid, os.pidfd_open(pid), deadline, slot, folder, confined, limits.scratch)
@@ -186,10 +183,27 @@ class Zygote:
         pid = os.fork()
         if pid == 0:
             try:
-                place_descriptors([*descriptors, writing])
-                self._confine_or_report(len(descriptors), limits, slot, folder, proc)
-                candidate.forget_own_modules()
-                candidate.settle_in(folder or confinement.SCRATCH)
+                # They become 0, 1, 2, ... and every other one is closed. Out of the way first: a target may be a
+                # source still to be placed.
+                sources = (*descriptors, writing)
+                moved = [fcntl.fcntl(source, fcntl.F_DUPFD, 2 * MAX_DESCRIPTORS) for source in sources]
+                for target, source in enumerate(moved):
+                    os.dup2(source, target)
+                os.closerange(len(moved), os.sysconf("SC_OPEN_MAX"))
+                report, scratch = len(descriptors), folder or confinement.SCRATCH
+                try:
+                    confinement.confine(self.means, limits, self._uid(slot), scratch, self._readable, proc)
+                    os.write(report, CONFINED)
+                except (OSError, ValueError) as error:
+                    os.write(report, f"{type(error).__name__}: {error}".encode())
+                    os._exit(1)
+                os.close(report)
+                # This package is not on a program's path, so it should not be among its modules either.
+                for name in [name for name in sys.modules if name.partition(".")[0] == "roll"]:
+                    del sys.modules[name]
+                # Temporary files and settings go to the private folder, wherever it is.
+                tempfile.tempdir = scratch
+                os.environ.update(TMPDIR=scratch, HOME=scratch)
                 program()
             finally:
                 os._exit(1)
@@ -203,31 +217,15 @@ class Zygote:
             kernel.setns(self._own_namespace, kernel.CLONE_NEWPID)
             kernel.unshare(kernel.CLONE_NEWPID)
 
-    def _confine_or_report(self, report: int, limits: Limits, slot: int, folder: str | None, proc: bool) -> None:
-        """Confine this process and write ``CONFINED``, or why not, to descriptor ``report``."""
-        try:
-            confinement.confine(
-                self.means, limits, self._uid(slot), folder or confinement.SCRATCH, self._readable, proc
-            )
-            os.write(report, CONFINED)
-        except (OSError, ValueError) as error:
-            os.write(report, f"{type(error).__name__}: {error}".encode())
-            os._exit(1)
-        os.close(report)
-
     def _uid(self, slot: int) -> int | None:
         return None if self.means.first_uid is None else self.means.first_uid + slot
-
-    def make_folder(self, slot: int) -> str | None:
-        """A private folder, where none can be mounted."""
-        return None if self.folder is None else confinement.make_folder(self.folder, self._uid(slot))
 
     def run_trial(self) -> dict[str, Any]:
         """Confine a process that attacks this host; True for each protection that held."""
         means = self.means
         reading, writing = os.pipe()
         null = os.open(os.devnull, os.O_RDWR)
-        folder = self.make_folder(TRIAL_SLOT)
+        folder = confinement.make_folder(self.folder, self._uid(TRIAL_SLOT))
         canary = protections.make_canary(self.folder)
         program = partial(protections.attack, os.getpid(), means.process_namespace, means.mounts, canary)
         pid, confined = self.fork(program, TRIAL_LIMITS, TRIAL_SLOT, folder, [null, writing, null])
@@ -266,7 +264,11 @@ class Zygote:
         os.close(child.pidfd)
         self.end_remaining(child.pid, child.slot)
         self._release(child.slot, child.folder)
-        answer = read_and_close(child.confined)
+        try:
+            answer = os.read(child.confined, MAX_MESSAGE)
+        except BlockingIOError:  # killed before it could write
+            answer = b""
+        os.close(child.confined)
         if report and answer == CONFINED:
             code = os.waitstatus_to_exitcode(status)
             self._send({"number": child.number, "code": code, "timed_out": child.timed_out})
@@ -319,7 +321,8 @@ class Zygote:
             self._enter_next_namespace()
             pid = os.fork()
         except OSError as error:
-            return self._warn(f"{len(folders)} folders are left: {error}")
+            sys.stderr.write(f"code sandbox: {len(folders)} folders are left: {error}\n")
+            return
         if pid == 0:
             try:
                 kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -327,12 +330,11 @@ class Zygote:
                     try:
                         confinement.remove_tree(folder)
                     except OSError as error:
-                        self._warn(f"{folder} cannot be removed: {error}")
+                        sys.stderr.write(f"code sandbox: {folder} cannot be removed: {error}\n")
             finally:
                 os._exit(0)
         self._remover = (os.pidfd_open(pid), pid, time.monotonic() + REMOVAL_SECONDS)
         self._poll.register(self._remover[0], select.POLLIN)
-        return None
 
     def _end_remover(self) -> None:
         assert self._remover is not None
@@ -344,31 +346,9 @@ class Zygote:
         self._remover = None
         self._start_remover()
 
-    def _warn(self, text: str) -> None:
-        sys.stderr.write(f"code sandbox: {text}\n")
-
     def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._control.send(json.dumps(message).encode())
-
-
-def read_and_close(descriptor: int) -> bytes:
-    """The bytes written to a pipe so far."""
-    try:
-        return os.read(descriptor, MAX_MESSAGE)
-    except BlockingIOError:
-        return b""
-    finally:
-        os.close(descriptor)
-
-
-def place_descriptors(descriptors: list[int]) -> None:
-    """The received descriptors become 0, 1, 2, ...; every other one is closed."""
-    # Out of the way first: a target may be a source still to be placed.
-    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 2 * MAX_DESCRIPTORS) for descriptor in descriptors]
-    for target, descriptor in enumerate(moved):
-        os.dup2(descriptor, target)
-    os.closerange(len(descriptors), os.sysconf("SC_OPEN_MAX"))
 
 
 def main() -> None:
@@ -390,7 +370,9 @@ def main() -> None:
             os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
         own_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
         if "mounts" not in without:
-            means = confinement.try_view(means, readable)
+            with contextlib.suppress(OSError):  # not every host lets it mount
+                confinement.enter_view(readable)
+                means = replace(means, mounts=True)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     kernel.hide_from_other_processes()
@@ -400,7 +382,11 @@ def main() -> None:
     prelude.install()
     gc.collect()
     gc.freeze()
-    folder = None if means.mounts else confinement.make_parent()
+    folder = None
+    if not means.mounts:
+        # Of the private folders in it the names cannot be listed, and their owners cannot replace them.
+        folder = tempfile.mkdtemp(prefix="roll-sandbox-")
+        os.chmod(folder, 0o711)
     try:
         zygote = Zygote(control, means, readable, own_namespace, folder)
         found = zygote.run_trial()

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from roll.rewards.sandbox import Judging, Limits, Outcome, Sandbox, Settings, judge, read_cases
+from roll.rewards.sandbox.cases import read_cases
+from roll.rewards.sandbox.client import Sandbox, Settings
+from roll.rewards.sandbox.judging import Judging, Outcome, judge
+from roll.rewards.sandbox.protections import Limits
 
 NOBODY = 65534
 EVERYTHING = {"limits", "network", "files", "private", "signals", "syscalls", "ends", "scratch", "user"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.rewards.sandbox import Sandbox
+from roll.rewards.sandbox.client import Sandbox
 from tests.rewards.sandbox.conftest import Verdict
 
 GOOD = "print(int(input()) * 2)"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from roll.rewards.sandbox import CaseError
+from roll.rewards.sandbox.snippets import CaseError
 from tests.rewards.sandbox.conftest import Verdict
 
 UNITTEST = """

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from roll.rewards.sandbox import CaseError, read_cases
+from roll.rewards.sandbox.cases import read_cases
+from roll.rewards.sandbox.snippets import CaseError
 from tests.rewards.sandbox.conftest import Verdict
 
 

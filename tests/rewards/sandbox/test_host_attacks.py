@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from roll.rewards.sandbox import Sandbox, kernel
+from roll.rewards.sandbox import kernel
+from roll.rewards.sandbox.client import Sandbox
 from tests.rewards.sandbox.conftest import EVERYTHING, HOSTS, NOBODY, Verdict
 
 GOOD = "print(int(input()) * 2)"

@@ -12,7 +12,9 @@ import pytest
 
 from roll.rewards import RewardOptionError, RewardSample, build_reward
 from roll.rewards.code_sandbox import last_code_block
-from roll.rewards.sandbox import CaseError, Sandbox, Settings, read_cases
+from roll.rewards.sandbox.cases import read_cases
+from roll.rewards.sandbox.client import Sandbox, Settings
+from roll.rewards.sandbox.snippets import CaseError
 from tests.rewards.sandbox.conftest import Verdict
 
 SOURCE = textwrap.dedent("""

@@ -17,8 +17,8 @@ from roll.rewards import RewardOptionError, RewardSample, build_reward, code_san
 from roll.rewards.base import GuardedReward
 from roll.rewards.code_sandbox import CodeSandbox
 from roll.rewards.composition import Component, CompositeReward
-from roll.rewards.sandbox import PROTECTIONS, MissingProtection, Sandbox, Settings
-from roll.rewards.sandbox.protections import CONSEQUENCES, MEANS, PROMISED
+from roll.rewards.sandbox.client import Sandbox, Settings
+from roll.rewards.sandbox.protections import CONSEQUENCES, MEANS, PROMISED, PROTECTIONS, MissingProtection
 
 EXAMPLES = Path(__file__).parents[3] / "examples/rewards"
 NO_LANDLOCK = ("namespaces", "mounts", "landlock", "uid")
