@@ -178,8 +178,8 @@ def bootstrap(values: Sequence[float]) -> Estimate:
 
 
 def is_graded(answers: Sequence[Answers]) -> bool:
-    """Return whether scores say how good a response is, and not whether it is right: more than five different ones lie between
-    0 and 1. A few such values are partial credit, as for the format."""
+    """Return whether scores say how good a response is, and not whether it is right: more than five different ones lie
+    between 0 and 1. A few such values are partial credit, as for the format."""
     scores = np.concatenate([one.scores for one in answers])
     return len(np.unique(scores[(scores > 0) & (scores < 1)])) > MOST_PARTIAL_CREDITS
 
