@@ -147,7 +147,7 @@ def predict(contender: Contender, ranks: int, args: argparse.Namespace) -> int:
         **contender.role,
     )
     options = read_strategy_config(section.strategy_args, "actor_train", Problems())
-    replica = 1 if options is None else options.replica_size(section)
+    replica = 1 if options is None else options.parallel_dims(section, 1).replica
     role = RolePlan(
         name="actor_train",
         key="actor_train",

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from roll.config.lora import uses_lora
 from roll.config.losses import DivergenceConfig
 from roll.config.plan.plan import micro_batching
 from roll.config.roles import WorkerConfig
+from roll.config.strategies.base import ParallelDims
 from roll.models import attention
 from roll.models.build import (
     DTYPES,
@@ -223,6 +225,11 @@ class RehearsedFsdp2(_Rehearsed, Fsdp2Strategy):
 
 class RehearsedModule(_Rehearsed):
     """A model that no backend shards: each rank holds all of it in the compute type, and sums gradients into it."""
+
+    @cached_property
+    def dims(self) -> ParallelDims:
+        """Plain data parallelism, whatever the role's own strategy."""
+        return ParallelDims(dist.get_world_size())
 
     def initialize(self, num_training_steps: int = 0) -> None:
         self.compute_dtype = DTYPES[self.role.model_args.dtype]

@@ -45,10 +45,6 @@ class RemoteService:
         )
         self.max_model_len: int | None = None
         """Tokens that the model takes, where the service says so."""
-        self.model = self._look_up(options.model)
-        self._client = JsonClient(f"{self._base_url}/{path}", service, self._key, MAX_REPLY)
-
-    def _look_up(self, wanted: str | None) -> str:
         url = f"{self._base_url}/models"
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         trust = httpx2.URL(url).host not in LOOPBACK
@@ -59,14 +55,15 @@ class RemoteService:
             found = {str(entry["id"]): entry for entry in response.json()["data"]}
         except (httpx2.HTTPError, ValueError, KeyError, TypeError) as error:
             raise ServiceRefused(f"{url}: {type(error).__name__}: {error}") from error
-        if (wanted is None and len(found) != 1) or (wanted is not None and wanted not in found):
+        if (options.model is None and len(found) != 1) or (options.model is not None and options.model not in found):
             raise ServiceRefused(
                 f"{url} lists {', '.join(sorted(found)) or 'no model'}; strategy_config.model names one"
             )
-        name = wanted if wanted is not None else next(iter(found))
+        name = options.model if options.model is not None else next(iter(found))
         length = found[name].get("max_model_len")
         self.max_model_len = length if isinstance(length, int) else None
-        return name
+        self.model = name
+        self._client = JsonClient(f"{self._base_url}/{path}", service, self._key, MAX_REPLY)
 
     def post(self, bodies: Sequence[Any]) -> list[Any]:
         """The answer to each body.

@@ -90,13 +90,6 @@ class _BroadcastReceiver(Receiver):
         self._group = None
 
 
-def _serve_store(host: str) -> TCPStore:
-    """A store at a free port of this address; left to itself, torch would listen on every interface of the host."""
-    listener = socket.create_server((host, 0), backlog=1024)
-    port = listener.getsockname()[1]
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
 class BroadcastSender(Sender):
     """Args:
     backend: ``gloo`` or ``nccl``.
@@ -120,7 +113,12 @@ class BroadcastSender(Sender):
         if self._members != list(engines):
             self.abandon()
             size = len(engines) + 1
-            self._store = _serve_store(self._host)
+            # Left to itself, torch would listen on every interface of the host.
+            listener = socket.create_server((self._host, 0), backlog=1024)
+            port = listener.getsockname()[1]
+            self._store = TCPStore(
+                self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
             key = f"{self._host}/{os.getpid()}/{next(_serial)}"
             self._links = [
                 BroadcastLink(_BroadcastReceiver, key, self._host, self._store.port, rank, size, self._backend, seconds)

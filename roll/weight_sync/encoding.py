@@ -27,9 +27,9 @@ not against an adversary."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -148,6 +148,7 @@ def verify_checksums(sent: Mapping[str, int], held: Mapping[str, Checksum], engi
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this many bytes: a cache line, and enough for any dtype and vector load."""
 
+T = TypeVar("T")
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -203,7 +204,7 @@ class WeightBucket:
 
 
 def iter_buckets(named_tensors: NamedTensors, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Runs of consecutive tensors whose aligned sizes add up to at most ``bucket_bytes``; a larger tensor stands alone.
+    """Runs of consecutive tensors whose aligned sizes add up to at most ``bucket_bytes``; a larger tensor is alone.
 
     Tensors are taken from ``named_tensors`` one at a time, so gathered ones need not all exist at once.
 
@@ -212,21 +213,22 @@ def iter_buckets(named_tensors: NamedTensors, bucket_bytes: int) -> Iterator[lis
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}; a usual value is {512 * 2**20}")
-    return _greedy(named_tensors, bucket_bytes)
+    return in_buckets(named_tensors, bucket_bytes, lambda named: _padded(named[1].nbytes))
 
 
-def _greedy(named_tensors: NamedTensors, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    run: list[tuple[str, torch.Tensor]] = []
-    used = 0
-    for name, tensor in named_tensors:
-        size = _padded(tensor.nbytes)
-        if run and used + size > bucket_bytes:
-            yield run
-            run, used = [], 0
-        run.append((name, tensor))
-        used += size
-    if run:
-        yield run
+def in_buckets(items: Iterable[T], bucket_bytes: int, num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Runs of consecutive items of at most ``bucket_bytes`` together; a larger one is alone."""
+    bucket: list[T] = []
+    size = 0
+    for item in items:
+        more = num_bytes(item)
+        if bucket and size + more > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(item)
+        size += more
+    if bucket:
+        yield bucket
 
 
 def lay_out(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[tuple[TensorEntry, ...], int]:
@@ -250,7 +252,7 @@ def _padded(num_bytes: int) -> int:
 
 
 INDICES_PART, VALUES_PART = "#indices", "#values"
-"""Behind the name of a tensor: which elements of it (int32, of the flattened tensor), and their new values."""
+"""Suffixes of a tensor's name: which elements of it (int32, of the flattened tensor), and their new values."""
 
 _CHUNK = 1 << 18
 """Elements that are compared at a time: what this needs stays in the cache."""
@@ -351,7 +353,10 @@ def _word_checksum(tensor: torch.Tensor) -> int:
         last_word = torch.zeros(_WORD_BYTES, dtype=torch.uint8, device=data.device)
         last_word[: tail.numel()] = tail
         total += _sum_words(last_word, seed, first_word=num_words)
-    return _mix((seed + total) & _MASK)
+    value = (seed + total) & _MASK
+    value = ((value ^ (value >> 30)) * _MULTIPLIER) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
 
 
 def _sum_words(data: torch.Tensor, seed: int, first_word: int) -> int:
@@ -381,12 +386,6 @@ def _sum_words(data: torch.Tensor, seed: int, first_word: int) -> int:
 def _seed(tensor: torch.Tensor) -> int:
     description = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     return int.from_bytes(hashlib.blake2b(description, digest_size=8).digest(), "little")
-
-
-def _mix(value: int) -> int:
-    value = ((value ^ (value >> 30)) * _MULTIPLIER) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
 
 
 def _signed(value: int) -> int:

@@ -7,7 +7,7 @@ them as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,30 +26,14 @@ from roll.weight_sync.encoding import (
 )
 from roll.weight_sync.transports import Link, Receiver
 
-
-class UpdatableEngine(Protocol):
-    """The part that weight sync needs of a :class:`roll.strategies.engines.base.GenerationStrategy`."""
-
-    def start_weight_update(self, version: int) -> None: ...
-
-    def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
-
-    def finish_weight_update(self) -> Mapping[str, Checksum]: ...
-
-    def held_checksums(self, names: Sequence[str]) -> Mapping[str, Checksum]: ...
-
-    @property
-    def takes_adapters(self) -> bool: ...
-
-    def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None: ...
-
-    def held_weights(self) -> Mapping[str, torch.Tensor] | None: ...
+if TYPE_CHECKING:
+    from roll.strategies.engines.base import GenerationStrategy
 
 
 class WeightReceiver:
     """Lives in the engine's process; one method a message of the update."""
 
-    def __init__(self, engine: UpdatableEngine) -> None:
+    def __init__(self, engine: GenerationStrategy) -> None:
         self._engine = engine
         self._connections: dict[type[Receiver], tuple[Link, Receiver]] = {}
         """By transport."""
@@ -114,19 +98,15 @@ class WeightReceiver:
         for key, tensor in tensors.items():
             name, separator, part = key.partition("#")
             if separator + part == INDICES_PART:
-                yield name, self._changed(name, tensor, tensors[name + VALUES_PART])
+                weights = self._engine.held_weights()
+                assert weights is not None, "this engine takes whole models only"
+                held = weights[name].contiguous()
+                apply_delta(held, tensor, tensors[name + VALUES_PART])
+                yield name, held
             elif self._adapted.takes(key):
                 yield from self._adapted.take(key, tensor)
             elif not separator:
                 yield name, tensor
-
-    def _changed(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The engine's own tensor, with some elements changed."""
-        weights = self._engine.held_weights()
-        assert weights is not None, "this engine takes whole models only"
-        held = weights[name].contiguous()
-        apply_delta(held, indices, values)
-        return held
 
     def finish(self, unsent: Sequence[str] = ()) -> dict[str, Checksum]:
         """Make the new weights current; a checksum per tensor of what the engine now holds.
@@ -173,7 +153,7 @@ class AdapterParts:
         self._parts[key] = tensor.clone()
         yield from ()
 
-    def hand_over(self, engine: UpdatableEngine) -> None:
+    def hand_over(self, engine: GenerationStrategy) -> None:
         """Give the engine the adapter, if it is whole; what is missing will be missed in its checksums."""
         wanted = [weight + part for weight in self._scalings for part in (DOWN_PART, UP_PART)]
         if wanted and self._parts.keys() >= set(wanted):
@@ -224,7 +204,7 @@ class AdaptedWeights:
             self._merged[name] = tensor_checksum(merged)
             yield name, merged
 
-    def hand_over(self, engine: UpdatableEngine) -> None:
+    def hand_over(self, engine: GenerationStrategy) -> None:
         """The engine has the merged weights already."""
 
     def checksums(self, held: Mapping[str, Checksum]) -> dict[str, Checksum]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,15 +62,6 @@ def sync_options(run: RunConfig, keys: WeightSyncConfig, engines: GenerationWork
     )
 
 
-def _for_hosts_of(source: Cluster, target: Cluster, options: SyncOptions) -> SyncOptions:
-    """Memory is shared on one host only: between several Ray carries the weights."""
-    nodes = {source.addresses[0].node_id, *(address.node_id for address in target.addresses)}
-    if options.transport != "shared_memory" or len(nodes) == 1:
-        return options
-    logger.info("weights travel by object_store: %s has engines on other hosts than the sender", target.name)
-    return replace(options, transport="object_store")
-
-
 class SendingWorker(Protocol):
     """A trainer's worker (:class:`roll.workers.training.TrainWorker`)."""
 
@@ -85,7 +76,12 @@ class WeightSync:
     def __init__(self, source: Cluster, target: Cluster, options: SyncOptions) -> None:
         self._source = source
         self._target = target
-        self._options = _for_hosts_of(source, target, options)
+        nodes = {source.addresses[0].node_id, *(address.node_id for address in target.addresses)}
+        if options.transport == "shared_memory" and len(nodes) > 1:
+            # Memory is shared on one host only: between several Ray carries the weights.
+            logger.info("weights travel by object_store: %s has engines on other hosts than the sender", target.name)
+            options = replace(options, transport="object_store")
+        self._options = options
         self._holders: set[int] = set()
         """Ranks of the engines that hold ``_held_version``, and can be sent what has changed since."""
         self._held_version: int | None = None
@@ -98,7 +94,14 @@ class WeightSync:
             WorkerFailed: an engine holds other values than it was sent (caused by a ``WeightSyncError``).
             RemoteError: the last engine is lost, or a trainer failed.
         """
-        self._leave_out_lost()
+        ping = self._options.patience
+        pings = {rank: self._target.submit(rank, Worker.ping).within(ping) for rank in self._target.live_ranks}
+        for rank, call in pings.items():
+            try:
+                call.result()
+            except RemoteError as loss:
+                self._leave_out(rank, loss)
+                logger.warning("weights go to the other engines:\n%s", loss)
         begin = time.monotonic()
         while (report := self._try(version)) is None:
             pass
@@ -125,17 +128,6 @@ class WeightSync:
         self._holders, self._held_version = set(engines), version
         return report
 
-    def _leave_out_lost(self) -> None:
-        """Find the engines that have been lost since they last answered; the loss of the last one is raised."""
-        ping = self._options.patience
-        pings = {rank: self._target.submit(rank, Worker.ping).within(ping) for rank in self._target.live_ranks}
-        for rank, call in pings.items():
-            try:
-                call.result()
-            except RemoteError as loss:
-                self._leave_out(rank, loss)
-                logger.warning("weights go to the other engines:\n%s", loss)
-
     def _lose(self, lost: LostEngines, seconds: float) -> None:
         """Go on without the engines that an update failed of."""
         for rank in lost.ranks:
@@ -150,89 +142,68 @@ class WeightSync:
         self._target.leave_out(rank)
 
 
-class Question(ABC):
-    """A method in progress on every engine."""
+Answers = Callable[[str, float], list[Any]]
+"""Waits for a method in progress on every engine: one answer an engine, all there by a time on the monotonic clock; the
+first argument is how a message names the update.
 
-    @abstractmethod
-    def answers(self, update: str, end: float) -> list[Any]:
-        """One answer an engine, all there by ``end`` (on the monotonic clock).
-
-        Args:
-            update: how a message names the update.
-
-        Raises:
-            WeightSyncError: an engine died, failed or did not answer; it is named.
-        """
+Raises:
+    WeightSyncError: an engine died, failed or did not answer; it is named.
+"""
 
 
-class Engines(ABC):
-    """A fixed number of engines."""
+class RayEngines:
+    """A fixed number of engines.
 
-    members: Sequence[Any]
-    """Their identities: equal ones are the same engine, with what it holds."""
-    ranks: Sequence[int]
-    """Their names in messages."""
-
-    @abstractmethod
-    def ask(self, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> Question:
-        """Call ``method`` of the workers of all engines; ``arguments(i)`` are those of the i-th engine."""
-
-    def ask_alike(self, method: str, *arguments: Any) -> Question:
-        return self.ask(method, lambda _: arguments)
-
-
-class RayEngines(Engines):
-    """Args:
-    workers: actor handles of generation workers, by rank.
+    Args:
+        workers: actor handles of generation workers, by rank.
     """
 
     def __init__(self, workers: Mapping[int, Any]) -> None:
         self._workers = workers
-        self.ranks = list(workers)
-        self.members = list(workers.values())
+        self.ranks: Sequence[int] = list(workers)
+        """Their names in messages."""
+        self.members: Sequence[Any] = list(workers.values())
+        """Their identities: equal ones are the same engine, with what it holds."""
 
-    def ask(self, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> Question:
+    def ask(self, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> Answers:
+        """Call ``method`` of the workers of all engines; ``arguments(i)`` are those of the i-th engine."""
         calls = enumerate(self._workers.items())
         refs = {rank: worker.call.remote(method, (), *arguments(index)) for index, (rank, worker) in calls}
-        return _RayQuestion(method, refs)
+        return partial(_answers, method, refs)
 
 
 _GRACE_SECONDS = 2.0
 """Seconds for which the other engines are listened to after the first failure."""
 
 
-@dataclass(frozen=True)
-class _RayQuestion(Question):
-    method: str
-    refs: dict[int, Any]
+def _answers(method: str, refs: Mapping[int, Any], update: str, end: float) -> list[Any]:
+    found: dict[int, Any] = {}
+    while waiting := {ref: rank for rank, ref in refs.items() if rank not in found}:
+        ready, late = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+        answered = {waiting[ref]: _answer(method, update, waiting[ref], ref) for ref in ready or late}
+        found |= answered
+        if any(isinstance(answer, _Failure) for answer in answered.values()):
+            # The first to fail is not always the one to blame: a broken connection has two ends.
+            end = min(end, time.monotonic() + _GRACE_SECONDS)
+    failures = {rank: found[rank] for rank in refs if isinstance(found[rank], _Failure)}
+    if failures:
+        worst = min(failures.values(), key=lambda failure: failure.gravity)
+        to_blame = [rank for rank, failure in failures.items() if failure.gravity == worst.gravity]
+        raise WeightSyncError(worst.text, lost=to_blame)
+    return [found[rank] for rank in refs]
 
-    def answers(self, update: str, end: float) -> list[Any]:
-        found: dict[int, Any] = {}
-        while waiting := {ref: rank for rank, ref in self.refs.items() if rank not in found}:
-            ready, late = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, end - time.monotonic()))
-            answered = {waiting[ref]: self._answer(update, waiting[ref], ref) for ref in ready or late}
-            found |= answered
-            if any(isinstance(answer, _Failure) for answer in answered.values()):
-                # The first to fail is not always the one to blame: a broken connection has two ends.
-                end = min(end, time.monotonic() + _GRACE_SECONDS)
-        failures = {rank: found[rank] for rank in self.refs if isinstance(found[rank], _Failure)}
-        if failures:
-            worst = min(failures.values(), key=lambda failure: failure.gravity)
-            to_blame = [rank for rank, failure in failures.items() if failure.gravity == worst.gravity]
-            raise WeightSyncError(worst.text, lost=to_blame)
-        return [found[rank] for rank in self.refs]
 
-    def _answer(self, update: str, engine: int, ref: Any) -> Any:
-        try:
-            return ray.get(ref, timeout=0)
-        except ray.exceptions.GetTimeoutError:
-            return _Failure(2, f"{update}: engine {engine} was not done with {self.method!r} in time")
-        except ray.exceptions.RayTaskError as error:
-            cause = getattr(error.cause, "error", error.cause)
-            gravity = 3 if is_peer_trouble(str(cause)) else 1
-            return _Failure(gravity, f"{update}: engine {engine} failed in {self.method!r}: {cause}")
-        except ray.exceptions.RayActorError:
-            return _Failure(0, f"{update}: engine {engine} died in {self.method!r}")
+def _answer(method: str, update: str, engine: int, ref: Any) -> Any:
+    try:
+        return ray.get(ref, timeout=0)
+    except ray.exceptions.GetTimeoutError:
+        return _Failure(2, f"{update}: engine {engine} was not done with {method!r} in time")
+    except ray.exceptions.RayTaskError as error:
+        cause = getattr(error.cause, "error", error.cause)
+        gravity = 3 if is_peer_trouble(str(cause)) else 1
+        return _Failure(gravity, f"{update}: engine {engine} failed in {method!r}: {cause}")
+    except ray.exceptions.RayActorError:
+        return _Failure(0, f"{update}: engine {engine} died in {method!r}")
 
 
 @dataclass(frozen=True)
@@ -278,7 +249,7 @@ class WeightSender:
         self._checksums: dict[str, int] = {}
         """Checksums of every tensor that the engines should hold."""
 
-    def send(self, buckets: NamedBuckets, engines: Engines, update: Update) -> SyncReport:
+    def send(self, buckets: NamedBuckets, engines: RayEngines, update: Update) -> SyncReport:
         """Send ``buckets`` of full tensors to ``engines`` and verify all that they hold.
 
         Args:
@@ -295,7 +266,7 @@ class WeightSender:
             if self._delta is not None:
                 self._delta.forget()
         exchange = _Exchange(self._transport, engines, update, self._checksums)
-        encode = _whole if self._delta is None else self._delta.encode
+        encode = (lambda name, tensor: {name: tensor}) if self._delta is None else self._delta.encode
         try:
             return exchange.run(buckets, encode, self._bucket_bytes if self._delta is not None else 0)
         except BaseException:
@@ -303,14 +274,10 @@ class WeightSender:
             raise
 
 
-def _whole(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: tensor}
-
-
 class _Exchange:
     """One update."""
 
-    def __init__(self, transport: Sender, engines: Engines, update: Update, checksums: dict[str, int]) -> None:
+    def __init__(self, transport: Sender, engines: RayEngines, update: Update, checksums: dict[str, int]) -> None:
         self._transport = transport
         self._engines = engines
         self._update = update
@@ -327,9 +294,16 @@ class _Exchange:
         encode: a tensor to what is sent of it; nothing where the engines hold it.
         collect_bytes: what is sent of several buckets travels together until it is as much.
         """
-        (kind,) = set(self._start())
+        update = self._update
+        links = self._transport.start(self._engines.members, update.version, self._seconds_left)
+        question = self._engines.ask(
+            "start_weight_update",
+            lambda engine: (UpdateStart(update.version, links[engine], update.base_version, dict(update.scalings)),),
+        )
+        self._transporting(question, lambda: self._transport.connect(self._seconds_left))
+        (kind,) = set(self._answers(question))
         unsent = dict.fromkeys(self._checksums)
-        in_flight: deque[Question] = deque()
+        in_flight: deque[Answers] = deque()
         hashing: Future[None] | None = None
         parts: dict[str, torch.Tensor] = {}
         with ThreadPoolExecutor(1) as pool:
@@ -351,7 +325,9 @@ class _Exchange:
                     parts = {}
             while in_flight:
                 self._wait(in_flight.popleft())
-        self._verify(list(unsent))
+        held_by_engine = self._answers(self._engines.ask("finish_weight_update", lambda _: (list(unsent),)))
+        for rank, held in zip(self._engines.ranks, held_by_engine, strict=True):
+            verify_checksums(self._checksums, held, engine=rank, version=self._update.version)
         self._transport.finish()
         seconds = time.monotonic() - self._begin
         return SyncReport(self._update.version, len(self._checksums), self._num_bytes, self._num_buckets, seconds)
@@ -360,46 +336,30 @@ class _Exchange:
         for name, tensor in named:
             self._checksums[name] = tensor_checksum(tensor, kind)
 
-    def _start(self) -> list[ChecksumKind]:
-        update = self._update
-        links = self._transport.start(self._engines.members, update.version, self._seconds_left)
-        question = self._engines.ask(
-            "start_weight_update",
-            lambda engine: (UpdateStart(update.version, links[engine], update.base_version, dict(update.scalings)),),
-        )
-        self._transporting(question, lambda: self._transport.connect(self._seconds_left))
-        return self._answers(question)
-
-    def _hand_over(self, tensors: Tensors) -> Question:
+    def _hand_over(self, tensors: Tensors) -> Answers:
         payload = self._transport.pack(tensors)
         header = BucketHeader(self._update.version, self._num_buckets)
-        question = self._engines.ask_alike("update_weights", header, payload)
+        question = self._engines.ask("update_weights", lambda _: (header, payload))
         self._transporting(question, lambda: self._transport.deliver(self._seconds_left))
         self._num_bytes += _num_bytes(tensors)
         self._num_buckets += 1
         return question
 
-    def _verify(self, unsent: list[str]) -> None:
-        """Compare all that the engines hold, also what this update did not touch."""
-        held_by_engine = self._answers(self._engines.ask_alike("finish_weight_update", unsent))
-        for rank, held in zip(self._engines.ranks, held_by_engine, strict=True):
-            verify_checksums(self._checksums, held, engine=rank, version=self._update.version)
-
-    def _wait(self, question: Question) -> None:
+    def _wait(self, question: Answers) -> None:
         """For the engines to have taken a bucket."""
         self._answers(question)
         self._transporting(question, self._transport.release)
 
-    def _transporting(self, question: Question, act: Callable[[], None]) -> None:
+    def _transporting(self, question: Answers, act: Callable[[], None]) -> None:
         """Run the sender's end of ``question``. When it fails, what an engine says about it comes first."""
         try:
             act()
         except (RuntimeError, OSError) as error:
-            question.answers(self._name, min(self._end, time.monotonic() + _BLAME_SECONDS))
+            question(self._name, min(self._end, time.monotonic() + _BLAME_SECONDS))
             raise WeightSyncError(f"{self._name}: the transport failed: {error}") from error
 
-    def _answers(self, question: Question) -> list[Any]:
-        return question.answers(self._name, time.monotonic() + self._seconds_left)
+    def _answers(self, question: Answers) -> list[Any]:
+        return question(self._name, time.monotonic() + self._seconds_left)
 
     @property
     def _seconds_left(self) -> float:

@@ -65,23 +65,30 @@ class GenerationWorker(Worker):
         begin = time.perf_counter()
         complete: list[_Complete] = []
         while command.work and self._quarantine.has_work:
-            complete += self._collect(self._step(command.report_refusals, refused))
+            for output in self._step(command.report_refusals, refused):
+                samples = self._finished[output.request_id]
+                samples.append(output)
+                if len(samples) == self._open[output.request_id].num_samples:
+                    del self._finished[output.request_id]
+                    samples.sort(key=lambda sample: sample.sample_index)
+                    complete.append((self._open.pop(output.request_id), samples))
             if (complete or refused or command.watch) and time.perf_counter() - begin >= command.slice_seconds:
                 break
             if time.perf_counter() - begin >= 10 * command.slice_seconds:
                 break
+        before, self._prompt_counts = self._prompt_counts, self.engine.prompt_counts
+        request_ids = [request_id for request_id in command.watch if request_id in self._open]
+        progress = {request_id: list(self._finished[request_id]) for request_id in request_ids}
+        for output in self.engine.running(request_ids) if request_ids else []:
+            progress[output.request_id].append(output)
         return EngineReport(
             groups=[*(FinishedGroup.refused(*failure) for failure in refused.items()), *self._pack(complete)],
             recalled=recalled,
-            progress=self._progress([request_id for request_id in command.watch if request_id in self._open]),
+            progress=progress,
             num_unfinished=self.engine.num_unfinished,
             busy_seconds=time.perf_counter() - begin,
-            prompt_counts=self._new_prompt_counts(),
+            prompt_counts=(self._prompt_counts[0] - before[0], self._prompt_counts[1] - before[1]),
         )
-
-    def _new_prompt_counts(self) -> tuple[int, int]:
-        before, self._prompt_counts = self._prompt_counts, self.engine.prompt_counts
-        return self._prompt_counts[0] - before[0], self._prompt_counts[1] - before[1]
 
     def _step(self, report_failures: bool, refused: dict[str, str]) -> list[GenerationOutput]:
         """One step of the engine; requests that fail by themselves go to ``refused``, by id with the reason.
@@ -109,13 +116,6 @@ class GenerationWorker(Worker):
                 begun.append(interrupted(request, mine, self._finished[request_id]))
         return begun
 
-    def _progress(self, request_ids: Sequence[str]) -> dict[str, list[GenerationOutput]]:
-        """The samples of open requests as they are so far."""
-        progress = {request_id: list(self._finished[request_id]) for request_id in request_ids}
-        for output in self.engine.running(request_ids) if request_ids else []:
-            progress[output.request_id].append(output)
-        return progress
-
     def _accept(self, command: EngineCommand) -> tuple[list[GenerationRequest], dict[str, str]]:
         """Do what the command says; the requests that it recalls, and by id why the engine refuses others."""
         if command.abort:
@@ -124,7 +124,17 @@ class GenerationWorker(Worker):
                 self._quarantine.drop(request_id)
                 self._open.pop(request_id, None)
                 self._finished.pop(request_id, None)
-        recalled = [self._recall(request_id) for request_id in command.recall if request_id in self._open]
+        recalled = []
+        for request_id in command.recall:
+            if request_id not in self._open:
+                continue
+            request, finished = self._open.pop(request_id), self._finished.pop(request_id)
+            waiting = self._quarantine.waiting(request_id)
+            if waiting is None:
+                recalled.append(interrupted(request, self.engine.abort([request_id]), finished))
+            else:
+                self._quarantine.drop(request_id)
+                recalled.append(waiting)
         refused = self._refused(command.add) if command.report_refusals else {}
         if command.add and not command.report_refusals:
             self.engine.add_requests(command.add)
@@ -148,25 +158,6 @@ class GenerationWorker(Worker):
             except Exception as error:  # of the engine's own, about this request
                 errors[request.request_id] = f"{type(error).__name__}: {error}"
         return errors
-
-    def _recall(self, request_id: str) -> GenerationRequest:
-        waiting = self._quarantine.waiting(request_id)
-        if waiting is not None:
-            self._quarantine.drop(request_id)
-            del self._open[request_id], self._finished[request_id]
-            return waiting
-        return interrupted(self._open.pop(request_id), self.engine.abort([request_id]), self._finished.pop(request_id))
-
-    def _collect(self, outputs: list[GenerationOutput]) -> list[_Complete]:
-        complete: list[_Complete] = []
-        for output in outputs:
-            samples = self._finished[output.request_id]
-            samples.append(output)
-            if len(samples) == self._open[output.request_id].num_samples:
-                del self._finished[output.request_id]
-                samples.sort(key=lambda sample: sample.sample_index)
-                complete.append((self._open.pop(output.request_id), samples))
-        return complete
 
     def _pack(self, complete: list[_Complete]) -> list[FinishedGroup]:
         if not complete:
@@ -271,28 +262,22 @@ class Quarantine:
             if group is self._newcomers:
                 self._newcomers = []
             for request in group:
-                self._add(request, failed)
+                try:
+                    self._engine.add_requests([request])
+                except Exception as error:
+                    failed[request.request_id] = f"{type(error).__name__}: {error}"
         try:
             return self._engine.step()
         except Exception as error:
-            self._split(error, failed)
+            begun = self._begun(self._engine.recover())
+            logger.warning("a step of the engine has failed with %d requests: %s", len(begun), error, exc_info=error)
+            self._probe(error)
+            if len(begun) == 1:
+                failed[begun[0].request_id] = f"{type(error).__name__}: {error}"
+            elif begun:
+                middle = len(begun) // 2
+                self._suspects.extendleft([begun[middle:], begun[:middle]])
             return []
-
-    def _add(self, request: GenerationRequest, failed: dict[str, str]) -> None:
-        try:
-            self._engine.add_requests([request])
-        except Exception as error:
-            failed[request.request_id] = f"{type(error).__name__}: {error}"
-
-    def _split(self, error: Exception, failed: dict[str, str]) -> None:
-        begun = self._begun(self._engine.recover())
-        logger.warning("a step of the engine has failed with %d requests: %s", len(begun), error, exc_info=error)
-        self._probe(error)
-        if len(begun) == 1:
-            failed[begun[0].request_id] = f"{type(error).__name__}: {error}"
-        elif begun:
-            middle = len(begun) // 2
-            self._suspects.extendleft([begun[middle:], begun[:middle]])
 
     def _probe(self, error: Exception) -> None:
         """Raise ``error`` if the engine fails at a plain request as well."""

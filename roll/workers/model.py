@@ -26,7 +26,7 @@ from roll.strategies.engines.scoring import ScoringStrategy
 from roll.strategies.factory import create_scoring_strategy, create_strategy
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    pass
 
 
 def columns_of(batch: DataProto) -> TensorBatch:
@@ -151,7 +151,8 @@ class RewardModelWorker(ModelWorker):
         check_has_score(config.architectures, config.num_labels, str(args.model_name_or_path))
         self._longest = getattr(config, "max_position_embeddings", None)
         self._image_token = getattr(config, "image_token_id", None)
-        self._statistics = score_statistics(config)
+        found = {name: float(getattr(config, name, 0.0) or 0.0) for name in (SCORE_MEAN, SCORE_STD)}
+        self._statistics = found if found[SCORE_STD] > 0 else {}
         self._tokenizer = AutoTokenizer.from_pretrained(
             args.model_name_or_path, trust_remote_code=args.trust_remote_code
         )
@@ -198,12 +199,6 @@ def check_has_score(architectures: Sequence[str] | None, num_labels: int | None,
             f"reward_model.model_args.model_name_or_path: {path} is {kind} with {num_labels} labels; a reward model "
             "is a ...ForSequenceClassification with one label"
         )
-
-
-def score_statistics(config: PretrainedConfig) -> dict[str, float]:
-    """Mean and standard deviation of the model's scores, where it was trained by the ``rm`` pipeline."""
-    found = {name: float(getattr(config, name, 0.0) or 0.0) for name in (SCORE_MEAN, SCORE_STD)}
-    return found if found[SCORE_STD] > 0 else {}
 
 
 def last_token_scores(strategy: ModelStrategy, sequences: Sequence[list[int]]) -> list[float]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.checkpoint.contents import CheckpointMismatchError, ModelContents, read_contents, read_trainer_state
+from roll.checkpoint.contents import CheckpointMismatchError, read_contents, read_trainer_state
 from roll.checkpoint.tensors import WEIGHT, stored_tensors
 from roll.distributed import Dispatch, Worker, register
 from roll.models.build import DTYPES, build_model
@@ -105,7 +105,11 @@ def trained_weights(folder: Path, base: Mapping[str, Tensor], layout: StoredLayo
         CheckpointMismatchError, CheckpointDamagedError: it cannot be read.
     """
     contents = read_contents(read_trainer_state(folder), folder)
-    trained = read_trained(folder, contents)
+    with stored_tensors(folder) as stored:
+        trained = {
+            name: stored.read(WEIGHT, name, 0, prod(shape)).view(*shape) for name, shape in contents.trained.items()
+        }
+        trained |= stored.buffers()
     adapted = {name for weight in contents.scalings for name in adapter_names(weight)}
     for name, tensor in trained.items():
         if name not in adapted:
@@ -114,12 +118,3 @@ def trained_weights(folder: Path, base: Mapping[str, Tensor], layout: StoredLayo
         down, up = (trained[name] for name in adapter_names(weight))
         whole = layout.joined({part.name: base[part.name] for part in layout.parts(weight)})
         yield weight, merged_weight(whole[weight], down, up, scaling)
-
-
-def read_trained(folder: Path, contents: ModelContents) -> dict[str, Tensor]:
-    """The trained parameters of a checkpoint, whole, float32, and the persistent buffers, by name."""
-    with stored_tensors(folder) as stored:
-        whole = {
-            name: stored.read(WEIGHT, name, 0, prod(shape)).view(*shape) for name, shape in contents.trained.items()
-        }
-        return whole | stored.buffers()

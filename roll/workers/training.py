@@ -113,7 +113,12 @@ class TrainWorker(ModelWorker):
             scalings = self.strategy.adapter_scalings() if options.adapters_apart else {}
             update = Update(version, options.deadline, base_version, scalings, options.patience)
             try:
-                return self._weight_sender(options).send(buckets, RayEngines(engines), update)
+                # Made at the first update; it stays, with its connections and what it remembers.
+                if self._sender is None:
+                    backend, host = current_platform().collective_backend, self.context.master_addr
+                    transport = build_transport(options.transport, options.directory, backend, host)
+                    self._sender = WeightSender(transport, options.bucket_bytes, delta=options.mode == "delta")
+                return self._sender.send(buckets, RayEngines(engines), update)
             except WeightSyncError as error:
                 # The other ranks take part in the rest of the gathering, so this one must: the update may be repeated.
                 for _ in buckets:
@@ -124,14 +129,6 @@ class TrainWorker(ModelWorker):
         for _ in buckets:
             pass
         return None
-
-    def _weight_sender(self, options: SyncOptions) -> WeightSender:
-        """Made at the first update; it stays, with its connections and what it remembers."""
-        if self._sender is None:
-            backend, host = current_platform().collective_backend, self.context.master_addr
-            transport = build_transport(options.transport, options.directory, backend, host)
-            self._sender = WeightSender(transport, options.bucket_bytes, delta=options.mode == "delta")
-        return self._sender
 
 
 def prefixed(metrics: Metrics, prefix: str) -> Metrics:

@@ -103,9 +103,7 @@ def in_flight(world: World, advance: Advance) -> tuple[int, bool]:
     advance(world.engine, ["r"])
     world.policy.train(4)
     world.send(4)
-    outputs = []
-    while world.engine.num_unfinished:
-        outputs += world.engine.step()
+    outputs = helpers.run_out(world.engine)
     (_, _, split), _ = outputs[0].weight_versions
     tokens = outputs[0].token_ids
     rest = helpers.generate_greedy(world.policy.merged, prompt + tokens[:split], 30 - split, min_new_tokens=30 - split)

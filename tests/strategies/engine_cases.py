@@ -180,9 +180,7 @@ def update_in_flight(started: GenerationStrategy, advance: Advance, old: Any, ne
     started.add_requests([GenerationRequest("r", prompt, params)])
     advance(started, ["r"])
     wrong = update(started, new, version)
-    outputs = []
-    while started.num_unfinished:
-        outputs += started.step()
+    outputs = helpers.run_out(started)
     # The prefix cache holds nothing of the old weights.
     again = helpers.run(started, [GenerationRequest("again", prompt, helpers.greedy(10))])["again", 0]
     (output,) = outputs
@@ -248,9 +246,7 @@ def aborted(started: GenerationStrategy, advance: Advance, model: Any) -> dict[s
     running = started.running(["1", "2", "no such"])
     gone = started.abort(["1", "2", "no such"])
     left = started.num_unfinished
-    outputs = []
-    while started.num_unfinished:
-        outputs += started.step()
+    outputs = helpers.run_out(started)
     started.add_requests([GenerationRequest("1", prompts[1], params)])
     rest = started.abort()
     return {

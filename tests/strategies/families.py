@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from roll.config.roles import WorkerConfig
+from roll.config.strategies.registry import typed_strategy_config
 from tests.strategies import moe_models
 from tests.strategies.samples import TensorBatch, split_rows
 
@@ -99,15 +100,6 @@ def rows_by_rank(
     world: int, role: WorkerConfig, batch: TensorBatch, split: tuple[int, ...] | None = None
 ) -> list[TensorBatch]:
     """All ranks of a replica get the same rows; replicas get different numbers of rows."""
-    if role.strategy_args.strategy_name.startswith("megatron"):
-        from roll.config.strategies.registry import MegatronStrategyConfig
-        from roll.strategies.megatron.parallel import ParallelSizes, rank_info
-
-        sizes = ParallelSizes.from_config(MegatronStrategyConfig(**role.strategy_args.strategy_config))
-        infos = [rank_info(rank, world, sizes) for rank in range(world)]
-        replicas, replica_of = infos[0].dp_size, [info.dp_rank for info in infos]
-    else:
-        replicas = world // role.model_args.ulysses_size
-        replica_of = [rank // role.model_args.ulysses_size for rank in range(world)]
-    parts = split_rows(batch, split or SPLITS[replicas])
-    return [parts[replica] for replica in replica_of]
+    dims = typed_strategy_config(role.strategy_args).parallel_dims(role, world)
+    parts = split_rows(batch, split or SPLITS[dims.dp])
+    return [parts[dims.rank_info(rank).dp_rank] for rank in range(world)]

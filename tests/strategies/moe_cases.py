@@ -11,6 +11,7 @@ from roll.models.layouts import row_layout, with_token_rows
 from roll.protocol.metrics import to_floats
 from roll.strategies.base import Output
 from roll.strategies.factory import create_strategy
+from roll.strategies.training import gather as gathering
 from tests.strategies import jobs
 from tests.strategies.samples import TensorBatch, policy_loss
 
@@ -69,18 +70,15 @@ def self_test_of_zero3(role: WorkerConfig, withheld: tuple[str, ...], learns: bo
 
 def buckets(role: WorkerConfig, bucket_bytes: int) -> tuple[list[dict[str, torch.Tensor]], int]:
     """Every bucket that this rank would send, and the most bytes of tensors that were gathered here at a time."""
-    from roll.strategies.deepspeed import states
-    from roll.strategies.fsdp import sharded
-
     most = [0]
-    gather = sharded.gather_to_rank0
+    gather = gathering.gather_to_rank0
 
     def measured(*args: Any) -> list[torch.Tensor]:
         whole = gather(*args)
         most[0] = max(most[0], sum(tensor.nbytes for tensor in whole))
         return whole
 
-    sharded.gather_to_rank0 = states.gather_to_rank0 = measured  # type: ignore[assignment]
+    gathering.gather_to_rank0 = measured  # type: ignore[assignment]
     strategy = jobs.started(role)
     found = [{name: t.clone() for name, t in bucket} for bucket in strategy.named_full_weights(bucket_bytes)]
     return found, most[0]

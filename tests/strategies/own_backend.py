@@ -42,9 +42,6 @@ class ReplicatedStrategy(DataParallelStrategy):
     def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         return self.model(layout, outputs, temperature)
 
-    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return tensors
-
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         return [*self.model.parameters()] if kind is StateKind.MODEL_PARAMS else []
 

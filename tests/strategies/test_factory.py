@@ -9,7 +9,6 @@ from roll.config.roles import StrategyArguments, WorkerConfig
 from roll.strategies.base import ModelHead
 from roll.strategies.factory import create_generation_strategy, create_strategy
 from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
-from roll.strategies.fsdp.sharded import mesh_shape
 from tests.strategies import jobs, own_backend
 from tests.strategies.samples import PACKING, make_batch, make_role, split_rows
 
@@ -49,19 +48,6 @@ def test_other_names_are_refused(name, reason):
 def test_generation_names_are_apart():
     with pytest.raises(ValueError, match="not a strategy that can generate; use one of hf_infer, vllm, sglang"):
         create_generation_strategy(role("fsdp2_train"))
-
-
-@pytest.mark.parametrize(
-    ("world_size", "fsdp_size", "shape"),
-    [(16, 16, (16,)), (16, 8, (2, 8)), (8, 4, (2, 4)), (8, 1, (8,)), (8, 0, (8,)), (8, -1, (8,)), (8, 32, (8,))],
-)
-def test_mesh_shapes(world_size, fsdp_size, shape):
-    assert mesh_shape(world_size, fsdp_size) == shape
-
-
-def test_a_mesh_that_does_not_divide_is_refused_with_the_numbers():
-    with pytest.raises(ValueError, match="fsdp_size: 3 does not divide the role's 8 ranks; use one of 2, 4, 8, or 1"):
-        mesh_shape(8, 3)
 
 
 @pytest.mark.parametrize(

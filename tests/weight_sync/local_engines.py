@@ -6,6 +6,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from roll.weight_sync.device_transports import BroadcastSender
 from roll.weight_sync.encoding import SyncReport, WeightSyncError, iter_buckets, tensor_checksum
 from roll.weight_sync.receiver import WeightReceiver
-from roll.weight_sync.sender import Engines, Question, Update, WeightSender
+from roll.weight_sync.sender import Answers, Update, WeightSender
 from roll.weight_sync.transports import FileSender, ObjectStoreSender, Sender, SharedMemorySender, TensorBundle
 
 METHODS = {"start_weight_update": "start", "update_weights": "update", "finish_weight_update": "finish"}
@@ -53,7 +54,7 @@ class PlainEngine:
         return {name: tensor_checksum(self.weights[name]) for name in self._updated}
 
 
-class LocalEngines(Engines):
+class LocalEngines:
     """Every engine answers in a thread of its own, in the order in which it is asked."""
 
     def __init__(self, engines: Sequence[Any]) -> None:
@@ -62,12 +63,12 @@ class LocalEngines(Engines):
         self.receivers = [WeightReceiver(engine) for engine in engines]
         self._threads = [ThreadPoolExecutor(1) for _ in engines]
 
-    def ask(self, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> Question:
+    def ask(self, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> Answers:
         futures = [
             thread.submit(getattr(receiver, METHODS[method]), *_sent(arguments(index)))
             for index, (thread, receiver) in enumerate(zip(self._threads, self.receivers, strict=True))
         ]
-        return LocalQuestion(method, futures)
+        return partial(_answers, method, futures)
 
     def close(self) -> None:
         for receiver, thread in zip(self.receivers, self._threads, strict=True):
@@ -75,21 +76,16 @@ class LocalEngines(Engines):
             thread.shutdown(wait=False)
 
 
-class LocalQuestion(Question):
-    def __init__(self, method: str, futures: list[Future[Any]]) -> None:
-        self._method = method
-        self._futures = futures
-
-    def answers(self, update: str, end: float) -> list[Any]:
-        answers = []
-        for engine, future in enumerate(self._futures):
-            try:
-                answers.append(future.result(timeout=max(0.0, end - time.monotonic())))
-            except TimeoutError:
-                raise WeightSyncError(f"{update}: engine {engine} was not done with {self._method!r} in time") from None
-            except Exception as error:
-                raise WeightSyncError(f"{update}: engine {engine} failed in {self._method!r}: {error}") from error
-        return answers
+def _answers(method: str, futures: Sequence[Future[Any]], update: str, end: float) -> list[Any]:
+    answers = []
+    for engine, future in enumerate(futures):
+        try:
+            answers.append(future.result(timeout=max(0.0, end - time.monotonic())))
+        except TimeoutError:
+            raise WeightSyncError(f"{update}: engine {engine} was not done with {method!r} in time") from None
+        except Exception as error:
+            raise WeightSyncError(f"{update}: engine {engine} failed in {method!r}: {error}") from error
+    return answers
 
 
 def _sent(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -40,7 +40,10 @@ def formula(tensor: torch.Tensor) -> int:
         word = int.from_bytes(data[8 * i : 8 * i + 8], "little", signed=True)
         h = signed((word + (word >> 32) + i * encoding._GOLDEN + seed) * encoding._MULTIPLIER)
         total += h * (h >> 32)
-    return encoding._mix((seed + total) & MASK)
+    mixed = (seed + total) & MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & MASK
+    return mixed ^ (mixed >> 31)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

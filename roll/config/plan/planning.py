@@ -43,7 +43,8 @@ def devices_per_worker(role: WorkerConfig) -> int:
 def data_parallel_size(role: WorkerConfig) -> int:
     """Ranks that compute different rows: all of them, unless the model or each sequence is cut over some."""
     options = read_strategy_config(role.strategy_args, role.name, Problems())
-    return max(1, world_size(role) // (1 if options is None else options.replica_size(role)))
+    ranks = world_size(role)
+    return max(1, ranks if options is None else options.parallel_dims(role, ranks).dp)
 
 
 def training_plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from math import gcd
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from roll.config.reading.fields import setting
@@ -13,6 +13,7 @@ from roll.config.reading.legacy_keys import dead_keys, dead_words
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
     from roll.config.roles import WorkerConfig
+    from roll.protocol.metrics import RankInfo
 
 
 UpdateMode = Literal["full", "trained", "delta"]
@@ -20,6 +21,113 @@ UpdateMode = Literal["full", "trained", "delta"]
 
 ShapeProblem = tuple[str, Any, str, Any]
 """Key, value, rule and a value that works."""
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Degrees of parallelism of a role's ranks, the same description for every training backend (as torchtitan's).
+
+    Ranks next to each other differ in ``tp`` first, then in ``cp``, in the data-parallel index, and in ``pp`` last.
+    Within a pipeline stage experts are laid out on their own: ``etp`` ranks next to each other share an expert's
+    matrices, ``ep`` such groups share the experts of a layer.
+    """
+
+    world_size: int
+    dp_shard: int = 1
+    """Ranks over which every parameter is sharded, as FSDP and ZeRO-3 do. They may share sequences (``cp``) as well."""
+    cp: int = 1
+    """Ranks that share each sequence."""
+    tp: int = 1
+    """Ranks over which every matrix is sharded."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int = 1
+    """Model chunks of a pipeline stage."""
+    ep: int = 1
+    """Ranks over which the experts of a layer are divided."""
+    etp: int = 1
+    """Ranks over which a matrix of an expert is sharded."""
+    sequence_parallel: bool = False
+    """Norms and residuals are spread over the ``tp`` ranks along the sequence."""
+    keys: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """The configuration's names of degrees, for messages."""
+
+    @property
+    def replica(self) -> int:
+        """Ranks that compute the same rows together."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def dp(self) -> int:
+        """Ranks that compute different rows."""
+        return self.world_size // self.replica
+
+    @property
+    def dp_replicate(self) -> int:
+        """Copies of the parameters of a tensor-parallel rank and pipeline stage."""
+        return self.world_size // (self.tp * self.pp * self.dp_shard)
+
+    @property
+    def stage(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.world_size // self.pp
+
+    @property
+    def has_expert_groups(self) -> bool:
+        """True if experts have their own process groups: they are not sharded and replicated as all else is."""
+        return self.ep > 1 or self.etp != self.tp
+
+    @property
+    def exchanges_tokens(self) -> bool:
+        """Replicas compute an expert together, and so must make as many passes as each other."""
+        return self.ep > 1 or self.etp > self.tp
+
+    @property
+    def sequence_divisor(self) -> int:
+        """Divisor of the padded length of a micro-batch."""
+        return self.cp * (self.tp if self.sequence_parallel else 1)
+
+    def validate(self, role: str) -> None:
+        """
+        Raises:
+            ValueError: degrees that do not divide the ranks, or virtual stages without a pipeline.
+        """
+        for names, ranks, whose in (
+            (("tp", "cp", "pp"), self.world_size, "the role's {} ranks"),
+            (("tp", "pp", "dp_shard"), self.world_size, "the role's {} ranks"),
+            (("ep", "etp"), self.stage, "the {} ranks of a pipeline stage"),
+        ):
+            sizes = {self.keys.get(name, name): size for name in names if (size := getattr(self, name)) > 1}
+            product = prod(sizes.values())
+            if ranks % product:
+                listed = " x ".join(f"{key} {size}" for key, size in sizes.items()) + f" = {product}"
+                if len(sizes) == 1:
+                    listed = f"{next(iter(sizes))}: {product}"
+                where = whose.format(ranks)
+                raise ValueError(f"{role}: {listed} does not divide {where}; use sizes whose product does, e.g. all 1")
+        if self.vpp > 1 and self.pp == 1:
+            stages, chunks = (self.keys.get(name, name) for name in ("pp", "vpp"))
+            raise ValueError(f"{role}: {chunks}: {self.vpp} needs {stages} of at least 2; set it to null")
+
+    def rank_info(self, rank: int) -> RankInfo:
+        """The coordinates of a rank."""
+        from roll.protocol.metrics import RankInfo  # its package imports torch, which a check does without
+
+        rest, tensor = divmod(rank, self.tp)
+        rest, context = divmod(rest, self.cp)
+        stage, data = divmod(rest, self.dp)
+        return RankInfo(
+            rank=rank,
+            world_size=self.world_size,
+            dp_rank=data,
+            dp_size=self.dp,
+            tp_rank=tensor,
+            tp_size=self.tp,
+            pp_rank=stage,
+            pp_size=self.pp,
+            cp_rank=context,
+            cp_size=self.cp,
+        )
 
 
 @dataclass(frozen=True)
@@ -31,9 +139,9 @@ class StrategyConfig:
         """Devices that one worker of the role computes on by itself."""
         return 1
 
-    def replica_size(self, role: WorkerConfig) -> int:
-        """Ranks that compute the same rows together."""
-        return 1
+    def parallel_dims(self, role: WorkerConfig, world_size: int) -> ParallelDims:
+        """Degrees of parallelism of the role's ranks, which are not checked yet; plain data parallelism here."""
+        return ParallelDims(world_size)
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
         """Report options that do not fit the role.

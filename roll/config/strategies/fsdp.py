@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.model_files import EXPERTS, layer_classes, needed, num_experts
 from roll.config.reading.fields import parse_dtype, rules, setting
-from roll.config.strategies.base import Backend, ShapeProblem, StrategyConfig, largest_divisor, model_size
+from roll.config.strategies.base import Backend, ParallelDims, ShapeProblem, StrategyConfig, largest_divisor, model_size
 
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
@@ -91,8 +91,11 @@ class ShardedStrategyConfig(StrategyConfig):
             rule = f"must divide the role's {world_size} ranks, which share sequences in groups of so many"
             problems.add(f"{name}.model_args.ulysses_size", size, rule, best)
 
-    def replica_size(self, role: WorkerConfig) -> int:
-        return role.model_args.ulysses_size
+    def parallel_dims(self, role: WorkerConfig, world_size: int) -> ParallelDims:
+        # Sequences are shared by ranks that hold shards too: a second view of the same ranks.
+        shard = self.fsdp_size if 1 < self.fsdp_size < world_size else world_size
+        keys = {"dp_shard": "fsdp_size", "cp": "model_args.ulysses_size", "ep": "ep_size"}
+        return ParallelDims(world_size, dp_shard=shard, cp=role.model_args.ulysses_size, keys=keys)
 
     def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
         size, heads = role.model_args.ulysses_size, model_size(model, "num_attention_heads")
@@ -138,6 +141,9 @@ class Fsdp2StrategyConfig(ShardedStrategyConfig):
     efsdp_size: int | None = setting(None, ge=1)
     """Ranks over which the parameters of the same experts are sharded, with ``ep_size``; null or the role's
     ranks / ``ep_size``, which is the only possible number."""
+
+    def parallel_dims(self, role: WorkerConfig, world_size: int) -> ParallelDims:
+        return replace(super().parallel_dims(role, world_size), ep=self.ep_size)
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
         """Report options that exclude expert parallelism as well."""

@@ -8,11 +8,29 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.installation import install_command
 from roll.config.reading.fields import parse_names, rules, setting
-from roll.config.strategies.base import Backend, Package, ShapeProblem, StrategyConfig, largest_divisor, model_size
+from roll.config.strategies.base import (
+    Backend,
+    Package,
+    ParallelDims,
+    ShapeProblem,
+    StrategyConfig,
+    largest_divisor,
+    model_size,
+)
 
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
     from roll.config.roles import WorkerConfig
+
+
+_KEYS = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
 
 
 @dataclass(frozen=True)
@@ -90,44 +108,49 @@ class MegatronStrategyConfig(StrategyConfig):
             rule = "takes micro-batches of one shape only, which pipeline stages do not have; use alltoall"
             yield f"{path}.moe_token_dispatcher_type", "allgather", rule, "alltoall"
 
-    def replica_size(self, role: WorkerConfig) -> int:
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+    def parallel_dims(self, role: WorkerConfig, world_size: int) -> ParallelDims:
+        tensor = self.tensor_model_parallel_size
+        return ParallelDims(
+            world_size,
+            cp=self.context_parallel_size,
+            tp=tensor,
+            pp=self.pipeline_model_parallel_size,
+            vpp=self.virtual_pipeline_model_parallel_size or 1,
+            ep=self.expert_model_parallel_size,
+            etp=self.expert_tensor_parallel_size or tensor,
+            # With one tensor-parallel rank there is nothing to spread the sequence over.
+            sequence_parallel=self.sequence_parallel and tensor > 1,
+            keys=_KEYS,
+        )
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
         """Report sizes that do not make whole replicas of the role's ranks."""
-        path = f"{name}.strategy_args.strategy_config"
-        if world_size % self.replica_size(role):
-            tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        path, dims = f"{name}.strategy_args.strategy_config", self.parallel_dims(role, world_size)
+        if world_size % dims.replica:
             rule = (
-                f"tensor_model_parallel_size x pipeline_model_parallel_size {pipeline} x context_parallel_size "
-                f"{self.context_parallel_size} = {self.replica_size(role)} must divide the role's {world_size} ranks"
+                f"tensor_model_parallel_size x pipeline_model_parallel_size {dims.pp} x context_parallel_size "
+                f"{dims.cp} = {dims.replica} must divide the role's {world_size} ranks"
             )
-            problems.add(f"{path}.tensor_model_parallel_size", tensor, rule, 1)
-        elif world_size // self.pipeline_model_parallel_size % self.expert_ranks:
+            problems.add(f"{path}.tensor_model_parallel_size", dims.tp, rule, 1)
+        elif dims.stage % (dims.ep * dims.etp):
             rule = (
-                f"x expert_tensor_parallel_size {self.expert_tensor_size} = {self.expert_ranks} must divide the "
-                f"{world_size // self.pipeline_model_parallel_size} ranks of a pipeline stage"
+                f"x expert_tensor_parallel_size {dims.etp} = {dims.ep * dims.etp} must divide the "
+                f"{dims.stage} ranks of a pipeline stage"
             )
-            example = largest_divisor(self.expert_model_parallel_size, world_size // self.pipeline_model_parallel_size)
-            problems.add(f"{path}.expert_model_parallel_size", self.expert_model_parallel_size, rule, example)
+            example = largest_divisor(dims.ep, dims.stage)
+            problems.add(f"{path}.expert_model_parallel_size", dims.ep, rule, example)
         if self.moe_token_dispatcher_type == "flex":
             problems.add(
                 f"{path}.moe_token_dispatcher_type", "flex", "needs DeepEP, which is not supported", "alltoall"
             )
-        if (self.virtual_pipeline_model_parallel_size or 1) > 1 and self.pipeline_model_parallel_size == 1:
+        if dims.vpp > 1 and dims.pp == 1:
             rule = "needs pipeline_model_parallel_size of at least 2"
-            problems.add(
-                f"{path}.virtual_pipeline_model_parallel_size", self.virtual_pipeline_model_parallel_size, rule, "~"
-            )
-
-    @property
-    def expert_tensor_size(self) -> int:
-        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+            problems.add(f"{path}.virtual_pipeline_model_parallel_size", dims.vpp, rule, "~")
 
     @property
     def expert_ranks(self) -> int:
         """Ranks that hold one set of experts."""
-        return self.expert_model_parallel_size * self.expert_tensor_size
+        return self.expert_model_parallel_size * (self.expert_tensor_parallel_size or self.tensor_model_parallel_size)
 
     def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
         path = f"{name}.strategy_args.strategy_config"

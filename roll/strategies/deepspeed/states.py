@@ -20,7 +20,6 @@ from torch import Tensor
 from roll.checkpoint.contents import ModelContents
 from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece
 from roll.strategies.training.checkpoint import resumed, save_training
-from roll.strategies.training.gather import Pieces, gather_to_rank0
 
 
 def is_partitioned(tensor: Tensor) -> bool:
@@ -32,11 +31,6 @@ def full_shape(tensor: Any) -> torch.Size:
     return torch.Size(tensor.ds_shape) if is_partitioned(tensor) else tensor.shape
 
 
-def full_size(tensor: Any) -> int:
-    """Elements of the whole tensor, partitioned or not."""
-    return int(tensor.ds_numel) if is_partitioned(tensor) else tensor.numel()
-
-
 @dataclass(frozen=True)
 class Run:
     """The consecutive elements of a trained parameter, flattened, whose float32 weight and moments this rank keeps."""
@@ -46,16 +40,6 @@ class Run:
     parameter: Any
     start: int
     length: int
-
-    @property
-    def size(self) -> int:
-        """Elements of the whole parameter."""
-        return full_size(self.parameter)
-
-    @property
-    def has_whole_parameter(self) -> bool:
-        """True under every stage but 3, which all leave the whole parameter, in the compute type, on every rank."""
-        return not is_partitioned(self.parameter)
 
 
 class MasterStates:
@@ -95,11 +79,10 @@ class MasterStates:
 
         parameter = run.parameter
         if self._stage == 3:
-            part = (
-                safe_get_local_fp32_param(parameter)
-                if moment is None
-                else safe_get_local_optimizer_state(parameter, moment)
-            )
+            if moment is None:
+                part = safe_get_local_fp32_param(parameter)
+            else:
+                part = safe_get_local_optimizer_state(parameter, moment)
             return part.detach().flatten()[: run.length]
         if self._stage == 0:
             master = self._copies.get(id(parameter), parameter)
@@ -119,7 +102,7 @@ class MasterStates:
             weight: float32, of the whole parameter where every rank has it, else of the run.
         """
         parameter = run.parameter
-        if not run.has_whole_parameter:
+        if is_partitioned(parameter):
             self.set_master(run, weight)
             parameter.ds_tensor.copy_(_fitted(weight, parameter.ds_tensor).view_as(parameter.ds_tensor))
             return
@@ -150,7 +133,11 @@ class MasterStates:
 
     def make_moments(self, updates: int) -> None:
         """Moments of zeros after ``updates`` updates, where there are none yet: as AdamW makes them when it steps."""
-        for index, master in enumerate(self._masters()):
+        if self._stage == 3:  # the groups are filled during a step only
+            masters = list(self._optimizer.fp32_partitioned_groups_flat)
+        else:
+            masters = [master for group in self._adam.param_groups for master in group["params"]]
+        for index, master in enumerate(masters):
             with self._on_device(index):
                 state: dict[str, Any] = self._adam.state[master]
                 for name in MOMENTS:
@@ -162,7 +149,7 @@ class MasterStates:
                 state["step"] = torch.full((), float(updates), device=device)
 
     def _run(self, name: str, parameter: Any) -> Run:
-        size = full_size(parameter)
+        size = full_shape(parameter).numel()
         if self._stage == 3:
             part = parameter.ds_tensor.numel()
             start = min(dist.get_rank() * part, size)
@@ -173,13 +160,6 @@ class MasterStates:
             return Run(name, parameter, 0, 0)
         place = parameter._hp_mapping.lp_fragment_address
         return Run(name, parameter, place.start, place.numel)
-
-    def _masters(self) -> list[Tensor]:
-        """The float32 tensors that the optimizer updates."""
-        if self._stage == 3:
-            # Its groups are filled during a step only.
-            return list(self._optimizer.fp32_partitioned_groups_flat)
-        return [master for group in self._adam.param_groups for master in group["params"]]
 
     @contextmanager
     def _on_device(self, index: int) -> Iterator[None]:
@@ -195,24 +175,6 @@ class MasterStates:
 def _fitted(values: Tensor, partition: Tensor) -> Tensor:
     """``values`` padded on the right with as many zeros as ZeRO-3 pads the last rank's part with."""
     return torch.nn.functional.pad(values, (0, partition.numel() - values.numel()))
-
-
-def gather_partitions(
-    parameters: list[Any], dtype: torch.dtype, device: torch.device, span: tuple[int, int] | None = None
-) -> list[Tensor]:
-    """Collective. The whole parameters on rank 0; empty tensors elsewhere.
-
-    Args:
-        parameters: partitioned parameters. Rank r holds the r-th part of a flattened parameter in ``ds_tensor``,
-            the last part padded.
-        dtype: of the result.
-        span: gather these elements of each, flattened, and no others.
-    """
-    group = dist.group.WORLD
-    assert group is not None
-    parts = [parameter.ds_tensor for parameter in parameters]
-    pieces = [Pieces.even(p.ds_shape, p.ds_tensor.numel(), group.size()) for p in parameters]
-    return gather_to_rank0(parts, pieces, group, dtype, device, span)
 
 
 @torch.no_grad()
@@ -233,8 +195,10 @@ def set_masters(engine: Any, elements: Callable[[str, torch.Size, int, int], Ten
             masters.set_master(run, elements(run.name, shape, run.start, run.start + run.length))
 
 
-def save_states(path: Path, engine: Any, contents: ModelContents, state: dict[str, Any]) -> None:
-    """Collective. Write trained parameters' float32 weights, moments, ``state`` (JSON values) and RNG states."""
+def save_states(
+    path: Path, engine: Any, contents: ModelContents, state: dict[str, Any], buffers: dict[str, Tensor]
+) -> None:
+    """Collective. Write trained parameters' float32 weights, moments, buffers, ``state`` (JSON values), RNG states."""
     masters = MasterStates(engine)
     updates = masters.updates
 
@@ -244,11 +208,10 @@ def save_states(path: Path, engine: Any, contents: ModelContents, state: dict[st
                 moments = {kind: masters.get(run, kind) for kind in (MOMENTS if updates else ())}
                 yield Piece(run.name, {WEIGHT: masters.get(run, None), **moments}, run.start, updates=updates)
 
-    buffers = _persistent_buffers(engine)
     save_training(path, contents, pieces(), {**state, "updates": updates}, buffers)
 
 
-def load_states(path: Path, engine: Any, contents: ModelContents) -> dict[str, Any]:
+def load_states(path: Path, engine: Any, contents: ModelContents, buffers: dict[str, Tensor]) -> dict[str, Any]:
     """Collective. Load what any strategy has saved, on any number of ranks and under any stage; return its ``state``.
 
     Raises:
@@ -260,7 +223,7 @@ def load_states(path: Path, engine: Any, contents: ModelContents) -> dict[str, A
     if engine.zero_optimization_stage() == 3:
         # A pass, such as the self-test of experts, leaves small parameters gathered; later passes would use those.
         engine.optimizer.empty_partition_cache()
-    with resumed(path, contents) as (state, stored):
+    with resumed(path, contents, buffers) as (state, stored):
         runs = masters.runs()
         # DeepSpeed's optimizers step all parameters together.
         updates = max((stored.updates(run.name) for run in runs if stored.has(MOMENTS[0], run.name)), default=0)
@@ -268,18 +231,10 @@ def load_states(path: Path, engine: Any, contents: ModelContents) -> dict[str, A
             masters.make_moments(updates)
         for run in runs:
             # A parameter that is whole on this rank is its master rounded, also where another rank keeps the master.
-            begin, end = (0, run.size) if run.has_whole_parameter else (run.start, run.start + run.length)
+            begin, end = run.start, run.start + run.length
+            if not is_partitioned(run.parameter):
+                begin, end = 0, run.parameter.numel()
             masters.set_weight(run, stored.read(WEIGHT, run.name, begin, end))
             for moment in MOMENTS if updates and stored.has(MOMENTS[0], run.name) else ():
                 masters.set_moment(run, moment, stored.read(moment, run.name, run.start, run.start + run.length))
-        held = stored.buffers()
-        for name, buffer in _persistent_buffers(engine).items():
-            if name in held:
-                buffer.copy_(held[name])
     return state
-
-
-def _persistent_buffers(engine: Any) -> dict[str, Tensor]:
-    language_model = engine.module.language_model
-    names = language_model.state_dict().keys()
-    return {name: buffer for name, buffer in language_model.named_buffers() if name in names}

@@ -7,11 +7,13 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from roll.config.installation import install_command
 from roll.config.strategies.deepspeed import ZeroPlan, numbers, plan_zero, switch
@@ -24,8 +26,6 @@ from roll.platforms import Platform
 from roll.strategies.base import StateKind
 from roll.strategies.deepspeed.states import (
     full_shape,
-    full_size,
-    gather_partitions,
     is_partitioned,
     load_states,
     save_states,
@@ -33,6 +33,7 @@ from roll.strategies.deepspeed.states import (
 )
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import calls_recorded, check_choices_may_differ, check_same_on_all_ranks
+from roll.strategies.training.gather import Pieces
 from roll.strategies.training.optimizer import (
     INITIAL_SCALE,
     TrainingProgress,
@@ -76,7 +77,15 @@ class DeepSpeedStrategy(DataParallelStrategy):
         self._refuse_steps(num_training_steps)
         if not num_training_steps:
             self.plan = self._plan(trains=False)
-            self._load_for_forward_passes()
+            self._load_model(self.compute_dtype)
+            self._read_model()
+            self.model.requires_grad_(False)
+            self.model.eval()
+            if self.plan.stage == 3:
+                self.engine = self._start_engine(None)
+                self._check_experts(learns=False)
+            else:
+                self.model.to(self.device)
             return
         options = {
             "fp32_accumulation": switch(self.config, "fp32_grad_accumulation", self.environ),
@@ -91,7 +100,10 @@ class DeepSpeedStrategy(DataParallelStrategy):
         if rounds and meta is None:
             named = self.model.language_model.named_parameters()
             loaded = {name: p.data for name, p in named if p.requires_grad}
-        self.engine = self._start_engine(adamw(self._decay_groups(), self.role.training_args), **options)
+        args = self.role.training_args
+        # What ZeRO-3 has partitioned is flat: the whole shape says whether it is a matrix.
+        groups = decay_groups(self.model, args.weight_decay, lambda one: len(full_shape(one)))
+        self.engine = self._start_engine(adamw(groups, args), **options)
         if rounds and meta is not None:
             set_masters(self.engine, meta.elements)
         elif rounds:
@@ -101,18 +113,6 @@ class DeepSpeedStrategy(DataParallelStrategy):
         self.model.train()
         # In fp16 the sums of gradients would have to be scaled.
         self._check_experts(learns=self.progress.loss_scale is None)
-
-    def _load_for_forward_passes(self) -> None:
-        """An engine where parameters are to be partitioned; a plain module on the device otherwise."""
-        self._load_model(self.compute_dtype)
-        self._read_model()
-        self.model.requires_grad_(False)
-        self.model.eval()
-        if self.plan.stage == 3:
-            self.engine = self._start_engine(None)
-            self._check_experts(learns=False)
-        else:
-            self.model.to(self.device)
 
     def _check_experts(self, learns: bool) -> None:
         """Collective. The self-test of sparse layers where ranks gather parameters as they go: under ZeRO-3, on more
@@ -139,17 +139,14 @@ class DeepSpeedStrategy(DataParallelStrategy):
         differentiate = self._differentiate if learns else None
         section = f"{self.role.name}.strategy_args.strategy_config"
         advice = f"set {section}.zero_stage: 2, or leave {section}.zero_optimization.leaf_module to the model"
-        with calls_recorded(self._units_to_gather(), called):
-            check_choices_may_differ(self.model, self._compute, differentiate, gradients, clear, self.device, advice)
-
-    def _units_to_gather(self) -> list[torch.nn.Module]:
-        """Modules for whose call DeepSpeed gathers parameters: not those inside a leaf."""
+        # DeepSpeed gathers parameters for the call of these modules, and not for those inside a leaf.
         from deepspeed.utils import z3_leaf_module
 
         modules = list(self.model.modules())
         leaves = [module for module in modules if z3_leaf_module(module)]
         inside = {id(inner) for leaf in leaves for inner in leaf.modules() if inner is not leaf}
-        return [module for module in modules if id(module) not in inside]
+        with calls_recorded([module for module in modules if id(module) not in inside], called):
+            check_choices_may_differ(self.model, self._compute, differentiate, gradients, clear, self.device, advice)
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
         """Without weights where they can be read later, in the compute type; float32 ones are read apart."""
@@ -186,10 +183,6 @@ class DeepSpeedStrategy(DataParallelStrategy):
                 partitioned = whole[0]
         return meta
 
-    def _decay_groups(self) -> list[dict[str, Any]]:
-        # What ZeRO-3 has partitioned is flat.
-        return decay_groups(self.model, self.role.training_args.weight_decay, lambda one: len(full_shape(one)))
-
     def _options(self, fp32_accumulation: bool = False, max_grad_norm: float | None = None) -> dict[str, Any]:
         """DeepSpeed's configuration.
 
@@ -202,13 +195,24 @@ class DeepSpeedStrategy(DataParallelStrategy):
             value = numbers(getattr(config, name))
             if value:
                 options[name] = value
+        plan, pin_memory = self.plan, self.platform.pin_memory
+        section: dict[str, Any] = {}
+        for name, device in (("offload_optimizer", plan.offload_optimizer), ("offload_param", plan.offload_param)):
+            if device != "none":
+                section[name] = {"device": device, "pin_memory": pin_memory}
+                if device == "nvme":
+                    section[name]["nvme_path"] = self.config.nvme_path
+        section |= numbers(self.config.zero_optimization)
+        for name in ("offload_optimizer", "offload_param"):
+            if not pin_memory and isinstance(section.get(name), dict):
+                section[name] = {**section[name], "pin_memory": False}
         options |= {
             "train_micro_batch_size_per_gpu": self.role.training_args.per_device_train_batch_size,
             "gradient_accumulation_steps": 2,
             "gradient_clipping": float(max_grad_norm or 0.0),
             "steps_per_print": config.steps_per_print or sys.maxsize,
             "wall_clock_breakdown": config.wall_clock_breakdown,
-            "zero_optimization": self._zero_section(),
+            "zero_optimization": (section | {"stage": plan.stage}),
             # AdamW's fused CPU kernel comes with torch: nothing to compile for offload.
             "zero_force_ds_cpu_optimizer": False,
         }
@@ -222,20 +226,6 @@ class DeepSpeedStrategy(DataParallelStrategy):
         if data_types:
             options["data_types"] = data_types
         return options
-
-    def _zero_section(self) -> dict[str, Any]:
-        plan, pin_memory = self.plan, self.platform.pin_memory
-        section: dict[str, Any] = {}
-        for name, device in (("offload_optimizer", plan.offload_optimizer), ("offload_param", plan.offload_param)):
-            if device != "none":
-                section[name] = {"device": device, "pin_memory": pin_memory}
-                if device == "nvme":
-                    section[name]["nvme_path"] = self.config.nvme_path
-        section |= numbers(self.config.zero_optimization)
-        for name in ("offload_optimizer", "offload_param"):
-            if not pin_memory and isinstance(section.get(name), dict):
-                section[name] = {**section[name], "pin_memory": False}
-        return section | {"stage": plan.stage}
 
     def _start_engine(self, optimizer: torch.optim.Optimizer | None, **options: Any) -> Any:
         deepspeed = join_process_group(self.platform)
@@ -258,7 +248,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
             language_model.enable_input_require_grads()
         trained = [parameter.requires_grad for parameter in language_model.parameters()]
         if "leaf_module" in self.config.zero_optimization or any(trained) != all(trained):
-            # Behind frozen modules a layer's input needs no gradient, and DeepSpeed would free it before its backward.
+            # After frozen modules a layer's input needs no gradient, and DeepSpeed would free it before its backward.
             return
         names = set(getattr(language_model, "_no_split_modules", None) or ())
         layers = {type(module) for module in language_model.modules() if type(module).__name__ in names}
@@ -307,46 +297,36 @@ class DeepSpeedStrategy(DataParallelStrategy):
         return norm / self.progress.scale if self.plan.stage == 0 else norm
 
     def save(self, path: Path) -> None:
-        save_states(path, self.engine, self.contents, self.progress.state())
+        save_states(path, self.engine, self.contents, self.progress.state(), self._buffers())
 
     def load(self, path: Path) -> None:
-        self.progress.restore(load_states(path, self.engine, self.contents))
+        self.progress.restore(load_states(path, self.engine, self.contents, self._buffers()))
         self._set_loss_scale()
 
-    def _full_size(self, tensor: torch.Tensor) -> int:
-        return full_size(tensor)
-
-    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        partitioned = [tensor for tensor in tensors if is_partitioned(tensor)]
-        gathered = iter(gather_partitions(partitioned, self.compute_dtype, self.device) if partitioned else [])
-        return [next(gathered) if is_partitioned(tensor) else self._on_wire(tensor) for tensor in tensors]
-
-    def _gather_span(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    def _sharded(self, tensor: Any) -> tuple[torch.Tensor, Pieces] | None:
+        # Rank r holds the r-th part of a flattened parameter in `ds_tensor`, the last part padded.
         if not is_partitioned(tensor):
-            return super()._gather_span(tensor, begin, end)
-        return gather_partitions([tensor], self.compute_dtype, self.device, (begin, end))[0]
+            return None
+        return tensor.ds_tensor, Pieces.even(full_shape(tensor), tensor.ds_tensor.numel(), self.world_size)
+
+    def _shard_group(self) -> ProcessGroup | None:
+        return dist.group.WORLD
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         """Parameters, this rank's parts of them under ZeRO-3; none where ZeRO keeps them in host memory."""
         if kind is StateKind.OPTIMIZER_STATES and hasattr(self, "engine"):
-            return self._optimizer_tensors()
+            optimizer = self.engine.basic_optimizer
+            if optimizer is None:
+                return []
+            masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            # Under ZeRO-3 the groups are filled during a step only.
+            masters += getattr(self.engine.optimizer, "fp32_partitioned_groups_flat", [])
+            return self._on_device([*masters, *state_tensors(optimizer)])
         if kind is not StateKind.MODEL_PARAMS:
             return []
         parameters: list[Any] = [*self.model.parameters(), *self.model.buffers()]
         parts = [parameter.ds_tensor for parameter in parameters if is_partitioned(parameter)]
         return self._on_device([*parameters, *parts])
-
-    def _optimizer_tensors(self) -> list[torch.Tensor]:
-        optimizer = self.engine.basic_optimizer
-        if optimizer is None:
-            return []
-        masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        # Under ZeRO-3 the groups are filled during a step only.
-        masters += getattr(self.engine.optimizer, "fp32_partitioned_groups_flat", [])
-        return self._on_device([*masters, *state_tensors(optimizer)])
-
-    def _on_device(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return [tensor.detach() for tensor in tensors if tensor.device.type == self.device.type]
 
 
 def import_deepspeed(platform: Platform) -> Any:

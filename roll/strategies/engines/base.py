@@ -21,6 +21,7 @@ from packaging.version import Version
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import Backend
 from roll.models.build import load_config
+from roll.platforms import current_platform
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore, longest_sequence
 from roll.weight_sync.encoding import Checksum, tensor_checksum
 
@@ -33,7 +34,12 @@ class GenerationStrategy(ABC):
     def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
         self.role = role
         self.seed = seed
+        self._name = role.strategy_args.strategy_name
         self._failures: dict[str, str] = {}
+        self._version = 0
+        """Version of the weights that tokens are sampled with."""
+        self._new_version: int | None = None
+        """Version of the update in progress."""
 
     def _read_model_folder(self, max_model_len: int | None) -> tuple[Any, Any]:
         """The model's Hugging Face configuration and its tokenizer; sets the longest sequence and the end tokens.
@@ -129,8 +135,43 @@ class GenerationStrategy(ABC):
             f"{type(self).__name__} gives no log-probs of prompts (echo, prompt_logprobs); hf_infer and vllm do"
         )
 
-    @abstractmethod
-    def start_weight_update(self, version: int) -> None: ...
+    def start_weight_update(self, version: int) -> None:
+        """
+        Raises:
+            RuntimeError: another update is in progress.
+        """
+        if self._new_version is not None:
+            raise RuntimeError(f"{self._name}: the update to version {self._new_version} is not finished")
+        self._new_version = version
+
+    def _updating(self, method: str) -> int:
+        """The version of the update in progress, which ``method`` is a part of.
+
+        Raises:
+            RuntimeError: no update is in progress.
+        """
+        if self._new_version is None:
+            where = "without start_weight_update"
+            if method != "finish_weight_update":
+                where = "outside of start_weight_update and finish_weight_update"
+            raise RuntimeError(f"{self._name}: {method} {where}")
+        return self._new_version
+
+    def _check_no_update(self) -> None:
+        """
+        Raises:
+            RuntimeError: a step during an update, whose tokens would be sampled with a mixture of weights.
+        """
+        if self._new_version is not None:
+            raise RuntimeError(f"{self._name}: step() between start_weight_update and finish_weight_update")
+
+    def _check_idle(self) -> None:
+        """
+        Raises:
+            RuntimeError: an engine that is to sleep has unfinished samples.
+        """
+        if self.num_unfinished:
+            raise RuntimeError(f"{self._name}: sleep with {self.num_unfinished} unfinished samples; abort them first")
 
     @abstractmethod
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -178,6 +219,45 @@ class GenerationStrategy(ABC):
 
     def shutdown(self) -> None:
         """Free everything; the engine is not used again."""
+
+
+class PackagedEngine(GenerationStrategy):
+    """An engine that is a package of its own and can free parts of its device memory."""
+
+    def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
+        super().__init__(role, seed)
+        self._asleep: list[str] = []
+        """Parts that have left the device: ``weights``, ``kv_cache``."""
+
+    @abstractmethod
+    def _release(self) -> bool:
+        """Free the KV cache, and move or drop the weights; False where the engine was started without that."""
+
+    @abstractmethod
+    def _resume(self, parts: list[str]) -> None:
+        """Undo a part of :meth:`_release`."""
+
+    def sleep(self) -> None:
+        """Free the KV cache, and move or drop the weights (``sleep_level``), on a GPU. Only between requests."""
+        self._check_idle()
+        if current_platform().device_type != "cpu" and not self._asleep and self._release():
+            self._asleep = ["weights", "kv_cache"]
+
+    def wake(self, weights_only: bool = False) -> None:
+        wanted = [part for part in self._asleep if part == "weights" or not weights_only]
+        if wanted:
+            self._resume(wanted)
+            self._asleep = [part for part in self._asleep if part not in wanted]
+
+
+def cache_numbers(config: Any) -> tuple[int, int]:
+    """Key-value heads of a layer, and the numbers of a head's key.
+
+    Args:
+        config: the Hugging Face config of the language model.
+    """
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads, head_dim
 
 
 def end_token_ids(generation_config: Any, config: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -272,14 +352,11 @@ class RankWatch:
         for number, (sentinel, rank) in enumerate(self._ranks.items()):
             if sentinel in dead:
                 logger.error("rank %d of the engine (pid %d) has died, and the engine ends with it", number, rank.pid)
-        self._kill()
-        logging.shutdown()
-        os._exit(1)
-
-    def _kill(self) -> None:
-        """Kill the ranks and wait until none is left: they hold devices that the engine's replacement needs."""
+        # The ranks hold devices that the engine's replacement needs: wait until none is left.
         for rank in self._ranks.values():
             rank.kill()
         left, give_up = set(self._ranks), time.monotonic() + _END_SECONDS
         while left and time.monotonic() < give_up:
             left -= set(wait(list(left), give_up - time.monotonic()))
+        logging.shutdown()
+        os._exit(1)

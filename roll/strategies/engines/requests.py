@@ -52,6 +52,17 @@ class SamplingParams:
     seed: int | None = None
     """Sample i of the request draws from the stream (seed, i), whatever else is in the batch; None: engine's own."""
 
+    def normalised(self) -> SamplingParams:
+        """With 0 for no ``top_k``, and without filters for a greedy sample: it is the most likely token of the plain
+        distribution, whatever else is set."""
+        if self.temperature == 0:
+            return replace(self, top_k=0, top_p=1.0, min_p=0.0)
+        return replace(self, top_k=max(self.top_k, 0))
+
+    def ends(self, end_token_ids: Iterable[int]) -> tuple[int, ...]:
+        """The tokens that end a sample: the model's, then the request's own, each once."""
+        return tuple(dict.fromkeys((*end_token_ids, *self.stop_token_ids)))
+
 
 VersionSpan = tuple[int, int, int]
 """(weight version, start, end) over the tokens of a response."""
@@ -381,7 +392,14 @@ def filter_threshold(
         return threshold
     if top_k is None:
         assert top_p is not None
-        return torch.maximum(threshold, _top_p_threshold(logits, threshold, top_p))
+        kept = logits.masked_fill(logits < threshold[:, None], -torch.inf)
+        normaliser = kept.logsumexp(-1, keepdim=True)
+        for count in (min(_CANDIDATES, logits.shape[1]), logits.shape[1]):
+            best = kept.topk(count, dim=-1).values
+            probs = (best - normaliser).exp()
+            if count == logits.shape[1] or bool((probs.sum(-1) > top_p).all()):
+                break
+        return torch.maximum(threshold, _border(best, probs, top_p))
     vocab_size = logits.shape[1]
     k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size)
     best = logits.topk(int(k.max()), dim=-1).values
@@ -390,17 +408,6 @@ def filter_threshold(
         return threshold
     probs = best.masked_fill(best < threshold[:, None], -torch.inf).softmax(-1)
     return torch.maximum(threshold, _border(best, probs, top_p))
-
-
-def _top_p_threshold(logits: torch.Tensor, threshold: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    kept = logits.masked_fill(logits < threshold[:, None], -torch.inf)
-    normaliser = kept.logsumexp(-1, keepdim=True)
-    for count in (min(_CANDIDATES, logits.shape[1]), logits.shape[1]):
-        best = kept.topk(count, dim=-1).values
-        probs = (best - normaliser).exp()
-        if count == logits.shape[1] or bool((probs.sum(-1) > top_p).all()):
-            break
-    return _border(best, probs, top_p)
 
 
 def _border(best: torch.Tensor, probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

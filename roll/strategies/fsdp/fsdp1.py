@@ -57,11 +57,18 @@ class FsdpStrategy(ShardedStrategy):
 
     def _build(self, storage_dtype: torch.dtype) -> None:
         self._load_model(storage_dtype)
-        self.root = None
+        self.root: FullyShardedDataParallel | None = None
         shapes = {name: tensor.shape for name, tensor in self._named_tensors()}
         self._names = list(shapes)
-        self.mesh = build_mesh(self.device.type, self.world_size, self.config.fsdp_size)
-        self.root = self._wrap_model()
+        self.mesh = build_mesh(self.device.type, self.dims)
+        # On a CPU host everything is in host memory as it is.
+        offload = self.config.offload_policy and self.device.type != "cpu"
+        if self.mesh.size() > 1 or self.compute_dtype is not torch.float32 or offload:
+            self.root = self._wrap_model(offload)
+        elif self._meta is None:  # one rank in float32: nothing is sharded or cast, and the module pays for no hooks
+            self.model.to(self.device)
+        else:
+            self._meta.read(self.model, self.device)
         self._meta = None
         self._pieces: dict[torch.Tensor, Pieces] = {}
         if self.root is not None:
@@ -73,7 +80,7 @@ class FsdpStrategy(ShardedStrategy):
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
         return self._build_without_weights(storage_dtype) or super()._build_language_model(storage_dtype)
 
-    def _wrap_model(self) -> FullyShardedDataParallel | None:
+    def _wrap_model(self, offload: bool) -> FullyShardedDataParallel:
         """Wrap the model and its units over the mesh; gradients become means over all ranks.
 
         | mesh             | ``reshard_after_forward: true`` | ``false``            |
@@ -84,21 +91,10 @@ class FsdpStrategy(ShardedStrategy):
 
         A model without weights reads those of each unit when it is wrapped.
 
-        Returns:
-            The root, or None for one rank in float32 without offload: nothing is sharded, cast or moved there.
-
         Raises:
             ValueError: a wrap policy that names no module of this model.
         """
         model, config, meta, device = self.model, self.config, self._meta, self.device
-        # On a CPU host everything is in host memory as it is.
-        offload = config.offload_policy and device.type != "cpu"
-        if self.mesh.size() == 1 and self.compute_dtype is torch.float32 and not offload:
-            if meta is None:
-                model.to(device)
-            else:
-                meta.read(model, device)
-            return None
         units = {id(unit) for unit in wrapped_units(model, config.wrap_policy, self.sparse_layers)}
         tower = vision_modules(model.language_model)
         precision = MixedPrecision(
@@ -123,18 +119,25 @@ class FsdpStrategy(ShardedStrategy):
                     "trained in full alongside adapters) under FSDP1; set it to false"
                 )
             run_head_when_called(model.language_model)
+        if self.mesh.size() == 1:
+            kind = ShardingStrategy.NO_SHARD
+        elif self.mesh.ndim == 2:
+            kind = (
+                ShardingStrategy.HYBRID_SHARD if config.reshard_after_forward else ShardingStrategy._HYBRID_SHARD_ZERO2
+            )
+        else:
+            kind = ShardingStrategy.FULL_SHARD if config.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
+        prefetch = None if config.backward_prefetch == "none" else BackwardPrefetch[config.backward_prefetch]
         with warnings.catch_warnings():
             # On one rank there is no other strategy.
             warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy", category=FutureWarning)
             root = FullyShardedDataParallel(
                 model,
                 device_mesh=self.mesh,
-                sharding_strategy=self._sharding_strategy(),
+                sharding_strategy=kind,
                 cpu_offload=CPUOffload(offload_params=True) if offload else None,
                 auto_wrap_policy=CustomPolicy(unit_options),
-                backward_prefetch=None
-                if config.backward_prefetch == "none"
-                else BackwardPrefetch[config.backward_prefetch],
+                backward_prefetch=prefetch,
                 mixed_precision=precision,
                 device_id=device,
                 use_orig_params=True,
@@ -146,14 +149,6 @@ class FsdpStrategy(ShardedStrategy):
             assert isinstance(wrapper, FullyShardedDataParallel) and wrapper.module is head
             wrapper.__dict__["log_probs"] = MethodType(FullyShardedDataParallel.__call__, wrapper)
         return root
-
-    def _sharding_strategy(self) -> ShardingStrategy:
-        reshards = self.config.reshard_after_forward
-        if self.mesh.size() == 1:
-            return ShardingStrategy.NO_SHARD
-        if self.mesh.ndim == 2:
-            return ShardingStrategy.HYBRID_SHARD if reshards else ShardingStrategy._HYBRID_SHARD_ZERO2
-        return ShardingStrategy.FULL_SHARD if reshards else ShardingStrategy.SHARD_GRAD_OP
 
     def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         return (self.root or self.model)(layout, outputs, temperature)
@@ -186,10 +181,8 @@ class FsdpStrategy(ShardedStrategy):
         with nullcontext() if self._reduces else self.root.no_sync():
             super()._differentiate(loss * self.world_size)
 
-    def _start_of(self, parameter: torch.Tensor) -> int:
-        if parameter not in self._pieces:
-            return 0
-        return sum(self._pieces[parameter].sizes[: self.mesh.get_local_rank("fsdp")])
+    def _sharded(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Pieces] | None:
+        return (tensor, self._pieces[tensor]) if tensor in self._pieces else None
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.root is None:
@@ -200,19 +193,6 @@ class FsdpStrategy(ShardedStrategy):
         named = [*language_model.named_parameters(), *language_model.named_buffers()]
         tensors: dict[str, torch.Tensor] = {clean_name(name): tensor for name, tensor in named}
         yield from ((name, tensors[name]) for name in self._names)
-
-    def _full_size(self, tensor: torch.Tensor) -> int:
-        return self._pieces[tensor].shape.numel() if tensor in self._pieces else tensor.numel()
-
-    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        parts = [tensor for tensor in tensors if tensor in self._pieces]
-        whole = iter(self._gather_parts([(part, self._pieces[part]) for part in parts], self.compute_dtype))
-        return [next(whole) if tensor in self._pieces else self._on_wire(tensor) for tensor in tensors]
-
-    def _gather_span(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        if tensor not in self._pieces:
-            return super()._gather_span(tensor, begin, end)
-        return self._gather_parts([(tensor, self._pieces[tensor])], self.compute_dtype, (begin, end))[0]
 
 
 def clean_name(name: str) -> str:

@@ -38,9 +38,9 @@ class Fsdp2Strategy(ShardedStrategy):
 
     def _build(self, storage_dtype: torch.dtype) -> None:
         self._load_model(storage_dtype)
-        self.mesh = build_mesh(self.device.type, self.world_size, self.config.fsdp_size)
-        if self.config.ep_size > 1:
-            self._expert_mesh = ExpertMesh.build(self.device.type, self.world_size, self.config.ep_size)
+        self.mesh = build_mesh(self.device.type, self.dims)
+        if self.dims.ep > 1:
+            self._expert_mesh = ExpertMesh.build(self.device.type, self.world_size, self.dims.ep)
         self.root = self._shard_model()
         if self._meta is not None:
             device = torch.device("cpu") if self.config.offload_policy else self.device
@@ -136,38 +136,9 @@ class Fsdp2Strategy(ShardedStrategy):
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._expert_mesh is None else self._expert_mesh.whole(tensor)
 
-    def _full_size(self, tensor: torch.Tensor) -> int:
-        return self._whole(tensor).numel()
-
-    def _start_of(self, parameter: torch.Tensor) -> int:
-        whole = self._whole(parameter)
-        if not isinstance(whole, DTensor):
-            return 0
-        return sum(row_pieces(whole).sizes[: self.mesh.get_local_rank("fsdp")])
-
-    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Pieces]]] = {}
-        whole: dict[int, torch.Tensor] = {}
-        for index, tensor in enumerate(tensors):
-            of_all_experts = self._whole(tensor)
-            if isinstance(of_all_experts, DTensor):
-                shard = (index, of_all_experts.to_local(), row_pieces(of_all_experts))
-                by_dtype.setdefault(self._wire_dtype(tensor), []).append(shard)
-            else:
-                whole[index] = self._on_wire(tensor)
-        for dtype, shards in by_dtype.items():
-            gathered = self._gather_parts([(part, pieces) for _, part, pieces in shards], dtype)
-            whole |= {index: tensor for (index, _, _), tensor in zip(shards, gathered, strict=True)}
-        return [whole[index] for index in range(len(tensors))]
-
-    def _gather_span(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    def _sharded(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Pieces] | None:
         whole = self._whole(tensor)
         if not isinstance(whole, DTensor):
-            return super()._gather_span(tensor, begin, end)
-        return self._gather_parts([(whole.to_local(), row_pieces(whole))], self._wire_dtype(tensor), (begin, end))[0]
-
-
-def row_pieces(tensor: DTensor) -> Pieces:
-    """Rows of a parameter on the ranks of its shard group."""
-    size = tensor.shape[1:].numel()
-    return Pieces(tensor.shape, tuple((run.stop - run.start) * size for run in row_runs(tensor)))
+            return None
+        size = whole.shape[1:].numel()
+        return whole.to_local(), Pieces(whole.shape, tuple((run.stop - run.start) * size for run in row_runs(whole)))

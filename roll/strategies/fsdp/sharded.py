@@ -11,15 +11,17 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from roll.config.strategies.base import ParallelDims
 from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.config.strategies.registry import typed_strategy_config
 from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings
@@ -30,7 +32,6 @@ from roll.strategies.base import Computation, LossFunction, StateKind, TensorBat
 from roll.strategies.training.checkpoint import Shard, pieces_of, restore_shards, resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
-from roll.strategies.training.gather import Pieces, gather_to_rank0
 from roll.strategies.training.micro_batches import merged_floats
 from roll.strategies.training.optimizer import (
     TrainingProgress,
@@ -38,7 +39,6 @@ from roll.strategies.training.optimizer import (
     clip_factor,
     decay_groups,
     global_norm,
-    local_gradients,
     local_tensor,
     scale_,
     state_tensors,
@@ -50,25 +50,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def mesh_shape(world_size: int, fsdp_size: int) -> tuple[int, ...]:
-    """
-    Raises:
-        ValueError: ``fsdp_size`` does not divide the world.
-    """
-    if fsdp_size <= 1 or fsdp_size >= world_size:
-        return (world_size,)
-    if world_size % fsdp_size:
-        divisors = [size for size in range(2, world_size + 1) if world_size % size == 0]
-        raise ValueError(
-            f"strategy_config.fsdp_size: {fsdp_size} does not divide the role's {world_size} ranks; "
-            f"use one of {', '.join(map(str, divisors))}, or 1 to shard over all of them"
-        )
-    return (world_size // fsdp_size, fsdp_size)
-
-
-def build_mesh(device_type: str, world_size: int, fsdp_size: int) -> DeviceMesh:
-    shape = mesh_shape(world_size, fsdp_size)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("ddp", "fsdp")[-len(shape) :])
+def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
+    """Collective. The ranks by copy of the parameters (``ddp``, where there are several) and shard (``fsdp``)."""
+    if dims.dp_replicate == 1:
+        return init_device_mesh(device_type, (dims.dp_shard,), mesh_dim_names=("fsdp",))
+    return init_device_mesh(device_type, (dims.dp_replicate, dims.dp_shard), mesh_dim_names=("ddp", "fsdp"))
 
 
 def wrapped_units(
@@ -136,8 +122,6 @@ class ShardedStrategy(DataParallelStrategy):
         assert isinstance(config, ShardedStrategyConfig), config
         self.config = config
         self.compute_dtype = DTYPES[config.param_dtype or self.role.model_args.dtype]
-        # A second view of the same ranks: parameters are still sharded over all of them.
-        self.context_size = self.role.model_args.ulysses_size
         self._background: ThreadPoolExecutor | None = None
         self._writing: Future[Any] | None = None
 
@@ -201,33 +185,26 @@ class ShardedStrategy(DataParallelStrategy):
     def _build(self, storage_dtype: torch.dtype) -> None:
         """Collective. Load the model and shard it."""
 
-    @abstractmethod
-    def _start_of(self, parameter: torch.Tensor) -> int:
-        """The first element that this rank holds of a parameter, in the whole one, flattened."""
-
     def _shards(self) -> Iterator[Shard]:
         """This rank's parts of the trained parameters."""
         tensors = dict(self._named_tensors())
         for name in self._shapes:
             parameter = tensors[name]
             if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad:
-                yield Shard(name, parameter, self._start_of(parameter))
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        tensors = self._named_tensors()
-        return {name: tensor for name, tensor in tensors if not isinstance(tensor, torch.nn.Parameter)}
+                shard = self._sharded(parameter)
+                before = () if shard is None else shard[1].sizes[: self.mesh.get_local_rank("fsdp")]
+                yield Shard(name, parameter, sum(before))
 
     def _decay_groups(self) -> list[dict[str, Any]]:
         return decay_groups(self.model, self.role.training_args.weight_decay)
 
-    def _gather_parts(
-        self, parts: list[tuple[torch.Tensor, Pieces]], dtype: torch.dtype, span: tuple[int, int] | None = None
-    ) -> list[torch.Tensor]:
-        """Collective. This rank's elements of tensors, whole (or ``span`` of them) on rank 0."""
-        if not parts or (self.mesh.ndim == 2 and self.mesh.get_local_rank("ddp")):
-            return [torch.empty(0, dtype=dtype, device=self.device) for _ in parts]
-        held, pieces = [part for part, _ in parts], [piece for _, piece in parts]
-        return gather_to_rank0(held, pieces, self.mesh.get_group("fsdp"), dtype, self.device, span)
+    def _shard_group(self) -> ProcessGroup | None:
+        return None if self._is_replica else self.mesh.get_group("fsdp")
+
+    @property
+    def _is_replica(self) -> bool:
+        """True on the ranks of any copy of the parameters but the first."""
+        return self.mesh.ndim == 2 and self.mesh.get_local_rank("ddp") > 0
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         """Shards; none where ``offload_policy`` keeps them in host memory."""
@@ -238,10 +215,6 @@ class ShardedStrategy(DataParallelStrategy):
         self._reshard()
         return self._on_device([*self.model.parameters(), *self.model.buffers()])
 
-    def _on_device(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        local = [local_tensor(tensor.detach()) for tensor in tensors]
-        return [tensor for tensor in local if tensor.device.type == self.device.type]
-
     def _differentiate(self, loss: torch.Tensor) -> None:
         scale = self.progress.scale
         (loss if scale == 1.0 else loss * scale).backward()
@@ -251,7 +224,7 @@ class ShardedStrategy(DataParallelStrategy):
 
     def _clip_and_step(self, learning_rate: float) -> float:
         assert self.optimizer is not None
-        gradients = local_gradients(self.trainable)
+        gradients = [local_tensor(parameter.grad) for parameter in self.trainable if parameter.grad is not None]
         scale = self.progress.scale
         shard_group = self.mesh.get_group("fsdp") if self.mesh["fsdp"].size() > 1 else None
         norm = float(global_norm(gradients, shard_group, self.device)) / scale
@@ -269,8 +242,7 @@ class ShardedStrategy(DataParallelStrategy):
         if self.config.async_save_ckpt and self._background is None:
             self._background = ThreadPoolExecutor(1, "checkpoint")
         with_moments = not self.config.save_only_model
-        is_replica = self.mesh.ndim == 2 and self.mesh.get_local_rank("ddp") > 0
-        shards = () if is_replica else self._shards()
+        shards = () if self._is_replica else self._shards()
         self._writing = save_training(
             path,
             self.contents,
@@ -292,10 +264,6 @@ class ShardedStrategy(DataParallelStrategy):
     def load(self, path: Path) -> None:
         assert self.optimizer is not None
         self.saved()
-        with resumed(path, self.contents) as (state, stored):
+        with resumed(path, self.contents, self._buffers()) as (state, stored):
             restore_shards(self._shards(), self.optimizer, stored)
-            held = stored.buffers()
-            for name, buffer in self._buffers().items():
-                if name in held:
-                    buffer.copy_(held[name])
         self.progress.restore(state)

@@ -14,7 +14,6 @@ from roll.strategies.engines.requests import (
     GenerationOutput,
     GenerationRequest,
     PartialSample,
-    SamplingParams,
     StopStringMatcher,
     check_request,
     continued,
@@ -146,18 +145,18 @@ class GenerationEngine:
             self._decoder.check_images(name, request.prompt_token_ids, request.vision)
             taken.add(request.request_id)
         for request in requests:
-            self._enqueue(request)
-
-    def _enqueue(self, request: GenerationRequest) -> None:
-        wanted, seed = request.unfinished_samples, self._seed_of(request.params)
-        self._unfinished[request.request_id] = len(wanted)
-        stop_ids = tuple(dict.fromkeys((*self._eos_token_ids, *request.params.stop_token_ids)))
-        fresh = deque(index for index in wanted if index not in request.partial)
-        if fresh:
-            self._queue.append(_QueuedGroup(request, seed, stop_ids, fresh))
-        for index in wanted:
-            if index in request.partial:
-                self._queue.append(_QueuedGroup(request, seed, stop_ids, deque([index]), request.partial[index]))
+            wanted, seed = request.unfinished_samples, request.params.seed
+            if seed is None:
+                self._requests_without_seed += 1
+                seed = stream_key(self._seed, self._requests_without_seed)
+            self._unfinished[request.request_id] = len(wanted)
+            stop_ids = request.params.ends(self._eos_token_ids)
+            fresh = deque(index for index in wanted if index not in request.partial)
+            if fresh:
+                self._queue.append(_QueuedGroup(request, seed, stop_ids, fresh))
+            for index in wanted:
+                if index in request.partial:
+                    self._queue.append(_QueuedGroup(request, seed, stop_ids, deque([index]), request.partial[index]))
 
     @torch.inference_mode()
     def step(self) -> list[GenerationOutput]:
@@ -175,24 +174,20 @@ class GenerationEngine:
         stopped, full = self._rows.stopped(), self._rows.full()
         done = stopped | full
         done[failed] = False
-        failed_requests = self._note_failures(failed)
+        if len(failed):
+            self._prefixes.clear()  # their prompts may be in it
+            self._cache.clear(failed)
+        for row in failed:
+            sample = self._rows.samples[row]
+            sample.stale = True
+            why = f"sample {sample.sample_index}: the log-probs of token {self._rows.generated[row]} are not finite"
+            self._failures[sample.request.request_id] = why
+        failed_requests = {self._rows.samples[row].request.request_id for row in failed}
         finished = np.flatnonzero(done)
         outputs = self._release(finished, ["stop" if stopped[row] else "length" for row in finished])
         if failed_requests:
             self.abort(failed_requests)
         return outputs
-
-    def _note_failures(self, rows: np.ndarray) -> set[str]:
-        """The requests of rows without a distribution to draw from."""
-        if len(rows):
-            self._prefixes.clear()  # their prompts may be in it
-            self._cache.clear(rows)
-        for row in rows:
-            sample = self._rows.samples[row]
-            sample.stale = True
-            why = f"sample {sample.sample_index}: the log-probs of token {self._rows.generated[row]} are not finite"
-            self._failures[sample.request.request_id] = why
-        return {self._rows.samples[row].request.request_id for row in rows}
 
     def take_failures(self) -> dict[str, str]:
         """Requests without a finite distribution of their next token, by id, since the last call."""
@@ -283,48 +278,6 @@ class GenerationEngine:
 
     def _admit(self) -> torch.Tensor | None:
         """Start queued samples in free rows, first come first served; the logits of their first tokens."""
-        admission = self._select()
-        if not admission.groups:
-            return None
-        logits, cached, missing = [], _Admission(), _Admission()
-        for group, count in zip(admission.groups, admission.counts, strict=True):
-            if group.prompt is not None:
-                logits.append(self._start_samples([group], [count], group.prompt))
-            else:
-                (missing if group.found is None else cached).add(group, count)
-        if cached.groups:
-            logits.append(self._start_cached(cached.groups, cached.counts))
-        if missing.groups:
-            prompts = [group.token_ids for group in missing.groups]
-            computed = self._prefill(prompts, [group.request for group in missing.groups])
-            logits.append(self._start_samples(missing.groups, missing.counts, computed))
-        while self._queue and not self._queue[0].waiting:
-            self._queue.popleft()
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
-
-    def _start_cached(self, groups: list[_QueuedGroup], counts: list[int]) -> torch.Tensor:
-        """Start the samples of prompts that have a prefix in the cache; their logits."""
-        prompts = [group.token_ids for group in groups]
-        found = [group.found for group in groups if group.found is not None]
-        longest = max(map(len, prompts))
-        if max(counts) == 1 and not any(len(group.waiting) > 1 for group in groups):
-            room = self._cache.rows(self._rows.size, len(groups), longest)
-        else:
-            shape = self._cache.shape
-            size = (shape.num_layers, 2, len(groups), shape.num_kv_heads, longest, shape.head_dim)
-            room = self._cache.data.new_zeros(size)
-        gather(room, found)
-        self._prefixes.num_reused += sum(known for _, known in found)
-        self.num_prompt_tokens += sum(map(len, prompts))
-        images = _images([group.request for group in groups])
-        states = self._decoder.extend(room, [known for _, known in found], prompts, images)
-        return self._start_samples(groups, counts, states)
-
-    def _prefill(self, prompts: Sequence[Sequence[int]], requests: Sequence[GenerationRequest]) -> PromptStates:
-        self.num_prompt_tokens += sum(map(len, prompts))
-        return self._decoder.prefill(prompts, _images(requests))
-
-    def _select(self) -> _Admission:
         admission, free = _Admission(), self._rows.capacity - self._rows.size
         for group in self._queue:
             if not free:
@@ -340,7 +293,41 @@ class GenerationEngine:
             count = min(free, len(group.waiting))
             admission.add(group, count, rest, whole)
             free -= count
-        return admission
+        if not admission.groups:
+            return None
+        logits, cached, missing = [], _Admission(), _Admission()
+        for group, count in zip(admission.groups, admission.counts, strict=True):
+            if group.prompt is not None:
+                logits.append(self._start_samples([group], [count], group.prompt))
+            else:
+                (missing if group.found is None else cached).add(group, count)
+        if cached.groups:
+            prompts = [group.token_ids for group in cached.groups]
+            found = [group.found for group in cached.groups if group.found is not None]
+            longest = max(map(len, prompts))
+            if max(cached.counts) == 1 and not any(len(group.waiting) > 1 for group in cached.groups):
+                room = self._cache.rows(self._rows.size, len(cached.groups), longest)
+            else:
+                shape = self._cache.shape
+                size = (shape.num_layers, 2, len(cached.groups), shape.num_kv_heads, longest, shape.head_dim)
+                room = self._cache.data.new_zeros(size)
+            gather(room, found)
+            self._prefixes.num_reused += sum(known for _, known in found)
+            self.num_prompt_tokens += sum(map(len, prompts))
+            images = _images([group.request for group in cached.groups])
+            states = self._decoder.extend(room, [known for _, known in found], prompts, images)
+            logits.append(self._start_samples(cached.groups, cached.counts, states))
+        if missing.groups:
+            prompts = [group.token_ids for group in missing.groups]
+            computed = self._prefill(prompts, [group.request for group in missing.groups])
+            logits.append(self._start_samples(missing.groups, missing.counts, computed))
+        while self._queue and not self._queue[0].waiting:
+            self._queue.popleft()
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _prefill(self, prompts: Sequence[Sequence[int]], requests: Sequence[GenerationRequest]) -> PromptStates:
+        self.num_prompt_tokens += sum(map(len, prompts))
+        return self._decoder.prefill(prompts, _images(requests))
 
     def _start_samples(self, groups: list[_QueuedGroup], counts: list[int], prompts: PromptStates) -> torch.Tensor:
         """Give ``counts[i]`` samples of ``groups[i]`` (prompt i of ``prompts``) the next rows; their logits."""
@@ -394,7 +381,13 @@ class GenerationEngine:
         outputs = [self._rows.output(int(row), reason) for row, reason in zip(rows, reasons, strict=True)]
         if not len(rows):
             return outputs
-        self._hold(rows)
+        # Ended samples go to the prefix cache; their last token has no keys and values.
+        for row in rows:
+            length = int(self._rows.lengths[row]) - 1
+            sample = self._rows.samples[row]
+            if self._prefixes.accepts(length) and not sample.stale:
+                key = self._decoder.prefix_key(self._rows.token_ids(row)[:length], sample.request.vision)
+                self._prefixes.put(key, self._cache.read(row, length))
         for output in outputs:
             self._unfinished[output.request_id] -= 1
             if not self._unfinished[output.request_id]:
@@ -404,21 +397,6 @@ class GenerationEngine:
             self._cache.move(destination, source, int(self._rows.lengths[destination].max()))
             self._sampler.move(destination, source)
         return outputs
-
-    def _hold(self, rows: np.ndarray) -> None:
-        """Put the keys and values of ended samples into the prefix cache; their last token has none."""
-        for row in rows:
-            length = int(self._rows.lengths[row]) - 1
-            sample = self._rows.samples[row]
-            if self._prefixes.accepts(length) and not sample.stale:
-                key = self._decoder.prefix_key(self._rows.token_ids(row)[:length], sample.request.vision)
-                self._prefixes.put(key, self._cache.read(row, length))
-
-    def _seed_of(self, params: SamplingParams) -> int:
-        if params.seed is not None:
-            return params.seed
-        self._requests_without_seed += 1
-        return stream_key(self._seed, self._requests_without_seed)
 
 
 def _images(requests: Sequence[GenerationRequest]) -> Images | None:

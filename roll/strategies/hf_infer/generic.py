@@ -34,7 +34,15 @@ class GenericDecoder(Decoder):
         self._window: int | None = getattr(config, "sliding_window", None)
         probe = self._probe()
         self._widths = [(pair[0].shape[-1], pair[1].shape[-1]) for pair in _written(probe)]
-        self._shape = self._shape_of(probe)
+        written = _written(probe)
+        heads = {tensor.shape[1] for pair in written for tensor in pair}
+        if len(heads) != 1:
+            raise ValueError(
+                f"hf_infer: the layers of {type(self.model).__name__} keep keys and values of {sorted(heads)} heads; "
+                "the engine needs one number of heads in every layer"
+            )
+        states = tuple((state.shape[1:], state.dtype) for state in _states(probe.layers))
+        self._shape = CacheShape(len(written), heads.pop(), max(max(pair) for pair in self._widths), states)
         self._layers: list[_RowsLayer] = []
         self._linear: list[LinearAttentionLayer] = []
         layers: list[Any] = []
@@ -61,7 +69,25 @@ class GenericDecoder(Decoder):
         for row, prompt in enumerate(prompts):
             by_length.setdefault(len(prompt), []).append(row)
         parts = [(rows, self._prefill([prompts[row] for row in rows])) for rows in by_length.values()]
-        return _assembled(parts, len(prompts), max(by_length))
+        count = len(prompts)
+        longest = max(by_length)
+        first = parts[0][1]
+        shape = list(first.keys_values.shape)
+        shape[2], shape[4] = count, longest
+        keys_values, logits = first.keys_values.new_zeros(shape), first.logits.new_empty(count, first.logits.shape[1])
+        states = [state.new_empty(count, *state.shape[1:]) for state in first.states]
+        routes = None
+        if first.routes is not None:
+            routes = np.zeros((count, longest, *first.routes.shape[2:]), first.routes.dtype)
+        for rows, part in parts:
+            length = part.keys_values.shape[4]
+            keys_values[:, :, rows, :, :length] = part.keys_values
+            logits[rows] = part.logits
+            for state, own in zip(states, part.states, strict=True):
+                state[rows] = own
+            if routes is not None:
+                routes[rows, :length] = part.routes
+        return PromptStates(keys_values, logits, (), routes, states)
 
     def _prefill(self, prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
@@ -150,7 +176,10 @@ class GenericDecoder(Decoder):
             layer.slots = slots
         states = slots.states()
         for linear, conv, recurrent in zip(self._linear, states[::2], states[1::2], strict=True):
-            _give_states(linear, conv, recurrent)
+            linear.conv_states[0], linear.recurrent_states[0] = conv, recurrent
+            linear.conv_kernel_size[0] = conv.shape[-1]
+            linear.is_conv_states_initialized[0] = linear.is_recurrent_states_initialized[0] = True
+            linear.has_previous_state[0] = True
         logits = self._run(
             input_ids=tokens[:, None],
             position_ids=self._rotary_positions(slots),
@@ -187,21 +216,6 @@ class GenericDecoder(Decoder):
         self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), past_key_values=cache, use_cache=True)
         return cache
 
-    def _shape_of(self, probe: Cache) -> CacheShape:
-        """
-        Args:
-            probe: of one token.
-        """
-        written = _written(probe)
-        heads = {tensor.shape[1] for pair in written for tensor in pair}
-        if len(heads) != 1:
-            raise ValueError(
-                f"hf_infer: the layers of {type(self.model).__name__} keep keys and values of {sorted(heads)} heads; "
-                "the engine needs one number of heads in every layer"
-            )
-        states = tuple((state.shape[1:], state.dtype) for state in _states(probe.layers))
-        return CacheShape(len(written), heads.pop(), max(max(pair) for pair in self._widths), states)
-
 
 def _written(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of every layer that has any, (batch, num_kv_heads, length, head_dim)."""
@@ -214,43 +228,9 @@ def _states(layers: Sequence[Any]) -> list[torch.Tensor]:
     return [state for layer in linear for state in (layer.conv_states[0], layer.recurrent_states[0])]
 
 
-def _give_states(layer: Any, conv: torch.Tensor, recurrent: torch.Tensor) -> None:
-    """Set the states of a layer of linear attention; it writes into these tensors."""
-    layer.conv_states[0], layer.recurrent_states[0] = conv, recurrent
-    layer.conv_kernel_size[0] = conv.shape[-1]
-    layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = True
-    layer.has_previous_state[0] = True
-
-
 def _padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
     """Pad the last dimension with zeros: keys and values may be of different length (DeepSeek-V3)."""
     return tensor if tensor.shape[-1] == width else torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1]))
-
-
-def _assembled(parts: Sequence[tuple[list[int], PromptStates]], count: int, longest: int) -> PromptStates:
-    """Prompts that were computed in several parts.
-
-    Args:
-        parts: places of prompts, and their states.
-        count: of all prompts.
-    """
-    first = parts[0][1]
-    shape = list(first.keys_values.shape)
-    shape[2], shape[4] = count, longest
-    keys_values, logits = first.keys_values.new_zeros(shape), first.logits.new_empty(count, first.logits.shape[1])
-    states = [state.new_empty(count, *state.shape[1:]) for state in first.states]
-    routes = None
-    if first.routes is not None:
-        routes = np.zeros((count, longest, *first.routes.shape[2:]), first.routes.dtype)
-    for rows, part in parts:
-        length = part.keys_values.shape[4]
-        keys_values[:, :, rows, :, :length] = part.keys_values
-        logits[rows] = part.logits
-        for state, own in zip(states, part.states, strict=True):
-            state[rows] = own
-        if routes is not None:
-            routes[rows, :length] = part.routes
-    return PromptStates(keys_values, logits, (), routes, states)
 
 
 class _EngineLayer(CacheLayerMixin):

@@ -41,7 +41,7 @@ class RunningSample:
     stale: bool = False
     """Its keys and values are those of other weights than the engine has."""
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
-    """The most probable tokens of each position, where the request asks for them."""
+    """The most probable tokens of each position, if the request wants them."""
     routes: np.ndarray | None = None
     """Experts of every token so far, prompt included, where they are recorded."""
 
@@ -116,7 +116,7 @@ class RunningRows:
     ) -> None:
         """Start a sample in the next row, after its prompt and the tokens that it has already (``carried``); these
         are in the cache, its next token is not sampled yet. ``offset``: of its rotary positions."""
-        row, params = self.size, sample.request.params
+        row, params = self.size, sample.request.params.normalised()
         assert row < self.capacity, "no free row"
         prompt_length = len(sample.request.prompt_token_ids)
         self.generated[row] = 0
@@ -130,12 +130,10 @@ class RunningRows:
         self.min_new[row] = params.min_new_tokens
         self.max_new[row] = min(params.max_new_tokens, self.max_model_len - prompt_length)
         self.stream_keys[row] = stream_key
-        greedy = params.temperature == 0
-        # A greedy row is the most likely token of the plain distribution: nothing else may change it.
-        self.temperature[row] = 0 if greedy else params.temperature
-        self.top_k[row] = 0 if greedy else max(params.top_k, 0)
-        self.top_p[row] = 1 if greedy else params.top_p
-        self.min_p[row] = 0 if greedy else params.min_p
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
         self.repetition_penalty[row] = params.repetition_penalty
         self.num_top[row] = params.top_log_probs
         self.offsets[row] = offset
@@ -274,7 +272,11 @@ class Sampler:
         if settings.penalty is not None:
             assert self._seen is not None
             logits = penalise_repetition(logits, self._seen[: rows.size], settings.penalty)
-        logits = self._ban_stop_tokens(logits)
+        early = rows.generated[: rows.size] < rows.min_new[: rows.size]
+        if early.any():
+            row, column = np.nonzero((rows.stop_ids[: rows.size] >= 0) & early[:, None])
+            banned = torch.from_numpy(rows.stop_ids[row, column]).to(self._device)
+            logits[torch.from_numpy(row).to(self._device), banned] = -torch.inf
         if settings.all_greedy:
             distribution = logits.log_softmax(-1)
             log_probs, tokens = distribution.max(-1)
@@ -289,16 +291,6 @@ class Sampler:
         # One transfer; ids and float32 log-probs are exact in float64.
         host = torch.stack((tokens.double(), log_probs.double())).cpu().numpy()
         return host[0].astype(np.int64), host[1]
-
-    def _ban_stop_tokens(self, logits: torch.Tensor) -> torch.Tensor:
-        rows, n = self._rows, self._rows.size
-        early = rows.generated[:n] < rows.min_new[:n]
-        if not early.any():
-            return logits
-        row, column = np.nonzero((rows.stop_ids[:n] >= 0) & early[:, None])
-        banned = torch.from_numpy(rows.stop_ids[row, column]).to(self._device)
-        logits[torch.from_numpy(row).to(self._device), banned] = -torch.inf
-        return logits
 
     def _draw(self, logits: torch.Tensor, settings: _Settings) -> tuple[torch.Tensor, torch.Tensor]:
         rows = self._rows
@@ -325,7 +317,7 @@ class Sampler:
 
 
 class _Settings:
-    """The active rows' settings on the device; None or False where no row asks for one."""
+    """The active rows' settings on the device; None or False where no row uses one."""
 
     def __init__(self, rows: RunningRows, device: torch.device) -> None:
         n = rows.size

@@ -57,7 +57,6 @@ class HfInferStrategy(GenerationStrategy):
         self._config = config
         self._engine: GenerationEngine | None = None
         self._decoder: Decoder | None = None
-        self._new_version: int | None = None
         self._updated: dict[str, int] = {}
         """Checksums of the tensors of the update in progress."""
         self._asleep: OffloadedStorages | None = None
@@ -79,7 +78,13 @@ class HfInferStrategy(GenerationStrategy):
         self._stored = StoredLayout(model).on_the_way()
         self._decoder = create_decoder(model, max_model_len)
         if self.role.router_replay.mode == "R3":
-            self._record_routes(self._decoder)
+            layers = sparse_layers(self._decoder.model)
+            if not layers:
+                raise ValueError(
+                    f"{self.role.name}.router_replay.mode: R3 records experts, and "
+                    f"{self.role.model_args.model_name_or_path} has none; set it to disabled"
+                )
+            self._decoder.routing = RoutingRecorder(layers)
         self._engine = GenerationEngine(
             self._decoder,
             partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
@@ -98,25 +103,11 @@ class HfInferStrategy(GenerationStrategy):
             self._decoder.device,
         )
 
-    def _record_routes(self, decoder: Decoder) -> None:
-        """
-        Raises:
-            ValueError: a dense model.
-        """
-        layers = sparse_layers(decoder.model)
-        if not layers:
-            raise ValueError(
-                f"{self.role.name}.router_replay.mode: R3 records experts, and "
-                f"{self.role.model_args.model_name_or_path} has none; set it to disabled"
-            )
-        decoder.routing = RoutingRecorder(layers)
-
     def add_requests(self, requests: Iterable[GenerationRequest]) -> None:
         self._running_engine().add_requests(requests)
 
     def step(self) -> list[GenerationOutput]:
-        if self._new_version is not None:
-            raise RuntimeError("hf_infer: step() between start_weight_update and finish_weight_update")
+        self._check_no_update()
         return self._running_engine().step()
 
     @property
@@ -164,9 +155,7 @@ class HfInferStrategy(GenerationStrategy):
         return PromptScore(log_probs, tops, ranks)
 
     def start_weight_update(self, version: int) -> None:
-        if self._new_version is not None:
-            raise RuntimeError(f"hf_infer: the update to version {self._new_version} is not finished")
-        self._new_version = version
+        super().start_weight_update(version)
         self._updated.clear()
 
     @torch.no_grad()
@@ -177,8 +166,7 @@ class HfInferStrategy(GenerationStrategy):
             ValueError: a name that the model does not have, or a tensor of another shape.
             RuntimeError: no update has been started.
         """
-        if self._new_version is None:
-            raise RuntimeError("hf_infer: update_weights outside of start_weight_update and finish_weight_update")
+        self._updating("update_weights")
         weights = self.held_weights()
         for name, tensor in tensors.items():
             if name not in weights:
@@ -194,12 +182,11 @@ class HfInferStrategy(GenerationStrategy):
     def finish_weight_update(self) -> dict[str, int]:
         """See the base class; the checksums are those of the tensors of this update, as the engine computes with
         them."""
-        if self._new_version is None:
-            raise RuntimeError("hf_infer: finish_weight_update without start_weight_update")
-        self._running_engine().set_version(self._new_version)
+        version = self._updating("finish_weight_update")
+        self._running_engine().set_version(version)
         if self._config.in_flight_update == "recompute":
             self._running_engine().recompute_running()
-        self._new_version = None
+        self._version, self._new_version = version, None
         return dict(self._updated)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
@@ -209,11 +196,9 @@ class HfInferStrategy(GenerationStrategy):
 
     def sleep(self) -> None:
         """Free the KV cache and move the weights to host memory. Only between requests."""
-        engine = self._running_engine()
-        if engine.num_unfinished:
-            raise RuntimeError(f"hf_infer: sleep with {engine.num_unfinished} unfinished samples; abort them first")
+        self._check_idle()
         if self._asleep is None:
-            engine.release_cache()
+            self._running_engine().release_cache()
             assert self._decoder is not None
             self._asleep = OffloadedStorages(self._decoder.weights.values())
             current_platform().empty_cache()
@@ -259,7 +244,13 @@ def create_decoder(model: Any, max_model_len: int) -> Decoder:
     Raises:
         ValueError: layers of another kind than causal attention, to all tokens or a window, and linear attention.
     """
-    _refuse_other_layers(model)
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    known = {FULL, SLIDING, LINEAR} if getattr(model.config, "vision_config", None) is None else {FULL}
+    if kinds - known:
+        raise ValueError(
+            f"hf_infer: {type(model).__name__} has layers of type {', '.join(sorted(kinds - known))}; the engine "
+            f"computes {', '.join(sorted(known))}"
+        )
     model.requires_grad_(False).eval()
     decoder: Decoder
     if getattr(model.config, "vision_config", None) is not None:
@@ -271,16 +262,6 @@ def create_decoder(model: Any, max_model_len: int) -> Decoder:
         decoder = FusedDecoder(model, max_model_len) if is_fused else GenericDecoder(model)
     logger.info("hf_infer: %s is computed by %s", type(model).__name__, type(decoder).__name__)
     return decoder
-
-
-def _refuse_other_layers(model: Any) -> None:
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    known = {FULL, SLIDING, LINEAR} if getattr(model.config, "vision_config", None) is None else {FULL}
-    if kinds - known:
-        raise ValueError(
-            f"hf_infer: {type(model).__name__} has layers of type {', '.join(sorted(kinds - known))}; the engine "
-            f"computes {', '.join(sorted(known))}"
-        )
 
 
 def _load_model(role: WorkerConfig, load_format: str) -> Any:
@@ -325,9 +306,6 @@ class HfForwardStrategy(DataParallelStrategy):
 
     def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         return self.model(layout, outputs, temperature)
-
-    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return tensors if self.rank == 0 else [tensor.new_empty(0) for tensor in tensors]
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         return [*self.model.parameters(), *self.model.buffers()] if kind is StateKind.MODEL_PARAMS else []

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from roll.protocol.images import EncodedVideo, Seen
+from roll.protocol.images import EncodedVideo
 from roll.protocol.vision import VisionInputs, patches_of, placeholder_problem, token_types, vision_token_ids
 from roll.strategies.hf_infer.cache import DecodeSlots
 from roll.strategies.hf_infer.decoder import Images
@@ -122,7 +122,16 @@ class VisionDecoder(GenericDecoder):
             if key not in self._features
         }
         if missing:
-            self._run_tower(missing)
+            pixels = [patches_of(image, vision.processing) for image, _, vision in missing.values()]
+            grids = torch.stack([grid for _, grid, _ in missing.values()])
+            outputs = self._body.get_image_features(
+                torch.cat(pixels).to(self.device), grids.to(self.device), return_dict=True
+            )
+            layers = getattr(outputs, "deepstack_features", None) or []
+            for index, key in enumerate(missing):
+                deepstack = [layer[index] for layer in layers]
+                self._features[key] = _ImageFeatures(outputs.pooler_output[index], deepstack)
+            self.num_towers += len(missing)
         found = []
         for vision in given:
             for key, image in zip(vision.image_keys, vision.images, strict=True):
@@ -136,18 +145,6 @@ class VisionDecoder(GenericDecoder):
         layers = zip(*(one.deepstack for one in found), strict=True)
         deepstack = [(torch.cat(layer)[-placeholders:],) for layer in layers]
         return SimpleNamespace(pooler_output=(pooled,), deepstack_features=deepstack)
-
-    def _run_tower(self, missing: Mapping[str, tuple[Seen, torch.Tensor, VisionInputs]]) -> None:
-        pixels = [patches_of(image, vision.processing) for image, _, vision in missing.values()]
-        grids = torch.stack([grid for _, grid, _ in missing.values()])
-        outputs = self._body.get_image_features(
-            torch.cat(pixels).to(self.device), grids.to(self.device), return_dict=True
-        )
-        layers = getattr(outputs, "deepstack_features", None) or []
-        for index, key in enumerate(missing):
-            deepstack = [layer[index] for layer in layers]
-            self._features[key] = _ImageFeatures(outputs.pooler_output[index], deepstack)
-        self.num_towers += len(missing)
 
 
 @dataclass(frozen=True)

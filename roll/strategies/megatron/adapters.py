@@ -20,7 +20,7 @@ of its experts, and of them an equal part for each of the ranks that share an ex
     B as a matrix (out r, E)    a part of the rows, columns of the rank's experts
 
 Ranks that share a matrix compute with the same tokens, and Megatron sums their partial outputs and partial gradients
-of inputs.  So what a rank has to know whole of A and B is gathered for the pass, and of its gradient each rank gets the
+of inputs.  So what a rank needs whole of A and B is gathered for the pass, and of its gradient each rank gets the
 sum over ranks of its own part: no element is held, counted in the norm of the gradient or updated twice.
 """
 
@@ -197,11 +197,6 @@ class ExpertAdapter(nn.Module):
         self.up = nn.Parameter(like.new_empty(outputs * rank // group.size(), experts))
         self.scaling, self.experts, self.group = scaling, experts, group
 
-    def whole_down(self) -> Tensor:
-        """(experts, r, in)."""
-        columns = gather_from_sequence_parallel_region(self.down.t().contiguous(), group=self.group)
-        return columns.t().unflatten(0, (self.experts, -1))
-
     def own_down(self) -> Tensor:
         """(experts, r, in / ranks)."""
         return self.down.unflatten(0, (self.experts, -1))
@@ -289,7 +284,8 @@ class AdaptedExperts(SequentialMLP):
         own_rows = halves.chunk(ranks, 2)[rank].flatten(1, 2)
         layers = [expert.linear_fc1 for expert in self.local_experts]
         layers += [expert.linear_fc2 for expert in self.local_experts]
-        parts = [*zip(first.whole_down(), own_rows, strict=True)]
+        columns = gather_from_sequence_parallel_region(first.down.t().contiguous(), group=first.group)
+        parts = [*zip(columns.t().unflatten(0, (first.experts, -1)), own_rows, strict=True)]
         parts += zip(second.own_down(), second.whole_up(), strict=True)
         return list(zip(layers, parts, strict=True))
 

@@ -44,8 +44,11 @@ class Layout(ABC):
 
     def split(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
         """The parameter of tensor-parallel rank ``rank`` of ``size``, from whole tensors."""
-        regions = [self.region(tensor.shape, rank, size) for tensor in tensors]
-        return self.fuse([part_of(tensor, region) for tensor, region in zip(tensors, regions, strict=True)], size)
+        parts = []
+        for tensor in tensors:
+            rows, columns = self.region(tensor.shape, rank, size)
+            parts.append(tensor[rows] if tensor.ndim < 2 or columns == _ALL else tensor[rows, columns])
+        return self.fuse(parts, size)
 
     @abstractmethod
     def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
@@ -62,12 +65,6 @@ class Layout(ABC):
     @abstractmethod
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """The whole tensors, from the parameters of all tensor-parallel ranks in order."""
-
-
-def part_of(tensor: Tensor, region: Region) -> Tensor:
-    """A view."""
-    rows, columns = region
-    return tensor[rows] if tensor.ndim < 2 or columns == _ALL else tensor[rows, columns]
 
 
 def _share(count: int, rank: int, size: int) -> slice:
@@ -211,44 +208,34 @@ def parameters_of(
             index, _, inner = name.removeprefix("decoder.layers.").partition(".")
             layer = chunk.decoder.layers[int(index)].layer_number - 1
             prefix, path = f"model.layers.{layer}.", f"decoder.layers.{layer}"
+            layout: Layout
             if inner.startswith(_EXPERTS):
                 number, _, part = inner.removeprefix(_EXPERTS).partition(".")
                 expert = chunk.decoder.layers[int(index)].mlp.local_expert_indices[int(number)]
-                own, layout = _of_expert(part, prefix, expert, num_experts(hf), stored)
+                is_first = part == "linear_fc1.weight"
+                parts = stored.parts(f"{prefix}mlp.experts.{'gate_up_proj' if is_first else 'down_proj'}")
+                count = len(parts) // num_experts(hf)
+                own = tuple(one.name for one in parts[expert * count : (expert + 1) * count])
+                layout = FusedRows(count) if is_first else Sharded(1)
                 yield Correspondence(f"{path}.mlp.experts.{expert}.{part}", own, layout, of_expert=True), parameter
-                continue
-            if inner.startswith(_EXPERT_ADAPTERS):
+            elif inner.startswith(_EXPERT_ADAPTERS):
                 part = inner.removeprefix(_EXPERT_ADAPTERS)
-                source, layout = _of_expert_adapters(part, prefix, chunk.config.expert_tensor_parallel_size)
+                tensor, _, which = part.partition(".")
+                # A is (E r, in), its experts along the rows; B is taken as (out r, E), its experts along the columns.
+                is_up = int(which != "down")
+                source = adapter_names(f"{prefix}mlp.experts.{tensor}")[is_up]
+                layout = ShardedExperts(is_up, chunk.config.expert_tensor_parallel_size)
                 yield Correspondence(f"{path}.mlp.expert_adapters.{part}", (source,), layout, of_expert=True), parameter
-                continue
-            sources, layout = in_layer(inner, hf)
-            own = tuple(stored.parts(f"{prefix}{source}")[0].name for source in sources)
-            yield Correspondence(f"{path}.{inner}", own, layout), parameter
+            else:
+                sources, layout = in_layer(inner, hf)
+                own = tuple(stored.parts(f"{prefix}{source}")[0].name for source in sources)
+                yield Correspondence(f"{path}.{inner}", own, layout), parameter
         else:
             yield _outside_layers(name, hf, head, bool(getattr(parameter, "shared", False))), parameter
 
 
 _EXPERTS = "mlp.experts.local_experts."
 _EXPERT_ADAPTERS = "mlp.experts.adapters."
-
-
-def _of_expert(
-    part: str, prefix: str, expert: int, num_experts: int, stored: StoredLayout
-) -> tuple[tuple[str, ...], Layout]:
-    """The sources and the layout of one of an expert's two matrices."""
-    is_first = part == "linear_fc1.weight"
-    parts = stored.parts(f"{prefix}mlp.experts.{'gate_up_proj' if is_first else 'down_proj'}")
-    count = len(parts) // num_experts
-    own = tuple(one.name for one in parts[expert * count : (expert + 1) * count])
-    return own, FusedRows(count) if is_first else Sharded(1)
-
-
-def _of_expert_adapters(part: str, prefix: str, tensor_size: int) -> tuple[str, Layout]:
-    """A is (E r, in); B is taken as (out r, E)."""
-    tensor, _, which = part.partition(".")
-    down, up = adapter_names(f"{prefix}mlp.experts.{tensor}")
-    return (down, ShardedExperts(0, tensor_size)) if which == "down" else (up, ShardedExperts(1, tensor_size))
 
 
 def in_layer(name: str, hf: PretrainedConfig) -> tuple[tuple[str, ...], Layout]:

@@ -107,7 +107,7 @@ def _summed(value: Tensor, group: ProcessGroup) -> Tensor:
 class RotaryAngles(nn.Module):
     """Angles of rotary embeddings at this rank's positions: with context parallelism, a contiguous chunk of them."""
 
-    # Megatron asks for a length and calls with it; in a flat run of tokens the positions themselves take that way.
+    # Megatron gets a length here and calls `forward` with it; a flat run of tokens passes its positions instead.
 
     def __init__(self, inverse_frequencies: Tensor) -> None:
         super().__init__()
@@ -222,7 +222,18 @@ class RoutedLayer(TransformerLayer):
     """A transformer layer with experts."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.mlp.router.arrange(kwargs["packed_seq_params"])
+        arrangement = kwargs["packed_seq_params"]
+        self.mlp.router._share = arrangement.share
+        assert arrangement.is_padding is not None
+        # Without any token a mean over them would be 0 / 0.
+        self.mlp.router._is_padding = self.mlp.router._own(arrangement.is_padding) if arrangement.share else None
+        routes = (
+            None
+            if arrangement.routes is None
+            else self.mlp.router._own(arrangement.routes)[:, :, self.mlp.router.index].flatten(0, 1)
+        )
+        note = partial(self.mlp.router._note, arrangement) if self.mlp.router.records else None
+        self.mlp.router.router_replay = None if routes is None and note is None else Choices(routes, note)
         return super().forward(*args, **kwargs)
 
 
@@ -261,16 +272,6 @@ class Router(TopKRouter):
     router_replay: Choices | None
     counts: Tensor | None = None
     """int64 (3,) of the passes since it was None: tokens replayed, missing and changed."""
-
-    def arrange(self, arrangement: Arrangement) -> None:
-        """Take what belongs to the micro-batch of the pass to come."""
-        self._share = arrangement.share
-        assert arrangement.is_padding is not None
-        # Without any token a mean over them would be 0 / 0.
-        self._is_padding = self._own(arrangement.is_padding) if arrangement.share else None
-        routes = None if arrangement.routes is None else self._own(arrangement.routes)[:, :, self.index].flatten(0, 1)
-        note = partial(self._note, arrangement) if self.records else None
-        self.router_replay = None if routes is None and note is None else Choices(routes, note)
 
     def _note(self, arrangement: Arrangement, chosen: Tensor) -> None:
         assert arrangement.sources is not None

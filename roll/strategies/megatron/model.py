@@ -102,8 +102,9 @@ class ResponseGPT(GPTModel):
         if not self.post_process:
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        asked = part.top_tokens, part.comparisons
-        return self.output_layer(hidden, part.predictors, part.targets, outputs, temperature, *asked, weight=weight)
+        return self.output_layer(
+            hidden, part.predictors, part.targets, outputs, temperature, part.top_tokens, part.comparisons, weight
+        )
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """Megatron would compute logits here."""

@@ -233,7 +233,10 @@ def load_states(
             updates = max(stored.updates(named.name) for named in names)
             kinds = MOMENTS if any(stored.has(MOMENTS[0], named.name) for named in names) else ()
             values = {kind: _read(own, names, stored, kind) for kind in (WEIGHT, *kinds)}
-            _set(own, masters, values, updates)
+            values = {kind: value.to(own.parameter.device) for kind, value in values.items()}
+            masters.set_weight(own.parameter, values.pop(WEIGHT))
+            if updates and values:
+                masters.set_moments(own.parameter, values, updates)
     return state
 
 
@@ -251,10 +254,3 @@ def _read(own: OwnParameter, names: list[Named], stored: StoredTensors, kind: st
         own_rows = rows.view(last - first, named.width)[:, left:right]
         parts.append(own_rows if len(named.shape) > 1 else own_rows.flatten())
     return layout.fuse(parts, size)
-
-
-def _set(own: OwnParameter, masters: MasterStates, values: dict[str, Tensor], updates: int) -> None:
-    values = {kind: value.to(own.parameter.device) for kind, value in values.items()}
-    masters.set_weight(own.parameter, values.pop(WEIGHT))
-    if updates and values:
-        masters.set_moments(own.parameter, values, updates)

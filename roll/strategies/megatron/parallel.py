@@ -13,7 +13,6 @@ over ``expert_tensor`` ranks next to each other, the experts over ``expert`` suc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,127 +22,61 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from roll.config.roles import ModelArguments
+from roll.config.strategies.base import ParallelDims
 from roll.config.strategies.registry import MegatronStrategyConfig
 from roll.models.build import has_tied_embeddings, load_config, local_folder
 from roll.models.stored import StoredLayout
 from roll.platforms import current_platform
-from roll.protocol.metrics import RankInfo
 from roll.strategies.base import ModelHead
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-@dataclass(frozen=True)
-class ParallelSizes:
-    """Ranks of each dimension; ``virtual`` is the number of model chunks that a pipeline rank holds."""
-
-    tensor: int
-    pipeline: int
-    context: int
-    virtual: int
-    sequence_parallel: bool
-    expert: int = 1
-    expert_tensor: int = 1
-
-    @classmethod
-    def from_config(cls, config: MegatronStrategyConfig) -> ParallelSizes:
-        return cls(
-            tensor=config.tensor_model_parallel_size,
-            pipeline=config.pipeline_model_parallel_size,
-            context=config.context_parallel_size,
-            virtual=config.virtual_pipeline_model_parallel_size or 1,
-            # With one tensor-parallel rank there is nothing to spread the sequence over.
-            sequence_parallel=config.sequence_parallel and config.tensor_model_parallel_size > 1,
-            expert=config.expert_model_parallel_size,
-            expert_tensor=config.expert_tensor_size,
-        )
-
-    @property
-    def has_expert_groups(self) -> bool:
-        """True if experts have their own process groups: they are not sharded and replicated as all else is."""
-        return self.expert > 1 or self.expert_tensor != self.tensor
-
-    @property
-    def exchanges_tokens(self) -> bool:
-        """Replicas compute an expert together, and so must make as many passes as each other."""
-        return self.expert > 1 or self.expert_tensor > self.tensor
-
-    @property
-    def model(self) -> int:
-        """Ranks of one replica of the model."""
-        return self.tensor * self.pipeline * self.context
-
-    @property
-    def sequence_divisor(self) -> int:
-        """Divisor of the padded length of a micro-batch."""
-        return self.context * (self.tensor if self.sequence_parallel else 1)
-
-    def check_world(self, world_size: int) -> None:
-        """
-        Raises:
-            ValueError: the ranks do not make whole replicas, or there are virtual stages without a pipeline.
-        """
-        if world_size % self.model:
-            raise ValueError(
-                f"strategy_config: tensor_model_parallel_size {self.tensor} x pipeline_model_parallel_size "
-                f"{self.pipeline} x context_parallel_size {self.context} = {self.model} does not divide the role's "
-                f"{world_size} ranks; use sizes whose product does, e.g. all 1"
-            )
-        if self.virtual > 1 and self.pipeline == 1:
-            raise ValueError(
-                f"strategy_config.virtual_pipeline_model_parallel_size: {self.virtual} needs "
-                "pipeline_model_parallel_size of at least 2; set it to null"
-            )
-
-
-def create_groups(sizes: ParallelSizes, seed: int) -> None:
+def create_groups(dims: ParallelDims, seed: int) -> None:
     """Collective. The process groups of all dimensions, and Megatron's random states."""
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=sizes.tensor,
-        pipeline_model_parallel_size=sizes.pipeline,
-        virtual_pipeline_model_parallel_size=sizes.virtual if sizes.virtual > 1 else None,
-        context_parallel_size=sizes.context,
-        expert_model_parallel_size=sizes.expert,
-        expert_tensor_parallel_size=sizes.expert_tensor,
+        tensor_model_parallel_size=dims.tp,
+        pipeline_model_parallel_size=dims.pp,
+        virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
+        context_parallel_size=dims.cp,
+        expert_model_parallel_size=dims.ep,
+        expert_tensor_parallel_size=dims.etp,
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed)
     current_platform().synchronize()
 
 
-def rank_info(rank: int, world_size: int, sizes: ParallelSizes) -> RankInfo:
-    replicas = world_size // sizes.model
-    rest, tensor = divmod(rank, sizes.tensor)
-    rest, context = divmod(rest, sizes.context)
-    pipeline, data = divmod(rest, replicas)
-    return RankInfo(
-        rank=rank,
-        world_size=world_size,
-        dp_rank=data,
-        dp_size=replicas,
-        tp_rank=tensor,
-        tp_size=sizes.tensor,
-        pp_rank=pipeline,
-        pp_size=sizes.pipeline,
-        cp_rank=context,
-        cp_size=sizes.context,
-    )
-
-
 def build_transformer_config(
     hf: PretrainedConfig,
     args: ModelArguments,
     options: MegatronStrategyConfig,
-    sizes: ParallelSizes,
+    dims: ParallelDims,
     dtype: torch.dtype,
 ) -> TransformerConfig:
     """
     Raises:
         ValueError: sizes that do not fit the model, or an unknown name in ``additional_configs``.
     """
-    _check_heads(hf, sizes)
-    settings = _architecture(hf) | _parallelism(options, sizes, dtype) | _recomputation(args, options)
+    for key, count in (("num_key_value_heads", hf.num_key_value_heads), ("intermediate_size", hf.intermediate_size)):
+        if count % dims.tp:
+            raise ValueError(
+                f"strategy_config.tensor_model_parallel_size: {dims.tp} does not divide the model's {key} "
+                f"{count}; use a size that does"
+            )
+    if hf.num_attention_heads % (dims.tp * dims.cp):
+        raise ValueError(
+            f"strategy_config.context_parallel_size: {dims.cp} x tensor_model_parallel_size {dims.tp} does "
+            f"not divide the model's {hf.num_attention_heads} attention heads; use a smaller one"
+        )
+    stages = dims.pp * dims.vpp
+    if hf.num_hidden_layers < stages:
+        raise ValueError(
+            f"strategy_config.pipeline_model_parallel_size: {stages} stages for {hf.num_hidden_layers} layers; use at "
+            f"most {hf.num_hidden_layers}"
+        )
+    settings = _architecture(hf) | _parallelism(options, dims, dtype) | _recomputation(args, options)
     known = {name for name in TransformerConfig.__dataclass_fields__ if not name.startswith("_")}
     unknown = options.additional_configs.keys() - known
     if unknown:
@@ -210,14 +143,14 @@ def _experts(hf: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def _parallelism(options: MegatronStrategyConfig, sizes: ParallelSizes, dtype: torch.dtype) -> dict[str, Any]:
-    interleaved = sizes.virtual > 1
+def _parallelism(options: MegatronStrategyConfig, dims: ParallelDims, dtype: torch.dtype) -> dict[str, Any]:
+    interleaved = dims.vpp > 1
     return {
-        "tensor_model_parallel_size": sizes.tensor,
-        "pipeline_model_parallel_size": sizes.pipeline,
-        "virtual_pipeline_model_parallel_size": sizes.virtual if interleaved else None,
-        "context_parallel_size": sizes.context,
-        "sequence_parallel": sizes.sequence_parallel,
+        "tensor_model_parallel_size": dims.tp,
+        "pipeline_model_parallel_size": dims.pp,
+        "virtual_pipeline_model_parallel_size": dims.vpp if interleaved else None,
+        "context_parallel_size": dims.cp,
+        "sequence_parallel": dims.sequence_parallel,
         "pipeline_model_parallel_layout": options.pipeline_model_parallel_layout,
         "account_for_embedding_in_pipeline_split": options.account_for_embedding_in_pipeline_split,
         "account_for_loss_in_pipeline_split": options.account_for_loss_in_pipeline_split,
@@ -232,16 +165,16 @@ def _parallelism(options: MegatronStrategyConfig, sizes: ParallelSizes, dtype: t
         "use_cpu_initialization": not torch.cuda.is_available(),
         # Stages exchange the shapes of micro-batches, except in the interleaved schedule, whose ranks exchange
         # in both directions at once: there all micro-batches are padded to one shape.
-        "variable_seq_lengths": sizes.pipeline > 1 and not interleaved,
+        "variable_seq_lengths": dims.pp > 1 and not interleaved,
         "moe_token_dispatcher_type": options.moe_token_dispatcher_type,
-        "expert_model_parallel_size": sizes.expert,
-        "expert_tensor_parallel_size": sizes.expert_tensor,
+        "expert_model_parallel_size": dims.ep,
+        "expert_tensor_parallel_size": dims.etp,
         "moe_aux_loss_coeff": options.moe_aux_loss_coeff or 0.0,
         "moe_router_load_balancing_type": options.moe_router_load_balancing_type,
         "batch_p2p_comm": not interleaved,
         "overlap_p2p_comm": interleaved,
         # The interleaved schedule frees outputs that are still being sent: right with CUDA streams, wrong with gloo.
-        "deallocate_pipeline_outputs": sizes.pipeline > 1 and (torch.cuda.is_available() or not interleaved),
+        "deallocate_pipeline_outputs": dims.pp > 1 and (torch.cuda.is_available() or not interleaved),
         # The fused kernels are Triton's or Apex's.
         "bias_activation_fusion": options.bias_activation_fusion and torch.cuda.is_available(),
         "gradient_accumulation_fusion": False,
@@ -262,26 +195,6 @@ def _recomputation(args: ModelArguments, options: MegatronStrategyConfig) -> dic
     return {}
 
 
-def _check_heads(hf: PretrainedConfig, sizes: ParallelSizes) -> None:
-    for key, count in (("num_key_value_heads", hf.num_key_value_heads), ("intermediate_size", hf.intermediate_size)):
-        if count % sizes.tensor:
-            raise ValueError(
-                f"strategy_config.tensor_model_parallel_size: {sizes.tensor} does not divide the model's {key} "
-                f"{count}; use a size that does"
-            )
-    if hf.num_attention_heads % (sizes.tensor * sizes.context):
-        raise ValueError(
-            f"strategy_config.context_parallel_size: {sizes.context} x tensor_model_parallel_size {sizes.tensor} does "
-            f"not divide the model's {hf.num_attention_heads} attention heads; use a smaller one"
-        )
-    stages = sizes.pipeline * sizes.virtual
-    if hf.num_hidden_layers < stages:
-        raise ValueError(
-            f"strategy_config.pipeline_model_parallel_size: {stages} stages for {hf.num_hidden_layers} layers; use at "
-            f"most {hf.num_hidden_layers}"
-        )
-
-
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe")
 """Values of ``model_type`` whose layers are translated (Qwen2.5 is ``qwen2``)."""
 
@@ -299,15 +212,6 @@ def skeleton(args: ModelArguments, head: ModelHead) -> PreTrainedModel:
         raise ValueError("model_args.model_name_or_path: empty; give a model folder, or set `pretrain` for all roles")
     local_folder(args.model_name_or_path)  # The files say whether the output matrix is the embeddings.
     config = load_config(args)
-    _check_family(config, args.model_name_or_path)
-    with torch.device("meta"):
-        if head is ModelHead.VALUE:
-            config.num_labels = 1
-            return AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-def _check_family(config: PretrainedConfig, path: str) -> None:
     reasons = {
         f"model_type {config.model_type}": config.model_type not in FAMILIES,
         "sliding-window layers": set(getattr(config, "layer_types", None) or ()) - {"full_attention"},
@@ -321,9 +225,15 @@ def _check_family(config: PretrainedConfig, path: str) -> None:
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
         raise ValueError(
-            f"model_args.model_name_or_path: {path} has {' and '.join(found)}, which the Megatron backend does not "
-            "compute; use a Qwen2, Qwen2.5, Qwen3, Llama, Mixtral or OLMoE model, or strategy_name: fsdp2_train"
+            f"model_args.model_name_or_path: {args.model_name_or_path} has {' and '.join(found)}, which the Megatron "
+            "backend does not compute; use a Qwen2, Qwen2.5, Qwen3, Llama, Mixtral or OLMoE model, or strategy_name: "
+            "fsdp2_train"
         )
+    with torch.device("meta"):
+        if head is ModelHead.VALUE:
+            config.num_labels = 1
+            return AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def rotary_frequencies(model: PreTrainedModel) -> torch.Tensor:

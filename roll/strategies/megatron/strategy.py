@@ -54,11 +54,9 @@ from roll.strategies.megatron.micro_batches import Chunking, MicroBatch, run_for
 from roll.strategies.megatron.model import ResponseGPT
 from roll.strategies.megatron.optimizer import MasterStates, Named, build_optimizer, load_states, save_states
 from roll.strategies.megatron.parallel import (
-    ParallelSizes,
     build_transformer_config,
     create_groups,
     num_experts,
-    rank_info,
     rotary_frequencies,
     skeleton,
     sparse_layers,
@@ -79,13 +77,14 @@ class MegatronStrategy(ModelStrategy):
 
     adapters: Adapters | None = None
     masters: MasterStates | None = None
+    chunks: list[nn.Module]
+    parameters: list[OwnParameter]
     progress: TrainingProgress
 
     def _configure(self) -> None:
         config = typed_strategy_config(self.role.strategy_args)
         assert isinstance(config, MegatronStrategyConfig), config
         self.config = config
-        self.sizes = ParallelSizes.from_config(config)
         self.compute_dtype = DTYPES[self.role.model_args.dtype]
 
     def initialize(self, num_training_steps: int = 0) -> None:
@@ -102,14 +101,41 @@ class MegatronStrategy(ModelStrategy):
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
         if num_training_steps:
-            self._prepare_training(num_training_steps)
+            args = self.role.training_args
+            self.progress = TrainingProgress(args, num_training_steps, self.compute_dtype)
+            # float32 gradient buffers, summed over data- and context-parallel ranks
+            options = DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=self.config.overlap_grad_reduce,
+                use_distributed_optimizer=self.config.use_distributed_optimizer,
+                bucket_size=self.config.ddp_bucket_size,
+            )
+            with cpu_compat.construction():
+                self.ddp_chunks = [
+                    DistributedDataParallel(self.transformer_config, options, chunk, disable_bucketing=index > 0)
+                    for index, chunk in enumerate(self.gpt_chunks)
+                ]
+            self.chunks = list(self.ddp_chunks)
+            config = self.transformer_config
+            config.finalize_model_grads_func = _sum_gradients
+            if self.config.overlap_grad_reduce:
+                functions = [chunk.no_sync for chunk in self.ddp_chunks]
+                config.no_sync_func = functions if len(functions) > 1 else functions[0]
+            if self.progress.loss_scale is not None:
+                config.grad_scale_func = lambda loss: loss * self.progress.scale
+            self.optimizer = build_optimizer(
+                self.chunks, args, self.compute_dtype, distributed=self.config.use_distributed_optimizer
+            )
+            self.masters = MasterStates(self.optimizer, self.parameters)
+            if self.compute_dtype is not torch.float32:
+                self._read_weights()  # master weights as the files have them, not rounded
         for chunk in self.chunks:
             chunk.train(num_training_steps > 0)
 
     def _build(self) -> None:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        self.sizes.check_world(world_size)
-        self._info = rank_info(rank, world_size, self.sizes)
+        self.dims = self.config.parallel_dims(self.role, dist.get_world_size())
+        self.dims.validate(self.role.name)
+        self._info = self.rank_info
         args = self.role.model_args
         self._skeleton = skeleton(args, self.head)
         where = f"{self.role.name}.model_args.model_name_or_path: {args.model_name_or_path}"
@@ -119,15 +145,25 @@ class MegatronStrategy(ModelStrategy):
         self._shapes = self._stored.stored_shapes()
         self._adapter_tensors: dict[str, torch.Tensor] = {}
         if uses_lora(args):
-            self._adapt_skeleton()
-        create_groups(self.sizes, self.seed)
+            # Drawn or loaded whole: they are small.
+            self.adapters = megatron_adapters.adapted_skeleton(self._skeleton, args, self.seed, self.compute_dtype)
+            tensors = {name: p.detach() for name, p in self._skeleton.named_parameters() if p.requires_grad}
+            experts = num_experts(self._skeleton.config)
+            named = dict(megatron_adapters.of_experts_as_matrices(tensors, self.adapters, experts))
+            self._shapes |= {source_name(name): tensor.shape for name, tensor in named.items()}
+            # A critic's head is the model folder's, unless it continues from an adapter that has one.
+            from_adapter = args.adapter_name_or_path is not None
+            self._adapter_tensors = {
+                source_name(name): tensor for name, tensor in named.items() if from_adapter or source_name(name) == name
+            }
+        create_groups(self.dims, self.seed)
         torch.manual_seed(self.seed + self._info.dp_rank)
         self.transformer_config = build_transformer_config(
-            self._skeleton.config, args, self.config, self.sizes, self.compute_dtype
+            self._skeleton.config, args, self.config, self.dims, self.compute_dtype
         )
         with cpu_compat.construction():
-            self.gpt_chunks = [self._build_chunk(index) for index in range(self.sizes.virtual)]
-        self.chunks: list[nn.Module] = list(self.gpt_chunks)
+            self.gpt_chunks = [self._build_chunk(index) for index in range(self.dims.vpp)]
+        self.chunks = list(self.gpt_chunks)
         self._experts = num_experts(self._skeleton.config)
         self.parameters = [
             OwnParameter(correspondence, parameter)
@@ -138,8 +174,8 @@ class MegatronStrategy(ModelStrategy):
             # Megatron marks what its own initialisation shards; the gradient norm counts all else on one rank only.
             own.parameter.tensor_model_parallel = not isinstance(own.correspondence.layout, Replicated)  # type: ignore[attr-defined]
             if own.correspondence.of_expert:
-                # Megatron asks for ranks of their own with several expert-parallel ranks only.
-                own.parameter.allreduce = not self.sizes.has_expert_groups  # type: ignore[attr-defined]
+                # Megatron marks an expert's own process groups with several expert-parallel ranks only.
+                own.parameter.allreduce = not self.dims.has_expert_groups  # type: ignore[attr-defined]
         freeze(self.parameters, list(live), args.freeze_module_prefix, self._stored)
         if self.adapters is not None:
             trained = {source_name(name) for name, p in self._skeleton.named_parameters() if p.requires_grad}
@@ -150,20 +186,6 @@ class MegatronStrategy(ModelStrategy):
             self.parameters, self._info, self._shapes, self.compute_dtype, self._stored, self.adapter_scalings()
         )
 
-    def _adapt_skeleton(self) -> None:
-        """Draw or load the adapters, whole: they are small."""
-        args = self.role.model_args
-        self.adapters = megatron_adapters.adapted_skeleton(self._skeleton, args, self.seed, self.compute_dtype)
-        tensors = {name: p.detach() for name, p in self._skeleton.named_parameters() if p.requires_grad}
-        experts = num_experts(self._skeleton.config)
-        named = dict(megatron_adapters.of_experts_as_matrices(tensors, self.adapters, experts))
-        self._shapes |= {source_name(name): tensor.shape for name, tensor in named.items()}
-        # A critic's head is the model folder's, unless it continues from an adapter that has one.
-        from_adapter = args.adapter_name_or_path is not None
-        self._adapter_tensors = {
-            source_name(name): tensor for name, tensor in named.items() if from_adapter or source_name(name) == name
-        }
-
     def _build_chunk(self, index: int) -> ResponseGPT:
         hf = self._skeleton.config
         chunk = ResponseGPT(
@@ -171,7 +193,7 @@ class MegatronStrategy(ModelStrategy):
             hf,
             head=self.head,
             inverse_frequencies=rotary_frequencies(self._skeleton).to(self.device),
-            virtual_stage=index if self.sizes.virtual > 1 else None,
+            virtual_stage=index if self.dims.vpp > 1 else None,
         )
         if self.adapters is not None:
             dropout = self.role.model_args.lora_dropout
@@ -218,18 +240,18 @@ class MegatronStrategy(ModelStrategy):
 
     @property
     def rank_info(self) -> RankInfo:
-        return rank_info(dist.get_rank(), dist.get_world_size(), self.sizes)
+        return self.dims.rank_info(dist.get_rank())
 
     def _chunking(self) -> Chunking:
         return Chunking(
             context_rank=self._info.cp_rank,
             context_size=self._info.cp_size,
-            divisor=self.sizes.sequence_divisor,
-            same_shape=self.sizes.virtual > 1,
-            count_divisor=self.sizes.pipeline,
+            divisor=self.dims.sequence_divisor,
+            same_shape=self.dims.vpp > 1,
+            count_divisor=self.dims.pp,
             device=self.device,
             shares_prompts=self.role.use_prefix_sharing,
-            peers=parallel_state.get_data_parallel_group() if self._experts and self.sizes.exchanges_tokens else None,
+            peers=parallel_state.get_data_parallel_group() if self._experts and self.dims.exchanges_tokens else None,
             peers_share_shapes=self.config.moe_token_dispatcher_type == "allgather",
             routes=self._experts > 0,
             balances=bool(self.transformer_config.moe_aux_loss_coeff),
@@ -250,7 +272,28 @@ class MegatronStrategy(ModelStrategy):
             router.records = False
         results = dict(zip(names, whole.to(batch["input_ids"].device).unbind(), strict=True))
         if Output.ROUTES in computation.outputs:
-            results[Output.ROUTES] = self._recorded_routes(parts, batch)
+            # Each rank of a replica has noted some of the layers for some of the tokens.
+            shape, config = batch["input_ids"].shape, self.transformer_config
+            layers, top_k = sum(sparse_layers(self._skeleton.config)), config.moe_router_topk
+            # Counted from 1, so that ranks' parts can be summed.
+            whole = torch.zeros(*shape, layers, top_k, dtype=torch.int32, device=self.device)
+            for part in parts:
+                if not part.rows or part.arrangement is None:
+                    continue
+                rows, width = part.columns["input_ids"].shape
+                own = whole.new_zeros(rows * width, layers, top_k)
+                for layer, (sources, chosen) in part.arrangement.recorded.items():
+                    own[sources[sources >= 0], layer] = chosen[sources >= 0].int() + 1
+                whole[row_index(part.rows), :width] = own.view(rows, width, layers, top_k)
+            dist.all_reduce(whole, group=parallel_state.get_model_parallel_group())
+            dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+            column = encoded(whole - 1, self._experts).to(batch["input_ids"].device)
+            for part in parts if self.role.use_prefix_sharing else ():
+                if part.rows:
+                    index = row_index(part.rows)
+                    ids, mask = batch["input_ids"][index], batch["response_mask"][index]
+                    column[index] = with_prompts_of_leaders(column[index].clone(), ids, mask)
+            results[Output.ROUTES] = column
         return results
 
     def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:
@@ -303,30 +346,6 @@ class MegatronStrategy(ModelStrategy):
     def _routers(self) -> list[Router]:
         return [router for chunk in self.gpt_chunks for router in chunk.routers]
 
-    def _recorded_routes(self, parts: list[MicroBatch], batch: TensorBatch) -> torch.Tensor:
-        """Collective over a replica's ranks, of which each has noted some of the layers for some of the tokens."""
-        shape, config = batch["input_ids"].shape, self.transformer_config
-        layers, top_k = sum(sparse_layers(self._skeleton.config)), config.moe_router_topk
-        # Counted from 1, so that ranks' parts can be summed.
-        whole = torch.zeros(*shape, layers, top_k, dtype=torch.int32, device=self.device)
-        for part in parts:
-            if not part.rows or part.arrangement is None:
-                continue
-            rows, width = part.columns["input_ids"].shape
-            own = whole.new_zeros(rows * width, layers, top_k)
-            for layer, (sources, chosen) in part.arrangement.recorded.items():
-                own[sources[sources >= 0], layer] = chosen[sources >= 0].int() + 1
-            whole[row_index(part.rows), :width] = own.view(rows, width, layers, top_k)
-        dist.all_reduce(whole, group=parallel_state.get_model_parallel_group())
-        dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
-        column = encoded(whole - 1, self._experts).to(batch["input_ids"].device)
-        for part in parts if self.role.use_prefix_sharing else ():
-            if part.rows:
-                index = row_index(part.rows)
-                ids, mask = batch["input_ids"][index], batch["response_mask"][index]
-                column[index] = with_prompts_of_leaders(column[index].clone(), ids, mask)
-        return column
-
     def named_full_weights(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -342,53 +361,20 @@ class MegatronStrategy(ModelStrategy):
             model = skeleton(self.role.model_args, self.head)
             write_export(model, weights, str(self.role.model_args.model_name_or_path), path)
         if self.adapters is not None:
-            self._save_adapter(self.adapters, path / ADAPTER_FOLDER)
+            trained = [name for name, parameter in self._skeleton.named_parameters() if parameter.requires_grad]
+            sources = {source_name(name) for name in trained}
+            held = [own for own in self.parameters if own.correspondence.sources[0] in sources]
+            whole: dict[str, torch.Tensor] = {}
+            full = FullWeights(held, self._info, self._shapes, self.compute_dtype, self._stored)
+            for bucket in full.buckets(EXPORT_BUCKET_BYTES):
+                whole |= {name: tensor.cpu() for name, tensor in bucket}
+            if self._info.rank == 0:
+                shapes = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
+                own_tensors = self.adapters.own((name, whole[source_name(name)].view(shapes[name])) for name in trained)
+                self.adapters.save(
+                    path / ADAPTER_FOLDER, dict(own_tensors), str(self.role.model_args.model_name_or_path)
+                )
         dist.barrier()
-
-    def _save_adapter(self, adapters: Adapters, path: Path) -> None:
-        """Collective."""
-        trained = [name for name, parameter in self._skeleton.named_parameters() if parameter.requires_grad]
-        sources = {source_name(name) for name in trained}
-        held = [own for own in self.parameters if own.correspondence.sources[0] in sources]
-        whole: dict[str, torch.Tensor] = {}
-        full = FullWeights(held, self._info, self._shapes, self.compute_dtype, self._stored)
-        for bucket in full.buckets(EXPORT_BUCKET_BYTES):
-            whole |= {name: tensor.cpu() for name, tensor in bucket}
-        if self._info.rank == 0:
-            shapes = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
-            own_tensors = adapters.own((name, whole[source_name(name)].view(shapes[name])) for name in trained)
-            adapters.save(path, dict(own_tensors), str(self.role.model_args.model_name_or_path))
-
-    def _prepare_training(self, num_training_steps: int) -> None:
-        """Gradient buffers, optimizer and schedule."""
-        args = self.role.training_args
-        self.progress = TrainingProgress(args, num_training_steps, self.compute_dtype)
-        self.ddp_chunks = [self._with_gradients(chunk, index) for index, chunk in enumerate(self.gpt_chunks)]
-        self.chunks = list(self.ddp_chunks)
-        config = self.transformer_config
-        config.finalize_model_grads_func = _sum_gradients
-        if self.config.overlap_grad_reduce:
-            functions = [chunk.no_sync for chunk in self.ddp_chunks]
-            config.no_sync_func = functions if len(functions) > 1 else functions[0]
-        if self.progress.loss_scale is not None:
-            config.grad_scale_func = lambda loss: loss * self.progress.scale
-        self.optimizer = build_optimizer(
-            self.chunks, args, self.compute_dtype, distributed=self.config.use_distributed_optimizer
-        )
-        self.masters = MasterStates(self.optimizer, self.parameters)
-        if self.compute_dtype is not torch.float32:
-            self._read_weights()  # master weights as the files have them, not rounded
-
-    def _with_gradients(self, chunk: nn.Module, index: int) -> DistributedDataParallel:
-        """Wrap a chunk with float32 gradient buffers that are summed over data- and context-parallel ranks."""
-        options = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=self.config.overlap_grad_reduce,
-            use_distributed_optimizer=self.config.use_distributed_optimizer,
-            bucket_size=self.config.ddp_bucket_size,
-        )
-        with cpu_compat.construction():
-            return DistributedDataParallel(self.transformer_config, options, chunk, disable_bucketing=index > 0)
 
     def _train_step(self, batch: TensorBatch, loss_fn: LossFunction, computation: Computation) -> Metrics:
         """Collective. All ranks of a replica are given the same rows; the loss function runs on the last stage, whose

@@ -20,7 +20,7 @@ from roll.platforms import current_platform
 from roll.protocol.metrics import RankInfo
 from roll.strategies.base import ALL_WEIGHTS, WeightSelection
 from roll.strategies.megatron.correspondence import Correspondence, ShardedExperts
-from roll.strategies.training.gather import in_buckets
+from roll.weight_sync.encoding import in_buckets
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,8 @@ class FullWeights:
     def _merged_expert(self, weight: _Weight, live: str, adapters: Sequence[Collect]) -> _Weight:
         """Some rows of the live tensor of all experts, with their adapters."""
         begin, shape = self._stored.part(weight.name).begin, self._stored.live_shape(live)
-        is_trained = any(self._is_trained(*self._of_adapters[part]) for part in adapter_names(live))
+        adapted = [self._of_adapters[part] for part in adapter_names(live)]
+        is_trained = any(entry.name not in self._frozen[stage] for stage, entry in adapted)
 
         def read() -> Tensor | None:
             rows, parts = weight.read(), [part for collect in adapters for part in collect()]
@@ -225,9 +226,6 @@ class FullWeights:
 
         return _Weight(weight.name, weight.num_bytes, weight.is_trained or is_trained, read)
 
-    def _is_trained(self, stage: int, entry: Correspondence) -> bool:
-        return entry.name not in self._frozen[stage]
-
     def _weight(self, name: str, stage: int, entry: Correspondence, collect: Collect, index: int) -> _Weight:
         num_bytes = self._shapes[entry.sources[index]].numel() * self._dtype.itemsize
 
@@ -235,7 +233,7 @@ class FullWeights:
             tensors = collect()
             return tensors[index] if tensors else None
 
-        return _Weight(name, num_bytes, self._is_trained(stage, entry), read)
+        return _Weight(name, num_bytes, entry.name not in self._frozen[stage], read)
 
     def _collect(self, stage: int, entry: Correspondence) -> list[Tensor]:
         """The tensors of one parameter on rank 0; nothing elsewhere. One replica does the work."""

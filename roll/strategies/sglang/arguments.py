@@ -13,6 +13,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.sglang import SglangStrategyConfig
 from roll.models.build import DTYPES, overrides
 from roll.platforms import Platform
+from roll.strategies.engines.base import cache_numbers
 from roll.strategies.engines.requests import (
     FinishReason,
     GenerationOutput,
@@ -86,8 +87,7 @@ def engine_arguments(
 def _cpu_tokens(options: SglangStrategyConfig, model_config: Any, max_model_len: int) -> int:
     """A cache no larger than can be used; by default SGLang takes a share of the host's memory."""
     text = model_config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    kv_heads, head_dim = cache_numbers(text)
     token_bytes = 2 * text.num_hidden_layers * kv_heads * head_dim * 4  # float32 at most
     longest = max_model_len + _SPARE_TOKENS
     return max(min(options.max_num_seqs * longest, _MOST_CPU_CACHE_BYTES // token_bytes), longest)
@@ -121,16 +121,15 @@ def sampling_settings(
         num_begun: tokens of the response that the sample comes with; SGLang counts them to its prompt.
         stream_key: of the sample's random numbers.
     """
-    greedy = params.temperature == 0
-    stops = list(dict.fromkeys((*end_token_ids, *params.stop_token_ids)))
+    own, stops = params.normalised(), list(params.ends(end_token_ids))
     return {
         "max_new_tokens": most - num_begun,
         "stop_token_ids": stops,
         "custom_params": {
             "temperature": params.temperature,
-            "top_k": 0 if greedy or params.top_k <= 0 else params.top_k,
-            "top_p": 1.0 if greedy else params.top_p,
-            "min_p": 0.0 if greedy else params.min_p,
+            "top_k": own.top_k,
+            "top_p": own.top_p,
+            "min_p": own.min_p,
             "repetition_penalty": params.repetition_penalty,
             "min_new_tokens": params.min_new_tokens,
             "end_token_ids": stops,
@@ -152,7 +151,7 @@ class Sample:
     """Version of the weights that the next token is drawn with."""
     matcher: StopStringMatcher | None
     token_ids: list[int] = field(default_factory=list)
-    """Behind those that it came with."""
+    """Tokens after those that it came with."""
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
     earlier_versions: list[VersionSpan] = field(default_factory=list)

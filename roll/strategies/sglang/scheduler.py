@@ -27,7 +27,7 @@ BACKEND = "pytorch"
 
 
 class Row:
-    """One sample of a batch: its settings, and the tokens it has seen where a repetition penalty asks for them."""
+    """One sample of a batch: its settings, and the tokens it has seen if it has a repetition penalty."""
 
     def __init__(self, request: Any, vocab_size: int, device: str) -> None:
         settings = request.sampling_params.custom_params or {}
@@ -48,7 +48,7 @@ class Row:
 
 
 class Settings:
-    """The settings of a batch on the device; None or False where no row asks for one."""
+    """The settings of a batch on the device; None or False where no row uses one."""
 
     def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
         self.rows = rows

@@ -17,11 +17,10 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import typed_strategy_config
 from roll.config.strategies.sglang import SGLANG, SglangStrategyConfig
 from roll.platforms import current_platform
-from roll.strategies.engines.base import GenerationStrategy, check_version
+from roll.strategies.engines.base import PackagedEngine, check_version
 from roll.strategies.engines.requests import (
     GenerationOutput,
     GenerationRequest,
-    PartialSample,
     StopStringMatcher,
     check_request,
     stream_key,
@@ -38,7 +37,7 @@ _TURNS = 5
 """Turns of the event loop after which what has arrived has reached the samples."""
 
 
-class SglangStrategy(GenerationStrategy):
+class SglangStrategy(PackagedEngine):
     """Generation by SGLang, on CPU or GPU. All waiting is done in this class's methods, on one event loop."""
 
     def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
@@ -51,11 +50,8 @@ class SglangStrategy(GenerationStrategy):
         """Unfinished samples, also those whose end no step has reported, in the order of their arrival."""
         self._progress = asyncio.Event()
         self._num_started = 0
-        self._version = 0
-        self._new_version: int | None = None
         self._held: dict[str, int] = {}
         """Checksums of all tensors that updates have brought, as of the last one."""
-        self._asleep: list[str] = []
 
     def initialize(self) -> None:
         """See the base class.
@@ -104,26 +100,24 @@ class SglangStrategy(GenerationStrategy):
                 raise ValueError(f"request {request.request_id!r}: has images; hf_infer and vllm take them")
             taken.add(request.request_id)
         for request in requests:
+            # Every sample is a separate request to SGLang; tokens of a partial sample become part of its prompt.
             for index in request.unfinished_samples:
-                self._start(request, index, request.partial.get(index))
-
-    def _start(self, request: GenerationRequest, index: int, begun: PartialSample | None) -> None:
-        """Add a sample as a separate request to SGLang; tokens of a partial sample become part of its prompt."""
-        params, prompt = request.params, list(request.prompt_token_ids)
-        tokens = [] if begun is None else list(begun.token_ids)
-        matcher = None
-        if params.stop_strings:
-            matcher = StopStringMatcher(self._decode, params.stop_strings, prompt)
-            for token in tokens:
-                matcher.push(token)
-        # Without a seed in the request, its id gives one: different for each request, the same after an abort.
-        seed = zlib.crc32(request.request_id.encode(), self.seed) if params.seed is None else params.seed
-        most = min(params.max_new_tokens, self._max_model_len - len(prompt))
-        settings = sampling_settings(
-            params, self._end_token_ids, most, len(prompt), len(tokens), stream_key(seed, index)
-        )
-        sample = Sample(request, index, begun, self._version, matcher)
-        self._following[sample] = self._loop.create_task(self._follow(sample, prompt + tokens, settings))
+                begun = request.partial.get(index)
+                params, prompt = request.params, list(request.prompt_token_ids)
+                tokens = [] if begun is None else list(begun.token_ids)
+                matcher = None
+                if params.stop_strings:
+                    matcher = StopStringMatcher(self._decode, params.stop_strings, prompt)
+                    for token in tokens:
+                        matcher.push(token)
+                # Without a seed in the request, its id gives one: different for each request, the same after an abort.
+                seed = zlib.crc32(request.request_id.encode(), self.seed) if params.seed is None else params.seed
+                most = min(params.max_new_tokens, self._max_model_len - len(prompt))
+                settings = sampling_settings(
+                    params, self._end_token_ids, most, len(prompt), len(tokens), stream_key(seed, index)
+                )
+                sample = Sample(request, index, begun, self._version, matcher)
+                self._following[sample] = self._loop.create_task(self._follow(sample, prompt + tokens, settings))
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
@@ -161,8 +155,7 @@ class SglangStrategy(GenerationStrategy):
         A request is left to :meth:`take_failures` where SGLang has given a sample of it up, or has drawn one from
         log-probs that are not finite.
         """
-        if self._new_version is not None:
-            raise RuntimeError("sglang: step() between start_weight_update and finish_weight_update")
+        self._check_no_update()
         self._run(self._wait_for_tokens())
         done = [sample for sample, task in self._following.items() if task.done()]
         failed: dict[str, str] = {}
@@ -210,12 +203,10 @@ class SglangStrategy(GenerationStrategy):
         return [s.output() for s in self._following if s.request.request_id in wanted and s.finish_reason is None]
 
     def start_weight_update(self, version: int) -> None:
-        if self._new_version is not None:
-            raise RuntimeError(f"sglang: the update to version {self._new_version} is not finished")
+        super().start_weight_update(version)
         self._run(self._updates.open())
         # The reply came after the last tokens of the old weights.
         self._run(self._settle())
-        self._new_version = version
 
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """See the base class; a tensor of another dtype is converted to the engine's.
@@ -223,8 +214,7 @@ class SglangStrategy(GenerationStrategy):
         Raises:
             RuntimeError: no update has been started, or SGLang refuses it.
         """
-        if self._new_version is None:
-            raise RuntimeError("sglang: update_weights outside of start_weight_update and finish_weight_update")
+        self._updating("update_weights")
         if tensors:
             self._run(self._updates.load(tensors))
 
@@ -235,10 +225,9 @@ class SglangStrategy(GenerationStrategy):
         Raises:
             RuntimeError: no update has been started, SGLang refuses it, or its model could not load a tensor.
         """
-        if self._new_version is None:
-            raise RuntimeError("sglang: finish_weight_update without start_weight_update")
-        self._held = self._run(self._updates.close(self._new_version))
-        self._version, self._new_version = self._new_version, None
+        version = self._updating("finish_weight_update")
+        self._held = self._run(self._updates.close(version))
+        self._version, self._new_version = version, None
         for sample, task in self._following.items():
             if not task.done():
                 sample.new_version(self._version)
@@ -248,27 +237,19 @@ class SglangStrategy(GenerationStrategy):
         """See the base class; they were computed at the end of the last update."""
         return {name: self._held[name] for name in names if name in self._held}
 
-    def sleep(self) -> None:
-        """Free the KV cache, and move or drop the weights (``sleep_level``), on a GPU. Only between requests."""
-        if self.num_unfinished:
-            raise RuntimeError(f"sglang: sleep with {self.num_unfinished} unfinished samples; abort them first")
-        if self._config.enable_memory_saver and current_platform().device_type != "cpu" and not self._asleep:
-            self._run(self._release())
-            self._asleep = ["weights", "kv_cache"]
-
-    async def _release(self) -> None:
+    def _release(self) -> bool:
+        if not self._config.enable_memory_saver:
+            return False
         # A scheduler that still works at something would end its process, and this one with it.
-        reply = await self._manager.flush_cache(timeout_s=_STEP_SECONDS * 10)
+        reply = self._run(self._manager.flush_cache(timeout_s=_STEP_SECONDS * 10))
         check("flush_cache", (reply.success, "requests are still running"))
         request = io_struct.ReleaseMemoryOccupationReqInput(tags=["weights", "kv_cache"])
-        await self._manager.release_memory_occupation(request, None)
+        self._run(self._manager.release_memory_occupation(request, None))
+        return True
 
-    def wake(self, weights_only: bool = False) -> None:
-        wanted = [part for part in self._asleep if part == "weights" or not weights_only]
-        if wanted:
-            request = io_struct.ResumeMemoryOccupationReqInput(tags=wanted)
-            self._run(self._manager.resume_memory_occupation(request, None))
-            self._asleep = [part for part in self._asleep if part not in wanted]
+    def _resume(self, parts: list[str]) -> None:
+        request = io_struct.ResumeMemoryOccupationReqInput(tags=parts)
+        self._run(self._manager.resume_memory_occupation(request, None))
 
     def shutdown(self) -> None:
         """End SGLang's processes and tasks."""

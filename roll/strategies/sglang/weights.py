@@ -93,7 +93,9 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
             whole = tensor_checksum(tensor)
             place = place_of(model, name, tensor)
             part = whole
-            if place is not None and not _is_all_of(place, tensor):
+            if place is not None and not (
+                place.length == tensor.shape[place.dim] and place.parameter.dtype == tensor.dtype
+            ):
                 part = tensor_checksum(place.wanted(tensor))
             _expected[name] = Expected(whole, part, tuple(tensor.shape))
         model.load_weights(iter(named_tensors))
@@ -148,7 +150,12 @@ def place_of(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> Place |
         return Place(parameter, 0, 0, 0, rows) if parameter.shape == tensor.shape else None
     rank, size = get_group_rank_size(layer.tp_group)
     if isinstance(layer, QKVParallelLinear):
-        return _place_in_qkv(layer, parameter, str(shard), rank, rows)
+        # Heads are sharded over the ranks; of fewer key heads than ranks, several ranks hold the same ones.
+        query, key = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size
+        if shard == "q":
+            return _share(parameter, 0, 0, rank, query, rows)
+        offset = query if shard == "k" else query + key
+        return _share(parameter, 0, offset, rank // layer.num_kv_head_replicas, key, rows)
     if isinstance(layer, RowParallelLinear):
         if tensor.ndim == 1:  # a bias, which every rank has whole
             return Place(parameter, 0, 0, 0, rows)
@@ -174,24 +181,11 @@ def _place_in_experts(layer: Any, expert: int, matrix: str, tensor: torch.Tensor
     return _share(own, 0, half * (len(own) // 2), layer.moe_tp_rank, size, tensor.shape[0])
 
 
-def _place_in_qkv(layer: Any, parameter: torch.Tensor, shard: str, rank: int, rows: int) -> Place:
-    """Heads are sharded over the ranks; of fewer key heads than ranks, several ranks hold the same ones."""
-    query, key = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size
-    if shard == "q":
-        return _share(parameter, 0, 0, rank, query, rows)
-    offset = query if shard == "k" else query + key
-    return _share(parameter, 0, offset, rank // layer.num_kv_head_replicas, key, rows)
-
-
 def _share(parameter: torch.Tensor, dim: int, offset: int, index: int, size: int, total: int) -> Place:
     """Share ``index`` of a dimension of ``total`` elements. On a CPU the last ones may be short: SGLang fills layers up
     with zeros to shares that its kernels like."""
     start = min(index * size, total)
     return Place(parameter, dim, offset, start, min(size, total - start))
-
-
-def _is_all_of(place: Place, tensor: torch.Tensor) -> bool:
-    return place.length == tensor.shape[place.dim] and place.parameter.dtype == tensor.dtype
 
 
 def check(method: str, reply: tuple[bool, str]) -> None:
@@ -251,7 +245,10 @@ class WeightUpdates:
         errors = [error for report in reports for error in report["errors"]]
         if errors or len(reports) != self._num_ranks:
             raise RuntimeError(f"sglang: the model did not load the weights: {'; '.join(errors) or 'a rank is silent'}")
-        return agreed([report["held"] for report in reports])
+        first, *others = [report["held"] for report in reports]
+        known = [name for name in first if all(name in held for held in others)]
+        # 0 where the ranks do not agree.
+        return {name: first[name] if all(held[name] == first[name] for held in others) else 0 for name in known}
 
     async def _send(
         self,
@@ -269,10 +266,3 @@ class WeightUpdates:
             weight_version=weight_version,
         )
         check("update_weights_from_tensor", await self._manager.update_weights_from_tensor(message, None))
-
-
-def agreed(held_by_rank: list[dict[str, int]]) -> dict[str, int]:
-    """One checksum a tensor, 0 where the ranks do not agree; none where a rank holds nothing of it."""
-    first, *others = held_by_rank
-    known = [name for name in first if all(name in held for held in others)]
-    return {name: first[name] if all(held[name] == first[name] for held in others) else 0 for name in known}

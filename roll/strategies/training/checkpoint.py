@@ -62,27 +62,6 @@ def describe_model(
     )
 
 
-def save_trainer_state(path: Path, contents: ModelContents, state: dict[str, Any]) -> None:
-    """Collective. Write ``state`` (JSON values) with the number of ranks, ``contents``, and this rank's RNG states.
-
-    Raises:
-        OSError: on all ranks, if one could not write its part (its disk is full, say), so that none waits for another.
-    """
-    failure = ""
-    try:
-        save_state(_rng_folder(path), capture_rng_state())
-        if dist.get_rank() == 0:
-            whole = {**state, "format": FORMAT, "world_size": dist.get_world_size(), "model": contents.as_json()}
-            (path / STATE_NAME).write_text(json.dumps(whole), encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        failure = str(error)
-    failures: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    first = next((rank for rank, text in enumerate(failures) if text), None)
-    if first is not None:
-        raise OSError(f"rank {first} could not write its part of {path}: {failures[first]}")
-
-
 def save_training(
     path: Path,
     contents: ModelContents,
@@ -99,11 +78,26 @@ def save_training(
 
     Returns:
         With ``background``: done when this rank's part is on disk.
+
+    Raises:
+        OSError: on all ranks, if one could not write its part (its disk is full, say), so that none waits for another.
     """
     path.mkdir(parents=True, exist_ok=True)
     rank = dist.get_rank()
     held = Pieces(pieces, buffers if rank == 0 else None)
-    save_trainer_state(path, contents, state)
+    failure = ""
+    try:
+        save_state(path / f"rng_rank{dist.get_rank()}", capture_rng_state())
+        if dist.get_rank() == 0:
+            whole = {**state, "format": FORMAT, "world_size": dist.get_world_size(), "model": contents.as_json()}
+            (path / STATE_NAME).write_text(json.dumps(whole), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        failure = str(error)
+    failures: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    first = next((rank for rank, text in enumerate(failures) if text), None)
+    if first is not None:
+        raise OSError(f"rank {first} could not write its part of {path}: {failures[first]}")
     if background is not None:
         return background.submit(held.write, path, rank)
     held.write(path, rank)
@@ -111,9 +105,14 @@ def save_training(
 
 
 @contextmanager
-def resumed(path: Path, contents: ModelContents) -> Iterator[tuple[dict[str, Any], StoredTensors]]:
+def resumed(
+    path: Path, contents: ModelContents, buffers: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[dict[str, Any], StoredTensors]]:
     """The state and the tensors that :func:`save_training` wrote, under whatever strategy and on however many ranks;
     the RNG states are restored at the end of the block, and the log says what could not be restored.
+
+    Args:
+        buffers: persistent buffers of the model, set at the end of the block too where the checkpoint has them.
 
     Raises:
         FileNotFoundError: ``path`` is no such checkpoint.
@@ -124,31 +123,26 @@ def resumed(path: Path, contents: ModelContents) -> Iterator[tuple[dict[str, Any
     check_contents(read_contents(state, path), contents, path)
     with stored_tensors(path) as stored:
         yield state, stored
+        held = stored.buffers() if buffers else {}
+        for name, buffer in (buffers or {}).items():
+            if name in held:
+                buffer.copy_(held[name])
     if not state.get("has_optimizer", True):
         logger.warning("%s holds no optimizer state (save_only_model): the moments start from zero", path)
-    restore_rng_states(path, state, contents.strategy)
-
-
-def restore_rng_states(path: Path, state: dict[str, Any], strategy: str) -> None:
-    """Restore this rank's RNG states if the same strategy wrote them on as many ranks; otherwise ranks hold other parts
-    of the model and see other rows."""
+    # Under another strategy or number of ranks, ranks hold other parts of the model and see other rows.
     written = state["model"]["strategy"]
-    if written == strategy and state["world_size"] == dist.get_world_size():
-        restore_rng_state(load_state(_rng_folder(path)))
+    if written == contents.strategy and state["world_size"] == dist.get_world_size():
+        restore_rng_state(load_state(path / f"rng_rank{dist.get_rank()}"))
     elif dist.get_rank() == 0:
         logger.warning(
             "%s was written by %d ranks of %s and goes on under %d of %s: weights, moments, step and schedule are "
-            "taken up; RNG states are not restored",
+            "restored; RNG states are not",
             path,
             state["world_size"],
             written,
             dist.get_world_size(),
-            strategy,
+            contents.strategy,
         )
-
-
-def _rng_folder(path: Path) -> Path:
-    return path / f"rng_rank{dist.get_rank()}"
 
 
 @dataclass(frozen=True)
@@ -183,7 +177,7 @@ def restore_shards(shards: Iterable[Shard], optimizer: Optimizer, stored: Stored
     for shard in shards:
         local = shard.local
         begin, end = shard.start, shard.start + local.numel()
-        _fill(local, stored.read(WEIGHT, shard.name, begin, end))
+        local.copy_(stored.read(WEIGHT, shard.name, begin, end).view(local.shape))
         optimizer.state.pop(shard.parameter, None)
         is_absent = not local.numel() and not isinstance(shard.parameter, DTensor)  # FSDP1 gives it no gradient
         if is_absent or not stored.has(MOMENTS[0], shard.name):
@@ -193,8 +187,4 @@ def restore_shards(shards: Iterable[Shard], optimizer: Optimizer, stored: Stored
         state["step"] = torch.full((), float(stored.updates(shard.name)), device=shard.parameter.device)
         for kind in MOMENTS:
             state[kind] = torch.zeros_like(shard.parameter, memory_format=torch.preserve_format)
-            _fill(local_tensor(state[kind]), stored.read(kind, shard.name, begin, end))
-
-
-def _fill(local: Tensor, values: Tensor) -> None:
-    local.copy_(values.view(local.shape))
+            local_tensor(state[kind]).copy_(stored.read(kind, shard.name, begin, end).view(local.shape))

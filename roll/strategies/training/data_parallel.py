@@ -7,7 +7,7 @@ that they give the same numbers.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from roll.checkpoint.contents import ModelContents
 from roll.config.lora import uses_lora
 from roll.config.plan.plan import MicroBatching, micro_batching
+from roll.config.strategies.base import ParallelDims
+from roll.config.strategies.registry import typed_strategy_config
 from roll.models.attention import check_context_size, sum_of_parts, use_layout_attention
 from roll.models.build import build_model
 from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers
@@ -57,7 +58,7 @@ from roll.strategies.training.micro_batches import (
     row_index,
     targets_of,
 )
-from roll.strategies.training.optimizer import TrainingProgress
+from roll.strategies.training.optimizer import TrainingProgress, local_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,8 +75,14 @@ class DataParallelStrategy(GatheredWeights):
     """The weights to be read; None: they have been."""
     mixes_types = True
     """A layer may hold parameters of two dtypes: a frozen base and what is trained."""
-    context_size = 1
-    """Consecutive ranks that share each sequence, and so are given the same rows."""
+
+    @cached_property
+    def dims(self) -> ParallelDims:
+        """Degrees of parallelism; ``cp`` consecutive ranks share each sequence, and so are given the same rows."""
+        options = typed_strategy_config(self.role.strategy_args)
+        dims = options.parallel_dims(self.role, dist.get_world_size())
+        dims.validate(self.role.name)
+        return dims
 
     @abstractmethod
     def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
@@ -103,8 +110,10 @@ class DataParallelStrategy(GatheredWeights):
         noise = self._self_test()
         language_model = self._build_language_model(storage_dtype)
         noise.silence(language_model)
-        if self.context_size > 1:
-            check_context_size(language_model, self.context_size)
+        context_group = None
+        if self.dims.cp > 1:
+            check_context_size(language_model, self.dims.cp)
+            context_group, _ = dist.new_subgroups(self.dims.cp)
         key = uses_layout_attention(self.role)
         if key is not None:
             use_layout_attention(language_model, key)
@@ -114,7 +123,7 @@ class DataParallelStrategy(GatheredWeights):
         self._stored = StoredLayout(language_model, live)
         self._on_the_way = self._stored.on_the_way()
         self._trained_names = {name for name, parameter in language_model.named_parameters() if parameter.requires_grad}
-        self.model = ResponseModel(language_model, self._context_group())
+        self.model = ResponseModel(language_model, context_group)
         if self.sparse_layers:
             self.model.routing = RoutingRecorder(self.sparse_layers)
 
@@ -135,18 +144,6 @@ class DataParallelStrategy(GatheredWeights):
             self.balance = ExpertBalance(
                 self.model, self.sparse_layers, coefficient, args.moe_aux_loss_scope, self.device
             )
-
-    def _context_group(self) -> ProcessGroup | None:
-        """Collective. The ranks that share this rank's rows; None where it has its own."""
-        if self.context_size == 1:
-            return None
-        if self.world_size % self.context_size:
-            raise ValueError(
-                f"{self.role.name}.model_args.ulysses_size: {self.context_size} does not divide the role's "
-                f"{self.world_size} ranks; 1 would do"
-            )
-        group, _ = dist.new_subgroups(self.context_size)
-        return group
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
         """Load the language model, with adapters where the role has them. Their base is frozen: float32 copies of
@@ -177,15 +174,7 @@ class DataParallelStrategy(GatheredWeights):
 
     @property
     def rank_info(self) -> RankInfo:
-        rank, world_size, shared = dist.get_rank(), dist.get_world_size(), self.context_size
-        return RankInfo(
-            rank=rank,
-            world_size=world_size,
-            dp_rank=rank // shared,
-            dp_size=world_size // shared,
-            cp_rank=rank % shared,
-            cp_size=shared,
-        )
+        return self.dims.rank_info(dist.get_rank())
 
     def _forward(self, batch: TensorBatch, computation: Computation) -> TensorBatch:
         shape, device = batch["input_ids"].shape, batch["input_ids"].device
@@ -222,13 +211,25 @@ class DataParallelStrategy(GatheredWeights):
         was_training = self.model.training
         self.model.eval()
         rule, ids = micro_batching(self.role, trains=False), batch["input_ids"]
-        for rows in self._rows_of_passes(batch, rule):
+        for rows in plan_micro_batches(batch, rule, self._max_over_ranks, self.role.use_prefix_sharing):
             part = micro_batch(batch, rows)
             shape = part["input_ids"].shape
             layout = replace(self._layout(part, rule, images, comparisons), top_tokens=top_tokens)
             computed = self._outputs(layout, outputs, temperature, shape)
             if self.model.records_routes:
-                computed[Output.ROUTES] = self._chosen(layout, part)
+                group, chosen = self.model.context_group, self.model.chosen_experts
+                assert chosen is not None
+                sources = (layout if group is None else layout.chunk(group.rank(), group.size())).sources.flatten()
+                sources, shape = sources.to(chosen.device), part["input_ids"].shape
+                # Counted from 1, so that ranks' parts can be summed.
+                flat = chosen.new_zeros(shape.numel(), *chosen.shape[1:])
+                flat[sources[sources >= 0]] = chosen[sources >= 0] + 1
+                if group is not None:
+                    dist.all_reduce(flat, group=group)
+                column = encoded(flat - 1, self.sparse_layers[0].num_experts).view(*shape, *chosen.shape[1:])
+                if self.role.use_prefix_sharing:
+                    column = with_prompts_of_leaders(column.cpu(), part["input_ids"].cpu(), part["response_mask"].cpu())
+                computed[Output.ROUTES] = column
             for name, values in computed.items():
                 if name not in results:
                     results[name] = torch.zeros(*ids.shape, *values.shape[2:], dtype=values.dtype, device=ids.device)
@@ -237,31 +238,11 @@ class DataParallelStrategy(GatheredWeights):
         self._reshard()
         self.model.train(was_training)
 
-    def _chosen(self, layout: TokenLayout, part: TensorBatch) -> torch.Tensor:
-        """Collective over ranks that share sequences. The choices of the last pass by the tokens of ``part``."""
-        group, chosen = self.model.context_group, self.model.chosen_experts
-        assert chosen is not None
-        sources = (layout if group is None else layout.chunk(group.rank(), group.size())).sources.flatten()
-        sources, shape = sources.to(chosen.device), part["input_ids"].shape
-        # Counted from 1, so that ranks' parts can be summed.
-        flat = chosen.new_zeros(shape.numel(), *chosen.shape[1:])
-        flat[sources[sources >= 0]] = chosen[sources >= 0] + 1
-        if group is not None:
-            dist.all_reduce(flat, group=group)
-        column = encoded(flat - 1, self.sparse_layers[0].num_experts).view(*shape, *chosen.shape[1:])
-        if self.role.use_prefix_sharing:
-            column = with_prompts_of_leaders(column.cpu(), part["input_ids"].cpu(), part["response_mask"].cpu())
-        return column
-
     def _with_images(self, batch: TensorBatch) -> tuple[TensorBatch, ImagePool | None]:
         """The batch with columns of numbers in place of its images; a text model's batch as it is."""
         if self.model.reads_images or IMAGES in batch:
             return with_images(batch, self.model.language_model.config)
         return batch, None
-
-    def _rows_of_passes(self, batch: TensorBatch, rule: MicroBatching) -> list[Rows]:
-        """Collective. The rows of each micro-batch; as many micro-batches on every rank."""
-        return plan_micro_batches(batch, rule, self._max_over_ranks, self.role.use_prefix_sharing)
 
     def _outputs(
         self, layout: TokenLayout, outputs: Collection[str], temperature: float, shape: torch.Size
@@ -290,7 +271,7 @@ class DataParallelStrategy(GatheredWeights):
         if images is not None and FEATURES in part:
             layout = images.attach(layout, part)
         sequences, length = layout.input_ids.shape
-        layout = padded(layout, sequences, length + -length % self.context_size)
+        layout = padded(layout, sequences, length + -length % self.dims.cp)
         if comparisons:
             layout = replace(layout, comparisons=targets_of(layout, part, comparisons))
         if Output.ROUTES not in part:
@@ -326,20 +307,23 @@ class DataParallelStrategy(GatheredWeights):
     def _backward_passes(self, batch: TensorBatch, loss_fn: LossFunction, computation: Computation) -> list[Metrics]:
         """Collective. Forward and backward passes over all micro-batches."""
         batch, images = self._with_images(batch)
-        rule = micro_batching(self.role, trains=True)
-        plan = self._rows_of_passes(batch, rule)
+        rule, balance = micro_batching(self.role, trains=True), self.balance
+        plan = plan_micro_batches(batch, rule, self._max_over_ranks, self.role.use_prefix_sharing)
         metrics: list[Metrics] = []
         with self._without_optimizer():
-            if self.balance is not None:
-                self._begin_balance(self.balance, batch, plan, rule, images)
+            if balance is not None:
+                balance.begin(sum(not is_empty(micro_batch(batch, rows)) for rows in plan))
+                if balance.coefficient and balance.is_global and len(plan) > 1:
+                    self._count_choices(balance, batch, plan, rule, images)
             for index, rows in enumerate(plan):
                 self._begin_micro_batch(last=index == len(plan) - 1)
                 metrics += self._backward(micro_batch(batch, rows), rule, images, loss_fn, computation)
-        if self.balance is not None:
-            metrics.append(self.balance.metrics())
+        if balance is not None:
+            metrics.append(balance.metrics())
         return metrics
 
-    def _begin_balance(
+    @torch.no_grad()
+    def _count_choices(
         self,
         balance: ExpertBalance,
         batch: TensorBatch,
@@ -347,18 +331,14 @@ class DataParallelStrategy(GatheredWeights):
         rule: MicroBatching,
         images: ImagePool | None,
     ) -> None:
-        """Collective. Before a step's first micro-batch; where the balance loss needs the choices of all of them, a
-        forward pass counts those."""
-        balance.begin(sum(not is_empty(micro_batch(batch, rows)) for rows in plan))
-        if not balance.looks_ahead(len(plan)):
-            return
+        """Collective. A forward pass over all micro-batches: the balance loss needs the choices of all of them before
+        the first is differentiated."""
         self.model.eval()
-        with torch.no_grad():
-            for index, rows in enumerate(plan):
-                part = micro_batch(batch, rows)
-                layout = with_token_rows(self._layout(part, rule, images))
-                self._outputs(layout, (), 1.0, part["input_ids"].shape)
-                balance.count(last=index == len(plan) - 1)
+        for index, rows in enumerate(plan):
+            part = micro_batch(batch, rows)
+            layout = with_token_rows(self._layout(part, rule, images))
+            self._outputs(layout, (), 1.0, part["input_ids"].shape)
+            balance.count(last=index == len(plan) - 1)
         self._reshard()
         self.model.train()
 
@@ -390,9 +370,14 @@ class DataParallelStrategy(GatheredWeights):
         replayed = None if routing is None else routing.replay_counts
         return [metrics, layout_metrics(layout), {} if replayed is None else replay_metrics(replayed)]
 
+    def _on_device(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's parts of the tensors that are not in host memory."""
+        local = [local_tensor(tensor.detach()) for tensor in tensors]
+        return [tensor for tensor in local if tensor.device.type == self.device.type]
+
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         total = value.to(self.device, copy=True)
-        if self.rank % self.context_size:
+        if self.rank % self.dims.cp:
             total.zero_()  # counted by the first of the ranks that share these rows
         if self.world_size > 1:
             dist.all_reduce(total)

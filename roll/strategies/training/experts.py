@@ -70,10 +70,6 @@ class ExpertBalance:
             sharers = 1 if group is None else group.size()
             self._micro_batches = max(1.0, float(self._sum(torch.tensor(float(num_micro_batches))) / sharers))
 
-    def looks_ahead(self, num_passes: int) -> bool:
-        """The choices of all micro-batches must be counted before the first is differentiated."""
-        return bool(self.coefficient) and self.is_global and num_passes > 1
-
     def count(self, last: bool) -> None:
         """After a pass without gradient; collective where ``last``."""
         counts = self._pop_sums().counts
@@ -85,7 +81,11 @@ class ExpertBalance:
         """Collective. The last pass's share of the balance loss, with gradient; None without a coefficient."""
         sums = self._pop_sums()
         own, total = replace(sums, probs=sums.probs.detach()), self._totals
-        self._totals = own if total is None else _added(total, own)
+        self._totals = (
+            own
+            if total is None
+            else RoutingSums(*(getattr(total, item.name) + getattr(own, item.name) for item in fields(RoutingSums)))
+        )
         if not self.coefficient:
             return None
         if self.is_global:
@@ -137,10 +137,6 @@ class ExpertBalance:
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         return total
-
-
-def _added(one: RoutingSums, other: RoutingSums) -> RoutingSums:
-    return RoutingSums(*(getattr(one, item.name) + getattr(other, item.name) for item in fields(RoutingSums)))
 
 
 def check_choices_may_differ(

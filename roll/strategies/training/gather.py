@@ -7,12 +7,11 @@ and nothing is copied on the way.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,30 +23,13 @@ from roll.models.lora import Adapters, MergedWeight, merged_rows
 from roll.models.stored import StoredLayout
 from roll.protocol.columns import copy_into, flat_view
 from roll.strategies.base import ALL_WEIGHTS, ModelStrategy, WeightSelection
+from roll.weight_sync.encoding import in_buckets
 
 EXPORT_BUCKET_BYTES = 2**30
 """Device memory that an export may hold gathered at once; the whole model is put together in host memory."""
 
 ADAPTER_FOLDER = "adapter"
 """Folder of the unmerged adapter, in peft's format, next to the merged model of an export."""
-
-
-T = TypeVar("T")
-
-
-def in_buckets(items: Iterable[T], bucket_bytes: int, num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Runs of consecutive items of at most ``bucket_bytes`` together; a larger one is alone."""
-    bucket: list[T] = []
-    size = 0
-    for item in items:
-        more = num_bytes(item)
-        if bucket and size + more > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(item)
-        size += more
-    if bucket:
-        yield bucket
 
 
 @dataclass(frozen=True)
@@ -148,21 +130,49 @@ class GatheredWeights(ModelStrategy):
     _stored: StoredLayout
     _on_the_way: StoredLayout
 
-    @abstractmethod
+    def _sharded(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Pieces] | None:
+        """This rank's elements of a tensor, and the pieces of all ranks; None: every rank holds the whole tensor."""
+        return None
+
+    def _shard_group(self) -> ProcessGroup | None:
+        """The ranks that hold the pieces of a tensor between them; None on a rank of another copy than rank 0's."""
+        return None
+
     def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Collective. The tensors whole, on the device, in :meth:`_wire_dtype` (other ranks may return empty ones)."""
+        # One exchange for each dtype: master weights in the compute dtype, buffers in their own.
+        by_dtype: dict[torch.dtype, list[tuple[int, tuple[torch.Tensor, Pieces]]]] = {}
+        whole: dict[int, torch.Tensor] = {}
+        for index, tensor in enumerate(tensors):
+            shard = self._sharded(tensor)
+            if shard is None:
+                whole[index] = tensor.detach().to(self.device, self._wire_dtype(tensor))
+            else:
+                by_dtype.setdefault(self._wire_dtype(tensor), []).append((index, shard))
+        for dtype, shards in by_dtype.items():
+            gathered = self._gather_shards([shard for _, shard in shards], dtype)
+            whole |= {index: tensor for (index, _), tensor in zip(shards, gathered, strict=True)}
+        return [whole[index] for index in range(len(tensors))]
 
     def _gather_span(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Collective. ``tensor.flatten()[begin:end]`` on the device of rank 0, in :meth:`_wire_dtype`, without the rest
         of it (other ranks may return an empty one)."""
-        return flat_view(tensor)[begin:end].to(self.device, self._wire_dtype(tensor))
+        shard, dtype = self._sharded(tensor), self._wire_dtype(tensor)
+        if shard is None:
+            return flat_view(tensor)[begin:end].to(self.device, dtype)
+        return self._gather_shards([shard], dtype, (begin, end))[0]
+
+    def _gather_shards(
+        self, shards: list[tuple[torch.Tensor, Pieces]], dtype: torch.dtype, span: tuple[int, int] | None = None
+    ) -> list[torch.Tensor]:
+        group = self._shard_group()
+        if group is None:
+            return [torch.empty(0, dtype=dtype, device=self.device) for _ in shards]
+        parts, pieces = [part for part, _ in shards], [piece for _, piece in shards]
+        return gather_to_rank0(parts, pieces, group, dtype, self.device, span)
 
     def _reshard(self) -> None:
         """Free gathered parameters, where the backend keeps some after a forward pass."""
-
-    def _full_size(self, tensor: torch.Tensor) -> int:
-        """The number of elements of a tensor of which this rank may hold a shard."""
-        return tensor.numel()
 
     def named_full_weights(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
@@ -215,18 +225,22 @@ class GatheredWeights(ModelStrategy):
         return {} if self.adapters is None else self.adapters.scalings
 
     def _selected_weights(self, selection: WeightSelection) -> Iterator[MergedWeight]:
-        for weight in self._merged_weights():
+        named = self._named_tensors()
+        if self.adapters is None:
+            weights: Iterable[MergedWeight] = (MergedWeight(name, (tensor,)) for name, tensor in named)
+        else:
+            weights = self.adapters.merged(named)
+        for weight in weights:
             for part in weight.separate() if selection.adapters_apart else [weight]:
                 if part.is_trained or not selection.trained_only:
                     yield part
 
-    def _merged_weights(self) -> Iterator[MergedWeight]:
-        if self.adapters is None:
-            return (MergedWeight(name, (tensor,)) for name, tensor in self._named_tensors())
-        return self.adapters.merged(self._named_tensors())
-
     def _num_bytes(self, weight: MergedWeight) -> int:
-        return sum(self._full_size(part) * self._wire_dtype(part).itemsize for part in weight.parts)
+        shards = [(part, self._sharded(part)) for part in weight.parts]
+        return sum(
+            (part.numel() if shard is None else shard[1].shape.numel()) * self._wire_dtype(part).itemsize
+            for part, shard in shards
+        )
 
     def save_hf(self, path: Path) -> None:
         """Collective. Weights are written in the compute dtype; adapters merged, and separately in ``adapter/``."""
@@ -235,32 +249,29 @@ class GatheredWeights(ModelStrategy):
             weights |= {name: tensor.cpu() for name, tensor in self._whole_weights(bucket)}
         if self.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
-            self._write_hf(path, weights)
+            language_model: Any = self.model.language_model
+            if has_tied_embeddings(language_model):
+                names = {id(parameter): name for name, parameter in language_model.named_parameters()}
+                embeddings = names[id(language_model.get_input_embeddings().weight)]
+                for name, parameter in language_model.named_parameters(remove_duplicate=False):
+                    if names[id(parameter)] == embeddings:
+                        weights[name] = weights[embeddings]
+            if self._stored.transposes:
+                # transformers would look at the shapes of what this rank holds, and those may be shards.
+                split = (part for name, tensor in weights.items() for part in self._stored.split(name, tensor))
+                weights = {name: tensor.contiguous() for name, tensor in split}
+                language_model._weight_conversions = []
+            language_model.save_pretrained(path, state_dict=weights)
+            # The model wrote the type of the weights it holds (float32 master weights), not of those it was given.
+            language_model.config.dtype = self.compute_dtype
+            language_model.config.save_pretrained(path)
         if self.adapters is not None:
-            names, tensors = zip(*self.adapters.own(self._named_tensors()), strict=True)
-            whole = [tensor.cpu() for tensor in self._gather(list(tensors))]
+            own = dict(self.adapters.own(self._named_tensors()))
+            whole = [tensor.cpu() for tensor in self._gather(list(own.values()))]
             if self.rank == 0:
                 base = str(self.role.model_args.model_name_or_path)
-                self.adapters.save(path / ADAPTER_FOLDER, dict(zip(names, whole, strict=True)), base)
+                self.adapters.save(path / ADAPTER_FOLDER, dict(zip(own, whole, strict=True)), base)
         dist.barrier()
-
-    def _write_hf(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
-        language_model: Any = self.model.language_model
-        if has_tied_embeddings(language_model):
-            names = {id(parameter): name for name, parameter in language_model.named_parameters()}
-            embeddings = names[id(language_model.get_input_embeddings().weight)]
-            for name, parameter in language_model.named_parameters(remove_duplicate=False):
-                if names[id(parameter)] == embeddings:
-                    weights[name] = weights[embeddings]
-        if self._stored.transposes:
-            # transformers would look at the shapes of what this rank holds, and those may be shards.
-            split = (part for name, tensor in weights.items() for part in self._stored.split(name, tensor))
-            weights = {name: tensor.contiguous() for name, tensor in split}
-            language_model._weight_conversions = []
-        language_model.save_pretrained(path, state_dict=weights)
-        # The model wrote the type of the weights it holds (float32 master weights), not of those it was given.
-        language_model.config.dtype = self.compute_dtype
-        language_model.config.save_pretrained(path)
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters, tied ones once, then persistent buffers, under their Hugging Face names."""
@@ -270,10 +281,12 @@ class GatheredWeights(ModelStrategy):
         persistent = language_model.state_dict().keys()
         yield from ((name, buffer) for name, buffer in language_model.named_buffers() if name in persistent)
 
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Persistent buffers, by Hugging Face name."""
+        tensors = self._named_tensors()
+        return {name: tensor for name, tensor in tensors if not isinstance(tensor, torch.nn.Parameter)}
+
     def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """Buffers keep theirs: what balances experts by a bias does so in float32."""
         is_weight = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
         return self.compute_dtype if is_weight else tensor.dtype
-
-    def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self.device, self._wire_dtype(tensor))

@@ -61,21 +61,27 @@ def plan_micro_batches(
         ValueError: a row of more tokens than a micro-batch may compute.
     """
     total = len(batch["input_ids"])
-    units = _units(batch)
+    units = None
+    if (ids := batch.get("unit_ids")) is not None:
+        starts = [0, *((ids[1:] != ids[:-1]).nonzero().flatten() + 1).tolist(), len(ids)]
+        units = [list(range(begin, end)) for begin, end in pairwise(starts) if end > begin]
     if rule.max_tokens is None and not rule.balances:
         if units is None:
             plan = fixed_rows(total, rule.rows)
         else:
             plan = [[row for i in some for row in units[i]] for some in fixed_rows(len(units), rule.rows)]
         return _filled(plan, largest_count(len(plan)))
-    lengths = row_lengths(batch)
+    lengths: np.ndarray = batch["attention_mask"].sum(1).cpu().numpy()
     if not rule.balances and not rule.removes_padding and not shares_prompts:
         assert rule.max_tokens is not None
         plan = rows_of_like_lengths(lengths, rule.max_tokens, rule.width_multiple, units)
         return _filled(plan, largest_count(len(plan)))
     capacity = rule.max_tokens or max(1, int(lengths.max(initial=0)))
     if units is not None:
-        groups = _unit_groups(batch, lengths, units, shares_prompts)
+        # A prompt that all rows of a unit share is counted once.
+        prompts = batch["response_mask"].int().argmax(1).tolist()
+        saved = [shares_prompts * (len(unit) - 1) * prompts[unit[0]] for unit in units]
+        groups = [(unit, int(lengths[unit].sum()) - less) for unit, less in zip(units, saved, strict=True)]
         capacity = rule.max_tokens or max((cost for _, cost in groups), default=1)
     elif shares_prompts:
         groups = _prompt_groups(batch, lengths, capacity)
@@ -90,12 +96,6 @@ def plan_micro_batches(
     packs.sort(key=lambda pack: -int(costs[pack].sum()))
     plan = [sorted(row for group in pack for row in groups[group][0]) for pack in packs]
     return _filled(plan, wanted)
-
-
-def row_lengths(batch: TensorBatch) -> np.ndarray:
-    """int64 (B,): tokens of each row."""
-    lengths: np.ndarray = batch["attention_mask"].sum(1).cpu().numpy()
-    return lengths
 
 
 def rows_of_like_lengths(
@@ -128,24 +128,6 @@ def rows_of_like_lengths(
         plan[-1] += units[index]
         room -= size
     return [sorted(rows) for rows in plan]
-
-
-def _units(batch: TensorBatch) -> list[list[int]] | None:
-    """Rows that stay together: adjacent ones of one id in the column ``unit_ids``. None without that column."""
-    ids = batch.get("unit_ids")
-    if ids is None:
-        return None
-    starts = [0, *((ids[1:] != ids[:-1]).nonzero().flatten() + 1).tolist(), len(ids)]
-    return [list(range(begin, end)) for begin, end in pairwise(starts) if end > begin]
-
-
-def _unit_groups(
-    batch: TensorBatch, lengths: np.ndarray, units: list[list[int]], shares_prompts: bool
-) -> list[tuple[list[int], int]]:
-    """Units with their tokens, a prompt that all of a unit share counted once."""
-    prompts = batch["response_mask"].int().argmax(1).tolist()
-    costs = [int(lengths[unit].sum()) - shares_prompts * (len(unit) - 1) * prompts[unit[0]] for unit in units]
-    return list(zip(units, costs, strict=True))
 
 
 def _prompt_groups(batch: TensorBatch, lengths: np.ndarray, capacity: int) -> list[tuple[list[int], int]]:

@@ -73,81 +73,48 @@ class LearningRateSchedule:
         """The learning rate of optimizer step ``step``, counted from 0. The first step's is never 0."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
-        return self.peak * _DECAYS[self.kind](self, step - self.warmup_steps)
+        return self.peak * self._decay(step - self.warmup_steps)
 
-    def progress(self, step: int) -> float:
-        """The fraction of the decay that is done ``step`` steps after the warm-up, at most 1."""
-        return min(1.0, step / max(1, self.total_steps - self.warmup_steps))
+    def _decay(self, step: int) -> float:
+        """The fraction of ``peak`` that is left ``step`` steps after the warm-up."""
+        options, low = self.options, self.min_ratio
+        progress = min(1.0, step / max(1, self.total_steps - self.warmup_steps))
+        match self.kind:
+            case "constant" | "constant_with_warmup":
+                return 1.0
+            case "inverse_sqrt":
+                timescale = float(options.get("timescale") or self.warmup_steps or INVERSE_SQRT_TIMESCALE)
+                return max(low, math.sqrt(timescale / (step + timescale)))
+            case "linear":
+                shape = 1.0 - progress
+            case "cosine" | "cosine_with_min_lr":
+                low, waves = self._minimum(), float(options.get("num_cycles", 0.5))
+                shape = 0.5 * (1.0 + math.cos(math.pi * 2.0 * waves * progress))
+            case "cosine_with_restarts":
+                cycles = float(options.get("num_cycles", 1))
+                shape = 0.5 * (1.0 + math.cos(math.pi * (cycles * progress % 1.0))) if progress < 1.0 else 0.0
+            case "polynomial":
+                end = float(options.get("lr_end", low * self.peak or POLYNOMIAL_LR_END))
+                low = end / self.peak if self.peak else 0.0
+                shape = (1.0 - progress) ** float(options.get("power", 1.0))
+            case _:
+                # warmup_stable_decay: the last `num_decay_steps`, by default a tenth of all, fall to the minimum.
+                decay_steps = int(options.get("num_decay_steps", max(1, self.total_steps // 10)))
+                stable = options.get("num_stable_steps", self.total_steps - self.warmup_steps - decay_steps)
+                progress = min(1.0, max(0.0, (step - int(stable)) / max(1, decay_steps)))
+                low, waves = self._minimum(), float(options.get("num_cycles", 0.5))
+                shape = {
+                    "linear": 1.0 - progress,
+                    "cosine": 0.5 * (1.0 + math.cos(math.pi * 2.0 * waves * progress)) if progress < 1.0 else 0.0,
+                    "1-sqrt": 1.0 - math.sqrt(progress),
+                }[options.get("decay_type", "cosine")]
+        return low + (1.0 - low) * shape
 
-    def above(self, minimum: float, decay: float) -> float:
-        """``decay`` in [0, 1] squeezed into [minimum, 1]."""
-        return minimum + (1.0 - minimum) * decay
-
-    def minimum(self) -> float:
+    def _minimum(self) -> float:
         """The lowest fraction of ``peak``: ``min_lr``, ``min_lr_rate`` or ``min_lr_ratio``, whichever is set."""
         if "min_lr" in self.options:
             return float(self.options["min_lr"]) / self.peak if self.peak else 0.0
         return float(self.options.get("min_lr_rate", self.options.get("min_lr_ratio", self.min_ratio)))
-
-
-def _constant(schedule: LearningRateSchedule, step: int) -> float:
-    return 1.0
-
-
-def _linear(schedule: LearningRateSchedule, step: int) -> float:
-    return schedule.above(schedule.min_ratio, 1.0 - schedule.progress(step))
-
-
-def _cosine(schedule: LearningRateSchedule, step: int) -> float:
-    waves = float(schedule.options.get("num_cycles", 0.5))
-    wave = 0.5 * (1.0 + math.cos(math.pi * 2.0 * waves * schedule.progress(step)))
-    return schedule.above(schedule.minimum(), wave)
-
-
-def _cosine_with_restarts(schedule: LearningRateSchedule, step: int) -> float:
-    progress = schedule.progress(step)
-    cycles = float(schedule.options.get("num_cycles", 1))
-    wave = 0.5 * (1.0 + math.cos(math.pi * (cycles * progress % 1.0))) if progress < 1.0 else 0.0
-    return schedule.above(schedule.min_ratio, wave)
-
-
-def _polynomial(schedule: LearningRateSchedule, step: int) -> float:
-    end = float(schedule.options.get("lr_end", schedule.min_ratio * schedule.peak or POLYNOMIAL_LR_END))
-    remaining = 1.0 - schedule.progress(step)
-    share = end / schedule.peak if schedule.peak else 0.0
-    return schedule.above(share, remaining ** float(schedule.options.get("power", 1.0)))
-
-
-def _inverse_sqrt(schedule: LearningRateSchedule, step: int) -> float:
-    timescale = float(schedule.options.get("timescale") or schedule.warmup_steps or INVERSE_SQRT_TIMESCALE)
-    return max(schedule.min_ratio, math.sqrt(timescale / (step + timescale)))
-
-
-def _warmup_stable_decay(schedule: LearningRateSchedule, step: int) -> float:
-    """The last ``num_decay_steps`` (by default a tenth of all steps) fall from the peak to the minimum."""
-    decay_steps = int(schedule.options.get("num_decay_steps", max(1, schedule.total_steps // 10)))
-    stable = schedule.options.get("num_stable_steps", schedule.total_steps - schedule.warmup_steps - decay_steps)
-    progress = min(1.0, max(0.0, (step - int(stable)) / max(1, decay_steps)))
-    waves = float(schedule.options.get("num_cycles", 0.5))
-    shapes = {
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * 2.0 * waves * progress)) if progress < 1.0 else 0.0,
-        "1-sqrt": 1.0 - math.sqrt(progress),
-    }
-    return schedule.above(schedule.minimum(), shapes[schedule.options.get("decay_type", "cosine")])
-
-
-_DECAYS: Mapping[str, Callable[[LearningRateSchedule, int], float]] = {
-    "linear": _linear,
-    "cosine": _cosine,
-    "constant": _constant,
-    "constant_with_warmup": _constant,
-    "cosine_with_restarts": _cosine_with_restarts,
-    "cosine_with_min_lr": _cosine,
-    "polynomial": _polynomial,
-    "inverse_sqrt": _inverse_sqrt,
-    "warmup_stable_decay": _warmup_stable_decay,
-}
 
 
 INITIAL_SCALE = 2.0**16
@@ -240,10 +207,6 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor (the same memory)."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def local_gradients(parameters: list[torch.nn.Parameter]) -> list[Tensor]:
-    return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def global_norm(gradients: list[Tensor], shard_group: ProcessGroup | None, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.models.build import DTYPES, overrides
 from roll.platforms import Platform
+from roll.strategies.engines.base import cache_numbers
 from roll.strategies.engines.requests import (
     FinishReason,
     GenerationOutput,
@@ -63,11 +64,19 @@ def engine_arguments(
         # What the token was sampled from, temperature and filters included; vLLM's default is the bare model's.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
-        **_ranks(options),
+        # One rank computes in the engine's own process; several are processes of their own.
+        "distributed_executor_backend": "uni" if options.devices_per_worker == 1 else "mp",
         # The model's own sampling defaults would mix with the request's.
         "generation_config": "vllm",
         "hf_overrides": overrides(role.model_args),
     }
+    if options.devices_per_worker > 1:
+        arguments |= {
+            "tensor_parallel_size": options.tensor_parallel_size,
+            "pipeline_parallel_size": options.pipeline_parallel_size,
+            # Else the ranks would be at work on the next tokens when weights arrive, and these were of the old ones.
+            "async_scheduling": False,
+        }
     if getattr(model_config, "vision_config", None) is not None:
         arguments["limit_mm_per_prompt"] = dict(options.limit_mm_per_prompt)
     if role.router_replay.mode == "R3":
@@ -95,36 +104,30 @@ def engine_arguments(
     return arguments | options.engine_args
 
 
-def _ranks(options: VllmStrategyConfig) -> dict[str, Any]:
-    """One rank computes in the engine's own process; several are processes of their own."""
-    if options.devices_per_worker == 1:
-        return {"distributed_executor_backend": "uni"}
-    return {
-        "distributed_executor_backend": "mp",
-        "tensor_parallel_size": options.tensor_parallel_size,
-        "pipeline_parallel_size": options.pipeline_parallel_size,
-        # Else the ranks would be at work on the next tokens when weights arrive, and these were of the old ones.
-        "async_scheduling": False,
-    }
-
-
 def _on_cpu(options: VllmStrategyConfig, model_config: Any, max_model_len: int, dtype: torch.dtype) -> dict[str, Any]:
     """A cache no larger than can be used; by default vLLM takes nearly all memory of the host."""
-    block = _up_to_multiple(options.block_size, _CPU_BLOCK) if options.block_size is not None else 128
+    block = -(-options.block_size // _CPU_BLOCK) * _CPU_BLOCK if options.block_size is not None else 128
     text = model_config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    _check_head_size(head_dim, text)
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    kv_heads, head_dim = cache_numbers(text)
+    # At start; vLLM itself raises at the first token.
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in known and not hasattr(text, "kv_lora_rank"):
+        raise ValueError(
+            f"vLLM on a CPU has no attention for heads of size {head_dim}, only {', '.join(map(str, known))}: take "
+            "another model, or strategy_name: hf_infer"
+        )
     # Of one rank: the cache is sharded like the model.
-    layers = _ceil_div(text.num_hidden_layers, options.pipeline_parallel_size)
-    heads = _ceil_div(kv_heads, options.tensor_parallel_size)
+    layers = -(-text.num_hidden_layers // options.pipeline_parallel_size)
+    heads = -(-kv_heads // options.tensor_parallel_size)
     token_bytes = 2 * layers * heads * head_dim * dtype.itemsize
     chosen: dict[str, Any] = {}
     if hasattr(text, "kv_lora_rank"):
         token_bytes = layers * (text.kv_lora_rank + text.qk_rope_head_dim) * dtype.itemsize
         if dtype != torch.bfloat16:
             chosen["attention_backend"] = "CPU_MLA"  # the faster one, of hosts with AMX, computes in bf16 alone
-    sequence_bytes = _up_to_multiple(max_model_len, block) * token_bytes
+    sequence_bytes = -(-max_model_len // block) * block * token_bytes
     # One block more: vLLM keeps one for itself.
     wanted = options.max_num_seqs * sequence_bytes + block * token_bytes
     cache = max(min(wanted, _MOST_CPU_CACHE_BYTES), sequence_bytes + block * token_bytes)
@@ -147,26 +150,6 @@ def _on_cpu(options: VllmStrategyConfig, model_config: Any, max_model_len: int, 
     }
 
 
-def _check_head_size(head_dim: int, text_config: Any) -> None:
-    """Raise at start what vLLM itself raises at the first token only."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if head_dim not in sizes and not hasattr(text_config, "kv_lora_rank"):
-        raise ValueError(
-            f"vLLM on a CPU has no attention for heads of size {head_dim}, only {', '.join(map(str, sizes))}: take "
-            "another model, or strategy_name: hf_infer"
-        )
-
-
-def _up_to_multiple(number: int, of: int) -> int:
-    return _ceil_div(number, of) * of
-
-
-def _ceil_div(number: int, parts: int) -> int:
-    return -(-number // parts)
-
-
 _SEED_MASK = (1 << 63) - 1
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -184,23 +167,22 @@ def sampling_params(
         room: tokens that fit after the prompt.
         num_begun: tokens of the response that the sample comes with; vLLM counts them to its prompt.
     """
-    greedy = params.temperature == 0
+    own = params.normalised()
     max_tokens = min(params.max_new_tokens, room) - num_begun
     seed = None
     if params.seed is not None:
         seed = stream_key(params.seed, sample_index)
         # vLLM draws from the beginning of a stream, and its first numbers have been used.
         seed = (stream_key(seed, num_begun) if num_begun else seed) & _SEED_MASK
-    stops = list(dict.fromkeys((*end_token_ids, *params.stop_token_ids)))
     return vllm.SamplingParams(
         temperature=params.temperature,
-        top_p=1.0 if greedy else params.top_p,
-        top_k=0 if greedy or params.top_k <= 0 else params.top_k,
-        min_p=0.0 if greedy else params.min_p,
+        top_p=own.top_p,
+        top_k=own.top_k,
+        min_p=own.min_p,
         repetition_penalty=params.repetition_penalty,
         seed=seed,
         stop=list(params.stop_strings),
-        stop_token_ids=stops,
+        stop_token_ids=list(params.ends(end_token_ids)),
         ignore_eos=True,  # the end tokens are among the stop tokens
         max_tokens=max_tokens,
         min_tokens=min(max(params.min_new_tokens - num_begun, 0), max_tokens),
@@ -227,15 +209,17 @@ def scoring_params(top: int) -> vllm.SamplingParams:
 def prompt_score(flat: Any) -> PromptScore:
     """From vLLM's log-probs of a prompt: by position the prompt's own token, then the most probable ones; nothing at
     the first."""
-    spans = list(zip(flat.start_indices, flat.end_indices, strict=True))[1:]
-    return PromptScore(
-        [flat.logprobs[start] for start, _ in spans],
-        [
-            list(zip(flat.token_ids[start + 1 : end], flat.logprobs[start + 1 : end], strict=True))
-            for start, end in spans
-        ],
-        [flat.ranks[start] for start, _ in spans],
-    )
+    log_probs, top = _split(flat, 1)
+    return PromptScore(log_probs, top, [flat.ranks[start] for start in flat.start_indices[1:]])
+
+
+def _split(flat: Any, first: int = 0) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    """By position from ``first`` on: the log-prob of the token itself, the first entry, and the further ones."""
+    spans = list(zip(flat.start_indices, flat.end_indices, strict=True))[first:]
+    further = [
+        list(zip(flat.token_ids[start + 1 : end], flat.logprobs[start + 1 : end], strict=True)) for start, end in spans
+    ]
+    return [flat.logprobs[start] for start, _ in spans], further
 
 
 def generation_output(
@@ -243,7 +227,8 @@ def generation_output(
 ) -> GenerationOutput:
     """A finished or aborted sample; ``weight_version`` is used where vLLM reports none (no token was sampled)."""
     token_ids = list(sample.token_ids)
-    log_probs = _log_probs(sample.logprobs, len(token_ids))
+    log_probs, top = _split(sample.logprobs) if token_ids else ([], [])
+    assert len(log_probs) == len(token_ids), "one position of log-probs per token"
     spans = [(int(span.version), span.start, span.end) for span in sample.weight_versions or ()]
     return GenerationOutput(
         request_id,
@@ -252,7 +237,7 @@ def generation_output(
         log_probs,
         _REASONS[sample.finish_reason],
         spans or [(weight_version, 0, len(token_ids))],
-        _top_log_probs(sample.logprobs, len(token_ids)),
+        top if any(top) else [],  # where only the sampled token was requested there are none
     )
 
 
@@ -289,21 +274,3 @@ def show_begun_text(detokenizer: Any, token_ids: Sequence[int]) -> None:
     generated, to which these tokens, being in its prompt, do not belong."""
     text = detokenizer.tokenizer.decode(list(token_ids), skip_special_tokens=False)
     detokenizer.output_text = text.rstrip("\ufffd")  # a character that is not whole comes with its last token
-
-
-def _log_probs(flat: Any, num_tokens: int) -> list[float]:
-    """Log-prob of each sampled token, which is the first entry of its position."""
-    if not num_tokens:
-        return []
-    assert len(flat.start_indices) == num_tokens, "one position of log-probs per token"
-    return [flat.logprobs[start] for start in flat.start_indices]
-
-
-def _top_log_probs(flat: Any, num_tokens: int) -> list[list[tuple[int, float]]]:
-    """The further entries of each position; empty where only the sampled token was requested."""
-    if not num_tokens or all(end - start <= 1 for start, end in zip(flat.start_indices, flat.end_indices, strict=True)):
-        return []
-    return [
-        list(zip(flat.token_ids[start + 1 : end], flat.logprobs[start + 1 : end], strict=True))
-        for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
-    ]

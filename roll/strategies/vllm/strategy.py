@@ -20,7 +20,7 @@ from roll.config.strategies.registry import typed_strategy_config
 from roll.config.strategies.vllm import VLLM, VllmStrategyConfig
 from roll.platforms import current_platform
 from roll.protocol.vision import VisionInputs
-from roll.strategies.engines.base import GenerationStrategy, RankWatch, check_version
+from roll.strategies.engines.base import PackagedEngine, RankWatch, check_version
 from roll.strategies.engines.requests import (
     GenerationOutput,
     GenerationRequest,
@@ -64,7 +64,7 @@ class _Sample:
     """Without those."""
 
 
-class VllmStrategy(GenerationStrategy):
+class VllmStrategy(PackagedEngine):
     """Generation by vLLM, on CPU or GPU. The engine and its scheduler are in this process, and so is its model, unless
     the engine has several ranks: these are processes that this one starts and ends. The death of one ends them all."""
 
@@ -81,8 +81,6 @@ class VllmStrategy(GenerationStrategy):
         """Results of prompts that are being scored; None until vLLM has finished."""
         self._finished_early: list[GenerationOutput] = []
         """Samples that were finished while such prompts were computed."""
-        self._version = 0
-        self._new_version: int | None = None
         self._is_reloading = False
         self._checksums: dict[str, Checksum] = {}
         """Checksums of the tensors that the update has brought so far."""
@@ -91,8 +89,6 @@ class VllmStrategy(GenerationStrategy):
         self._num_experts = 0
         self._memory = RankMemory()
         self._watch = RankWatch([])
-        self._asleep: list[str] = []
-        """Parts that have left the device, by vLLM's names."""
 
     def initialize(self) -> None:
         """See the base class.
@@ -140,25 +136,22 @@ class VllmStrategy(GenerationStrategy):
             self._images.check(f"request {request.request_id!r}", request.prompt_token_ids, request.vision)
             taken.add(request.request_id)
         for request in requests:
-            self._add_request(request)
-
-    def _add_request(self, request: GenerationRequest) -> None:
-        """Add every sample as a separate request to vLLM; tokens of a partial sample become part of its prompt."""
-        self._unfinished[request.request_id] = set()
-        try:
-            fresh = None  # rendered once, and only to be added: vLLM sends an image along with its first prompt
-            for index in request.unfinished_samples:
-                begun = request.partial.get(index)
-                if begun is None:
-                    fresh = fresh or self._rendered(request.prompt_token_ids, request.vision)
-                    self._add_sample(request, index, fresh, None)
-                else:
-                    prompt = self._rendered([*request.prompt_token_ids, *begun.token_ids], request.vision)
-                    self._add_sample(request, index, prompt, begun)
-        except Exception:  # vLLM has further limits: drop this request's samples and keep the others
-            self.abort([request.request_id])
-            self._unfinished.pop(request.request_id, None)
-            raise
+            # Every sample is a separate request to vLLM; tokens of a partial sample become part of its prompt.
+            self._unfinished[request.request_id] = set()
+            try:
+                fresh = None  # rendered once, and only to be added: vLLM sends an image along with its first prompt
+                for index in request.unfinished_samples:
+                    begun = request.partial.get(index)
+                    if begun is None:
+                        fresh = fresh or self._rendered(request.prompt_token_ids, request.vision)
+                        self._add_sample(request, index, fresh, None)
+                    else:
+                        prompt = self._rendered([*request.prompt_token_ids, *begun.token_ids], request.vision)
+                        self._add_sample(request, index, prompt, begun)
+            except Exception:  # vLLM has further limits: drop this request's samples and keep the others
+                self.abort([request.request_id])
+                self._unfinished.pop(request.request_id, None)
+                raise
 
     def _rendered(self, token_ids: Sequence[int], vision: VisionInputs | None) -> Any:
         """
@@ -191,8 +184,7 @@ class VllmStrategy(GenerationStrategy):
         self._unfinished[request.request_id].add(key)
 
     def step(self) -> list[GenerationOutput]:
-        if self._new_version is not None:
-            raise RuntimeError("vllm: step() between start_weight_update and finish_weight_update")
+        self._check_no_update()
         early, self._finished_early = self._finished_early, []
         outputs = [*early, *self._step()] if self._samples else early
         return self._without_failed(outputs)
@@ -294,9 +286,8 @@ class VllmStrategy(GenerationStrategy):
         return whole
 
     def start_weight_update(self, version: int) -> None:
-        if self._new_version is not None:
-            raise RuntimeError(f"vllm: the update to version {self._new_version} is not finished")
-        self._new_version, self._checksums = version, {}
+        super().start_weight_update(version)
+        self._checksums = {}
 
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """See the base class; a tensor of another dtype is converted to the engine's.
@@ -305,8 +296,7 @@ class VllmStrategy(GenerationStrategy):
             ValueError: a name that the model does not have.
             RuntimeError: no update has been started, or a rank did not take the tensors; it is named.
         """
-        if self._new_version is None:
-            raise RuntimeError("vllm: update_weights outside of start_weight_update and finish_weight_update")
+        self._updating("update_weights")
         if not self._is_reloading:
             # Not before: an update of the adapter alone leaves the model as it is.
             self._ask_ranks("roll_start_reload")
@@ -319,8 +309,7 @@ class VllmStrategy(GenerationStrategy):
         return bool(self._config.engine_args.get("enable_lora"))
 
     def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None:
-        if self._new_version is None:
-            raise RuntimeError("vllm: update_adapter outside of start_weight_update and finish_weight_update")
+        self._updating("update_adapter")
         by_rank = self._ask_ranks("roll_replace_adapter", self._for_ranks(tensors), dict(scalings))
         self._checksums |= joined_checksums(by_rank)
 
@@ -329,9 +318,7 @@ class VllmStrategy(GenerationStrategy):
 
     def finish_weight_update(self) -> dict[str, Checksum]:
         """See the base class. The checksum of a tensor is there only if the engine holds exactly that tensor."""
-        if self._new_version is None:
-            raise RuntimeError("vllm: finish_weight_update without start_weight_update")
-        engine = self._running_engine()
+        version, engine = self._updating("finish_weight_update"), self._running_engine()
         if self._is_reloading:
             self._checksums |= joined_checksums(self._ask_ranks("roll_finish_reload"))
             self._is_reloading = False
@@ -341,9 +328,8 @@ class VllmStrategy(GenerationStrategy):
         engine.reset_encoder_cache()  # of the vision tower as it was
         if self._config.in_flight_update == "recompute":
             engine.reset_prefix_cache(reset_running_requests=True)
-        self._version = self._new_version
-        engine.set_weight_version(str(self._version))
-        self._new_version = None
+        engine.set_weight_version(str(version))
+        self._version, self._new_version = version, None
         return self._checksums
 
     def _for_ranks(self, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -357,21 +343,14 @@ class VllmStrategy(GenerationStrategy):
             check_results(results)
         return results
 
-    def sleep(self) -> None:
-        """Free the KV cache, and move or drop the weights (``sleep_level``), on a GPU. Only between requests."""
-        if self.num_unfinished:
-            raise RuntimeError(f"vllm: sleep with {self.num_unfinished} unfinished samples; abort them first")
-        if current_platform().device_type != "cpu" and not self._asleep:
-            with self._watch.blamed():
-                self._running_engine().sleep(self._config.sleep_level)
-            self._asleep = ["weights", "kv_cache"]
+    def _release(self) -> bool:
+        with self._watch.blamed():
+            self._running_engine().sleep(self._config.sleep_level)
+        return True
 
-    def wake(self, weights_only: bool = False) -> None:
-        wanted = [part for part in self._asleep if part == "weights" or not weights_only]
-        if wanted:
-            with self._watch.blamed():
-                self._running_engine().wake_up(wanted)
-            self._asleep = [part for part in self._asleep if part not in wanted]
+    def _resume(self, parts: list[str]) -> None:
+        with self._watch.blamed():
+            self._running_engine().wake_up(parts)
 
     def shutdown(self) -> None:
         if self._engine is None:

@@ -61,15 +61,6 @@ class _Held:
         return id(self.layer), self.parameter_name
 
 
-@dataclass(frozen=True)
-class _Whole:
-    """A tensor as sent that vLLM takes under other names."""
-
-    checksum: int
-    parts: dict[str, int]
-    """The checksums of the tensors that it is there."""
-
-
 class ReloadVerifier:
     """Watches layer-by-layer reloads of ``model`` and compares what arrives in the layers with what was sent.
 
@@ -92,7 +83,8 @@ class ReloadVerifier:
         self._sent: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
         """Names of tensors sent, by their address in memory: loaders pass views of them on."""
-        self._wholes: dict[str, _Whole] = {}
+        self._wholes: dict[str, tuple[int, dict[str, int]]] = {}
+        """Tensors as sent that vLLM takes under other names: their checksum, and those of the tensors there."""
         self._checksums: dict[str, int] = {}
         self._processed: set[int] = set()
         self._watched: list[Any] = []
@@ -110,7 +102,7 @@ class ReloadVerifier:
         parts = checkpoint_tensors(self._model_type, name, tensor)
         if [part for part, _ in parts] != [name]:
             checksums = {part: tensor_checksum(content) for part, content in parts}
-            self._wholes[name] = _Whole(tensor_checksum(tensor), checksums)
+            self._wholes[name] = tensor_checksum(tensor), checksums
         self._sent.update(parts)
         self._names.update((content.data_ptr(), part) for part, content in parts)
         return parts
@@ -124,8 +116,10 @@ class ReloadVerifier:
             probe = Probe.of(layer.weight) if is_packed(layer) else None
             packed_before = getattr(method, "moe_kernel", None)
             process(layer)
-            if packed_before is not None:
-                pack_experts(layer, packed_before)
+            if packed_before is not None and layer.w13_weight.device.type == "cpu":
+                # vLLM 0.32 packs experts when the kernel is made, at the first load only, and would read the plain
+                # matrices of a reload as packed ones: other numbers, without an error.
+                packed_before.fused_experts.process_weights_after_loading(layer)
             self._processed.add(id(layer))
             if probe is not None:
                 check_packing(layer, probe)
@@ -143,25 +137,19 @@ class ReloadVerifier:
             name = self._names.get(loaded.data_ptr())
             if name is None or loaded.numel() != self._sent[name].numel():
                 continue
-            if "expert_id" in arguments:
-                self._compare_expert(name, layer, parameter_name, arguments["shard_id"], arguments["expert_id"])
-            else:
+            if "expert_id" not in arguments:
                 self._compare(name, layer, parameter_name, arguments.get("loaded_shard_id"))
-
-    def _compare_expert(self, name: str, layer: Any, parameter_name: str, shard: str, expert: int) -> None:
-        """One matrix of one expert, of which another rank may have all or a part."""
-        local = layer._map_global_expert_id_to_local_expert_id(expert)
-        sent = self._taken(name)
-        if local < 0:
-            return
-        held = expert_part(getattr(layer, parameter_name), local, shard)
-        self._note(name, layer, parameter_name, sent, held, oriented(layer, sent, shard))
+                continue
+            sent, shard = self._taken(name), arguments["shard_id"]
+            local = layer._map_global_expert_id_to_local_expert_id(arguments["expert_id"])
+            if local >= 0:  # else another rank has the expert
+                held = expert_part(getattr(layer, parameter_name), local, shard)
+                self._note(name, layer, parameter_name, sent, held, oriented(layer, sent, shard))
 
     def _compare(self, name: str, layer: Any, parameter_name: str, shard: Any = None) -> None:
         sent = self._taken(name)
-        self._note(
-            name, layer, parameter_name, sent, held_part(layer, getattr(layer, parameter_name), shard, len(sent))
-        )
+        held = held_part(layer, getattr(layer, parameter_name), shard, len(sent))
+        self._note(name, layer, parameter_name, sent, held)
 
     def _note(
         self,
@@ -190,7 +178,13 @@ class ReloadVerifier:
         for method in self._watched:
             del method.process_weights_after_loading
         self._watched.clear()
-        self._pack_shared()
+        # An output matrix tied to the embeddings has no tensor of its own in the checkpoint, so the reload leaves its
+        # packed copy as it was: pack it again.
+        layer: Any
+        for layer in self._model.modules():
+            if is_packed(layer) and layer.weight.numel() and id(layer) not in self._processed:
+                layer.quant_method.process_weights_after_loading(layer)
+                check_packing(layer, Probe.of(layer.weight))
         parameters = dict(self._model.named_parameters())
         mapper = getattr(self._model, "hf_to_vllm_mapper", None)
         for name in list(self._sent):
@@ -198,7 +192,13 @@ class ReloadVerifier:
             if is_pp_missing_parameter(own, self._model):
                 self._taken(name)
             elif own.endswith(_SINKS) and own in parameters:
-                self._copy_sinks(name, own, parameters[own])
+                # vLLM's loader of gpt-oss writes the attention sinks past the reload, where they are lost.
+                parameter = parameters[own]
+                sent, heads = self._taken(name), len(parameter)
+                part = sent.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
+                parameter.data.copy_(part)
+                path, _, parameter_name = own.rpartition(".")
+                self._note(name, self._model.get_submodule(path), parameter_name, sent, parameter.data, part)
             elif own in parameters and parameters[own].shape == self._sent[name].shape:
                 path, _, parameter_name = own.rpartition(".")
                 self._compare(name, self._model.get_submodule(path), parameter_name)
@@ -223,21 +223,13 @@ class ReloadVerifier:
         del self._names[sent.data_ptr()]
         return sent
 
-    def _copy_sinks(self, name: str, own: str, parameter: torch.Tensor) -> None:
-        """Copy this rank's attention sinks: vLLM's loader of gpt-oss writes past the reload, where they are lost."""
-        sent, heads = self._taken(name), len(parameter)
-        part = sent.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
-        parameter.data.copy_(part)
-        path, _, parameter_name = own.rpartition(".")
-        self._note(name, self._model.get_submodule(path), parameter_name, sent, parameter.data, part)
-
     def _as_sent(self, found: dict[str, int]) -> dict[str, int]:
         """The checksums by the names that were sent: that of the whole if those of all its parts are right."""
-        for name, whole in self._wholes.items():
-            own = {part: found.pop(part) for part in whole.parts if part in found}
+        for name, (whole, parts) in self._wholes.items():
+            own = {part: found.pop(part) for part in parts if part in found}
             if own:
-                is_right = all(whole.parts[part] == checksum for part, checksum in own.items())
-                found[name] = whole.checksum if is_right else ~whole.checksum & _MASK
+                is_right = all(parts[part] == checksum for part, checksum in own.items())
+                found[name] = whole if is_right else ~whole & _MASK
         return found
 
     def _now(self, held: _Held) -> int:
@@ -248,23 +240,14 @@ class ReloadVerifier:
 
     def held(self, names: Iterable[str]) -> dict[str, int]:
         """The checksums of tensors of earlier reloads, as sent, where the rank computes with what it did then."""
-        asked = [part for name in names for part in (self._wholes[name].parts if name in self._wholes else (name,))]
-        known = {name: self._held[name] for name in asked if name in self._held}
+        wanted = [part for name in names for part in (self._wholes[name][1] if name in self._wholes else (name,))]
+        known = {name: self._held[name] for name in wanted if name in self._held}
         now = {held.key: self._now(held) for held in known.values()}
         found = {
             name: held.checksum if now[held.key] == self._as_loaded[held.key] else ~held.checksum & _MASK
             for name, held in known.items()
         }
-        return self._as_sent(found | {name: self._received[name] for name in asked if name in self._received})
-
-    def _pack_shared(self) -> None:
-        """Pack again what got new values through another layer: an output matrix tied to the embeddings has no tensor
-        of its own in the checkpoint, so the reload leaves its packed copy as it was."""
-        layer: Any
-        for layer in self._model.modules():
-            if is_packed(layer) and layer.weight.numel() and id(layer) not in self._processed:
-                layer.quant_method.process_weights_after_loading(layer)
-                check_packing(layer, Probe.of(layer.weight))
+        return self._as_sent(found | {name: self._received[name] for name in wanted if name in self._received})
 
 
 def is_packed(layer: Any) -> bool:
@@ -392,10 +375,3 @@ def oriented(layer: Any, sent: torch.Tensor, shard: str) -> torch.Tensor:
         return sent.t()
     is_repeated = shard == _OUTPUT and layer.moe_config.moe_parallel_config.tp_rank > 0
     return torch.zeros_like(sent) if is_repeated else sent
-
-
-def pack_experts(layer: Any, kernel: Any) -> None:
-    """Pack reloaded experts for a CPU's kernel. vLLM 0.32 does so when the kernel is made, at the first load only, and
-    after a reload would read the plain matrices as packed ones: other numbers, without an error."""
-    if layer.w13_weight.device.type == "cpu":
-        kernel.fused_experts.process_weights_after_loading(layer)

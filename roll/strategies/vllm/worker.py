@@ -2,8 +2,8 @@
 
 vLLM fuses matrices (query, key and value; gate and up) and, on a CPU, packs them for oneDNN, after which the values
 cannot be read back. So an update goes through its layer-by-layer reload: a layer whose tensors are all there is
-loaded into plain parameters, compared there with what was sent, and only then packed; a packed layer is asked for one
-product to see that the packing took place.
+loaded into plain parameters, compared there with what was sent, and only then packed; a packed layer computes one
+product, which shows that the packing took place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from roll.weight_sync.encoding import Checksum, tensor_checksum
 from roll.weight_sync.transports import Receiver, SharedMemorySender, SharedPayload
 
 POLICY = LoRARequest("policy", 1, lora_path="sent by the trainer")
-"""Every request asks for it. There is one adapter, and its values change in place."""
+"""Adapter of every request. There is one adapter, and its values change in place."""
 Tensors = Mapping[str, torch.Tensor] | SharedPayload
 _Result = TypeVar("_Result")
 _WATCH_SECONDS = 2.0
@@ -119,7 +119,7 @@ class PolicyAdapter:
         for weight, scaling in scalings.items():
             # Copies: vLLM multiplies B by the scaling in place.
             down, up = (tensors[weight + part].to(self._dtype, copy=True) for part in (DOWN_PART, UP_PART))
-            module = _module_of(weight)
+            module = weight.removesuffix(".weight")
             layers[module] = LoRALayerWeights(module, len(down), 0, down, up, scaling=scaling)
         rank = max(weights.rank for weights in layers.values())
         self._manager.remove_adapter(POLICY.lora_int_id)
@@ -132,7 +132,7 @@ class PolicyAdapter:
         places = dict(self._places())
         found = {}
         for weight in scalings:
-            layer, index = places.get(_module_of(weight), (None, 0))
+            layer, index = places.get(weight.removesuffix(".weight"), (None, 0))
             if layer is None:
                 continue
             down, up = tensors[weight + DOWN_PART], tensors[weight + UP_PART]
@@ -156,10 +156,6 @@ class PolicyAdapter:
                 yield module, (layer, index)
 
 
-def _module_of(weight: str) -> str:
-    return weight.removesuffix(".weight")
-
-
 class WeightReceiver:
     """Methods for ``collective_rpc``, in every rank. Attributes stand in vLLM's own class, hence the prefix."""
 
@@ -174,11 +170,8 @@ class WeightReceiver:
         quieten()
         self._roll_memory = RankMemory.receiver()
         Thread(target=_end_with, args=(engine_pid,), daemon=True, name="roll-engine-watch").start()
-        self._roll_make_stage_buffers()
-
-    def _roll_make_stage_buffers(self) -> None:
-        """Allocate the buffers that a later stage receives into. vLLM makes them in its trial run of the model, which
-        on a CPU takes place only before it compiles."""
+        # vLLM makes the buffers that a later stage receives into in its trial run of the model, which on a CPU takes
+        # place only before it compiles.
         runner = self.model_runner
         is_later_stage = not get_pp_group().is_first_rank
         if is_later_stage and runner.device.type == "cpu" and runner.intermediate_tensors is None:

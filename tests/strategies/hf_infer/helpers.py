@@ -94,12 +94,18 @@ def run(
 ) -> dict[tuple[str, int], GenerationOutput]:
     """Everything to its end; outputs by (request id, sample index). ``started``: samples that are running already."""
     engine.add_requests(requests)
-    outputs = []
-    while engine.num_unfinished:
-        outputs += engine.step()
+    outputs = run_out(engine)
     by_sample = {(output.request_id, output.sample_index): output for output in outputs}
     assert len(by_sample) == len(outputs) == started + sum(request.num_samples for request in requests)
     return by_sample
+
+
+def run_out(engine: Any) -> list[GenerationOutput]:
+    """The outputs of all that is unfinished."""
+    outputs: list[GenerationOutput] = []
+    while engine.num_unfinished:
+        outputs += engine.step()
+    return outputs
 
 
 def greedy(max_new_tokens: int, **options: Any) -> SamplingParams:

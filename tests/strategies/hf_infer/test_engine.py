@@ -17,6 +17,7 @@ from tests.strategies.hf_infer.helpers import (
     greedy,
     random_prompts,
     run,
+    run_out,
 )
 
 
@@ -92,9 +93,7 @@ def test_abort_returns_partial_samples_and_leaves_the_others_alone():
     assert all(o.finish_reason == "abort" and len(o.log_probs) == len(o.token_ids) for o in aborted)
     assert all(o.token_ids == whole["1", o.sample_index].token_ids[: len(o.token_ids)] for o in aborted)
     assert engine.num_unfinished == 6
-    rest = []
-    while engine.num_unfinished:
-        rest += engine.step()
+    rest = run_out(engine)
     assert {(o.request_id, o.sample_index): o.token_ids for o in rest} == {
         key: output.token_ids for key, output in whole.items() if key[0] != "1"
     }

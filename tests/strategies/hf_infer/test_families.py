@@ -13,7 +13,7 @@ from roll.strategies.engines.requests import GenerationRequest, SamplingParams, 
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.generic import GenericDecoder
 from roll.strategies.hf_infer.strategy import create_decoder
-from tests.strategies.hf_infer.helpers import generate_greedy, greedy, random_prompts, run
+from tests.strategies.hf_infer.helpers import generate_greedy, greedy, random_prompts, run, run_out
 from tests.strategies.moe_models import write_moe
 from tests.strategies.samples import VOCABULARY
 
@@ -135,9 +135,7 @@ def test_interrupted_samples_and_recomputed_rows(models, family):
     other = engine_of(model)
     own = [[output for output in aborted if output.request_id == request.request_id] for request in requests]
     other.add_requests([interrupted(request, found, []) for request, found in zip(requests, own, strict=True)])
-    outputs = []
-    while other.num_unfinished:
-        outputs += other.step()
+    outputs = run_out(other)
     assert len(outputs) == 4 and all(len(output.token_ids) == 14 for output in outputs)
     for output in outputs:
         assert_log_probs(model, prompts[int(output.request_id)], output)

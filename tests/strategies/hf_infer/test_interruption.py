@@ -22,6 +22,7 @@ from tests.strategies.hf_infer.helpers import (
     random_prompts,
     reference_log_probs,
     run,
+    run_out,
 )
 
 Outputs = dict[tuple[str, int], GenerationOutput]
@@ -100,8 +101,7 @@ def test_after_a_swap_running_samples_go_on_as_from_the_start_with_the_new_weigh
             engine._decoder.weights[name].copy_(tensor)
     engine.set_version(4)
     engine.recompute_running()
-    while engine.num_unfinished:
-        outputs += engine.step()
+    outputs += run_out(engine)
     swapped = {(output.request_id, output.sample_index): output for output in outputs}
     for i, prompt in enumerate(prompts):
         output = swapped[str(i), 1]
@@ -126,9 +126,7 @@ def test_many_long_samples_are_computed_again_in_several_parts(monkeypatch):
         engine.step()
     engine._cache.data.fill_(3.0)
     engine.recompute_running()
-    outputs = []
-    while engine.num_unfinished:
-        outputs += engine.step()
+    outputs = run_out(engine)
     assert {(o.request_id, o.sample_index): o.token_ids for o in outputs} == {k: o.token_ids for k, o in whole.items()}
 
 

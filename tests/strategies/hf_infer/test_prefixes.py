@@ -20,6 +20,7 @@ from tests.strategies.hf_infer.helpers import (
     random_prompts,
     reference_log_probs,
     run,
+    run_out,
 )
 
 
@@ -102,9 +103,7 @@ def test_nothing_survives_a_weight_update(recompute, monkeypatch):
     assert engine._prefixes.num_tokens == 0
     if recompute:
         engine.recompute_running()
-    outputs = []
-    while engine.num_unfinished:
-        outputs += engine.step()
+    outputs = run_out(engine)
     prefills = watch_prefills(engine, monkeypatch)
     prompts = [[*done, 7], running + outputs[0].token_ids + [7]]
     again = run(engine, [GenerationRequest(str(i), p, params) for i, p in enumerate(prompts)])

@@ -10,6 +10,7 @@ from roll.models.experts import RoutingRecorder, sparse_layers
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.generic import GenericDecoder
+from tests.strategies.hf_infer.helpers import run_out
 from tests.strategies.moe_models import moe_config
 
 PROMPTS = {"a": [5, 6, 7], "b": [8, 9, 10, 11, 12, 13], "c": [3]}
@@ -54,8 +55,7 @@ def test_routes_are_those_of_a_plain_pass(family):
         aborted = [output for output in stopped if output.request_id == name]
         finished = [output for output in outputs if output.request_id == name]
         other.add_requests([interrupted(request, aborted, finished)])
-    while other.num_unfinished:
-        outputs += other.step()
+    outputs += run_out(other)
     assert len(outputs) == 9 and any(output.token_ids for output in stopped)
     for output in outputs:
         _check(model, output)

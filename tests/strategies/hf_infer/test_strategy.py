@@ -15,7 +15,7 @@ from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.factory import create_generation_strategy
 from roll.strategies.hf_infer import HfInferStrategy
 from roll.weight_sync.encoding import tensor_checksum
-from tests.strategies.hf_infer.helpers import generate_greedy, greedy, random_prompts, reference_log_probs, run
+from tests.strategies.hf_infer.helpers import generate_greedy, greedy, random_prompts, reference_log_probs, run, run_out
 
 
 def start(folder: Path, dtype: Any = "fp32", **options: Any) -> HfInferStrategy:
@@ -106,8 +106,7 @@ def test_running_samples_continue_over_an_update(model_folder, mode):
     outputs = [output for _ in range(5) for output in strategy.step()]
     new = changed(model_folder)
     push(strategy, dict(new.named_parameters()), version=2)
-    while strategy.num_unfinished:
-        outputs += strategy.step()
+    outputs += run_out(strategy)
     (output,) = outputs
     assert output.weight_versions == [(0, 0, 5), (2, 5, 12)]
     begun = output.token_ids[:5]

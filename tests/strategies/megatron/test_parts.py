@@ -22,7 +22,6 @@ from roll.strategies.megatron.correspondence import (
     ShardedVocabulary,
 )
 from roll.strategies.megatron.micro_batches import Chunking
-from roll.strategies.megatron.parallel import ParallelSizes, rank_info
 from tests.strategies.samples import make_batch
 
 
@@ -98,29 +97,6 @@ def test_every_response_token_is_predicted_once(
     wanted = batch["response_mask"].clone()
     wanted[:, 0] = False
     assert torch.equal(found, wanted.long())
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ((3, 1, 1, 1), r"tensor_model_parallel_size 3 x .* = 3 does not divide the role's 8 ranks"),
-        ((2, 2, 4, 1), r"= 16 does not divide the role's 8 ranks; use sizes whose product does"),
-        ((2, 1, 1, 2), r"virtual_pipeline_model_parallel_size: 2 needs pipeline_model_parallel_size of at least 2"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        ParallelSizes(*sizes, sequence_parallel=False).check_world(8)
-
-
-def test_ranks_fill_the_mesh():
-    sizes = ParallelSizes(tensor=2, pipeline=2, context=2, virtual=1, sequence_parallel=True)
-    infos = [rank_info(rank, 16, sizes) for rank in range(16)]
-    assert len({(i.tp_rank, i.cp_rank, i.dp_rank, i.pp_rank) for i in infos}) == 16
-    assert {(i.tp_size, i.cp_size, i.dp_size, i.pp_size) for i in infos} == {(2, 2, 2, 2)}
-    for replica in range(2):
-        assert sum(i.is_data_source for i in infos if i.dp_rank == replica) == 1
-        assert sum(i.is_first_of_replica for i in infos if i.dp_rank == replica) == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the compatibility module does nothing with CUDA")

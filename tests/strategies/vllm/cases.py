@@ -256,24 +256,17 @@ def experts_after_updates(folder: Path, **options: Any) -> tuple[list[tuple[list
         return engine_cases.experts_after_updates(started, load(folder)), unread
 
 
-def run_out(started: GenerationStrategy) -> list[GenerationOutput]:
-    outputs: list[GenerationOutput] = []
-    while started.num_unfinished:
-        outputs += started.step()
-    return outputs
-
-
 def prompt_scores(folder: Path) -> dict[str, Any]:
     """Of prompts that are asked for while a sample is in flight, which goes on as if nothing had been asked."""
     prompts, model = [[5, 9, 13, 40, 7], [8, 3]], load(folder)
     with engine(folder, engine_args={"max_logprobs": -1}) as started:
         request = GenerationRequest("sample", [4, 5, 6], SamplingParams(12, temperature=0.0))
         started.add_requests([request])
-        plain = [output.token_ids for output in run_out(started)]
+        plain = [output.token_ids for output in helpers.run_out(started)]
         started.add_requests([request])
         started.step()
         found, whole = started.prompt_scores(prompts, 3), started.prompt_scores(prompts[:1], -1)
-        outputs = run_out(started)
+        outputs = helpers.run_out(started)
         gaps, same = [], []
         for prompt, score in zip(prompts, found, strict=True):
             with torch.no_grad():
