@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import string
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from roll.config.pipelines import definitions
 from roll.config.reading.errors import Problem
 from roll.config.reading.masking import MASK, is_secret, know_keys, masked, masked_text, register_secrets
 from roll.config.reading.schema import declared_secrets
-from roll.config.reading.secrecy import tells_secret
+from roll.config.reading.secrecy import looks_random, tells_secret
 
 SECRET = "s3cr3t-value"
 
@@ -253,3 +255,36 @@ def test_a_field_with_the_name_of_a_secret_says_whether_it_is_one() -> None:
         columns = {name for name in keys if name.endswith("_key")} - {"judge_api_key"}
         named = {name for name in keys if tells_secret(name, PLAIN)}
         assert {name for name, is_declared in keys.items() if is_declared} == named - columns
+
+
+ALPHABETS = {
+    "lower-case letters": string.ascii_lowercase,
+    "lower-case letters and digits": string.ascii_lowercase + string.digits,
+    "hexadecimal": string.digits + "abcdef",
+    "base32": string.ascii_uppercase + "234567",
+    "base32 in lower case": string.ascii_lowercase + "234567",
+    "base64url": string.ascii_letters + string.digits + "-_",
+}
+
+
+@pytest.mark.parametrize("alphabet", ALPHABETS)
+def test_random_texts_of_any_alphabet_are_recognised(alphabet: str) -> None:
+    random = Random(0)
+    found = [looks_random("".join(random.choices(ALPHABETS[alphabet], k=random.randint(20, 64)))) for _ in range(2000)]
+    assert sum(found) >= 0.99 * len(found)
+
+
+def texts_of(tree: Any) -> Iterator[str]:
+    if isinstance(tree, dict):
+        yield from (text for key, value in tree.items() for text in (key, *texts_of(value)) if isinstance(text, str))
+    elif isinstance(tree, list):
+        yield from (text for value in tree for text in texts_of(value))
+    elif isinstance(tree, str):
+        yield tree
+
+
+def test_texts_of_published_files_and_ours_are_not() -> None:
+    files = [file for root in ROOTS for file in root.rglob("*.yaml")]
+    texts = {text for file in files for tree in yaml.safe_load_all(file.read_text("utf-8")) for text in texts_of(tree)}
+    wrong = [text for text in texts if looks_random(text)]
+    assert len(texts) > 500 and len(wrong) <= 0.001 * len(texts), wrong

@@ -58,6 +58,7 @@ _HEXADECIMAL = re.compile(r"[0-9a-fA-F-]+")
 _PLACE = re.compile(r"(/|\./|\.\./|~|[A-Za-z]:[/\\]).*|.*://.*|.*\.[a-z][a-z0-9]{1,11}")
 _READABLE = re.compile(r"(?<![A-Za-z0-9])[A-Za-z]?[a-z]{2,}(?![A-Za-z0-9])")
 _BASE64 = re.compile(r"[A-Za-z0-9+/]{32,}={0,2}")
+_BASE64URL = re.compile(r"[A-Za-z0-9_-]{20,}")
 _CAPITALISED = re.compile(r"[A-Z][a-z]{2,}|[a-z]{3,}")
 _SPECIAL = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?[\d.,]+(e[+-]?\d+)?%?|true|false|none|null", re.IGNORECASE)
@@ -66,6 +67,27 @@ _LONG = 16
 _VERY_LONG, _LONGEST_NAME = 24, 9
 SHORT = 8
 """Likewise of a value whose name has raised suspicion."""
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_ROWS = (
+    "04540240403645040656331130 62326200530621520552500040 60316006405410610426400020 52147130700310430452421020 "
+    "41563331200446142664132410 50226610700511620534500020 52217145501434430652400020 62017100600230600435400020 "
+    "33544340001447530355040203 50117000400000621152701000 40137120600403341162323030 61147110600520620144420040 "
+    "64117000601242560042400010 51555361403213420156330010 33442330313557440644534200 60126113500510650645400030 "
+    "50000000103200001330703000 61347130502343520454321030 40416215503331441156502030 50317105600321520554301030 "
+    "44444330400556250556000000 60007010600321420210000000 60136005601205510541001000 50526113601220360226000420 "
+    "43335220500455560266114000 60007102500301400020030032"
+)
+_PAIRS = {
+    first + second: int(bits) - 4
+    for first, row in zip(_LETTERS, _ROWS.split(), strict=True)
+    for second, bits in zip(_LETTERS, row, strict=True)
+}
+"""log2 of how much likelier the second letter is after the first in words than in random text, -4 to 3 bits; a row for
+each first letter. Counted in 8,100 words of this documentation and source, Python's documentation, and model names."""
+_FEWEST_PAIRS = 9
+_UNLIKE_WORDS = -0.35
+"""Mean bits of pairs below which letters are no words: random ones have -1.1, names in published files 0 or more."""
 
 
 class Secrecy(IntEnum):
@@ -129,7 +151,7 @@ def tells_secret(name: str, value: object) -> bool:
 
 def looks_random(value: str, least: int = _LONG) -> bool:
     """A text without spaces, no path, URL or file, that has ``least`` letters and digits in a row which change between
-    cases and digits as no word, name of a class or of a model does."""
+    cases and digits, or follow each other, as in no word, name of a class or of a model."""
     if len(value) < least or not _UNBROKEN.fullmatch(value):
         return False
     if _PLACE.fullmatch(value) and _READABLE.search(value):
@@ -139,7 +161,26 @@ def looks_random(value: str, least: int = _LONG) -> bool:
     pieces = [piece for piece in _PIECE.findall(value) if len(piece) >= least]
     if _BASE64.fullmatch(value) and not _READABLE.search(value):
         pieces.append(re.sub(r"[+/=]", "", value))
-    return any(map(_is_mixed, pieces))
+    return any(map(_is_mixed, pieces)) or _are_no_words(pieces, _FEWEST_PAIRS) or _is_base64url(value)
+
+
+def _are_no_words(pieces: list[str], fewest: int) -> bool:
+    """A likelihood test of the pairs of letters in all pieces together."""
+    bits = [_PAIRS[pair] for piece in pieces for pair in map("".join, pairwise(piece.lower())) if pair in _PAIRS]
+    return len(bits) >= fewest and sum(bits) < _UNLIKE_WORDS * len(bits)
+
+
+def _is_base64url(value: str) -> bool:
+    """Its dashes and underscores may leave no piece that is long enough to tell by itself."""
+    pieces = _PIECE.findall(value)
+    if not _BASE64URL.fullmatch(value) or len(pieces) > len(value) / 4 or len(set(map(_case, "".join(pieces)))) < 3:
+        return False
+    turns = sum(len(_TURN.findall(piece)) for piece in pieces) / max(sum(map(len, pieces)) - len(pieces), 1)
+    return turns >= 0.3 and _are_no_words(pieces, 4)
+
+
+def _case(character: str) -> tuple[bool, bool]:
+    return character.isdigit(), character.isupper()
 
 
 def _is_mixed(piece: str) -> bool:
