@@ -137,16 +137,28 @@ def _arguments(
         yield [match[1].strip(), value]
 
 
+def _names(schema: Mapping[str, Any]) -> str | None:
+    """A pattern of the names that an argument may have; None where the schema leaves them open."""
+    properties = schema.get("properties")
+    if not properties or schema.get("additionalProperties", False) is not False:
+        return None
+    return "|".join(map(re.escape, properties))
+
+
 def _qwen_xml(name: str, body: str, schema: Mapping[str, Any]) -> ToolCall:
     # A name that the tool does not have begins no argument: it is a text that mentions the mark.
-    names = "|".join(map(re.escape, schema.get("properties") or ())) or "(?!)"
-    begin = re.compile(f"<parameter=(?:{names})>")
-    pairs = _arguments(body, _NEXT_PARAMETER, _PARAMETER, "</parameter>", begin)
+    known = _names(schema)
+    between = _NEXT_PARAMETER if known is None else re.compile(rf"</parameter>\s*(?=<parameter=(?:{known})>)")
+    named = "|".join(map(re.escape, schema.get("properties") or ())) or "(?!)"
+    pairs = _arguments(body, between, _PARAMETER, "</parameter>", re.compile(f"<parameter=(?:{named})>"))
     return ToolCall(name, {key: typed_value(value.removesuffix("\n"), key, schema) for key, value in pairs})
 
 
 def _glm(name: str, body: str, schema: Mapping[str, Any]) -> ToolCall:
-    pairs = _arguments(body, _NEXT_PAIR, _PAIR, "</arg_value>", _PAIR_BEGIN)
+    known, between = _names(schema), _NEXT_PAIR
+    if known is not None:
+        between = re.compile(rf"</arg_value>\s*(?=<arg_key>\s*(?:{known})\s*</arg_key>\s*<arg_value>)")
+    pairs = _arguments(body, between, _PAIR, "</arg_value>", _PAIR_BEGIN)
     return ToolCall(name, {key: typed_value(value, key, schema) for key, value in pairs})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -283,3 +284,23 @@ def test_a_thought_that_the_prompt_opened_holds_no_call(name: str) -> None:
     assert parsed.reasoning == WRITTEN[name]
     after = parse_response(f"{WRITTEN[name]}</think>{WRITTEN[name]}", name, opened="<think>")
     assert (after.calls, after.reasoning) == ([CALL], WRITTEN[name])
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "mark"),
+    [
+        ("qwen_xml", "a</parameter><parameter=x>b"),
+        ("qwen_xml", "a\n</parameter>\n<parameter=other>\nb\n</parameter>\nc"),
+        ("glm", "a</arg_value><arg_key>x</arg_key><arg_value>b"),
+    ],
+)
+def test_an_argument_that_the_tool_does_not_have_begins_nothing(tool_format: str, mark: str) -> None:
+    """The schema decides; where there is none, or it leaves names open, each mark begins an argument."""
+    written = _written(tool_format, text=mark, count="3")
+    assert parse_response(written, tool_format, TOOLS).calls == [ToolCall("write", {"text": mark, "count": 3})]
+    opened = copy.deepcopy(TOOLS)
+    for tool in opened:
+        tool.get("function", tool)["parameters"]["additionalProperties"] = True
+    for tools in (None, opened):
+        (call,) = parse_response(written, tool_format, tools).calls
+        assert len(call.arguments) == 3 and call.arguments["text"] == "a"
