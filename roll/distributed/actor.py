@@ -96,16 +96,22 @@ class Profiler:
             yield
         name = f"{self._worker_name}-{method}-{call}".replace("/", "-")
         folder = Path(profiling.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        if profiling.timeline:
-            recorded.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
-        if profiling.memory:
-            order = "self_cuda_memory_usage" if on_cuda else "self_cpu_memory_usage"
-            table = recorded.key_averages().table(sort_by=order, row_limit=_TABLE_ROWS)
-            (folder / f"{name}.memory.txt").write_text(table, encoding="utf-8")
-        if snapshots:
-            torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if profiling.timeline:
+                recorded.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
+            if profiling.memory:
+                order = "self_cuda_memory_usage" if on_cuda else "self_cpu_memory_usage"
+                table = recorded.key_averages().table(sort_by=order, row_limit=_TABLE_ROWS)
+                (folder / f"{name}.memory.txt").write_text(table, encoding="utf-8")
+            if snapshots:
+                torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
+        except (OSError, RuntimeError) as error:  # the profiler's own writer knows no OSError
+            logger.error("the profile of %s was not written to %s; the run goes on: %s", name, folder, error)
+            return
+        finally:
+            if snapshots:
+                torch.cuda.memory._record_memory_history(enabled=None)
         logger.info("profile of %s written to %s", name, folder)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from roll.config.reading.errors import ConfigError, Problem
@@ -19,6 +21,8 @@ from roll.config.roles import ModelArguments
 from roll.methods.distill_keys import INDEX
 from roll.models.loading import adapter_fingerprint, content_identity
 from roll.strategies.base import TOP_COLUMNS
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 2
 """Version of the cache's files."""
@@ -58,6 +62,9 @@ class TeacherCache:
     int64, where its tokens begin. The index names the shards and what they were made with; a shard that it does not
     name does not count, so a killed run leaves a cache of whole shards.
 
+    A cache is never worth a run: where the folder takes no shard (a full disk, a quota), nothing more is written, which
+    is logged once, and later rows are the teacher's again.
+
     Args:
         made_with: what the log-probs depend on besides the row; plain JSON values.
 
@@ -72,6 +79,9 @@ class TeacherCache:
         self._places: dict[bytes, tuple[int, int, int]] = {}
         self._open: dict[int, Any] = {}
         self._unwritten: dict[bytes, RowTargets] = {}
+        self._passing: dict[bytes, RowTargets] = {}
+        """Rows of the newest :meth:`put`, where nothing is written any more."""
+        self._ended = False
         if (self._folder / INDEX).is_file():
             self._read_index()
 
@@ -104,14 +114,19 @@ class TeacherCache:
         Raises:
             KeyError: the cache does not have it.
         """
-        if key in self._unwritten:
-            return self._unwritten[key]
+        for rows in (self._unwritten, self._passing):
+            if key in rows:
+                return rows[key]
         number, start, stop = self._places[key]
         shard = self._shard(number)
         return {name: shard.get_slice(name)[start:stop] for name in ("log_probs", "ids", "tail")}
 
     def put(self, rows: Sequence[tuple[bytes, RowTargets]]) -> None:
         """Take rows over; they are on disk after :meth:`flush`, or when there are enough of them."""
+        if self._ended:
+            # The caller reads them before its next call. Not one after another, or memory would hold the whole cache.
+            self._passing = dict(rows)
+            return
         for key, targets in rows:
             if key not in self:
                 self._unwritten[key] = targets
@@ -120,9 +135,8 @@ class TeacherCache:
 
     def flush(self) -> None:
         """Write what is not on disk yet as a shard, then the index that names it."""
-        if not self._unwritten:
+        if not self._unwritten or self._ended:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         rows, number = list(self._unwritten.items()), len(self._shards)
         lengths = [len(one["tail"]) for _, one in rows]
         tensors = {
@@ -131,12 +145,27 @@ class TeacherCache:
         tensors["keys"] = torch.from_numpy(np.stack([np.frombuffer(key, dtype=np.uint8) for key, _ in rows]))
         tensors["starts"] = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
         name = f"shard-{number:05d}.safetensors"
-        save_file(tensors, self._folder / f"{name}.part")
-        os.replace(self._folder / f"{name}.part", self._folder / name)
+        index = {"format": FORMAT, "made_with": self._made_with, "shards": [*self._shards, name]}
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, self._folder / f"{name}.part")
+            (self._folder / f"{INDEX}.part").write_text(json.dumps(index, indent=1), encoding="utf-8")
+            os.replace(self._folder / f"{name}.part", self._folder / name)
+            os.replace(self._folder / f"{INDEX}.part", self._folder / INDEX)
+        except (OSError, SafetensorError) as error:  # of safetensors, whatever the system said
+            self._ended = True
+            need = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
+            logger.error(
+                "teacher_cache: %s takes no shard of %.1f MB; the run goes on and caches no more rows: %s",
+                self._folder,
+                need,
+                error,
+            )
+            for part in (f"{name}.part", f"{INDEX}.part"):
+                with suppress(OSError):
+                    (self._folder / part).unlink(missing_ok=True)
+            return
         self._shards.append(name)
-        index = {"format": FORMAT, "made_with": self._made_with, "shards": self._shards}
-        (self._folder / f"{INDEX}.part").write_text(json.dumps(index, indent=1), encoding="utf-8")
-        os.replace(self._folder / f"{INDEX}.part", self._folder / INDEX)
         for (key, _), start, length in zip(rows, tensors["starts"].tolist(), lengths, strict=False):
             self._places[key] = number, start, start + length
         self._unwritten = {}

@@ -176,9 +176,13 @@ class RecordedRollouts:
         self.replays = section.enable and section.mode == "mock"
 
     def write(self, step: int, batch: DataProto) -> None:
-        """Keep the batch as the rewards have left it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        stored_images(batch).save(rollout_file(self._folder, step))
+        """Keep the batch as the rewards have left it; one that the disk has no room for is lost, which is logged."""
+        file = rollout_file(self._folder, step)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            stored_images(batch).save(file)
+        except OSError as error:
+            logger.error("rollout_mock: %s was not written; the run goes on: %s", file, error)
 
     def read(self, step: int) -> tuple[DataProto, Metrics]:
         """The batch that was written for this step, and its size.

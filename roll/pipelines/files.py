@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,12 +96,20 @@ def dumped_table(groups: Sequence[SampleGroup], dump_dir: Path | None) -> Sample
 
 
 def write_images(folder: Path, images: Iterable[EncodedImage]) -> None:
-    """Images as their files had them, under the names that tables of samples give."""
+    """Images as their files had them, under the names that tables of samples give. A full disk ends no run: the rest
+    of them is lost, which is logged."""
     for image in images:
-        folder.mkdir(parents=True, exist_ok=True)
         file = folder / image.file_name
-        if not file.is_file():
+        if file.is_file():
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
             file.write_bytes(image.data.tobytes())
+        except OSError as error:
+            logger.error("%s was not written, nor the images after it: %s", file, error)
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
+            return
 
 
 def write_samples(file: Path, rows: SampleTable) -> None:

@@ -31,7 +31,9 @@ def save(columns: TensorColumns, objects: ObjectColumns, meta_info: Mapping[str,
 
     Raises:
         TypeError: an object of a kind that the format does not hold; the message names its column.
+        OSError: the file could not be written; no part of it remains.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = {f"batch/{key}": _storable(columns.peek(key)) for key in columns}
@@ -51,8 +53,10 @@ def save(columns: TensorColumns, objects: ObjectColumns, meta_info: Mapping[str,
     try:
         save_file(tensors, temporary, metadata={"format": _FORMAT})
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         os.unlink(temporary)
+        if isinstance(error, SafetensorError):  # what the system said, in words alone
+            raise OSError(f"{path}: {error}") from error
         raise
 
 

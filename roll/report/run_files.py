@@ -62,10 +62,13 @@ class RunFiles:
             "outcome": None if outcome is None else masked_text(outcome)[:4000],
             "panels": [asdict(panel) for panel in pipeline.panels],
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.part")
-        part.write_text(json.dumps(about, indent=1), encoding="utf-8")
-        part.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(about, indent=1), encoding="utf-8")
+            part.replace(path)
+        except OSError as error:
+            logger.error("%s was not written; the report will not know how the run ended: %s", path, error)
 
 
 @dataclass(frozen=True)

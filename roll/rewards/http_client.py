@@ -8,10 +8,10 @@ import json
 import logging
 import math
 import os
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -260,11 +260,17 @@ class AnswerCache:
         if self._folder is None:
             return
         file = self._folder / key[:2] / f"{key}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all: other workers may read the folder.
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as temporary:
-            json.dump(answer, temporary)
-        os.replace(temporary.name, file)
+        part = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(answer), encoding="utf-8")
+            os.replace(part, file)
+        except OSError as error:
+            logger.error("%s was not written; the run goes on and keeps answers in memory only: %s", file, error)
+            self._folder = None
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
 
     def _remember(self, key: str, answer: Any) -> None:
         with self._lock:

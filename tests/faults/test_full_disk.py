@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 
+from roll.methods.teacher_cache import TeacherCache
+from roll.pipelines.batches import BatchRecorder, RecordedRollouts
+from roll.pipelines.files import write_images
 from roll.pipelines.stragglers import stragglers
+from roll.protocol import DataProto
+from roll.protocol.images import EncodedImage
 from roll.report.command import main
+from roll.rewards.http_client import AnswerCache
 from roll.tracking import METRICS_NAME, read_metrics
 from roll.tracking.records import CompositeTracker, JsonlTracker
 from tests.pipelines.conftest import Run
+from tests.support.disks import largest_file
 from tests.support.tiny_runs import training_args
 
 
@@ -40,6 +52,63 @@ def test_the_rank_that_is_twice_as_slow() -> None:
     assert stragglers([1.0, 1.1, 2.3, 0.9]) == [2]
     assert stragglers([1.0, 2.0]) == [1]
     assert stragglers([0.16, 0.9]) == [], "too short to say"
+
+
+def cache_of_a_teacher(folder: Path) -> None:
+    cache = TeacherCache(str(folder / "cache"), {"teacher": "big"})
+    rows = [
+        (bytes([number]) * 16, {name: torch.rand(2000) for name in ("log_probs", "ids", "tail")}) for number in range(4)
+    ]
+    for number in (0, 1):
+        cache.put(rows[number : number + 1])
+        cache.flush()
+    cache.put(rows[2:])
+    for key, wanted in (rows[0], *rows[2:]):  # the step that has them goes on
+        assert torch.equal(cache.get(key)["tail"], wanted["tail"])
+    assert rows[0][0] in cache and rows[2][0] not in cache, "the next epoch asks the teacher again"
+    assert list((folder / "cache").iterdir()) == []
+
+
+def recorded_batch(folder: Path) -> None:
+    recorder = BatchRecorder(folder, "rlvr", 1, "stop")
+    recorder.hold(1, batch_of_zeros(), {})
+    recorder.end_step(1, {})
+
+
+def recorded_rollout(folder: Path) -> None:
+    config: Any = SimpleNamespace(
+        rollout_mock=SimpleNamespace(enable=True, mode="dump", dump_dir=str(folder / "rollouts"))
+    )
+    RecordedRollouts(config, folder, None).write(1, batch_of_zeros())
+
+
+def images_of_samples(folder: Path) -> None:
+    pixels, file = torch.randint(0, 256, (64, 64, 3), dtype=torch.uint8), io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(file, "PNG")
+    write_images(folder / "images", [EncodedImage.of(file.getvalue())])
+    assert list((folder / "images").iterdir()) == []
+
+
+def answers_of_a_service(folder: Path) -> None:
+    cache = AnswerCache(folder)
+    cache.put("ab", "x" * 9000)
+    assert cache.get("ab") == "x" * 9000
+
+
+def batch_of_zeros() -> DataProto:
+    return DataProto.from_dict({"input_ids": torch.zeros(4, 2000)})
+
+
+@pytest.mark.parametrize(
+    "write", [cache_of_a_teacher, recorded_batch, recorded_rollout, images_of_samples, answers_of_a_service]
+)
+def test_what_is_no_result_ends_no_run(write: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is logged once, with its path; no part of a file remains."""
+    with largest_file(4096), caplog.at_level(logging.ERROR, logger="roll"):
+        write(tmp_path)
+    (record,) = caplog.records
+    assert str(tmp_path) in record.getMessage() and "File too large" in record.getMessage()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.long

@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +18,7 @@ from roll.distributed.failures import OutputRefused, needing_room
 from roll.pipelines.run_checkpoints import PendingCheckpoint, RunCheckpoints
 from roll.protocol.metrics import Metrics
 from roll.workers.training import TrainWorker
+from tests.support.disks import largest_file
 
 
 class Answer:
@@ -107,17 +105,6 @@ def test_nothing_appears_where_a_rank_could_not_write_or_the_run_ends(manager: C
             interrupted.discard()
             raise
     assert names(manager) == []
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """As a quota does, or a disk with so much room left."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("state", [{"rows": "x" * 9000}, {"rows": np.zeros(9000)}], ids=["json", "safetensors"])
