@@ -192,12 +192,12 @@ def use_layout_attention(model: PreTrainedModel, key: str) -> None:
     assert all(config._attn_implementation == ATTENTION_NAME for config in configs)
 
 
-def check_context_size(model: PreTrainedModel, context_size: int) -> None:
+def check_context_size(config: PretrainedConfig, context_size: int) -> None:
     """
     Raises:
         ValueError: heads that so many ranks cannot share evenly.
     """
-    heads = model.config.get_text_config().num_attention_heads
+    heads = config.get_text_config().num_attention_heads
     if heads % context_size:
         divisors = [size for size in range(1, heads + 1) if heads % size == 0]
         raise ValueError(

@@ -69,7 +69,7 @@ def find_noise(model: Any, input_ids: Tensor) -> Noise:
         model: a small copy, in evaluation mode, in which it is left; the attributes of ``zeroed`` are 0.
         input_ids: int64 (S, T).
     """
-    wanted = model(input_ids=input_ids).logits
+    wanted = model(input_ids=input_ids, use_cache=False).logits
     if not _is_noisy(model, list(model.modules()), input_ids, wanted):
         return Noise()
     pinned, zeroed = set(), set()
@@ -94,7 +94,9 @@ def _is_noisy(model: Any, modules: list[nn.Module], input_ids: Tensor, wanted: T
     found = False
     for seed in range(SEEDS):
         torch.manual_seed(seed)
-        found = found or not torch.allclose(model(input_ids=input_ids).logits, wanted, rtol=0, atol=NOISE)
+        found = found or not torch.allclose(
+            model(input_ids=input_ids, use_cache=False).logits, wanted, rtol=0, atol=NOISE
+        )
     for module in modules:
         module.training = False
     return found
@@ -108,7 +110,7 @@ def _zeroed(model: Any, modules: list[nn.Module], input_ids: Tensor, wanted: Ten
         before = [getattr(module, name) for module in modules]
         for module in modules:
             setattr(module, name, 0.0)
-        if torch.equal(model(input_ids=input_ids).logits, wanted):
+        if torch.equal(model(input_ids=input_ids, use_cache=False).logits, wanted):
             kept.append(name)
             continue
         for module, value in zip(modules, before, strict=True):

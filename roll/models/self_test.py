@@ -9,22 +9,32 @@ the plain model's logits for that row alone.  Code that comes with a model is te
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from roll.config.roles import WorkerConfig
-from roll.models.attention import use_layout_attention
+from roll.models.attention import sum_of_parts, use_layout_attention
 from roll.models.build import HeadName, attention_implementation, checked_config, enable_gradient_checkpointing
-from roll.models.layouts import TokenLayout, packed_layout, row_layout, shared_prompt_layout
+from roll.models.layouts import TokenLayout, packed_layout, padded, row_layout, shared_prompt_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.noise import Noise, find_noise
-from roll.models.small import ORIGINAL_LENGTH, original_length, small_model
-from roll.models.vision import reads_images
+from roll.models.rotary import dependent_rotaries
+from roll.models.small import ORIGINAL_LENGTH, Divided, original_length, small_model
+from roll.models.vision import PROMPT_KEYS, reads_images, with_images
+from roll.platforms import current_platform
+from roll.protocol.images import EncodedImage, ImageProcessing
+from roll.protocol.vision import IMAGES, VisionInputs, token_types, vision_inputs, vision_token_ids
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -42,13 +52,14 @@ _BEYOND = (9, 3, ORIGINAL_LENGTH + 1)
 FAILURES = (RuntimeError, TypeError, AttributeError, KeyError, IndexError)
 """Errors of a forward pass that is not made for what it is given."""
 
-Layouts = Mapping[str, Callable[[Tensor, Tensor], TokenLayout]]
+Layouts = Mapping[str, Callable[[Tensor, Tensor, Tensor | None], TokenLayout]]
 _PADDED = "padded rows"
 LAYOUTS: Layouts = {
-    _PADDED: lambda ids, mask: row_layout(ids, mask, 2 * ORIGINAL_LENGTH),
-    "packed rows": packed_layout,
-    "shared prompts": shared_prompt_layout,
+    _PADDED: lambda ids, mask, keys: row_layout(ids, mask, 2 * ORIGINAL_LENGTH),
+    "packed rows": lambda ids, mask, keys: packed_layout(ids, mask),
+    "shared prompts": lambda ids, mask, keys: shared_prompt_layout(ids, mask, prompt_keys=keys),
 }
+"""Of ids, response mask and, where rows have images, keys that tell prompts apart; each (B, T)."""
 _KEYS = {
     "packed rows": ("use_remove_padding", "use_sequence_packing"),
     "shared prompts": ("use_prefix_sharing",),
@@ -56,8 +67,11 @@ _KEYS = {
 """They bring a role to a layout."""
 
 
-def check_role(role: WorkerConfig, head: HeadName, trains: bool) -> Noise:
-    """Compare a small copy of the role's model with transformers.
+def check_role(role: WorkerConfig, head: HeadName, trains: bool, context_group: ProcessGroup | None = None) -> Noise:
+    """Collective over ``context_group``. Compare a small copy of the role's model with transformers.
+
+    Args:
+        context_group: ranks that share each row, which the copy is computed by as well; on its device.
 
     Returns:
         What is to be switched off in the model itself.
@@ -69,23 +83,23 @@ def check_role(role: WorkerConfig, head: HeadName, trains: bool) -> Noise:
     begin, args = time.monotonic(), role.model_args
     where = f"{role.name}.model_args.model_name_or_path: {args.model_name_or_path}"
     config = checked_config(args, head)
+    reads_images(config)  # refuses families whose towers are not known
     untried = Noise(by_name=not any("drop" in key for key in args.model_config_kwargs))
-    if reads_images(config):
-        # A tower's sizes depend on one another, so that no small copy is made of it.
-        note_proved(where, config.model_type)
-        return untried
     with torch.random.fork_rng(devices=[]):
         model = _copy_of(config, role, head)
         tried = None if model is None else _by_itself(model, head)
-        if model is None or tried is None:
+        # Ranks that share rows take the same path, or one would wait for another's part.
+        if not _agreed(tried is not None, context_group) or model is None or tried is None:
             logger.warning("%s: not self-tested, since no small copy of a %s model works", where, config.model_type)
             return untried
         untouched, noise, wanted = tried
+        if dependent_rotaries(model):
+            context_group = None  # ranks that share rows know no lengths of rows; see set_row_lengths
         differences = {}
         for name in layouts_of(role):
             other = copy.deepcopy(untouched)
             noise.silence(other)
-            differences[name] = _difference(other, role, head, name, trains, wanted)
+            differences[name] = _difference(other, role, head, name, trains, wanted, context_group)
     _judge(role, where, model, differences)
     logger.info(
         "%s: self-test of %s passed in %.2f s%s",
@@ -95,11 +109,6 @@ def check_role(role: WorkerConfig, head: HeadName, trains: bool) -> Noise:
         f"; kept in evaluation mode: {', '.join(sorted(noise.pinned))}" if noise.pinned else "",
     )
     return noise
-
-
-def note_proved(where: str, family: str) -> None:
-    """Log that a family is not self-tested, since it is one of few that are taken at all."""
-    logger.info("%s: not self-tested: the test suite compares the family %s with transformers", where, family)
 
 
 def layouts_of(role: WorkerConfig) -> list[str]:
@@ -124,21 +133,108 @@ def _copy_of(config: PretrainedConfig, role: WorkerConfig, head: HeadName) -> Pr
             setattr(config, key, 0.0)
     # Other kernels, such as flash attention's, want a GPU and half precision.
     implementation = "eager" if attention_implementation(args) == "eager" else None
-    return small_model(config, head, implementation, args.trust_remote_code)
+    # 4 heads for each unit of width, which the ranks share evenly.
+    width = next(width for width in count(1) if 4 * width % args.ulysses_size == 0)
+    return small_model(config, head, implementation, args.trust_remote_code, Divided(width))
 
 
-def _rows(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Ids int64 and response mask bool, (3, T); the first two rows share a prompt, and their lengths differ."""
+def _agreed(holds: bool, group: ProcessGroup | None) -> bool:
+    """Collective. It holds on every rank of the group."""
+    if group is None:
+        return holds
+    flag = torch.tensor(int(holds), device=current_platform().device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+    return bool(flag)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Three rows; the first two share a prompt, and their lengths differ."""
+
+    ids: Tensor
+    """int64 (3, T)."""
+    mask: Tensor
+    """bool (3, T), of response tokens."""
+    images: np.ndarray | None = None
+    """For each row its :class:`~roll.protocol.vision.VisionInputs` or None; None: no row has an image."""
+
+    def layout(self, name: str, config: PretrainedConfig) -> TokenLayout:
+        """One of :data:`LAYOUTS`, with the images where there are any."""
+        columns: dict[str, Any] = {"input_ids": self.ids, "response_mask": self.mask, "attention_mask": self.attended}
+        pool = None
+        if self.images is not None:
+            columns, pool = with_images(columns | {IMAGES: self.images}, config)
+        layout = LAYOUTS[name](self.ids, self.mask, columns.get(PROMPT_KEYS))
+        return layout if pool is None else pool.attach(layout, columns)
+
+    @property
+    def attended(self) -> Tensor:
+        """bool (3, T): prompts and responses."""
+        last = self.mask.int().cumsum(1).argmax(1, keepdim=True)
+        return torch.arange(self.mask.shape[1]) <= last
+
+    def keywords(self, row: int, config: PretrainedConfig) -> dict[str, Any]:
+        """Of the plain model's own forward pass over one row."""
+        ids = self.ids[row : row + 1, : int(self.attended[row].sum())]
+        seen = None if self.images is None else self.images[row]
+        if seen is None:
+            return {"input_ids": ids}
+        return {
+            "input_ids": ids,
+            "mm_token_type_ids": token_types(ids, config),
+            "pixel_values": seen.pixel_values(),
+            "image_grid_thw": seen.grids(),
+        }
+
+
+def rows_of(model: PreTrainedModel) -> Rows:
+    """Rows for a small copy, beyond the original length where it has one; the first two with an image where it sees."""
     config = model.config.get_text_config().to_dict()
     scaled = original_length(config) is not None or config.get("max_position_embeddings") == ORIGINAL_LENGTH
-    lengths = list(zip(_PROMPTS, _BEYOND if scaled else _RESPONSES, strict=True))
+    seen = _image_for(model.config) if reads_images(model.config) else None
+    marks = [] if seen is None else _marks(model.config, seen)
+    prompts = [_PROMPTS[0] + len(marks), _PROMPTS[1] + len(marks), _PROMPTS[2]]
+    lengths = list(zip(prompts, _BEYOND if scaled else _RESPONSES, strict=True))
     width, random = max(map(sum, lengths)), torch.Generator().manual_seed(1)
-    ids, mask = torch.randint(2, 62, (len(lengths), width), generator=random), torch.zeros(len(lengths), width)
-    ids[1, : _PROMPTS[1]] = ids[0, : _PROMPTS[0]]
+    words = torch.tensor([token for token in range(2, 62) if token not in vision_token_ids(model.config)])
+    ids = words[torch.randint(len(words), (len(lengths), width), generator=random)]
+    mask = torch.zeros(len(lengths), width)
+    ids[0, 1 : 1 + len(marks)] = torch.tensor(marks, dtype=ids.dtype)
+    ids[1, : prompts[1]] = ids[0, : prompts[0]]
     for row, (prompt, response) in enumerate(lengths):
         ids[row, prompt + response :] = 0
         mask[row, prompt : prompt + response] = 1
-    return ids, mask.bool()
+    images = None
+    if seen is not None:
+        images = np.empty(len(lengths), dtype=object)
+        images[:2] = seen
+    return Rows(ids, mask.bool(), images)
+
+
+def _image_for(config: PretrainedConfig) -> VisionInputs | None:
+    """A picture of 2 x 5 features, wider than a window of a tower that has windows; None where it cannot be made."""
+    tower = config.vision_config
+    try:
+        from PIL import Image
+
+        side = tower.patch_size * tower.spatial_merge_size
+        processing = ImageProcessing(
+            patch_size=tower.patch_size,
+            temporal_patch_size=tower.temporal_patch_size,
+            merge_size=tower.spatial_merge_size,
+            min_pixels=side * side,
+        )
+        pixels = torch.randint(0, 256, (2 * side, 5 * side, 3), generator=torch.Generator().manual_seed(3))
+        file = io.BytesIO()
+        Image.fromarray(pixels.byte().numpy()).save(file, "PNG")
+        return vision_inputs([EncodedImage.of(file.getvalue())], processing)
+    except (ImportError, AttributeError, ValueError) as error:
+        logger.warning("self-test of a %s model: rows of text alone: %r", config.model_type, error)
+        return None
+
+
+def _marks(config: Any, seen: VisionInputs) -> list[int]:
+    return [config.vision_start_token_id, *[config.image_token_id] * seen.num_tokens[0], config.vision_end_token_id]
 
 
 def _by_itself(model: PreTrainedModel, head: HeadName) -> tuple[PreTrainedModel, Noise, Computed] | None:
@@ -148,7 +244,7 @@ def _by_itself(model: PreTrainedModel, head: HeadName) -> tuple[PreTrainedModel,
     try:
         # Many tokens, since an expert may be drawn only where two are nearly as good.
         noise = find_noise(model, torch.randint(2, 62, (8, 24)))
-        return untouched, noise, _plain(model, *_rows(model), head)
+        return untouched, noise, plain_values(model, rows_of(model), head)
     except (*FAILURES, ValueError, StopIteration) as error:
         logger.debug("self-test: no copy of %s is computed: %r", model.config.model_type, error)
         return None
@@ -158,35 +254,43 @@ Computed = tuple[Tensor, Tensor | None]
 """float32 (B, L), and the gradient of the embeddings by a weighted sum of them."""
 
 
-def _plain(model: Any, ids: Tensor, mask: Tensor, head: HeadName) -> Computed:
+def plain_values(model: Any, rows: Rows, head: HeadName) -> Computed:
     """By the plain model, row by row."""
-    values = torch.zeros(ids.shape)
-    for row, own in enumerate(mask):
-        length = int(own.nonzero()[-1]) + 1
-        tokens = ids[row : row + 1, :length]
+    values, excluded = torch.zeros(rows.ids.shape), list(vision_token_ids(model.config))
+    for row in range(len(rows.ids)):
+        keywords = rows.keywords(row, model.config)
+        tokens = keywords["input_ids"]
         if head == "causal_lm":
-            logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+            logits = model(**keywords, use_cache=False).logits[0, :-1].float()
+            # Marks of images are never sampled.
+            logits = logits.index_fill(1, torch.tensor(excluded, dtype=torch.int64), -torch.inf)
             found = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
         else:
-            found = model.score(model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)[0, :-1, 0]
-        values[row, 1:length] = found
-    values = values * mask
+            found = model.score(model.base_model(**keywords, use_cache=False).last_hidden_state)[0, :-1, 0]
+        values[row, 1 : tokens.shape[1]] = found
+    values = torch.where(rows.mask, values, 0.0)
     return values.detach(), _gradient(model, values)
 
 
 def _gradient(model: Any, values: Tensor) -> Tensor | None:
     model.zero_grad()
-    weights = torch.linspace(0.5, 1.5, values.numel()).view_as(values)
+    weights = torch.linspace(0.5, 1.5, values.numel(), device=values.device).view_as(values)
     (values * weights).sum().backward()
     gradient: Tensor | None = model.get_input_embeddings().weight.grad
     return gradient
 
 
 def _difference(
-    model: PreTrainedModel, role: WorkerConfig, head: HeadName, name: str, trains: bool, wanted: Computed
+    model: PreTrainedModel,
+    role: WorkerConfig,
+    head: HeadName,
+    name: str,
+    trains: bool,
+    wanted: Computed,
+    group: ProcessGroup | None,
 ) -> str | None:
     """The fault of a layout, in words; None where there is none. ``model`` is changed as the role's own."""
-    ids, mask = _rows(model)
+    rows = rows_of(model)
     key = uses_layout_attention(role)
     if key is not None:
         use_layout_attention(model, key)
@@ -194,24 +298,41 @@ def _difference(
         enable_gradient_checkpointing(model, role.model_args)
         model.train()
     output = "log_probs" if head == "causal_lm" else "values"
-    layout = LAYOUTS[name](ids, mask)
+    layout = rows.layout(name, model.config)
+    if group is not None:
+        sequences, length = layout.input_ids.shape
+        layout = padded(layout, sequences, length + -length % group.size()).chunk(group.rank(), group.size())
+        layout = layout.to(current_platform().device())
+        torch.nn.Module.to(model, layout.input_ids.device)
     try:
-        values = layout.scatter(ResponseModel(model)(layout, (output,))[output], ids.shape)
+        values = layout.scatter(ResponseModel(model, group)(layout, (output,))[output], rows.ids.shape)
+        if group is not None:
+            values = sum_of_parts(values, group)
         gradient = _gradient(model, values) if trains else None
     except (*FAILURES, ValueError) as error:
         return f"fails with {type(error).__name__}: {error}"
-    off = (values.detach() - wanted[0]).abs()
-    # not <=: NaN is a difference
-    if not float(off.max()) <= ROUNDING:
-        row = int(off.max(1).values.argmax())
-        tokens = slice(_PROMPTS[row], _PROMPTS[row] + 3)
-        figures = [" ".join(f"{value:.2f}" for value in part[row, tokens].tolist()) for part in (values, wanted[0])]
-        return f"gives {output} that are off by up to {float(off.max()):.3g} ({figures[0]} for {figures[1]})"
+    if group is not None and gradient is not None:
+        dist.all_reduce(gradient, group=group)
+    values, gradient = values.detach().cpu(), None if gradient is None else gradient.cpu()
+    fault = difference_of(values, wanted[0], output)
+    if fault is not None:
+        return fault
     if gradient is not None and wanted[1] is not None:
         relative = float((gradient - wanted[1]).norm() / wanted[1].norm())
         if not relative <= ROUNDING:
             return f"gives the right {output} and a gradient that is off by {relative:.0%}"
     return None
+
+
+def difference_of(values: Tensor, wanted: Tensor, output: str) -> str | None:
+    """Difference between outputs (3, T) of :func:`rows_of`, in words and figures; None where it is rounding."""
+    off = (values - wanted).abs()
+    if float(off.max()) <= ROUNDING:  # NaN is not
+        return None
+    row = int(off.max(1).values.argmax())
+    tokens = wanted[row].nonzero()[:3, 0]
+    figures = [" ".join(f"{value:.2f}" for value in part[row, tokens].tolist()) for part in (values, wanted)]
+    return f"gives {output} that are off by up to {float(off.max()):.3g} ({figures[0]} for {figures[1]})"
 
 
 def _judge(role: WorkerConfig, where: str, model: Any, differences: Mapping[str, str | None]) -> None:
@@ -239,7 +360,7 @@ def changed_logits(model: Any) -> str | None:
     head = model.get_output_embeddings()
     if head is None:
         return None
-    ids = _rows(model)[0][:1]
+    ids = rows_of(model).ids[2:]
     logits = model(input_ids=ids, use_cache=False).logits
     try:
         of_matrix = head(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)

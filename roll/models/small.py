@@ -9,14 +9,21 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from itertools import pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PretrainedConfig
 
 from roll.models.build import HeadName, auto_class
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +31,10 @@ VOCABULARY = 64
 ORIGINAL_LENGTH = 16
 """Original length of the small copy, where the configuration has one: a row of more tokens is beyond it."""
 WINDOW = 8
+FEW_ELEMENTS = 2**20
+"""Parameters of a copy that is computed in a second; a larger one is the last resort."""
 MOST_ELEMENTS = 2**25
-"""Parameters of a copy; a larger one is not made."""
+"""No copy has more."""
 
 _HIDDEN = dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), 32)
 _INNER = dict.fromkeys(
@@ -64,11 +73,40 @@ SIZES: dict[str, int] = {
 }
 """Keys of sizes. One that is missing here makes a copy wider than it need be, or impossible, which is said."""
 
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_WIDENED = {*_HIDDEN, *_INNER, *_HEADS, *_EXPERTS, "moe_intermediate_size"}
+_ENDINGS = {
+    "heads": 4,
+    "head_dim": 8,
+    "ffn_dim": 48,
+    "experts_per_token": 2,
+    "vocab_size": VOCABULARY,
+    "_vocab": VOCABULARY,
+}
+_OPEN = {"_heads": 4, "head_dim": 8, "_experts": 4, "experts_per_tok": 2}
+_COUNTS = ("max_position_embeddings", "n_positions")
+_ENDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Ranks that a copy is divided over."""
+
+    width: int = 1
+    """Factor of hidden sizes, heads and experts, which ranks then divide evenly."""
+    layers: int = 2
+    """At least so many, a pipeline stage being a layer or more."""
+
+
+WHOLE = Divided()
 
 
 def small_model(
-    config: PretrainedConfig, head: HeadName, implementation: str | None, trusted: bool = False
+    config: PretrainedConfig,
+    head: HeadName,
+    implementation: str | None,
+    trusted: bool = False,
+    divided: Divided = WHOLE,
 ) -> PreTrainedModel | None:
     """A model in float32 on the CPU, in evaluation mode; None where no small one can be made. Sets torch's seed.
 
@@ -77,17 +115,42 @@ def small_model(
         implementation: of attention, as transformers knows it.
         trusted: code that comes with the model may run.
     """
-    for change in (_made_anew, _with_sizes, _with_few_layers):
-        try:
+    layers = divided.layers
+    whole = max(
+        (value for key, value in config.get_text_config().to_dict().items() if _counts_layers(key, value)), default=0
+    )
+    attempts: list[Callable[[Any], Any]] = [
+        partial(change, divided=divided) for change in (_made_anew, _with_sizes, _with_few_layers)
+    ]
+    # What some families refuse: sizes out of proportion, options left open, and too few layers for their pattern.
+    attempts += [
+        partial(_made_anew, divided=Divided(divided.width, least), loosely=True, completely=completely)
+        for least in (layers, max(layers, 8), max(layers, whole))
+        for completely in (False, True)
+    ]
+    larger: list[tuple[int, Any]] = []
+    for change in attempts:
+        with _tried(config, change):
             changed = change(copy.deepcopy(config))
             changed._attn_implementation = implementation
             with torch.device("meta"):
                 elements = sum(parameter.numel() for parameter in _built(changed, head, trusted).parameters())
-            if elements <= MOST_ELEMENTS:
+            if elements <= FEW_ELEMENTS:
                 return _drawn(changed, head, trusted)
-        except Exception as error:  # whatever a family's own code makes of sizes that it has never seen
-            logger.debug("self-test: no copy of %s by %s: %r", config.model_type, change.__name__, error)
+            larger.append((elements, changed))
+    for elements, changed in sorted(larger, key=itemgetter(0)):
+        if elements <= MOST_ELEMENTS:
+            with _tried(config, changed):
+                return _drawn(changed, head, trusted)
     return None
+
+
+@contextmanager
+def _tried(config: Any, attempt: object) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever a family's own code makes of sizes that it has never seen
+        logger.debug("self-test: no copy of %s by %s: %r", config.model_type, attempt, error)
 
 
 def _built(config: PretrainedConfig, head: HeadName, trusted: bool) -> Any:
@@ -112,61 +175,155 @@ def _drawn(config: PretrainedConfig, head: HeadName, trusted: bool) -> PreTraine
     return found
 
 
-def _made_anew(config: Any) -> Any:
-    """By the constructor, which derives what depends on sizes."""
+def _made_anew(config: Any, divided: Divided, loosely: bool = False, completely: bool = False) -> Any:
+    """By the constructor, which derives what depends on sizes; the parts of a composite one likewise.
+
+    Args:
+        loosely: sizes that have other names keep their proportion to those that are known, and a constructor that
+            refuses its own configuration's entries is given the declared ones.
+        completely: numbers that the configuration leaves open are filled in.
+    """
     values = {key: value for key, value in config.to_dict().items() if key not in ("transformers_version", "dtype")}
-    return type(config)(**_changed(values, lambda key: key in values))
+    changed = _changed(values, lambda key: key in values, divided)
+    if loosely:
+        changed |= _in_proportion(values, changed, getattr(config, "attribute_map", {}))
+    if completely:
+        changed |= {key: _open_number(key) for key, value in values.items() if value is None and _open_number(key)}
+        if changed.get("layer_types", ()) is None:
+            changed["layer_types"] = ["full_attention"] * changed["num_hidden_layers"]
+    parts = {key: part for key, part in vars(config).items() if isinstance(part, PretrainedConfig)}
+    if parts:
+        text = config.get_text_config()
+        small = {key: _made_anew(part, divided, loosely, completely) for key, part in parts.items()}
+        changed |= small
+        names = [
+            key for key in values if key.endswith("_token_id") and key not in _ENDS and isinstance(values[key], int)
+        ]
+        for key, part in parts.items():
+            if part is text:
+                # Marks of images and of their ends get ids after those of words.
+                changed |= {name: VOCABULARY + index for index, name in enumerate(names)}
+                small[key].vocab_size += len(names)
+        for part in small.values():
+            if hasattr(part, "out_hidden_size"):
+                part.out_hidden_size = _HIDDEN["hidden_size"] * divided.width
+    try:
+        return type(config)(**changed)
+    except (TypeError, ValueError):
+        if not loosely:
+            raise
+        declared = signature(type(config)).parameters
+        return type(config)(**{key: value for key, value in changed.items() if key in declared})
 
 
-def _with_sizes(config: Any) -> Any:
+def _with_sizes(config: Any, divided: Divided) -> Any:
     """By assignment, for constructors that refuse the values of their own configuration."""
-    for key, value in _changed(config.to_dict(), lambda key: hasattr(config, key)).items():
-        if key in SIZES or key in _LAYERS or isinstance(value, list | dict):
+    for key, value in _changed(config.to_dict(), lambda key: hasattr(config, key), divided).items():
+        if isinstance(getattr(config, key, None), PretrainedConfig):
+            _with_sizes(getattr(config, key), divided)
+        elif key in SIZES or key in _LAYERS or isinstance(value, list | dict):
             setattr(config, key, value)
     return config
 
 
-def _with_few_layers(config: Any) -> Any:
-    values = _few_layers(config.to_dict())
+def _with_few_layers(config: Any, divided: Divided) -> Any:
+    values = _few_layers(config.to_dict(), divided.layers)
     for key, value in values.items():
         if key in _LAYERS or isinstance(value, list):
             setattr(config, key, value)
     return config
 
 
-def _changed(values: dict[str, Any], has: Callable[[str], bool]) -> dict[str, Any]:
-    changed = _few_layers(values)
-    for key, size in _sizes(values, has):
+def _changed(values: dict[str, Any], has: Callable[[str], bool], divided: Divided) -> dict[str, Any]:
+    changed = _few_layers(values, divided.layers)
+    for key, size in _sizes(dict(changed), has, divided.width):
         changed[key] = size
-    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+    for key in _ENDS:
         if key in changed and not (isinstance(changed[key], int) and changed[key] < VOCABULARY):
             changed[key] = None if changed[key] is None else 1
     _shorten_rotary(changed)
     return changed
 
 
-def _sizes(values: dict[str, Any], has: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
+def _sizes(values: dict[str, Any], has: Callable[[str], bool], width: int) -> Iterator[tuple[str, Any]]:
     for key, size in SIZES.items():
+        size *= width if key in _WIDENED else 1
         if has(key) and isinstance(values.get(key), int) and not isinstance(values.get(key), bool) and values[key] > 0:
             yield key, min(size, values[key])
+        elif has(key) and isinstance(values.get(key), list):  # of each layer
+            yield key, [min(size, value) if isinstance(value, int) else value for value in values[key]]
     heads = next((values[key] for key in _HEADS if isinstance(values.get(key), int)), None)
     shared = values.get("num_key_value_heads")
     if isinstance(shared, int) and heads is not None:
-        yield "num_key_value_heads", 4 if shared == heads else 1 if shared == 1 else 2
+        own = min(4 * width, heads)
+        yield "num_key_value_heads", own if shared == heads else 1 if shared == 1 else own // 2
     if isinstance(values.get("moe_k"), int):
         yield "moe_k", 2
     if isinstance(values.get("expand"), int) and heads is not None and isinstance(values.get("head_dim"), int):
         yield "head_dim", 32 * values["expand"] // 4  # of Mamba 2: heads x width = hidden size x expand
 
 
-def _few_layers(values: dict[str, Any]) -> dict[str, Any]:
-    """Two layers, or the first of each kind where there are more kinds."""
+def _in_proportion(values: dict[str, Any], changed: dict[str, Any], aliases: dict[str, str]) -> dict[str, Any]:
+    """Sizes that :data:`SIZES` does not name, by transformers' own names for them (``attribute_map``), as multiples of
+    the hidden size (of all heads or of each), and by what their names end with."""
+    found: dict[str, Any] = {}
+    others = {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, int) and not isinstance(value, bool) and key not in SIZES and changed[key] == value
+    }
+    for name, key in aliases.items():
+        if name in SIZES and key in others:
+            found[key] = min(others[key], SIZES[name])
+    for key, value in others.items():
+        if key.endswith("heads"):
+            found.setdefault(key, min(value, _ENDINGS["heads"]))
+    changed = changed | found
+    pairs = {key: (value, changed[key]) for key, value in values.items() if isinstance(value, int) and value > 0}
+    hidden = next((pairs[key] for key in (*_HIDDEN, aliases.get("hidden_size")) if key in pairs), None)
+    layers = next((pairs[key] for key in _LAYERS if key in pairs), None)
+    heads = sorted({pair for key, pair in pairs.items() if key.endswith("heads")})
+    for key, value in others.items():
+        if key in found or key in _COUNTS:
+            continue
+        if layers is not None and value == layers[0] and ("block" in key or "layer" in key):
+            found[key] = layers[1]
+        if hidden is not None and value >= 16 and any(word in key for word in ("size", "dim", "channels")):
+            multiples = [(value * before, after) for before, after in ((1, 1), *heads)]
+            sizes = [
+                whole // hidden[0] * hidden[1] // after
+                for whole, after in multiples
+                if whole % hidden[0] == 0 and whole <= 8 * hidden[0]
+            ]
+            if sizes:
+                found[key] = sizes[0]
+        ending = next((size for name, size in _ENDINGS.items() if key.endswith(name)), None)
+        if ending is not None and key not in found:
+            found[key] = min(value, ending)
+    return found
+
+
+def _open_number(key: str) -> Any:
+    """A number for an option that is left open; None where None may be what is meant."""
+    return next((size for ending, size in _OPEN.items() if key.endswith(ending)), None)
+
+
+def _counts_layers(key: str, value: object) -> bool:
+    return key in _LAYERS and isinstance(value, int)
+
+
+def _few_layers(values: dict[str, Any], least: int) -> dict[str, Any]:
+    """So many layers, the first of each kind among them."""
     changed = dict(values)
     count = next((values[key] for key in _LAYERS if isinstance(values.get(key), int)), 0)
+    if not count:
+        return changed
     lists = {key: value for key, value in values.items() if isinstance(value, list) and len(value) == count > 2}
-    kinds = list(zip(*(map(str, value) for value in lists.values()), strict=True)) or [("",)] * count
+    chosen = {key: value for key, value in values.items() if _chooses_layers(key, value, count)}
+    marks = [*lists.values(), *([index in value for index in range(count)] for value in chosen.values())]
+    kinds = list(zip(*(map(str, value) for value in marks), strict=True)) or [("",)] * count
     kept = sorted({kinds.index(kind) for kind in kinds})[:4]
-    kept = kept if len(kept) > 1 else [0, 1]
+    kept = sorted({*kept, *[index for index in range(count) if index not in kept][: max(0, least - len(kept))]})
     for key in _LAYERS:
         if isinstance(values.get(key), int):
             changed[key] = min(count, len(kept))
@@ -174,7 +331,17 @@ def _few_layers(values: dict[str, Any]) -> dict[str, Any]:
     for key, value in by_layer.items():
         own = {int(index): options for index, options in value.items()}
         changed[key] = {place: own[index] for place, index in enumerate(kept) if index in own}
-    return changed | {key: [value[index] for index in kept] for key, value in lists.items()}
+    changed |= {key: [value[index] for index in kept] for key, value in lists.items()}
+    return changed | {
+        key: [place for place, index in enumerate(kept) if index in value] for key, value in chosen.items()
+    }
+
+
+def _chooses_layers(key: str, value: object, count: int) -> bool:
+    """``deepstack_visual_indexes``, ``mlp_only_layers`` and the like: ascending numbers of layers."""
+    if not (isinstance(value, list) and value and ("layer" in key or "index" in key)):
+        return False
+    return all(type(one) is int and 0 <= one < count for one in value) and value == sorted(set(value))
 
 
 def _names_layers(value: dict[Any, Any]) -> bool:
@@ -204,12 +371,20 @@ def _shorten_rotary(values: dict[str, Any]) -> None:
             for key in ("short_factor", "long_factor"):
                 if isinstance(one.get(key), list):
                     one[key] = one[key][: width // 2]
+            if isinstance(one.get("mrope_section"), list):
+                one["mrope_section"] = _shared_out(width // 2, one["mrope_section"])
     if "original_max_position_embeddings" in values and original is not None:
         values["original_max_position_embeddings"] = ORIGINAL_LENGTH
     for key, scaling in zip(
         [key for key in ("rope_parameters", "rope_scaling") if isinstance(values.get(key), dict)], scalings, strict=True
     ):
         values[key] = scaling
+
+
+def _shared_out(total: int, shares: list[int]) -> list[int]:
+    """``total`` in whole parts nearly proportional to ``shares``."""
+    ends = [round(total * sum(shares[: index + 1]) / sum(shares)) for index in range(len(shares))]
+    return [end - begin for begin, end in pairwise([0, *ends])]
 
 
 def original_length(values: dict[str, Any]) -> int | None:

@@ -15,12 +15,14 @@ from roll.config.roles import ModelArguments, WorkerConfig
 from roll.models.self_test import check_role
 
 TRAINED = (
-    *("afmoe", "apertus", "arcee", "bitnet", "bloom", "codegen", "cwm", "deepseek_v3", "diffllama"),
-    *("ernie4_5", "exaone4", "falcon", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2"),
-    *("gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "helium", "jamba", "lfm2", "llama", "mamba", "minimax"),
-    *("ministral3", "mistral", "mixtral", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi"),
-    *("phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm"),
-    *("starcoder2", "zaya"),
+    *("afmoe", "apertus", "arcee", "bamba", "bitnet", "bloom", "codegen", "cwm", "deepseek_v2"),
+    *("deepseek_v3", "diffllama", "dots1", "emu3", "ernie4_5", "exaone4", "falcon", "flex_olmo", "fuyu"),
+    *("gemma", "gemma3_text", "gemma4", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "gptj"),
+    *("granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+    *("jamba", "kimi_linear", "lfm2", "lfm2_moe", "llama", "mamba", "minimax", "ministral", "ministral3"),
+    *("mistral", "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt"),
+    *("persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
+    *("rwkv", "seed_oss", "smollm3", "stablelm", "starcoder2", "zamba", "zamba2", "zaya"),
 )
 """Their log-probs and gradients in padded rows are those of transformers."""
 PACKED = (
@@ -28,6 +30,11 @@ PACKED = (
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
 )
 """Those in packed rows as well."""
+WITHOUT_COPY = {
+    *("blt", "cohere_compass_text", "dbrx", "gemma4_assistant", "gemma4_unified_assistant", "qwen4_exp_text"),
+    *("reformer", "xmod"),
+}
+"""Their configuration without arguments is incomplete, or parts depend on one another in ways that no class tells."""
 NOT_BY_DEFAULT = {"musicgen", "musicgen_melody"}
 """Their configuration without arguments cannot be saved."""
 
@@ -47,7 +54,7 @@ def test_a_family_passes_or_is_refused(
     except ValueError as refusal:
         assert family not in (TRAINED if key is None else PACKED), refusal
         return
-    if family in (TRAINED if key is None else PACKED):
-        assert "passed" in caplog.text
+    if family in WITHOUT_COPY:
+        assert "not self-tested, since no small copy" in caplog.text
     else:
-        assert "passed" in caplog.text or "not self-tested, since no small copy" in caplog.text
+        assert "passed" in caplog.text

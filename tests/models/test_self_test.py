@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from roll.config.roles import ModelArguments, WorkerConfig
-from roll.models import small
+from roll.models import small, vision
 from roll.models.attention import use_layout_attention
 from roll.models.layouts import packed_layout, row_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.noise import Noise
-from roll.models.self_test import check_role
+from roll.models.self_test import check_role, plain_values, rows_of
 from roll.models.small import ORIGINAL_LENGTH, small_model
+from tests import vision_models
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -236,3 +238,39 @@ def test_a_small_copy_keeps_every_kind_of_layer_and_what_is_no_size() -> None:
     assert made.rope_parameters["original_max_position_embeddings"] == ORIGINAL_LENGTH
     assert made.rope_parameters["factor"] == 4.0 and made.max_position_embeddings == 4 * ORIGINAL_LENGTH
     assert config.num_hidden_layers == 4, "the model's own configuration is left alone"
+
+
+@pytest.mark.default_rows("qwen2_5_vl-None-causal_lm", "qwen3_vl-use_prefix_sharing-causal_lm", "qwen3_vl_moe-*-value")
+@pytest.mark.parametrize("head", ["causal_lm", "value"])
+@pytest.mark.parametrize("key", [None, "use_sequence_packing", "use_prefix_sharing"])
+@pytest.mark.parametrize("kind", vision_models.KINDS)
+def test_models_of_images_are_tested_with_one(
+    kind: Any, key: str | None, head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    vision_models.model(vision_models.tokenizer(), kind).config.save_pretrained(tmp_path)
+    arguments = ModelArguments(model_name_or_path=str(tmp_path))
+    role = WorkerConfig(name="actor_train", model_args=arguments, **({} if key is None else {key: True}))
+    caplog.set_level(logging.INFO, logger="roll.models.self_test")
+    check_role(role, head, trains=True)
+    assert "passed in" in caplog.text
+
+    monkeypatch.setattr(vision, "rope_positions", lambda features, mask, *_: mask.long()[..., None].expand(-1, -1, 3))
+    with pytest.raises(ValueError, match=rf"small copy of this {kind} model, computed in .* off by up to"):
+        check_role(role, head, trains=True)
+
+
+@pytest.mark.parametrize("kind", vision_models.KINDS)
+def test_a_small_copy_of_a_published_size_sees(kind: Any) -> None:
+    """Sizes that depend on one another stay consistent: what the tower gives, sections of angles, chosen layers."""
+    config = transformers.AutoConfig.for_model(kind)
+    sections = [16, 24, 24] if kind == "qwen2_5_vl" else [24, 20, 20]
+    config.text_config.rope_parameters = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+    model = small_model(config, "causal_lm", None)
+    assert model is not None and sum(parameter.numel() for parameter in model.parameters()) < small.FEW_ELEMENTS
+    tower, text = model.config.vision_config, model.config.text_config
+    assert tower.out_hidden_size == text.hidden_size and tower.depth == text.num_hidden_layers == 2
+    assert tower.to_dict().get("fullatt_block_indexes", tower.to_dict().get("deepstack_visual_indexes")) == [1]
+    assert sum(text.rope_parameters["mrope_section"]) == (getattr(text, "head_dim", None) or 8) // 2
+    rows = rows_of(model)
+    values, gradient = plain_values(model, rows, "causal_lm")
+    assert rows.images is not None and values.isfinite().all() and gradient is not None

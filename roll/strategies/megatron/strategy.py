@@ -19,11 +19,13 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from roll.checkpoint.contents import ModelContents, trained_under
 from roll.config.lora import uses_lora
 from roll.config.plan.plan import micro_batching
+from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import MegatronStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES
 from roll.models.distributions import COMPARED
@@ -31,7 +33,6 @@ from roll.models.layouts import TopTokens
 from roll.models.loading import TensorFiles
 from roll.models.lora import Adapters, is_trained_whole, source_name
 from roll.models.routes import encoded, with_prompts_of_leaders
-from roll.models.self_test import note_proved
 from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
@@ -62,6 +63,7 @@ from roll.strategies.megatron.parallel import (
     sparse_layers,
     write_export,
 )
+from roll.strategies.megatron.self_test import check_megatron
 from roll.strategies.megatron.weights import FullWeights, OwnParameter, freeze, read_parameter
 from roll.strategies.training.checkpoint import describe_model
 from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES
@@ -136,31 +138,42 @@ class MegatronStrategy(ModelStrategy):
         self.dims = self.config.parallel_dims(self.role, dist.get_world_size())
         self.dims.validate(self.role.name)
         self._info = self.rank_info
+        self._read_skeleton()
+        create_groups(self.dims, self.seed)
+        self.transformer_config = self._own_config()
+        check_megatron(self.role, self.head, self._skeleton.config, self.config, self._of_copy)
+        torch.manual_seed(self.seed + self._info.dp_rank)
+        self._build_chunks()
+        self._full_weights = FullWeights(
+            self.parameters, self._info, self._shapes, self.compute_dtype, self._stored, self.adapter_scalings()
+        )
+
+    def _of_copy(self, role: WorkerConfig, options: MegatronStrategyConfig) -> MegatronStrategy:
+        """This rank's part of a small copy for the self-test, in the process groups of the model itself."""
+        part = MegatronStrategy(role, self.head, self.seed)
+        part.config, part.dims, part._info = options, self.dims, self._info
+        part._read_skeleton()
+        part.transformer_config = part._own_config()
+        part._build_chunks()
+        return part
+
+    def _own_config(self) -> TransformerConfig:
+        return build_transformer_config(
+            self._skeleton.config, self.role.model_args, self.config, self.dims, self.compute_dtype
+        )
+
+    def _read_skeleton(self) -> None:
         args = self.role.model_args
         self._skeleton = skeleton(args, self.head)
-        where = f"{self.role.name}.model_args.model_name_or_path: {args.model_name_or_path}"
-        note_proved(where, self._skeleton.config.model_type)
-        live = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
-        self._stored = StoredLayout(self._skeleton, live)
+        self._live = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
+        self._stored = StoredLayout(self._skeleton, self._live)
         self._shapes = self._stored.stored_shapes()
         self._adapter_tensors: dict[str, torch.Tensor] = {}
         if uses_lora(args):
-            # Drawn or loaded whole: they are small.
-            self.adapters = megatron_adapters.adapted_skeleton(self._skeleton, args, self.seed, self.compute_dtype)
-            tensors = {name: p.detach() for name, p in self._skeleton.named_parameters() if p.requires_grad}
-            experts = num_experts(self._skeleton.config)
-            named = dict(megatron_adapters.of_experts_as_matrices(tensors, self.adapters, experts))
-            self._shapes |= {source_name(name): tensor.shape for name, tensor in named.items()}
-            # A critic's head is the model folder's, unless it continues from an adapter that has one.
-            from_adapter = args.adapter_name_or_path is not None
-            self._adapter_tensors = {
-                source_name(name): tensor for name, tensor in named.items() if from_adapter or source_name(name) == name
-            }
-        create_groups(self.dims, self.seed)
-        torch.manual_seed(self.seed + self._info.dp_rank)
-        self.transformer_config = build_transformer_config(
-            self._skeleton.config, args, self.config, self.dims, self.compute_dtype
-        )
+            self._adapt_skeleton()
+
+    def _build_chunks(self) -> None:
+        """This rank's part of the model, with its weights."""
         with cpu_compat.construction():
             self.gpt_chunks = [self._build_chunk(index) for index in range(self.dims.vpp)]
         self.chunks = list(self.gpt_chunks)
@@ -176,15 +189,26 @@ class MegatronStrategy(ModelStrategy):
             if own.correspondence.of_expert:
                 # Megatron marks an expert's own process groups with several expert-parallel ranks only.
                 own.parameter.allreduce = not self.dims.has_expert_groups  # type: ignore[attr-defined]
-        freeze(self.parameters, list(live), args.freeze_module_prefix, self._stored)
+        freeze(self.parameters, list(self._live), self.role.model_args.freeze_module_prefix, self._stored)
         if self.adapters is not None:
             trained = {source_name(name) for name, p in self._skeleton.named_parameters() if p.requires_grad}
             for own in self.parameters:
                 own.parameter.requires_grad_(own.correspondence.sources[0] in trained)
         self._read_weights()
-        self._full_weights = FullWeights(
-            self.parameters, self._info, self._shapes, self.compute_dtype, self._stored, self.adapter_scalings()
-        )
+
+    def _adapt_skeleton(self) -> None:
+        """Draw or load the adapters, whole: they are small."""
+        args = self.role.model_args
+        self.adapters = megatron_adapters.adapted_skeleton(self._skeleton, args, self.seed, self.compute_dtype)
+        tensors = {name: p.detach() for name, p in self._skeleton.named_parameters() if p.requires_grad}
+        experts = num_experts(self._skeleton.config)
+        named = dict(megatron_adapters.of_experts_as_matrices(tensors, self.adapters, experts))
+        self._shapes |= {source_name(name): tensor.shape for name, tensor in named.items()}
+        # A critic's head is the model folder's, unless it continues from an adapter that has one.
+        from_adapter = args.adapter_name_or_path is not None
+        self._adapter_tensors = {
+            source_name(name): tensor for name, tensor in named.items() if from_adapter or source_name(name) == name
+        }
 
     def _build_chunk(self, index: int) -> ResponseGPT:
         hf = self._skeleton.config

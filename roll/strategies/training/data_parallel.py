@@ -22,7 +22,7 @@ from roll.config.plan.plan import MicroBatching, micro_batching
 from roll.config.strategies.base import ParallelDims
 from roll.config.strategies.registry import typed_strategy_config
 from roll.models.attention import check_context_size, sum_of_parts, use_layout_attention
-from roll.models.build import build_model
+from roll.models.build import build_model, checked_config
 from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers
 from roll.models.layouts import TokenLayout, TopTokens, padded, with_token_rows
 from roll.models.loading import MetaModel, build_on_meta
@@ -61,6 +61,7 @@ from roll.strategies.training.micro_batches import (
 from roll.strategies.training.optimizer import TrainingProgress, local_tensor
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
 
 
@@ -106,14 +107,14 @@ class DataParallelStrategy(GatheredWeights):
     def _load_model(self, storage_dtype: torch.dtype) -> None:
         """Build the response model on the host, not yet sharded, and seed this rank's random numbers."""
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        torch.manual_seed(self.seed + self.rank)
-        noise = self._self_test()
-        language_model = self._build_language_model(storage_dtype)
-        noise.silence(language_model)
         context_group = None
         if self.dims.cp > 1:
-            check_context_size(language_model, self.dims.cp)
+            check_context_size(checked_config(self.role.model_args, self.head.value), self.dims.cp)
             context_group, _ = dist.new_subgroups(self.dims.cp)
+        noise = self._self_test(context_group)
+        torch.manual_seed(self.seed + self.rank)  # after the self-test, whose copy seeds every device
+        language_model = self._build_language_model(storage_dtype)
+        noise.silence(language_model)
         key = uses_layout_attention(self.role)
         if key is not None:
             use_layout_attention(language_model, key)
@@ -127,9 +128,10 @@ class DataParallelStrategy(GatheredWeights):
         if self.sparse_layers:
             self.model.routing = RoutingRecorder(self.sparse_layers)
 
-    def _self_test(self) -> Noise:
-        """Parts of the model to switch off; see :func:`~roll.models.self_test.check_role`."""
-        return check_role(self.role, self.head.value, self.trains)
+    def _self_test(self, context_group: ProcessGroup | None) -> Noise:
+        """Collective over ranks that share rows. Parts of the model to switch off; see
+        :func:`~roll.models.self_test.check_role`."""
+        return check_role(self.role, self.head.value, self.trains, context_group)
 
     def _prepare_experts(self, language_model: PreTrainedModel) -> None:
         """Refuse sparse layers that this backend would compute wrong (or slowly), or change them in place."""

@@ -1,0 +1,230 @@
+"""Self-test of a Megatron role at its start: a small copy of its model, on the role's own ranks, against transformers.
+
+The copy (:mod:`roll.models.small`) is written to a folder and read as the role's own weights are, so that its names,
+fused matrices and shards are tested together with Megatron's layers. Every rank holds its part of the copy in the
+role's own process groups (tensor, pipeline, context and expert parallel) and computes the three rows of
+:func:`~roll.models.self_test.rows_of` in the role's layout, in float32, without gradient.
+
+All ranks take the same path, or one would wait for another's collective: what a rank does alone (writing the files,
+building its part) comes first, and its outcome is agreed upon before a pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
+
+from roll.config.roles import ModelArguments, WorkerConfig
+from roll.config.strategies.base import ParallelDims
+from roll.config.strategies.registry import MegatronStrategyConfig
+from roll.models.build import quiet_transformers
+from roll.models.self_test import Rows, difference_of, layouts_of, plain_values, rows_of
+from roll.models.small import Divided, small_model
+from roll.platforms import current_platform
+from roll.strategies.base import ModelHead, ModelStrategy, Output
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+Build = Callable[[WorkerConfig, MegatronStrategyConfig], ModelStrategy]
+"""This rank's part of another model under other options, in the process groups that exist. Not collective."""
+_Setting = tuple[WorkerConfig, MegatronStrategyConfig]
+_OTHERS = "use strategy_name: fsdp2_train (fsdp2_infer), or another family (Qwen, Llama, Mistral ...)"
+
+
+@dataclass(frozen=True)
+class _Copy:
+    files: dict[str, bytes]
+    """The folder that transformers writes, by file name."""
+    rows: Rows
+    wanted: Tensor
+    """float32 (3, T), what transformers computes."""
+
+
+class _Uncomputed(Exception):
+    """The copy says nothing about the model."""
+
+
+def check_megatron(
+    role: WorkerConfig, head: ModelHead, config: PretrainedConfig, options: MegatronStrategyConfig, build: Build
+) -> None:
+    """Collective. Compare a small copy of the role's model with transformers. Random states stay as they are.
+
+    Args:
+        config: of the model itself.
+
+    Raises:
+        ValueError: it is computed otherwise; the message says in which layout, by how much, and what would work.
+    """
+    begin = time.monotonic()
+    where = f"{role.name}.model_args.model_name_or_path: {role.model_args.model_name_or_path}"
+    device, tracker = current_platform().device(), get_cuda_rng_tracker()
+    forked, states = [device] if device.type == "cuda" else [], tracker.get_states()
+    try:
+        with torch.random.fork_rng(devices=forked), tempfile.TemporaryDirectory(prefix="roll_self_test_") as folder:
+            difference = _difference(role, head, config, options, build, Path(folder))
+    except _Uncomputed as error:
+        logger.warning("%s: not self-tested: %s", where, error)
+        return
+    finally:
+        tracker.set_states(states)
+    layout = layouts_of(role)[0]
+    if difference is not None:
+        raise ValueError(
+            f"{where}: a small copy of this {config.model_type} model, computed by Megatron in {layout}, {difference}"
+        )
+    logger.info("%s: self-test of %s passed in %.2f s", where, layout, time.monotonic() - begin)
+
+
+def _difference(
+    role: WorkerConfig,
+    head: ModelHead,
+    config: PretrainedConfig,
+    options: MegatronStrategyConfig,
+    build: Build,
+    folder: Path,
+) -> str | None:
+    """Collective. The copy's difference from transformers and its remedy, in words; None where there is none.
+
+    Raises:
+        _Uncomputed: there is no copy, or none that these ranks can compute.
+    """
+    setting = _of_copy(role, options, str(folder))
+    # transformers writes files on rank 0 only.
+    dims = options.parallel_dims(role, dist.get_world_size())
+    made = [_small_copy(config, head, dims) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made, src=0)
+    copied = made[0]
+    if copied is None:
+        raise _Uncomputed(f"no small copy of a {config.model_type} model works")
+    fault = _fault(_built(setting, build, copied, folder), copied)
+    if fault is None:
+        return None
+    remedy = _OTHERS
+    for text, other in _other_settings(*setting):
+        with suppress(_Uncomputed):
+            if _fault(_built(other, build, copied, folder), copied) is None:
+                remedy = text
+                break
+    return f"{fault}, compared with transformers row by row; {remedy}"
+
+
+def _small_copy(config: PretrainedConfig, head: ModelHead, dims: ParallelDims) -> _Copy | None:
+    """A small copy that the role's ranks can divide; None where there is none."""
+    heads, experts = dims.tp * dims.cp, dims.ep * dims.etp
+    # The copy has 4 heads, 2 of keys, and 4 experts for each unit of its width.
+    widths = (width for width in count(1) if not (4 * width % heads or 2 * width % dims.tp or 4 * width % experts))
+    divided = Divided(next(widths), max(2, dims.pp * dims.vpp))
+    try:
+        model = small_model(config, head.value, None, divided=divided)
+        if model is None:
+            return None
+        rows = rows_of(model)
+        wanted, _ = plain_values(model, rows, head.value)
+        with tempfile.TemporaryDirectory(prefix="roll_self_test_") as folder, quiet_transformers():
+            model.save_pretrained(folder)
+            files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    except Exception as error:  # whatever a family's own code makes of sizes that it has never seen
+        logger.debug("self-test: no copy of %s: %r", config.model_type, error)
+        return None
+    return _Copy(files, rows, wanted)
+
+
+def _of_copy(role: WorkerConfig, options: MegatronStrategyConfig, folder: str) -> _Setting:
+    """Role and options for the copy: float32 weights of the folder, all rows in one micro-batch, and nothing that
+    names layers of the model itself."""
+    args = ModelArguments(
+        model_name_or_path=folder,
+        dtype="fp32",
+        disable_gradient_checkpointing=role.model_args.disable_gradient_checkpointing,
+    )
+    packing = replace(
+        role.sequence_packing_args, max_packed_sequence_length_forward=1024, min_num_micro_batches_forward=1
+    )
+    role = replace(
+        role,
+        model_args=args,
+        infer_batch_size=8,
+        use_dynamic_batching_in_infer=False,
+        sequence_packing_args=packing,
+    )
+    return role, replace(
+        options,
+        pipeline_model_parallel_layout=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        recompute_num_layers=None,
+    )
+
+
+def _built(setting: _Setting, build: Build, copied: _Copy, folder: Path) -> ModelStrategy:
+    """Collective. This rank's part of the copy.
+
+    Raises:
+        _Uncomputed: some rank cannot build its own.
+    """
+    part: ModelStrategy | None = None
+    problem = "another rank cannot build its part of a small copy"
+    try:
+        for name, data in copied.files.items():
+            (folder / name).write_bytes(data)
+        part = build(*setting)
+    except Exception as error:  # of Megatron's own checks, in many types, or of a full disk
+        problem = f"no part of a small copy can be built: {error!r}"
+    if not _agreed(part is not None) or part is None:
+        raise _Uncomputed(problem)
+    return part
+
+
+def _fault(part: ModelStrategy, copied: _Copy) -> str | None:
+    """Collective. Difference of the outputs, in words; None where they are right on every rank.
+
+    Raises:
+        _Uncomputed: some rank cannot compute them, such as by a kernel that wants half precision.
+    """
+    rows, output = copied.rows, Output.VALUES if part.head is ModelHead.VALUE else Output.LOG_PROBS
+    batch = {"input_ids": rows.ids, "attention_mask": rows.attended, "response_mask": rows.mask}
+    fault, problem = None, None
+    try:
+        fault = difference_of(part.forward(batch, [output])[output], copied.wanted, str(output))
+    except Exception as error:  # of kernels and of Megatron's own checks, in many types
+        problem = error
+    if not _agreed(problem is None):
+        raise _Uncomputed(f"a small copy cannot be computed: {problem or 'on another rank'!r}")
+    return None if _agreed(fault is None) else fault or f"gives other {output} on another rank"
+
+
+def _other_settings(role: WorkerConfig, options: MegatronStrategyConfig) -> Iterator[tuple[str, _Setting]]:
+    """Remedies that can be tried in the same process groups, in words, nearest first."""
+    key = "strategy_config.additional_configs"
+    for name in options.additional_configs:
+        rest = {other: value for other, value in options.additional_configs.items() if other != name}
+        yield f"leave {name} out of {key}", (role, replace(options, additional_configs=rest))
+    if len(options.additional_configs) > 1:
+        yield f"leave {key} out", (role, replace(options, additional_configs={}))
+    keys = [key for key in ("use_prefix_sharing", "use_sequence_packing", "use_remove_padding") if getattr(role, key)]
+    if keys:
+        text = " and ".join(f"{key}: false" for key in keys)
+        unpacked = replace(role, use_prefix_sharing=False, use_sequence_packing=False, use_remove_padding=False)
+        yield f"set {text}", (unpacked, options)
+
+
+def _agreed(holds: bool) -> bool:
+    """Collective. It holds on every rank."""
+    flag = torch.tensor(int(holds), device=current_platform().device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)

@@ -1,0 +1,54 @@
+"""The self-test of a role whose ranks share rows: by those ranks, in the group that they train in."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from roll.models import attention
+from tests.strategies import jobs
+
+
+def messages(role: Any) -> list[str]:
+    """Of the self-test at the start."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("roll.models.self_test")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    jobs.started(role)
+    logger.removeHandler(handler)
+    return found
+
+
+def refused_with_swapped_chunks(role: Any) -> str:
+    """Each rank gets the heads of the other's chunk back: right on one rank, wrong on two."""
+    exchange = attention.sequence_for_heads
+
+    def swapped(tensor: Tensor, group: Any) -> Tensor:
+        return exchange(tensor.flip(0).contiguous(), group).flip(0)
+
+    with mock.patch.object(attention, "sequence_for_heads", swapped):
+        return jobs.refused(role)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("fsdp2", {}), ("fsdp2_infer", {"use_sequence_packing": True}), ("fsdp", {"use_prefix_sharing": True})],
+)
+def test_ranks_that_share_rows_compute_the_copy_together(run: Any, strategy: str, options: dict[str, Any]) -> None:
+    arguments = {"ulysses_size": 2}
+    for found in run(messages, 2, strategy, "qwen2", model_args=arguments, batch=None, **options):
+        assert len(found) == 1 and "passed in" in found[0]
+    for text in run(refused_with_swapped_chunks, 2, strategy, "qwen2", model_args=arguments, batch=None, **options):
+        assert "a small copy of this qwen2 model" in text and "off by up to" in text
+
+
+def test_one_that_cannot_be_divided_is_refused_as_before(run: Any) -> None:
+    for text in run(jobs.refused, 3, "fsdp2_infer", "qwen2", model_args={"ulysses_size": 3}, batch=None):
+        assert "ulysses_size: 3 does not divide the model's 4 attention heads" in text
