@@ -59,7 +59,7 @@ def families() -> list[Family]:
     here = "algorithms.md"
     return [
         Family("Advantages", "adv_estimator", f"{here}#advantages-adv_estimator", of(advantage_estimators)),
-        Family("Policy losses", "pg_variant", f"{here}#policy-losses-pg_variant", of(policy_losses)),
+        Family("Policy losses", "loss", f"{here}#policy-losses-loss", of(policy_losses)),
         Family("Aggregation", "loss_agg_mode", f"{here}#aggregation-loss_agg_mode", of(aggregation_modes)),
         Family("KL estimators", "kl_loss_type", f"{here}#kl", of(kl_estimators)),
         Family("Value losses", "value_loss_type", here, of(losses.value_losses)),
@@ -136,8 +136,7 @@ def recipes() -> dict[tuple[str, str], Any]:
     for measured in read_table("algorithms").rows:
         config = load_config(None, ROOT / measured.config, check_files=False).config
         named = measured.name.replace("_pp", "++").replace("pass_at_k", "pass@k")
-        for key in ("adv_estimator", "pg_variant"):
-            value = str(getattr(config, key))
+        for key, value in (("adv_estimator", config.adv_estimator), ("loss", config.loss.name)):
             if named == value or (key, value) not in found:
                 found[key, value] = measured
     return found

@@ -29,9 +29,9 @@ from roll.algorithms.policy_losses import (
     register_policy_loss,
 )
 from roll.algorithms.registry import Registry
-from roll.config.algorithm import POLICY_LOSSES, PPOConfig
+from roll.config.algorithm import PPOConfig
 from roll.config.corrections import CorrectionOptions, CorrectionRule, correction_options
-from roll.config.reading.schema import rules_of
+from roll.config.policy_losses import POLICY_LOSSES, loss_of
 from roll.protocol.metrics import Mean, Metrics
 
 __all__ = ["actor_loss", "actor_loss_options", "register_policy_loss"]
@@ -219,8 +219,8 @@ class ActorLossOptions(PPOConfig):
 
     @cached_property
     def policy_loss(self) -> PolicyLossFunction:
-        """The function of ``pg_variant``; raises ``ValueError`` for an unknown one."""
-        return policy_losses.resolve(self.pg_variant)
+        """The function of ``loss``; raises ``ValueError`` for an unknown one."""
+        return policy_losses.resolve(self.loss.name)
 
     @cached_property
     def kl(self) -> KLOptions:
@@ -244,37 +244,24 @@ def options_from(options_class: type[Options], settings: Mapping[str, Any]) -> O
     return options_class(**{name: value for name, value in settings.items() if name in names})
 
 
-def option_names(pg_variant: str) -> tuple[str, ...]:
-    """The options of a variant: the keys whose ``read_if`` names it, or the fields of its own dataclass.
-
-    Raises ``ValueError`` for an unknown variant.
-    """
-    options_class = options_class_of(pg_variant)
-    if options_class is not PPOConfig or pg_variant not in POLICY_LOSSES or POLICY_LOSSES.is_own(pg_variant):
-        return tuple(option.name for option in fields(options_class))
-    return tuple(
-        item.name for item in fields(PPOConfig) if pg_variant in dict(rules_of(item).read_if).get("pg_variant", ())
-    )
-
-
 def actor_loss_options(settings: Mapping[str, Any]) -> ActorLossOptions:
-    """Options from a flat mapping of YAML keys (``pg_variant``, ``pg_clip``, ``train_infer_correction`` ...).
+    """Options from a mapping of keys (``loss``, ``pg_clip``, ``train_infer_correction`` ...).
 
-    Keys that belong to no option are ignored, except in ``pg_variant_args``, which hold options of the variant that are
-    no keys of the configuration; ``pg_variant: null`` is ``ppo``.
+    Keys that belong to no option are ignored, except in ``loss``. The loss and its options may have their flat names
+    (:data:`roll.config.policy_losses.FLAT_NAMES`).
 
-    Raises ``ValueError`` for an unknown variant, an argument that it does not have, or a bad correction.
+    Raises ``ValueError`` for an unknown loss, an option that it does not have, or a bad correction.
     """
-    variant = settings.get("pg_variant") or "ppo"
-    arguments = settings.get("pg_variant_args") or {}
-    known = option_names(variant)
-    for name in arguments:
+    loss = loss_of(settings)
+    options_class, row = options_class_of(loss.name), POLICY_LOSSES.get(loss.name)
+    own = options_class if row is None or row.options is None else row.options
+    known = [option.name for option in fields(own)]
+    for name in loss.options:
         if name not in known:
-            raise ValueError(f"pg_variant_args.{name} is no option of {variant}; known: {', '.join(known) or 'none'}")
-    settings = {**settings, **arguments, "pg_variant": variant}
-    pg: Any = options_from(options_class_of(variant), settings)
+            raise ValueError(f"loss.{name} is no option of {loss.name}; known: {', '.join(known) or 'none'}")
+    pg: Any = options_from(options_class, {**settings, "loss": loss, **loss.options})
     correction = correction_options(settings.get("train_infer_correction"))
-    return options_from(ActorLossOptions, {**settings, "pg": pg, "correction": correction})
+    return options_from(ActorLossOptions, {**settings, "loss": loss, "pg": pg, "correction": correction})
 
 
 def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: LossDenominators) -> LossOutputs:

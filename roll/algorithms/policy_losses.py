@@ -1,4 +1,4 @@
-"""Policy losses per token, chosen by ``pg_variant``, with their inputs and their registry.
+"""Policy losses per token, chosen by ``loss``, with their inputs and their registry.
 
 A policy loss is a function ``(inputs: LossInputs, options, metrics: MetricBuilder) -> Tensor (B, L)``: the loss of each
 token, before aggregation, correction and sample weights, which :func:`roll.algorithms.losses.actor_loss` adds.  In the
@@ -19,7 +19,23 @@ from torch import Tensor
 from roll.algorithms.aggregation import level_log_ratio, masked_mean, row_mean
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.registry import Registry
-from roll.config.algorithm import POLICY_LOSSES, PolicyLoss, PPOConfig
+from roll.config.algorithm import PPOConfig
+from roll.config.policy_losses import (
+    POLICY_LOSSES,
+    CispoOptions,
+    ClipCovOptions,
+    DppoOptions,
+    DroOptions,
+    GmpoOptions,
+    Kimi15Options,
+    KlCovOptions,
+    M2poOptions,
+    PolicyLoss,
+    SapoOptions,
+    TisOptions,
+    ToprOptions,
+    VespoOptions,
+)
 
 LOG_RATIO_BOUND = 20.0
 """exp(20) is 5e8: a ratio beyond it carries no information and, multiplied on, would overflow float32."""
@@ -100,29 +116,38 @@ class LossInputs:
 
 PolicyLossFunction = Callable[[LossInputs, Any, MetricBuilder], Tensor]
 
-policy_losses: Registry[PolicyLossFunction] = Registry("pg_variant", POLICY_LOSSES)
+policy_losses: Registry[PolicyLossFunction] = Registry("loss", POLICY_LOSSES)
 _options_classes: dict[PolicyLossFunction, type] = {}
 
 
 def register_policy_loss(
     name: str, *, options: type = PPOConfig, aliases: tuple[str, ...] = ()
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Decorator: make a policy loss selectable as ``pg_variant: name``; ``options`` is its dataclass of YAML keys.
+    """Decorator: make a policy loss selectable as ``loss: name``; ``options`` is the dataclass of its options.
 
-    A name of :data:`roll.config.algorithm.POLICY_LOSSES` has its aliases there; another one is added to it.
+    A name of :data:`roll.config.policy_losses.POLICY_LOSSES` has its aliases there; another one is added to it.
     """
 
     def decorate(function: PolicyLossFunction) -> PolicyLossFunction:
         policy_losses.add(function, name, aliases, PolicyLoss(name, aliases))
+        return with_options(options)(function)
+
+    return decorate
+
+
+def with_options(options: type) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
+    """Decorator: declare the dataclass of options of a policy loss that is chosen by its dotted path."""
+
+    def decorate(function: PolicyLossFunction) -> PolicyLossFunction:
         _options_classes[function] = options
         return function
 
     return decorate
 
 
-def options_class_of(pg_variant: str) -> type:
-    """The options dataclass of a variant: the algorithm's keys, or that of a user's own loss."""
-    return _options_classes.get(policy_losses.resolve(pg_variant), PPOConfig)
+def options_class_of(loss: str) -> type:
+    """The dataclass that a loss is given: the algorithm's keys, or what it declares."""
+    return _options_classes.get(policy_losses.resolve(loss), PPOConfig)
 
 
 def _count_clipped(metrics: MetricBuilder, clipped: Tensor, inputs: LossInputs) -> None:
@@ -182,34 +207,34 @@ def gspo_token(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -
     return _clipped_surrogate((sequence + own).exp(), inputs, options, metrics)
 
 
-@register_policy_loss("tis")
-def tis(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("tis", options=TisOptions)
+def tis(inputs: LossInputs, options: TisOptions, metrics: MetricBuilder) -> Tensor:
     """-sg(clip(r, low, high)) A log pi: REINFORCE with truncated importance weights."""
     ratio = inputs.ratio
-    weight = ratio.clamp(options.tis_lower_bound, options.tis_upper_bound)
+    weight = ratio.clamp(options.lower_bound, options.upper_bound)
     _count_clipped(metrics, weight != ratio, inputs)
     return -weight * inputs.advantages * inputs.log_probs
 
 
-@register_policy_loss("cispo")
-def cispo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("cispo", options=CispoOptions)
+def cispo(inputs: LossInputs, options: CispoOptions, metrics: MetricBuilder) -> Tensor:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi; arXiv 2506.13585 eq. 4-5.
 
-    With ``cispo_unified_mask``, eq. 6-7: the same times M, which drops what PPO's clip takes the gradient of; ROLL's
+    With ``unified_mask``, eq. 6-7: the same times M, which drops what PPO's clip takes the gradient of; ROLL's
     ``cispo_use_unified_mask``.
     """
     ratio = inputs.ratio
-    low, high = 1.0 - options.cispo_epsilon_low, 1.0 + options.cispo_epsilon_high
+    low, high = 1.0 - options.epsilon_low, 1.0 + options.epsilon_high
     weight = ratio.clamp(low, high)
-    if options.cispo_unified_mask:
+    if options.unified_mask:
         dropped = torch.where(inputs.advantages > 0, ratio > high, (ratio < low) & (inputs.advantages < 0))
         weight = weight.masked_fill(dropped, 0.0)
     _count_clipped(metrics, weight != ratio, inputs)
     return -weight * inputs.advantages * inputs.log_probs
 
 
-@register_policy_loss("m2po")
-def m2po(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("m2po", options=M2poOptions)
+def m2po(inputs: LossInputs, options: M2poOptions, metrics: MetricBuilder) -> Tensor:
     """-M r A: M drops the largest squared log-ratios until the mean of the others is in bounds; arXiv 2510.01161.
 
     Only tokens whose update leads further away (A > 0 and r > 1, or A < 0 and r < 1) are bounded and dropped.  Which
@@ -217,7 +242,7 @@ def m2po(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tens
     """
     log_ratio = inputs.log_ratio.detach()
     bounded = inputs.mask
-    if not options.m2po_all_tokens:
+    if not options.all_tokens:
         bounded = bounded & (inputs.advantages * log_ratio > 0)
     moments, order = torch.where(bounded, log_ratio.double().square(), -1.0).flatten().sort()
     rank = torch.arange(1, len(moments) + 1, device=moments.device)
@@ -225,7 +250,7 @@ def m2po(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tens
     # Means over the smallest 1, 2, 3 ... of the bounded tokens: they grow, so the first that is too large ends it.
     means = moments.clamp(min=0.0).cumsum(0) / (rank - outside).clamp(min=1)
     dropped = torch.zeros_like(bounded).flatten()
-    dropped[order] = (rank > outside) & (means > options.m2po_threshold)
+    dropped[order] = (rank > outside) & (means > options.threshold)
     dropped = dropped.view_as(bounded)
     _count_clipped(metrics, dropped, inputs)
     second_moment = torch.where(bounded, log_ratio, 0.0).square().sum()
@@ -233,8 +258,8 @@ def m2po(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tens
     return -(inputs.log_ratio.exp() * inputs.advantages).masked_fill(dropped, 0.0)
 
 
-@register_policy_loss("vespo")
-def vespo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("vespo", options=VespoOptions)
+def vespo(inputs: LossInputs, options: VespoOptions, metrics: MetricBuilder) -> Tensor:
     """-sg(phi(w)) A log pi, w the response's ratio, phi(w) = w^k exp(lambda (1 - w)) by the sign of A; 2602.10693.
 
     A smooth weight with its largest value at w = k / lambda, where others clip, and 1 at w = 1.  Formula, defaults and
@@ -244,21 +269,21 @@ def vespo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Ten
     log_weight = level_log_ratio(inputs.log_ratio.detach(), inputs.mask, "sequence")
     log_weight = log_weight.clamp(math.log(1e-8), LOG_RATIO_BOUND)
     positive = inputs.advantages >= 0
-    k = torch.where(positive, options.vespo_k_pos, options.vespo_k_neg)
-    decay = torch.where(positive, options.vespo_lambda_pos, options.vespo_lambda_neg)
+    k = torch.where(positive, options.k_pos, options.k_neg)
+    decay = torch.where(positive, options.lambda_pos, options.lambda_neg)
     phi = (k * log_weight + decay * (1.0 - log_weight.exp())).exp()
     metrics.mean("actor/vespo_weight_mean", torch.where(inputs.mask, phi, 0.0).sum(), inputs.num_tokens)
     return -phi * inputs.advantages * inputs.log_probs
 
 
-@register_policy_loss("topr")
-def topr(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("topr", options=ToprOptions)
+def topr(inputs: LossInputs, options: ToprOptions, metrics: MetricBuilder) -> Tensor:
     """Positives: -A log pi; negatives: the response's ratio truncated to [a, b] as weight; arXiv 2503.14286 eq. 8."""
     ratio = level_log_ratio(inputs.log_ratio.detach(), inputs.mask, "sequence").exp()
-    truncated = ratio.clamp(options.topr_lower_bound, options.topr_upper_bound)
+    truncated = ratio.clamp(options.lower_bound, options.upper_bound)
     negative = inputs.advantages < 0
     _count_clipped(metrics, negative & (truncated != ratio), inputs)
-    weight = torch.where(negative, truncated * options.topr_negative_weight, options.topr_positive_weight)
+    weight = torch.where(negative, truncated * options.negative_weight, options.positive_weight)
     return -weight * inputs.advantages * inputs.log_probs
 
 
@@ -275,41 +300,41 @@ def raft_plus_plus(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilde
     return -torch.minimum(ratio, clipped) * positive
 
 
-@register_policy_loss("kimi15")
-def kimi15(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("kimi15", options=Kimi15Options)
+def kimi15(inputs: LossInputs, options: Kimi15Options, metrics: MetricBuilder) -> Tensor:
     """-A log pi + tau/2 (sum_t log r)^2, the square shared equally by the response's tokens; arXiv 2501.12599 eq. 3.
 
     With seq-mean-token-sum this is the paper's loss; with another mode both terms are scaled alike.
     """
     total = level_log_ratio(inputs.log_ratio, inputs.mask, "sequence")
     lengths = inputs.lengths.clamp(min=1)[:, None]
-    return -inputs.advantages * inputs.log_probs + 0.5 * options.kimi15_tau * total.square() / lengths
+    return -inputs.advantages * inputs.log_probs + 0.5 * options.tau * total.square() / lengths
 
 
-@register_policy_loss("sapo")
-def sapo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("sapo", options=SapoOptions)
+def sapo(inputs: LossInputs, options: SapoOptions, metrics: MetricBuilder) -> Tensor:
     """-(4/tau) sigmoid(tau (r - 1)) A with tau by the sign of A: a soft gate instead of a clip; arXiv 2511.20347."""
-    tau = torch.full_like(inputs.advantages, options.sapo_tau_neg)
-    tau = tau.masked_fill(inputs.advantages > 0, options.sapo_tau_pos)
+    tau = torch.full_like(inputs.advantages, options.tau_neg)
+    tau = tau.masked_fill(inputs.advantages > 0, options.tau_pos)
     gate = (4.0 / tau) * torch.sigmoid(tau * (inputs.log_ratio.exp() - 1.0))
     return -gate * inputs.advantages
 
 
-@register_policy_loss("gmpo")
-def gmpo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("gmpo", options=GmpoOptions)
+def gmpo(inputs: LossInputs, options: GmpoOptions, metrics: MetricBuilder) -> Tensor:
     """-A exp(mean of the clipped log r): geometric instead of arithmetic mean of token ratios; arXiv 2507.20673 eq. 4.
 
     Made for seq-mean-token-mean.
     """
-    upper = inputs.log_ratio.clamp(max=options.gmpo_clip_high)
-    lower = inputs.log_ratio.clamp(min=-options.gmpo_clip_low)
+    upper = inputs.log_ratio.clamp(max=options.clip_high)
+    lower = inputs.log_ratio.clamp(min=-options.clip_low)
     clipped = torch.where(inputs.advantages > 0, upper, lower)
     _count_clipped(metrics, clipped != inputs.log_ratio, inputs)
     return -level_log_ratio(clipped, inputs.mask, "geometric").exp() * inputs.advantages
 
 
-@register_policy_loss("dro")
-def dro(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("dro", options=DroOptions)
+def dro(inputs: LossInputs, options: DroOptions, metrics: MetricBuilder) -> Tensor:
     """(A - tau log(pi/pi_ref))^2 / 2 of the response, shared equally by its tokens; arXiv 2405.19107 eq. 5.
 
     The reference is ``ref_log_probs`` where given, else the old policy; A is the response's mean advantage.
@@ -319,12 +344,12 @@ def dro(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tenso
     else:
         log_ratio = torch.where(inputs.mask, inputs.log_probs - inputs.ref_log_probs, 0.0)
     advantage = row_mean(inputs.advantages, inputs.mask).unsqueeze(-1)
-    residual = advantage - options.dro_tau * level_log_ratio(log_ratio, inputs.mask, "sequence")
+    residual = advantage - options.tau * level_log_ratio(log_ratio, inputs.mask, "sequence")
     return 0.5 * residual.square() / inputs.lengths.clamp(min=1)[:, None]
 
 
-@register_policy_loss("dppo")
-def dppo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("dppo", options=DppoOptions)
+def dppo(inputs: LossInputs, options: DppoOptions, metrics: MetricBuilder) -> Tensor:
     """-M sg(min(r, c)) A log pi; M drops tokens beyond the divergence whose update leads further away; 2602.04879.
 
     The divergence is that of the two-outcome distribution (this token, any other).
@@ -332,18 +357,18 @@ def dppo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tens
     ratio = inputs.ratio
     old = inputs.proximal_log_probs.double().exp()
     new = inputs.log_probs.detach().double().exp()
-    if options.dppo_divergence == "tv":
+    if options.divergence == "tv":
         divergence = (new - old).abs()
-    elif options.dppo_divergence == "kl":
+    elif options.divergence == "kl":
         tiny = torch.finfo(torch.float64).tiny
         rest_old, rest_new = (1.0 - old).clamp(min=tiny), (1.0 - new).clamp(min=1e-12)
         divergence = -old * inputs.log_ratio.detach() + rest_old * (rest_old / rest_new).log()
     else:
-        raise ValueError(f"dppo_divergence {options.dppo_divergence!r} is unknown; known: tv, kl")
+        raise ValueError(f"divergence {options.divergence!r} is unknown; known: tv, kl")
     leads_away = torch.where(inputs.advantages > 0, ratio > 1.0, ratio < 1.0)
-    dropped = leads_away & (divergence > options.dppo_threshold)
+    dropped = leads_away & (divergence > options.threshold)
     _count_clipped(metrics, dropped, inputs)
-    weight = torch.where(dropped, 0.0, ratio.clamp(max=options.dppo_ratio_bound))
+    weight = torch.where(dropped, 0.0, ratio.clamp(max=options.ratio_bound))
     return -weight * inputs.advantages * inputs.log_probs
 
 
@@ -355,34 +380,39 @@ def token_covariance(inputs: LossInputs) -> Tensor:
     return torch.where(inputs.mask, log_probs * advantages, 0.0)
 
 
-@register_policy_loss("clip_cov")
-def clip_cov(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class ClippedCovariance(ClipCovOptions, PPOConfig):
+    """Options of ``clip_cov``, with the clip range that it shares with PPO."""
+
+
+@register_policy_loss("clip_cov", options=ClippedCovariance)
+def clip_cov(inputs: LossInputs, options: ClippedCovariance, metrics: MetricBuilder) -> Tensor:
     """PPO's clip, and no gradient for a random share of the tokens whose covariance lies in (low, high); arXiv
     2505.22617 eq. 10-13.
 
     Tokens that PPO's clip leaves without gradient are not drawn.  Which are depends on the micro-batch.
     """
     covariance = token_covariance(inputs)
-    in_range = (covariance > options.clip_cov_low) & (covariance < options.clip_cov_high)
+    in_range = (covariance > options.low) & (covariance < options.high)
     clipped_ratio = inputs.ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
     clipped_by_ppo = clipped_ratio * inputs.advantages < inputs.ratio * inputs.advantages
     eligible = inputs.mask & in_range & ~clipped_by_ppo
     candidates = eligible.flatten().nonzero().squeeze(-1)
-    count = max(int(options.clip_cov_ratio * int(inputs.num_tokens)), 1)
+    count = max(int(options.ratio * int(inputs.num_tokens)), 1)
     chosen = candidates[torch.randperm(len(candidates), device=candidates.device)[:count]]
     keep = torch.ones(inputs.mask.numel(), device=inputs.mask.device).index_fill(0, chosen, 0.0)
     metrics.mean("actor/cov_clipfrac", float(len(chosen)), inputs.num_tokens)
     return ppo(inputs, options, metrics) * keep.view_as(inputs.mask)
 
 
-@register_policy_loss("kl_cov")
-def kl_cov(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("kl_cov", options=KlCovOptions)
+def kl_cov(inputs: LossInputs, options: KlCovOptions, metrics: MetricBuilder) -> Tensor:
     """-r A, plus coef |log r| on the tokens of highest covariance in the micro-batch; arXiv 2505.22617 eq. 10-13."""
     covariance = token_covariance(inputs).masked_fill(~inputs.mask, -torch.inf).flatten()
     tokens = int(inputs.num_tokens)
-    count = min(max(int(options.kl_cov_ratio * tokens), 1), tokens)
+    count = min(max(int(options.ratio * tokens), 1), tokens)
     chosen = covariance.topk(count).indices
-    penalised = torch.zeros_like(covariance).index_fill(0, chosen, options.kl_cov_coef).view_as(inputs.mask)
+    penalised = torch.zeros_like(covariance).index_fill(0, chosen, options.coef).view_as(inputs.mask)
     metrics.mean("actor/kl_cov_frac", float(count), inputs.num_tokens)
     return -inputs.log_ratio.exp() * inputs.advantages + penalised * inputs.log_ratio.abs()
 

@@ -2,24 +2,30 @@
 
 For the losses by covariance it multiplies the advantages with the weight that ``loss_agg_mode`` gives to their row
 before the loss sees them, and sums what that returns.  For losses that are proportional to the advantage this is the
-same; here it moves the covariances, and leaves a penalty a sum over tokens.  Chosen by their path, ``pg_variant:
+same; here it moves the covariances, and leaves a penalty a sum over tokens.  Chosen by their path, ``loss:
 roll.algorithms.skyrl_losses.kl_cov``, which is what ``roll translate`` writes.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from roll.algorithms import policy_losses
 from roll.algorithms.metrics import MetricBuilder
-from roll.algorithms.policy_losses import LOG_RATIO_BOUND, LossInputs, PolicyLossFunction
+from roll.algorithms.policy_losses import LOG_RATIO_BOUND, ClippedCovariance, LossInputs, with_options
 from roll.config.algorithm import PPOConfig
+from roll.config.policy_losses import KlCovOptions
+
+Options = TypeVar("Options")
 
 
-def clip_cov(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@with_options(ClippedCovariance)
+def clip_cov(inputs: LossInputs, options: ClippedCovariance, metrics: MetricBuilder) -> Tensor:
     """``clip_cov`` (arXiv 2505.22617) with bounds on the covariance with A times its row's weight: float (B, L).
 
     Row weights of a mean over N tokens or samples make these covariances N times smaller.
@@ -27,13 +33,17 @@ def clip_cov(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> 
     return _with_weighted_advantages(policy_losses.clip_cov, inputs, options, metrics)
 
 
-def kl_cov(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@with_options(KlCovOptions)
+def kl_cov(inputs: LossInputs, options: KlCovOptions, metrics: MetricBuilder) -> Tensor:
     """``kl_cov`` (arXiv 2505.22617) whose penalty ``coef |log r|`` is summed over the chosen tokens: float (B, L)."""
     return _with_weighted_advantages(policy_losses.kl_cov, inputs, options, metrics)
 
 
 def _with_weighted_advantages(
-    loss: PolicyLossFunction, inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder
+    loss: Callable[[LossInputs, Options, MetricBuilder], Tensor],
+    inputs: LossInputs,
+    options: Options,
+    metrics: MetricBuilder,
 ) -> Tensor:
     """The loss of advantages times row weights, divided by the weights that aggregation will multiply it with."""
     assert inputs.row_weights is not None, "actor_loss gives them"
@@ -49,18 +59,27 @@ def engine_is(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) ->
     return -torch.where(kept, ratio, 0.0) * inputs.advantages * inputs.log_probs
 
 
-def engine_dppo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class EngineDppo(PPOConfig):
+    """Options of :func:`engine_dppo`, with PPO's clip range."""
+
+    divergence: Literal["tv", "kl"] = "tv"
+    """Total variation or KL of the sampled token's probability."""
+
+
+@with_options(EngineDppo)
+def engine_dppo(inputs: LossInputs, options: EngineDppo, metrics: MetricBuilder) -> Tensor:
     """-M r A with r = pi / rollout: float (B, L); DPPO (arXiv 2602.04879 eq. 12-14) against the policy that sampled.
 
     M drops tokens whose probability has moved where the advantage pushes it by more than a bound: ``pg_clip_low`` for
-    negative and ``pg_clip_high`` for positive advantages, in total variation or KL (``dppo_divergence``).
+    negative and ``pg_clip_high`` for positive advantages, in total variation or KL (``divergence``).
     """
     log_ratio = _engine_log_ratio(inputs)
     assert inputs.rollout_log_probs is not None
     sampled, current = inputs.rollout_log_probs.double(), inputs.log_probs.detach().double()
     moved = current.exp() - sampled.exp()
     distance = moved.abs()
-    if options.dppo_divergence == "kl":
+    if options.divergence == "kl":
         others = (1.0 - sampled.exp() + _TINY) / (1.0 - current.exp() + _TINY)
         distance = sampled.exp() * (sampled - current) + (1.0 - sampled.exp()) * others.log()
     upwards = (inputs.advantages > 0) & (moved > 0) & (distance > options.clip_high)

@@ -1,8 +1,7 @@
-"""The algorithm's keys: advantages, policy loss, KL, clipping; and the tables of estimators and policy losses.
+"""The algorithm's keys: advantages, policy loss, KL, clipping; and the table of estimators.
 
-A new policy loss is a row of :data:`POLICY_LOSSES`, its options as keys of :class:`PolicyLossConfig`, and a function in
-:mod:`roll.algorithms.policy_losses`; a new estimator is a row of :data:`ADV_ESTIMATORS` and a function in
-:mod:`roll.algorithms.advantages`. The functions are given these dataclasses.
+Policy losses and the options of each are in :mod:`roll.config.policy_losses`. A new estimator is a row of
+:data:`ADV_ESTIMATORS` and a function in :mod:`roll.algorithms.advantages`. The functions are given these dataclasses.
 """
 
 from __future__ import annotations
@@ -12,38 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roll.config.corrections import parse_correction
-from roll.config.reading.fields import Named, Table, parse_dotted_path, rules, setting
-
-
-@dataclass(frozen=True)
-class PolicyLoss(Named):
-    """A policy loss, ``pg_variant``."""
-
-    clips: bool = False
-    """PPO's clipped surrogate, with a dual clip where asked."""
-
-
-POLICY_LOSSES = Table(
-    "pg_variant",
-    PolicyLoss("ppo", clips=True),
-    PolicyLoss("vanilla"),
-    PolicyLoss("gspo", clips=True),
-    PolicyLoss("gspo_token", ("gspo-token",), clips=True),
-    PolicyLoss("tis"),
-    PolicyLoss("cispo"),
-    PolicyLoss("m2po"),
-    PolicyLoss("vespo"),
-    PolicyLoss("topr"),
-    PolicyLoss("raft++", ("raft_plus_plus", "raftpp")),
-    PolicyLoss("kimi15"),
-    PolicyLoss("sapo"),
-    PolicyLoss("gmpo"),
-    PolicyLoss("dro"),
-    PolicyLoss("dppo"),
-    PolicyLoss("clip_cov", ("clip-cov",), clips=True),
-    PolicyLoss("kl_cov", ("kl-cov",)),
-)
-CLIPPED = tuple(row.name for row in POLICY_LOSSES.rows if row.clips)
+from roll.config.policy_losses import CLIPPED, FLAT_NAMES, POLICY_LOSSES
+from roll.config.reading.fields import Choice, Named, Table, parse_dotted_path, rules, setting
 
 
 @dataclass(frozen=True)
@@ -116,9 +85,9 @@ VALUE_LOSSES = ("mse", "huber")
 NORM_TYPES = ("batch", "group", "running")
 
 
-def readers(*variants: str) -> dict[str, tuple[str, ...]]:
+def readers(*losses: str) -> dict[str, tuple[str, ...]]:
     """``read_if`` of a key that these policy losses read, in all their spellings."""
-    return {"pg_variant": tuple(name for one in variants for name in POLICY_LOSSES[one].names)}
+    return {"loss": tuple(name for one in losses for name in POLICY_LOSSES[one].names)}
 
 
 def estimators(holds: Callable[[Estimator], bool]) -> dict[str, tuple[str, ...]]:
@@ -132,71 +101,7 @@ def estimator(name: str) -> Estimator:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLossConfig:
-    """Keys at the top of an RLVR configuration that belong to one ``pg_variant`` each."""
-
-    tis_lower_bound: float = setting(0.0, ge=0, read_if=readers("tis"))
-    """``tis``: least weight."""
-    tis_upper_bound: float = setting(1.0, gt=0, read_if=readers("tis"))
-    """``tis``: greatest weight."""
-    cispo_epsilon_low: float = setting(0.1, ge=0, read_if=readers("cispo"))
-    """``cispo``: weights are clipped at 1 - this from below."""
-    cispo_epsilon_high: float = setting(0.1, ge=0, read_if=readers("cispo"))
-    """``cispo``: weights are clipped at 1 + this from above."""
-    cispo_unified_mask: bool = setting(False, read_if=readers("cispo"), aliases=("cispo_use_unified_mask",))
-    """``cispo``: drop the tokens that PPO's clip would drop, too."""
-    m2po_threshold: float = setting(0.04, gt=0, read_if=readers("m2po"))
-    """``m2po``: greatest mean squared log-ratio of the tokens that stay; those of the largest are dropped."""
-    m2po_all_tokens: bool = setting(False, read_if=readers("m2po"))
-    """``m2po``: bound and drop all tokens, not only those whose update leads further from the policy that sampled."""
-    vespo_k_pos: float = setting(2.0, ge=0, read_if=readers("vespo"))
-    """``vespo``: how fast weights below 1 fall, for positive advantages."""
-    vespo_lambda_pos: float = setting(3.0, ge=0, read_if=readers("vespo"))
-    """``vespo``: how fast weights above 1 fall, for positive advantages."""
-    vespo_k_neg: float = setting(3.0, ge=0, read_if=readers("vespo"))
-    """``vespo``: how fast weights below 1 fall, for negative advantages."""
-    vespo_lambda_neg: float = setting(2.0, ge=0, read_if=readers("vespo"))
-    """``vespo``: how fast weights above 1 fall, for negative advantages."""
-    topr_positive_weight: float = setting(1.0, ge=0, read_if=readers("topr"))
-    """``topr``: weight of samples with positive reward."""
-    topr_negative_weight: float = setting(1.0, ge=0, read_if=readers("topr"))
-    """``topr``: weight of samples with negative reward."""
-    topr_lower_bound: float = setting(0.0, ge=0, read_if=readers("topr"))
-    """``topr``: least importance weight of negative samples."""
-    topr_upper_bound: float = setting(1.0, gt=0, read_if=readers("topr"))
-    """``topr``: greatest importance weight of negative samples."""
-    kimi15_tau: float = setting(0.1, ge=0, read_if=readers("kimi15"))
-    """``kimi15``: weight of the squared log-ratio."""
-    sapo_tau_pos: float = setting(1.0, gt=0, read_if=readers("sapo"))
-    """``sapo``: temperature of the gate for positive advantages."""
-    sapo_tau_neg: float = setting(1.05, gt=0, read_if=readers("sapo"))
-    """``sapo``: temperature of the gate for negative advantages."""
-    gmpo_clip_low: float = setting(0.4, ge=0, read_if=readers("gmpo"))
-    """``gmpo``: a token's ratio is at least exp(-this)."""
-    gmpo_clip_high: float = setting(0.4, ge=0, read_if=readers("gmpo"))
-    """``gmpo``: a token's ratio is at most exp(this)."""
-    dro_tau: float = setting(0.1, gt=0, read_if=readers("dro"))
-    """``dro``: strength of the regularisation."""
-    dppo_divergence: Literal["tv", "kl"] = setting("tv", read_if=readers("dppo"))
-    """``dppo``: total variation or KL of the sampled token's probability."""
-    dppo_threshold: float = setting(0.15, gt=0, read_if=readers("dppo"))
-    """``dppo``: tokens beyond it lose their gradient where the update would lead further away."""
-    dppo_ratio_bound: float = setting(20.0, gt=0, read_if=readers("dppo"))
-    """``dppo``: the weight is truncated here."""
-    clip_cov_ratio: float = setting(2e-4, ge=0, le=1, read_if=readers("clip_cov"))
-    """``clip_cov``: share of tokens that lose their gradient."""
-    clip_cov_low: float = setting(1.0, read_if=readers("clip_cov"))
-    """``clip_cov``: least covariance of these tokens."""
-    clip_cov_high: float = setting(5.0, read_if=readers("clip_cov"))
-    """``clip_cov``: greatest covariance of these tokens."""
-    kl_cov_ratio: float = setting(2e-3, ge=0, le=1, read_if=readers("kl_cov"))
-    """``kl_cov``: share of tokens that get the KL penalty."""
-    kl_cov_coef: float = setting(1.0, ge=0, read_if=readers("kl_cov"))
-    """``kl_cov``: weight of that penalty."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PPOConfig(PolicyLossConfig):
+class PPOConfig:
     """The algorithm's keys, at the top of an RLVR configuration."""
 
     pretrain: str = ""
@@ -209,10 +114,17 @@ class PPOConfig(PolicyLossConfig):
     """Shuffle the samples before every pass; false: mini-batches of consecutive samples, the same in every pass."""
     adv_estimator: str = setting("gae", choices=ADV_ESTIMATORS, dotted_path=True, example="grpo")
     """Advantage estimator: ``gae`` (needs a critic), ``grpo``, ``reinforce``, ``reinforce++``, ``rloo`` ..."""
-    pg_variant: str = setting("ppo", choices=POLICY_LOSSES, dotted_path=True)
-    """Policy loss; ``actor_train.pg_variant`` counts where it is set."""
-    pg_variant_args: dict[str, Any] = field(default_factory=dict)
-    """Options of a policy loss of your own: the fields of its options class that are no keys here."""
+    loss: Choice = field(
+        default=Choice("ppo"),
+        metadata=rules(
+            table=POLICY_LOSSES,
+            flat=FLAT_NAMES,
+            choices=POLICY_LOSSES,
+            dotted_path=True,
+            aliases=("pg_variant",),
+        ),
+    )
+    """Policy loss: its name, or a section with ``name`` and the options that it has."""
     adv_estimator_args: dict[str, Any] = field(default_factory=dict)
     """Options of an advantage estimator of your own: ``options.adv_estimator_args`` of the function."""
     gamma: float = setting(1.0, ge=0, le=1, read_if=estimators(lambda row: row.discounts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roll.config.pipelines import definitions
-from roll.config.reading.schema import schema_paths
+from roll.config.reading.schema import flat_options, schema_paths
 
 BASH = """_roll_keys() {{
   compgen -W "{keys}" -- "$1"
@@ -27,6 +27,10 @@ def key_paths() -> list[str]:
     """Full paths of the keys of all pipelines, but those below a name that the file chooses."""
     classes: list[type] = [one.config_class for one in definitions()]
     found = {path for cls in classes for paths in schema_paths(cls).values() for path in paths}
+    # Of the options of a loss those inside its section; the flat names would be offered twice.
+    for cls in classes:
+        for name, flat in flat_options(cls).items():
+            found = found - {name} | {f"{flat.choice.name}.name", f"{flat.choice.name}.{flat.option.name}"}
     return sorted(path for path in found if "<name>" not in path)
 
 

@@ -72,7 +72,7 @@ _TRAIN = frozenset(
         *("max_tokens_per_microbatch_in_train", "sequence_length_round_in_train"),
     )
 )
-POLICY_KEYS = frozenset(("data_args", "pg_variant", "topr_positive_weight", "topr_negative_weight"))
+POLICY_KEYS = frozenset(("data_args",))
 """Keys of a role that learns from the run's data, beyond those of every trained role."""
 READ_KEYS = {
     TRAINS: _PLACE | _FORWARD | _TRAIN,

@@ -19,8 +19,9 @@ from roll.config.corrections import CorrectionConfig, CorrectionRule, Importance
 from roll.config.data import CurriculumArguments, DataArguments
 from roll.config.pipelines import definitions
 from roll.config.reading.errors import LIKENESS_ANYWHERE, ConfigError, Problem, closest, plain_words
+from roll.config.reading.fields import DOTTED_PATH, Choice
 from roll.config.reading.legacy_keys import dead_keys, dead_words
-from roll.config.reading.schema import mapped_section, nested_section, rules_of, type_hints
+from roll.config.reading.schema import flat_options, mapped_section, nested_section, rules_of, type_hints
 from roll.config.roles import (
     GeneratingArguments,
     ModelArguments,
@@ -119,15 +120,17 @@ def type_words(hint: Any) -> str:
         return f"map to {type_words(arguments[1])}"
     if hint is NoneType:
         return "null"
-    names = {str: "text", int: "int", float: "number", bool: "true/false", Any: "any value"}
+    names = {str: "text", int: "int", float: "number", bool: "true/false", Any: "any value", Choice: "name or section"}
     return names.get(hint, "section")
 
 
 def default_words(item: Field[Any], hint: Any) -> str:
-    if nested_section(hint) is not None or mapped_section(hint) is not None:
+    if hint is not Choice and (nested_section(hint) is not None or mapped_section(hint) is not None):
         return "null" if item.default is None else ""
     factory = item.default_factory
     value = item.default if factory is MISSING else factory()
+    if isinstance(value, Choice):
+        return value.name
     if isinstance(value, float):
         return f"{value:g}"
     return "(empty)" if value == "" else plain_words(value)
@@ -172,7 +175,24 @@ def rows_of(heading: str, cls: type, elsewhere: tuple[type, ...]) -> Iterator[Ex
     for item in fields(cls):
         if item.name not in known:
             hint, text = hints[item.name], meaning(item, texts[item.name])
+            text += also_written(cls, item.name)
             yield Explanation(heading.replace("`", ""), item.name, type_words(hint), default_words(item, hint), text)
+
+
+@cache
+def flat_spellings() -> dict[tuple[type, str], list[str]]:
+    """Flat names of the options of choices, by the dataclass and the field of each option."""
+    found: dict[tuple[type, str], list[str]] = {}
+    for _, cls, elsewhere in tables():
+        for name, flat in {} if elsewhere and issubclass(cls, elsewhere) else flat_options(cls).items():
+            found.setdefault((flat.row.options, flat.option.name), []).append(name)
+    return found
+
+
+def also_written(cls: type, option: str) -> str:
+    """The flat names of an option of a choice."""
+    names = dict.fromkeys(flat_spellings().get((cls, option), ()))
+    return f" Also written {', '.join(f'`{name}`' for name in names)}." if names else ""
 
 
 def page() -> str:
@@ -298,6 +318,8 @@ def _section_schema(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
             entry["default"] = default
         for name in (item.name, *rules_of(item).aliases):
             properties[name] = entry
+    for name, flat in flat_options(cls).items():
+        properties[name] = _value_schema(flat.option, flat.hint, definitions)
     for name, decides in dead_keys(cls).items():
         properties[name] = {"deprecated": True, "description": dead_words(decides)}
     return {"type": "object", "properties": properties, "additionalProperties": False}
@@ -308,6 +330,10 @@ def _value_schema(item: Field[Any], hint: Any, definitions: dict[str, Any]) -> d
     rules = rules_of(item)
     if rules.parse is not None or hint is Any:
         return {}
+    if rules.table is not None:
+        sections = [_choice_schema(row, definitions) for row in rules.table.rows if row.options is not None]
+        own = {"type": "object", "properties": {"name": {"type": "string", "pattern": DOTTED_PATH.pattern}}}
+        return {"anyOf": [{"type": "string"}, *sections, own, INTERPOLATION]}
     options = list(_type_schemas(hint, definitions))
     if rules.or_one:
         options += _type_schemas(mapped_section(hint), definitions)
@@ -318,6 +344,13 @@ def _value_schema(item: Field[Any], hint: Any, definitions: dict[str, Any]) -> d
     bounds = {word: bound for word, bound in limits.items() if bound is not None}
     options = [option | bounds if option.get("type") in ("integer", "number") else option for option in options]
     return {"anyOf": [*options, INTERPOLATION]}
+
+
+def _choice_schema(row: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    """A row that is chosen, as a section with its options."""
+    schema = _section_schema(row.options, definitions)
+    schema["properties"] = {"name": {"enum": list(row.names)}, **schema["properties"]}
+    return schema
 
 
 def _type_schemas(hint: Any, definitions: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll.config.algorithm import POLICY_LOSSES
 from roll.config.data import DataArguments as DataArguments
 from roll.config.names import ATTENTION, DECAYING_SCHEDULERS, LR_SCHEDULERS
 from roll.config.reading.fields import (
@@ -191,8 +190,6 @@ class WorkerConfig:
     worker_cls: str | None = setting(None, parse=parse_dotted_path, example="my_module.MyWorker")
     """Worker class: a dotted path of your own, or one of ROLL's published paths. In ``rewards`` the reward, which may
     have a short name (``math_rule``)."""
-    pg_variant: str | None = setting(None, choices=POLICY_LOSSES, dotted_path=True)
-    """Policy loss of this actor; null: the pipeline's ``pg_variant``."""
     model_args: ModelArguments = field(default_factory=ModelArguments)
     """Which model, and how it is built."""
     training_args: TrainingArguments = field(default_factory=TrainingArguments)
@@ -222,10 +219,6 @@ class WorkerConfig:
     """Environment variables of this role's workers, over the run's ``system_envs``."""
     max_concurrency: int | None = setting(None, ge=1)
     """Calls that one worker handles at a time; null: the role's own default."""
-    topr_positive_weight: float | None = setting(None, ge=0)
-    """TOPR: null: the pipeline's ``topr_positive_weight``."""
-    topr_negative_weight: float | None = setting(None, ge=0)
-    """TOPR: null: the pipeline's ``topr_negative_weight``."""
     use_prefix_sharing: bool = False
     """Compute the prompt that the samples of a group share once per micro-batch, in training and log-prob passes.
     Same numbers, fewer tokens; for models whose layers are all full attention."""

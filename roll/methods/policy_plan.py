@@ -97,7 +97,7 @@ def policy_plan(config: PolicyRunConfig) -> dict[str, Any]:
         "engine_log_probs_as_old": engine_log_probs_as_old(config),
         "async_generation_ratio": config.async_generation_ratio,
         "needs_critic": needs_critic(config),
-        "pg_variant": pg_variant(config),
+        "pg_variant": config.loss.name,
         "norm_types": (config.norm_mean_type, config.norm_std_type),
     }
 
@@ -135,22 +135,12 @@ def needs_critic(config: PolicyRunConfig) -> bool:
     return estimator(config.adv_estimator).needs_values or own
 
 
-def pg_variant(config: PolicyRunConfig) -> str:
-    return config.actor_train.pg_variant or config.pg_variant
-
-
 def actor_keys(config: PolicyRunConfig) -> dict[str, Any]:
-    """Every top-level key as a flat mapping, with those that ``actor_train`` sets for itself: what the options of the
-    actor's loss are made from."""
-    own = {
-        "pg_variant": config.actor_train.pg_variant,
-        "topr_positive_weight": config.actor_train.topr_positive_weight,
-        "topr_negative_weight": config.actor_train.topr_negative_weight,
-    }
+    """Every top-level key as a flat mapping: what the options of the actor's loss are made from."""
     shared = {item.name: getattr(config, item.name) for item in fields(config)}
     if shared.get("ratio_type") == "segment":
         shared["importance_sampling"] = "segment"
-    return shared | {key: value for key, value in own.items() if value is not None}
+    return shared
 
 
 def recorded_rollouts(config: PolicyRunConfig, output_dir: Path) -> Path:

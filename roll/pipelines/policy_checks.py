@@ -16,6 +16,7 @@ from roll.config.lora import adapter_rank, adapts_experts, uses_lora
 from roll.config.model_files import EXPERTS, model_config, needed
 from roll.config.plan.planning import shares_devices
 from roll.config.policy import PolicyRunConfig, RouterConfig, update_mode
+from roll.config.policy_losses import POLICY_LOSSES
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.yaml_files import shown
@@ -32,7 +33,6 @@ from roll.methods.policy_plan import (
     needs_old_log_probs,
     needs_reference,
     needs_sum_of_squares,
-    pg_variant,
     policy_training_plans,
     reference_is_actor,
     rollout_file,
@@ -56,7 +56,7 @@ OWN_FUNCTION_KEYS = (
     "value_loss_agg_mode",
     "value_loss_type",
 )
-"""Keys at the top that take the dotted path of a function; ``pg_variant`` and filters bring options along."""
+"""Keys at the top that take the dotted path of a function; ``loss`` and filters bring options along."""
 
 
 def check_needed_roles(config: PolicyRunConfig, checks: Checks) -> None:
@@ -398,9 +398,9 @@ def policy_functions(config: PolicyRunConfig) -> Iterator[tuple[str, Any, Callab
         value = getattr(config, key)
         if isinstance(value, str) and DOTTED_PATH.fullmatch(value):
             yield key, value, partial(_resolve, key, value)
-    variant = pg_variant(config)
-    if config.pg_variant_args or DOTTED_PATH.fullmatch(variant):
-        yield "pg_variant_args" if config.pg_variant_args else "pg_variant", variant, partial(_loss_options, config)
+    loss = config.loss
+    if loss.name not in POLICY_LOSSES or POLICY_LOSSES.is_own(loss.name):
+        yield "loss", loss.name, partial(_loss_options, config)
     router = config.router_args
     if router.router_config or DOTTED_PATH.fullmatch(router.router_name or ""):
         key = "router_config" if router.router_config else "router_name"

@@ -128,7 +128,7 @@ def put_loss(draft: Draft) -> None:
     """The policy loss with every option that it has."""
     variant = str(draft.get("loss", default="ppo"))
     if draft.states("loss"):
-        draft.put("pg_variant", variant, "loss")
+        draft.put("loss", variant, "loss")
     if draft.states("loss", *LOSS_FACTS):
         kind = variant.rpartition(".")[2]  # SkyRL's own variants are found by a path
         used = put_clip_range(draft, kind) | put_options(draft, kind)

@@ -178,7 +178,7 @@ def facts_of(recipe: LoadedConfig[RLVRConfig]) -> dict[str, Any]:
         "loggers": [config.track_with] if isinstance(config.track_with, str) else config.track_with,
         "kl_loss": config.use_kl_loss,
         "kl_in_reward": config.add_token_level_kl,
-        "loss": config.pg_variant,
+        "loss": config.loss.name,
         "clip_low": config.pg_clip_low if config.use_pg_clip_range else config.pg_clip,
         "clip_high": config.pg_clip_high if config.use_pg_clip_range else config.pg_clip,
         "aggregation": config.loss_agg_mode,

@@ -19,13 +19,13 @@ from roll.algorithms.losses import (
     LossOutputs,
     actor_loss,
     actor_loss_options,
-    option_names,
     register_policy_loss,
     value_loss,
 )
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import POLICY_LOSS_NAMES, LossInputs
 from roll.config.algorithm import PPOConfig
+from roll.config.policy_losses import POLICY_LOSSES
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.algorithms import reference
 from tests.algorithms.reference import Batch, batches, inputs_of, make_batch, whole
@@ -236,16 +236,20 @@ def test_missing_columns_are_named() -> None:
 
 @pytest.mark.parametrize("variant", POLICY_LOSS_NAMES)
 def test_fault_5_every_option_of_a_variant_reaches_its_loss(variant: str) -> None:
-    """Every option of the variant is taken from the settings, and from ``pg_variant_args`` as well."""
-    defaults = {item.name: item.default for item in fields(PPOConfig)}
+    """Every option of the variant is taken from ``loss``, from ``pg_variant_args`` and under its flat name."""
+    own = POLICY_LOSSES[variant].options
+    assert own is not None
     changed = {
-        name: {"importance_sampling": "seq", "dppo_divergence": "kl"}.get(
-            name, not defaults[name] if isinstance(defaults[name], bool) else 0.123
-        )
-        for name in option_names(variant)
+        item.name: {"divergence": "kl"}.get(item.name, not item.default if isinstance(item.default, bool) else 0.123)
+        for item in fields(own)
     }
-    for written in (changed, {"pg_variant_args": changed}):
-        built = actor_loss_options({"pg_variant": variant, **written}).pg
+    flat = {f"{variant}_{name}": value for name, value in changed.items()}
+    for written in (
+        {"loss": {"name": variant, **changed}},
+        {"pg_variant": variant, "pg_variant_args": changed},
+        {"pg_variant": variant, **flat},
+    ):
+        built = actor_loss_options(written).pg
         assert {name: getattr(built, name) for name in changed} == changed
 
 

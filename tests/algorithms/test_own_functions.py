@@ -78,7 +78,7 @@ def test_policy_loss_with_an_option_of_its_own() -> None:
         lengths = batch.mask.sum(-1).clamp(min=1)
         expected = (per_token.sum(-1) / lengths).sum() / whole(batch).samples
         assert metrics["actor/pg_loss"] == pytest.approx(float(expected))
-    with pytest.raises(ValueError, match=r"pg_variant_args\.gaet is no option of .*gated; known: gate"):
+    with pytest.raises(ValueError, match=r"loss\.gaet is no option of .*gated; known: gate"):
         actor_loss_options({"pg_variant": f"{OWN}.gated", "pg_variant_args": {"gaet": 1}})
 
 
@@ -176,14 +176,22 @@ def test_the_functions_of_the_documentation_work(tmp_path: Path) -> None:
     assert own.graded("is 7", "7")["right"] == 1.0
 
 
-ROW = '    PolicyLoss("ppo", clips=True),\n'
-KEY = "class PolicyLossConfig:\n"
-TOY = """
+ROW = '    PolicyLoss("ppo", clips=True, options=NoOptions),\n'
+OPTIONS = "@dataclass(frozen=True)\nclass PolicyLoss(Named):\n"
+TOY_OPTIONS = """@dataclass(frozen=True)
+class ToyOptions:
+    strength: float = setting(1.0, gt=0)
 
-@register_policy_loss("toy")
-def toy(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
-    metrics.mean("actor/toy", options.toy_strength, 1.0)
-    return -options.toy_strength * inputs.advantages * inputs.log_probs
+
+"""
+TOY = """
+from roll.config.policy_losses import ToyOptions
+
+
+@register_policy_loss("toy", options=ToyOptions)
+def toy(inputs: LossInputs, options: ToyOptions, metrics: MetricBuilder) -> Tensor:
+    metrics.mean("actor/toy", options.strength, 1.0)
+    return -options.strength * inputs.advantages * inputs.log_probs
 """
 PROGRAM = """
 import sys, torch
@@ -203,17 +211,14 @@ print(float(result.loss), result.metrics["actor/toy"].value())
 
 @pytest.mark.long
 def test_a_new_policy_loss_of_the_package_touches_two_files(tmp_path: Path) -> None:
-    """A row and a key in the configuration, and a function: the file is checked, and the loss is computed."""
+    """A row with its options in the configuration, and a function: the file is checked, and the loss is computed."""
     package = Path(aggregation.__file__).parents[1]
     shutil.copytree(package, tmp_path / "roll", ignore=shutil.ignore_patterns("__pycache__"))
-    table, functions = tmp_path / "roll/config/algorithm.py", tmp_path / "roll/algorithms/policy_losses.py"
+    table, functions = tmp_path / "roll/config/policy_losses.py", tmp_path / "roll/algorithms/policy_losses.py"
     text = table.read_text(encoding="utf-8")
-    assert text.count(ROW) == text.count(KEY) == 1
-    begin = text.index('"""', text.index(KEY))
-    end = text.index('"""', begin + 3) + 3
-    key = '\n\n    toy_strength: float = setting(1.0, gt=0, read_if=readers("toy"))\n    """``toy``: its strength."""\n'
-    text = text[:end] + key + text[end:]
-    table.write_text(text.replace(ROW, f'{ROW}    PolicyLoss("toy"),\n'), encoding="utf-8")
+    assert text.count(ROW) == text.count(OPTIONS) == 1
+    text = text.replace(OPTIONS, TOY_OPTIONS + OPTIONS)
+    table.write_text(text.replace(ROW, f'{ROW}    PolicyLoss("toy", options=ToyOptions),\n'), encoding="utf-8")
     functions.write_text(functions.read_text(encoding="utf-8") + TOY, encoding="utf-8")
 
     def run(*changes: str) -> subprocess.CompletedProcess[str]:
@@ -224,4 +229,6 @@ def test_a_new_policy_loss_of_the_package_touches_two_files(tmp_path: Path) -> N
 
     fine = run("pg_variant=toy", "toy_strength=3", "use_kl_loss=false")
     assert fine.stdout.split() == ["3.0", "3.0"], fine.stderr
+    assert run("loss={name: toy, strength: 3}", "use_kl_loss=false").stdout == fine.stdout
+    assert "loss.strength" in run("loss={name: toy, strength: 0}").stderr
     assert "toy_strength" in run("pg_variant=toy", "toy_strength=0").stderr

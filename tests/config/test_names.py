@@ -24,8 +24,9 @@ def shipped(table: Table[Any]) -> set[str]:
 def test_policy_losses() -> None:
     from roll.algorithms import losses  # noqa: F401  (importing it registers every loss)
     from roll.algorithms.policy_losses import policy_losses
+    from roll.config.policy_losses import POLICY_LOSSES
 
-    assert shipped(algorithm.POLICY_LOSSES) == ours(policy_losses)
+    assert shipped(POLICY_LOSSES) == ours(policy_losses)
 
 
 def test_advantage_estimators() -> None:

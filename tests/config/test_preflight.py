@@ -42,10 +42,10 @@ def test_a_configuration_may_name_functions_of_every_kind(tmp_path: Path) -> Non
 
 MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     *(({key: f"{OWN}.missing"}, key, "has no attribute 'missing'") for key in OWN_FUNCTION_KEYS),
-    ({"pg_variant": "no_such_package.loss"}, "pg_variant", "No module named 'no_such_package'"),
-    ({"pg_variant": f"{OWN}.OWN_NUMBER"}, "pg_variant", "cannot be imported"),
-    ({"pg_variant": f"{OWN}.gated", "pg_variant_args": {"gaet": 1}}, "pg_variant_args", "known: gate"),
-    ({"pg_variant_args": {"gate": 1}}, "pg_variant_args", "is no option of ppo"),
+    ({"pg_variant": "no_such_package.loss"}, "loss", "No module named 'no_such_package'"),
+    ({"pg_variant": f"{OWN}.OWN_NUMBER"}, "loss", "cannot be imported"),
+    ({"pg_variant": f"{OWN}.gated", "pg_variant_args": {"gaet": 1}}, "loss", "known: gate"),
+    ({"pg_variant_args": {"gate": 1}}, "pg_variant_args.gate", "unknown key; there are no options here"),
     (
         {"rewards.math.query_filter_config": {"type": f"{OWN}.best_at_least", "filter_args": {"scor": 1}}},
         "rewards.math.query_filter_config",

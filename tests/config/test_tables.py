@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from roll.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
+from roll.config.algorithm import ADV_ESTIMATORS, Estimator
 from roll.config.names import REWARDS, BuiltInReward
 from roll.config.pipelines import TRAINS
+from roll.config.policy_losses import POLICY_LOSSES, PolicyLoss
 from roll.config.reading.errors import ConfigError
 from roll.config.reading.fields import Table, setting
 from roll.config.reference import explain, json_schema, page
@@ -102,7 +103,10 @@ def test_a_built_in_name_is_written_in_two_files() -> None:
     files = [file for file in PACKAGE.rglob("*.py") if "translation" not in file.parts]
     written = {file.relative_to(PACKAGE).as_posix(): set(constants(file)) for file in files}
     homes = {
-        "config/algorithm.py": ("algorithms/policy_losses.py", ["gspo", "cispo", "vespo", "topr", "sapo", "kl_cov"]),
+        "config/policy_losses.py": (
+            "algorithms/policy_losses.py",
+            ["gspo", "cispo", "vespo", "topr", "sapo", "kl_cov"],
+        ),
         "config/names.py": ("rewards/", ["gsm8k_rule", "exact_match", "ifeval", "detection"]),
     }
     estimators = ["rloo", "opo", "gpg", "maxrl", "remax", "reinforce++"]

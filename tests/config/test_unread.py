@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from roll.algorithms.advantages import ADVANTAGE_NAMES, AdvantageInputs, AdvantageOptions, advantage_estimators
-from roll.algorithms.losses import actor_loss_options, option_names
+from roll.algorithms.losses import actor_loss_options
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import LossInputs, policy_losses
-from roll.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES
+from roll.config.algorithm import ADV_ESTIMATORS
+from roll.config.policy_losses import POLICY_LOSSES
 from roll.config.reading.errors import ConfigError
 from roll.config.reading.schema import nested_section, rules_of, type_hints
 from roll.config.strategies.registry import BACKENDS
@@ -29,12 +30,12 @@ SHARD = f"{TRAIN}.strategy_args.strategy_config"
 
 # (changes, key that is named, part of the note)
 UNREAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"pg_variant": "cispo", "use_pg_clip_range": True}, "use_pg_clip_range", "with pg_variant: cispo (read with ppo"),
-    ({"actor_train.pg_variant": "cispo", "pg_clip": 0.3}, "pg_clip", "with pg_variant: cispo"),
+    ({"pg_variant": "cispo", "use_pg_clip_range": True}, "use_pg_clip_range", "with loss: cispo (read with ppo"),
+    ({"actor_train.pg_variant": "cispo", "pg_clip": 0.3}, "pg_clip", "with loss: cispo"),
     ({"pg_variant": "gspo-token", "tis_upper_bound": 2.0}, "tis_upper_bound", "(read with tis)"),
-    ({"pg_variant": "raft++", "dual_clip_loss": True}, "dual_clip_loss", "with pg_variant: raft++"),
+    ({"pg_variant": "raft++", "dual_clip_loss": True}, "dual_clip_loss", "with loss: raft++"),
     ({"pg_variant": "gspo", "importance_sampling": "seq"}, "importance_sampling", "(read with ppo, clip_cov"),
-    ({"cispo_epsilon_high": 0.1}, "cispo_epsilon_high", "with pg_variant: ppo (read with cispo)"),
+    ({"cispo_epsilon_high": 0.1}, "cispo_epsilon_high", "with loss: ppo (read with cispo)"),
     ({"pg_clip_low": 0.2}, "pg_clip_low", "without use_pg_clip_range: true"),
     ({"dual_clip_coef": 3.0}, "dual_clip_coef", "without dual_clip_loss: true"),
     ({"lambd": 0.9}, "lambd", "with adv_estimator: grpo (read with gae"),
@@ -136,7 +137,9 @@ def test_policy_losses_read_what_the_keys_declare(variant: str) -> None:
         for coefficient in (None, 3.0):
             options = actor_loss_options(settings | {"dual_clip_coef": coefficient}).pg
             policy_losses.resolve(variant)(loss_inputs(), recorded(options, read), MetricBuilder())
-    assert read == declared("pg_variant", variant) == set(option_names(variant))
+    own = POLICY_LOSSES[variant].options
+    assert own is not None
+    assert read == declared("loss", variant) | {item.name for item in fields(own)}
 
 
 @pytest.mark.parametrize("estimator", [name for name in ADVANTAGE_NAMES if name in ADV_ESTIMATORS])
@@ -165,7 +168,7 @@ def test_estimators_read_what_the_keys_declare(estimator: str) -> None:
 def test_every_spelling_is_declared() -> None:
     """A key that is read with a policy loss or an estimator is read with its other spellings; no name is unknown."""
     for item in fields(RLVRConfig):
-        for key, table in (("pg_variant", POLICY_LOSSES), ("adv_estimator", ADV_ESTIMATORS)):
+        for key, table in (("loss", POLICY_LOSSES), ("adv_estimator", ADV_ESTIMATORS)):
             wanted = dict(rules_of(item).read_if).get(key, ())
             assert set(wanted) <= set(table), item.name
             assert all((name in wanted) == (row.name in wanted) for name, row in table.items()), item.name
@@ -180,7 +183,7 @@ def sections(cls: type) -> Iterator[type]:
 
 
 def test_conditions_name_keys_that_there_are() -> None:
-    effective = {"critic", "reference", "pg_variant"}
+    effective = {"critic", "reference"}
     for root in (RLVRConfig, SFTConfig, *(backend.options for backend in BACKENDS.rows)):
         top = {item.name for item in fields(root)}
         for section in sections(root):

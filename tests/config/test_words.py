@@ -49,7 +49,7 @@ WORDS: dict[str, tuple[Any, str]] = {
     "entropy_coeff": (0.1, "entropy_loss_coef"),
     "num_iterations": (2, "ppo_epochs"),
     "advantage_estimator": ("rloo", "adv_estimator"),
-    "loss_mode": ("gspo", "pg_variant"),
+    "loss_mode": ("gspo", "loss"),
     "n_gpus": (4, "num_gpus_per_node"),
     "n_gpus_per_node": (4, "num_gpus_per_node"),
     "report_to": ("jsonl", "track_with"),
@@ -225,7 +225,7 @@ def test_explain_answers_the_same(word: str, key: str) -> None:
     ("value", "key"),
     [
         ("grpo", "adv_estimator"),
-        ("gspo", "pg_variant"),
+        ("gspo", "loss"),
         ("dapo", "loss_agg_mode"),
         ("dr_grpo", "norm_std_type"),
         ("lora", "lora_target"),

@@ -32,19 +32,19 @@ EXPECTED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     ),
     "gspo": (("grpo", GROUP, "gspo", MEAN, 2), {"clip_low": 3e-4, "clip_high": 4e-4}),
     "gspo_token": (("grpo", GROUP, "gspo_token", MEAN, 2), {"clip_low": 3e-4, "clip_high": 4e-4}),
-    "cispo": (("grpo", GROUP, "cispo", TOKEN, 2), {"cispo_epsilon_low": 1.0, "cispo_epsilon_high": 2.0}),
-    "m2po": (("grpo", GROUP, "m2po", TOKEN, 2), {"m2po_threshold": 0.04, "m2po_all_tokens": False}),
+    "cispo": (("grpo", GROUP, "cispo", TOKEN, 2), {"epsilon_low": 1.0, "epsilon_high": 2.0}),
+    "m2po": (("grpo", GROUP, "m2po", TOKEN, 2), {"threshold": 0.04, "all_tokens": False}),
     "vespo": (
         ("grpo", GROUP, "vespo", TOKEN, 2),
-        {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
+        {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
     ),
     "maxrl": (("maxrl", RAW, "ppo", TOKEN, 2), {"num_return_sequences_in_group": 8}),
     "luspo": (("grpo", GROUP, "gspo", "seq-mean-token-sum", 2), {"clip_low": 3e-4, "clip_high": 4e-4}),
-    "sapo": (("grpo", GROUP, "sapo", MEAN, 2), {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05}),
-    "gmpo": (("grpo", GROUP, "gmpo", MEAN, 2), {"gmpo_clip_low": 0.4, "gmpo_clip_high": 0.4}),
+    "sapo": (("grpo", GROUP, "sapo", MEAN, 2), {"tau_pos": 1.0, "tau_neg": 1.05}),
+    "gmpo": (("grpo", GROUP, "gmpo", MEAN, 2), {"clip_low": 0.4, "clip_high": 0.4}),
     "topr": (
         ("reinforce", ("group", None), "topr", NORM, 2),
-        {"topr_lower_bound": 0.0, "topr_upper_bound": 1.0, "topr_positive_weight": 1.0, "topr_negative_weight": 1.0},
+        {"lower_bound": 0.0, "upper_bound": 1.0, "positive_weight": 1.0, "negative_weight": 1.0},
     ),
     "raft_pp": (("reinforce", RAW, "raft++", MEAN, 2), {"clip_high": 0.2}),
     "reinforce_pp": (
@@ -61,15 +61,15 @@ EXPECTED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "optimal_token_baseline": (("optimal_token_baseline", RAW, "ppo", TOKEN, 2), {}),
     "gpg": (("gpg", RAW, "vanilla", TOKEN, 1), {}),
     "lite_ppo": (("reinforce", ("group", "batch"), "ppo", TOKEN, 2), {}),
-    "kimi15": (("grpo", ("group", None), "kimi15", NORM, 2), {"kimi15_tau": 0.1}),
-    "tis": (("grpo", GROUP, "tis", MEAN, 2), {"tis_lower_bound": 0.0, "tis_upper_bound": 1.0}),
-    "dro": (("grpo", ("group", None), "dro", NORM, 2), {"dro_tau": 0.1, "enable_reference": True}),
-    "dppo": (("grpo", ("group", None), "dppo", NORM, 2), {"dppo_divergence": "tv", "dppo_threshold": 0.15}),
+    "kimi15": (("grpo", ("group", None), "kimi15", NORM, 2), {"tau": 0.1}),
+    "tis": (("grpo", GROUP, "tis", MEAN, 2), {"lower_bound": 0.0, "upper_bound": 1.0}),
+    "dro": (("grpo", ("group", None), "dro", NORM, 2), {"tau": 0.1, "enable_reference": True}),
+    "dppo": (("grpo", ("group", None), "dppo", NORM, 2), {"divergence": "tv", "threshold": 0.15}),
     "clip_cov": (
         ("grpo", GROUP, "clip_cov", TOKEN, 2),
-        {"clip_cov_ratio": 2e-4, "clip_cov_low": 1.0, "clip_cov_high": 5.0},
+        {"ratio": 2e-4, "low": 1.0, "high": 5.0},
     ),
-    "kl_cov": (("grpo", GROUP, "kl_cov", TOKEN, 2), {"kl_cov_ratio": 2e-3, "kl_cov_coef": 1.0}),
+    "kl_cov": (("grpo", GROUP, "kl_cov", TOKEN, 2), {"ratio": 2e-3, "coef": 1.0}),
     "pass_at_k": (("pass@k", RAW, "ppo", TOKEN, 2), {"pass_k": 4, "num_return_sequences_in_group": 8}),
     "gdpo": (("gdpo", RAW, "ppo", MEAN, 2), {"reward_weights": {"correct": 1.0, "answered": 0.5}}),
     "decoupled_ppo": (("grpo", GROUP, "ppo", MEAN, 2), {"train_infer_correction": "decoupled"}),
@@ -88,7 +88,7 @@ def test_effective_options(name: str) -> None:
     options = actor_loss_options(actor_keys(config))
     norm_types = resolve_norm_types(config.adv_estimator, *plan.norm_types)
     steps = plan.training["actor_train"].optimizer_steps_per_step
-    assert (config.adv_estimator, norm_types, options.pg_variant, options.loss_agg_mode, steps) == choice
+    assert (config.adv_estimator, norm_types, options.loss.name, options.loss_agg_mode, steps) == choice
     found = {key: getattr(options.pg if hasattr(options.pg, key) else config, key) for key in values}
     assert found == values
     assert plan.needs_reference == (options.needs_reference or config.add_token_level_kl or config.enable_reference)

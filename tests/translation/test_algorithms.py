@@ -629,16 +629,16 @@ def test_what_cannot_be_kept_is_refused(base: str, settings: Settings, message: 
     [
         (
             "actor_rollout_ref.actor.policy_loss.loss_mode=cispo",
-            {"pg_variant": "cispo", "cispo_epsilon_low": 0.2, "cispo_epsilon_high": 0.2},
+            {"loss": "cispo", "cispo_epsilon_low": 0.2, "cispo_epsilon_high": 0.2},
         ),
         (
             "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov",
-            {"pg_variant": "kl_cov", "kl_cov_ratio": 0.0002, "kl_cov_coef": 0.1},
+            {"loss": "kl_cov", "kl_cov_ratio": 0.0002, "kl_cov_coef": 0.1},
         ),
         (
             "actor_rollout_ref.actor.policy_loss.loss_mode=sapo",
             {
-                "pg_variant": "sapo",
+                "loss": "sapo",
                 "sapo_tau_pos": 1.0,
                 "sapo_tau_neg": 1.05,
                 "loss_agg_mode": "seq-mean-token-mean",
@@ -647,7 +647,7 @@ def test_what_cannot_be_kept_is_refused(base: str, settings: Settings, message: 
         (
             "bash x.sh trainer.algorithm.policy_loss_type=dual_clip trainer.algorithm.clip_ratio_c=4",
             {
-                "pg_variant": "ppo",
+                "loss": "ppo",
                 "use_pg_clip_range": True,
                 "pg_clip_low": 0.2,
                 "pg_clip_high": 0.2,

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from roll.config.reading.errors import Problems, plain_words
-from roll.config.reading.fields import DOTTED_PATH
-from roll.config.reading.schema import rules_of
+from roll.config.reading.fields import DOTTED_PATH, Choice
+from roll.config.reading.schema import rules_of, says_no
 from roll.config.rewards import CLASSIFIER
 from roll.config.roles import StrategyArguments, WorkerConfig
 from roll.config.run import RunConfig
@@ -208,9 +208,8 @@ def is_noted(key: str, checks: Checks) -> bool:
 
 
 def why_unread(item: Field[Any], section: Any, config: Any, facts: Mapping[str, Any]) -> str | None:
-    """``with pg_variant: cispo``, or None for a key that is read, or that says no."""
-    written = getattr(section, item.name)
-    if written is None or (written is False and item.default is not True):
+    """``with loss: cispo``, or None for a key that is read, or that says no."""
+    if says_no(item, getattr(section, item.name)):
         return None
     return unmet_condition(item, section, config, facts)
 
@@ -219,6 +218,7 @@ def unmet_condition(item: Field[Any], section: Any, config: Any, facts: Mapping[
     """The reason why a key is not read, whatever its value: ``without use_kl_loss: true``; None for one that is."""
     for other, wanted in rules_of(item).read_if.items():
         value = facts[other] if other in facts else getattr(section, other, getattr(config, other, None))
+        value = value.name if isinstance(value, Choice) else value
         if isinstance(value, str) and DOTTED_PATH.fullmatch(value) and "." in value:
             return None
         if not wanted and value in (None, False, 0, "", [], {}):

@@ -20,6 +20,7 @@ from roll.config.reading.schema import (
     Mismatch,
     Unknown,
     convert_field,
+    flat_options,
     known_keys,
     mapped_section,
     nested_section,
@@ -225,6 +226,15 @@ class Guide:
             below = ".".join([*names[position + 1 :], last])
             if isinstance(node, WorkerConfig) and not self.is_of_use(below, ".".join(written), node):
                 return None
+        section_class: type = type(node)
+        option = flat_options(section_class).get(last)
+        if option is not None:
+            chosen, readers = getattr(node, option.choice.name).name, option.row.names
+            condition = f"with {option.choice.name}: {chosen} (read with {', '.join(readers)})"
+            is_read = chosen in readers
+            return Place(
+                path, path, READ if is_read else CONDITIONAL, "" if is_read else condition, option.option, option.hint
+            )
         item = next(item for item in fields(node) if item.name == last)
         condition = unmet_condition(item, node, self.config, self.facts) or ""
         state = ABSENT if is_absent else CONDITIONAL if condition else READ

@@ -85,6 +85,25 @@ class Table(Mapping[str, R]):
         return len(self._rows)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A row of a :class:`Table` that a file chooses, with its options: ``vespo``, or ``{name: vespo, k_pos: 2}``."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The options that were written; the others have the defaults of the row's dataclass."""
+
+
+@dataclass(frozen=True)
+class FlatName:
+    """The place inside a :class:`Choice` of a key that files may write outside of it."""
+
+    row: str | None
+    """The row that has the option; None: all."""
+    option: str | None
+    """The option, or ``name``; None: the key holds a mapping of options."""
+
+
 RULES = "roll.rules"
 
 
@@ -111,6 +130,10 @@ class FieldRules:
     """A credential: hidden wherever it is shown or written."""
     or_one: bool = False
     """For a mapping of names to sections: a single section may be written instead, which then gets the key's name."""
+    table: Table[Any] | None = None
+    """For a :class:`Choice`: its rows, each with the dataclass of its ``options``."""
+    flat: Mapping[str, FlatName] = field(default_factory=dict)
+    """For a :class:`Choice`: keys beside it, or in the section of a role, that hold options of it."""
     read_if: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Keys of the section (or at the top), each with the values under one of which this key is read; no values: where
     the other key is set. Empty: it is always read."""

@@ -6,7 +6,8 @@ dataclasses, the plan and the reference page do not have these keys.
 
 from __future__ import annotations
 
-TOPR = "pg_variant: topr with topr_positive_weight and topr_negative_weight is the working form"
+TOPR = "loss: {name: topr, positive_weight: 1, negative_weight: 1} is the working form"
+LOSS = "the policy loss is that of loss at the top, or of actor_train"
 DTYPE = "model_args.dtype decides"
 BATCHES = "training_args decides"
 RESHARDED = "checkpoints load under any parallel sizes"
@@ -33,7 +34,7 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
         "postive_loss_coef": TOPR,
         "use_topr_neg_loss_coef": TOPR,
         "use_topr_loss": TOPR,
-        "use_policy_loss_type": "pg_variant decides",
+        "use_policy_loss_type": "loss decides",
         "l2": "training_args.weight_decay decides",
         "use_reward_scaling": "norm_std_type decides",
         "use_reward_norm": "norm_mean_type decides",
@@ -89,6 +90,7 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
         "logits_in_fp32": "softmax arithmetic is always float32",
         "apply_loss_scale": "loss denominators are always global",
         "offload_nccl": "",
+        **dict.fromkeys(("pg_variant", "topr_positive_weight", "topr_negative_weight"), LOSS),
         **dict.fromkeys(("model_update_frequency", "mtp_training_mode")),
     },
     "ModelArguments": {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import dacite
 
 from roll.config.reading.errors import Problems, closest, closest_value
-from roll.config.reading.fields import DOTTED_PATH, NO_RULES, RULES, FieldRules
+from roll.config.reading.fields import DOTTED_PATH, NO_RULES, RULES, Choice, FieldRules
 from roll.config.reading.legacy_keys import dead_keys, dead_words
 from roll.config.words.lookup import meanings_of
 from roll.config.words.rows import OPTIONS
@@ -57,7 +57,35 @@ def aliases_of(cls: type) -> dict[str, str]:
 
 @cache
 def known_keys(cls: type) -> tuple[str, ...]:
-    return (*(item.name for item in fields(cls)), *aliases_of(cls))
+    return (*(item.name for item in fields(cls)), *aliases_of(cls), *flat_options(cls))
+
+
+@dataclass(frozen=True)
+class FlatOption:
+    """An option of a :class:`Choice` that a section takes under a flat name."""
+
+    choice: Field[Any]
+    """The section's field."""
+    row: Any
+    """The row of its table that has the option."""
+    option: Field[Any]
+    hint: Any
+
+
+@cache
+def flat_options(cls: type) -> dict[str, FlatOption]:
+    """Flat names of the options of a section's choices, those inside roles' sections aside."""
+    found: dict[str, FlatOption] = {}
+    for item in fields(cls):
+        table = rules_of(item).table
+        if table is None:
+            continue
+        for name, flat in rules_of(item).flat.items():
+            if flat.row is not None and "." not in name:
+                row = table[flat.row]
+                option = next(option for option in fields(row.options) if option.name == flat.option)
+                found[name] = FlatOption(item, row, option, type_hints(row.options)[option.name])
+    return found
 
 
 def nested_section(hint: Any) -> type | None:
@@ -83,12 +111,14 @@ def schema_paths(cls: type) -> dict[str, list[str]]:
     queue: list[tuple[type, str]] = [(cls, "")]
     while queue:
         section, prefix = queue.pop(0)
+        for name in flat_options(section):
+            found.setdefault(name, []).append(f"{prefix}{name}")
         for item in fields(section):
             for name in (item.name, *rules_of(item).aliases):
                 found.setdefault(name, []).append(f"{prefix}{item.name}")
             hint = type_hints(section)[item.name]
             inner, mapped = nested_section(hint), mapped_section(hint)
-            if inner is not None:
+            if inner is not None and inner is not Choice:
                 queue.append((inner, f"{prefix}{item.name}."))
             elif mapped is not None:
                 queue.append((mapped, f"{prefix}{item.name}.<name>."))
@@ -130,13 +160,20 @@ class Unknown:
 class SchemaReader:
     """Checks and normalises one tree of plain data against a dataclass; mistakes go to ``problems``."""
 
-    def __init__(self, problems: Problems, referenced: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        problems: Problems,
+        referenced: Collection[str] = (),
+        is_own: Callable[[str], bool] = lambda key: True,
+    ) -> None:
         """
         Args:
             referenced: keys that a ``${...}`` reads, which makes a dead key of use.
+            is_own: as of :class:`roll.config.checks.base.Checks`.
         """
         self.problems = problems
         self.referenced = referenced
+        self.is_own = is_own
         self.unknown: list[Unknown] = []
 
     def read(self, cls: type, data: Any, path: str) -> dict[str, Any]:
@@ -149,6 +186,9 @@ class SchemaReader:
             return {}
         hints, items, aliases = type_hints(cls), {item.name: item for item in fields(cls)}, aliases_of(cls)
         values: dict[str, Any] = {}
+        for item in fields(cls):
+            if rules_of(item).table is not None:
+                values[item.name], data = self._read_choice(item, data)
         for key, value in data.items():
             name = aliases.get(str(key), str(key))
             full = f"{path}.{key}" if path else str(key)
@@ -190,6 +230,76 @@ class SchemaReader:
         except Mismatch as error:
             self.problems.add(path, value, error.rule, error.example)
 
+    def _read_choice(self, item: Field[Any], data: Mapping[str, Any]) -> tuple[Choice, Mapping[str, Any]]:
+        """The row and the options that the keys of a choice select, nested or flat, and the keys that are left."""
+        rules, left = rules_of(item), dict(data)
+        table: Any = rules.table
+        default = item.default
+        assert isinstance(default, Choice)
+        key, *others = [key for key in (item.name, *rules.aliases) if key in data] or [item.name]
+        written = left.pop(key, default.name)
+        for other in others:
+            if left.pop(other) != written:
+                rule = f"is another spelling of {key}, which is set too: keep one of them"
+                self.problems.add(other, data[other], rule)
+        section = dict(written) if isinstance(written, Mapping) else {"name": written}
+        flat: dict[str, tuple[Any, Any]] = {}
+        for path in rules.flat:
+            role, _, last = path.rpartition(".")
+            holder = left.get(role) if role else left
+            if isinstance(holder, Mapping) and last in holder:
+                flat[path] = rules.flat[path], holder[last]
+                rest = {name: value for name, value in holder.items() if name != last}
+                left = left | {role: rest} if role else rest
+        # A role's key without a value leaves the decision to the one at the top.
+        flat = {path: pair for path, pair in flat.items() if "." not in path or pair[1] is not None}
+        chosen = {path: value for path, (place, value) in flat.items() if place.option == "name"}
+        name_key, name = next(iter(chosen.items()), (key, section.get("name", default.name)))
+        section.pop("name", None)
+        try:
+            name = convert_field(name, str, rules)
+        except Mismatch as error:
+            self.problems.add(name_key, name, error.rule, error.example)
+            return default, left
+        row = table.get(name)
+        options = self._read_options(row, section, key)
+        for path, (place, value) in flat.items():
+            if place.option is None:
+                options.update(self._read_options(row, value, path))
+            elif place.option != "name":
+                self._read_flat(options, table[place.row], place.option, path, value, f"{name_key}: {name}", name)
+        return Choice(name, options), left
+
+    def _read_options(self, row: Any, value: Any, path: str) -> dict[str, Any]:
+        """The options of a row; those of a user's own function are checked against its dataclass later."""
+        if value is not None and not isinstance(value, Mapping):
+            self.problems.add(path, value, "must be a section of keys, not a single value", "{}")
+            return {}
+        if row is None or row.options is None:
+            return dict(value or {})
+        before = len(self.unknown)
+        options = self.read(row.options, value, path)
+        # Of an unknown option the known ones are the answer, not a key of its name somewhere else.
+        del self.unknown[before:]
+        return options
+
+    def _read_flat(
+        self, options: dict[str, Any], owner: Any, option: str, path: str, value: Any, choice: str, name: str
+    ) -> None:
+        """Add an option under a flat name if the chosen row has it; the value is checked in any case."""
+        item = next(item for item in fields(owner.options) if item.name == option)
+        read: dict[str, Any] = {}
+        self._read_field(read, item, type_hints(owner.options)[option], value, path)
+        # A function of the package that is chosen by its path may share the options of the row it is named after.
+        reads = name in owner.names or ("." in name and name.endswith(owner.name))
+        if reads and option in options and "." not in path and options[option] != read.get(option, value):
+            rule = f"is another spelling of the option {option}, which is set too: keep one of them"
+            self.problems.add(path, value, rule)
+        elif reads:
+            options.update(read)
+        elif "." not in name and self.is_own(path) and not says_no(item, value):
+            self.problems.note(path, f"has no effect with {choice} (read with {', '.join(owner.names)})")
+
     def _read_sections(self, cls: type, value: Any, path: str) -> dict[str, Any]:
         if value is None:
             return {}
@@ -197,6 +307,11 @@ class SchemaReader:
             self.problems.add(path, value, "must map names to sections")
             return {}
         return {str(name): self.read(cls, section, f"{path}.{name}") for name, section in value.items()}
+
+
+def says_no(item: Field[Any], value: Any) -> bool:
+    """Return true for null, and for false where that is not a change of the default: neither asks for an effect."""
+    return value is None or (value is False and item.default is not True)
 
 
 def unknown_rule(cls: type, key: str) -> str:
@@ -210,6 +325,8 @@ def unknown_rule(cls: type, key: str) -> str:
         return f"unknown key; here it is called {called}"
     if nearest is not None:
         return f"unknown key; the nearest known one is {nearest}"
+    if not known:
+        return "unknown key; there are no options here"
     if len(known) <= MOST_KEYS_LISTED:
         return f"unknown key; known here: {', '.join(known)}"
     return "unknown key, and no known one is near; docs/configuration-reference.md lists them all"

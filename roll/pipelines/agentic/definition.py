@@ -29,7 +29,6 @@ from roll.methods.policy_plan import (
     is_taught,
     needs_critic,
     needs_reference,
-    pg_variant,
     taught_by_advantage,
 )
 from roll.pipelines.agentic.checks import check_agentic
@@ -131,7 +130,6 @@ class Agentic(PipelineDefinition):
 
     def effective(self, config: AgenticConfig) -> dict[str, Any]:
         return {
-            "pg_variant": pg_variant(config),
             "critic": needs_critic(config) and config.critic is not None,
             "reference": needs_reference(config) or taught_by_advantage(config),
             "teacher": config.teacher if is_taught(config) else {},

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from roll.config.algorithm import PolicyLossConfig, PPOConfig
+from roll.config.algorithm import PPOConfig
 from roll.config.checks.base import Checks
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
@@ -29,6 +29,7 @@ from roll.config.pipelines import (
 )
 from roll.config.plan.planning import finished_section, with_cache_length
 from roll.config.policy import PolicyRunConfig, RouterConfig, WeightSyncConfig
+from roll.config.policy_losses import POLICY_LOSSES, NoOptions
 from roll.config.reading.errors import ConfigError, Problem, count
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
@@ -52,7 +53,6 @@ from roll.methods.policy_plan import (
     is_taught,
     needs_critic,
     needs_reference,
-    pg_variant,
     taught_by_advantage,
 )
 from roll.pipelines.policy_checks import build_own_filter, check_transport, policy_functions
@@ -105,8 +105,12 @@ class RLVR(PipelineDefinition):
     reference: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
         ("RLVR: batches, lengths, roles (top level)", RLVRConfig, (PolicyRunConfig,)),
         ("RLVR and agentic: roles, engines, asynchronous rollout (top level)", PolicyRunConfig, (RunConfig, PPOConfig)),
-        ("RLVR and agentic: algorithm (top level)", PPOConfig, (PolicyLossConfig,)),
-        ("RLVR and agentic: options of single policy losses (top level)", PolicyLossConfig, ()),
+        ("RLVR and agentic: algorithm (top level)", PPOConfig, ()),
+        *(
+            (f"`loss: {{name: {row.name}}}`", row.options, ())
+            for row in POLICY_LOSSES.rows
+            if row.options is not None and row.options is not NoOptions
+        ),
     )
     section_tables: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
         ("`rewards.<name>` (in addition to the keys of a role)", RewardConfig, (WorkerConfig,)),
@@ -180,7 +184,6 @@ class RLVR(PipelineDefinition):
 
     def effective(self, config: RLVRConfig) -> dict[str, Any]:
         return {
-            "pg_variant": pg_variant(config),
             "critic": needs_critic(config) and config.critic is not None,
             "reference": needs_reference(config) or taught_by_advantage(config),
             "teacher": config.teacher if is_taught(config) else {},
