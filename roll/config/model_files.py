@@ -17,9 +17,6 @@ from typing import Any
 
 import xxhash
 
-from roll.config.reading.errors import ConfigError, Problem
-from roll.config.reading.yaml_files import shown
-
 CONFIG = "config.json"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """``owner/name``, or ``name`` alone."""
@@ -335,34 +332,3 @@ def vocabulary_hash(path: str) -> str:
     for number, token in sorted((vocabulary_of(path, fetch=True) or {}).items()):
         digest.update(f"{number}\t{token}\n".encode())
     return digest.hexdigest()
-
-
-def check_vocabularies(student: str, teacher: str, key: str, source: Any, fetch: bool = False) -> None:
-    """Compare the vocabularies of two models.
-
-    Args:
-        key: names the teacher's model, for the message.
-        source: the configuration's file.
-        fetch: also where a tokenizer is not on this machine yet.
-
-    Raises:
-        ConfigError: an id that is another token, or is a token on one side only.
-    """
-    if student == teacher:
-        return
-    ours, theirs = vocabulary_of(student, fetch), vocabulary_of(teacher, fetch)
-    if ours is None or theirs is None or ours == theirs:
-        return
-    differing = sorted(number for number in ours.keys() | theirs.keys() if ours.get(number) != theirs.get(number))
-    first = differing[0]
-    count = f"{len(differing)} token ids differ" if len(differing) > 1 else "1 token id differs"
-    rule = (
-        f"has another vocabulary than the student's {student}: {count}, the first is {first} (student "
-        f"{_shown(ours.get(first))}, teacher {_shown(theirs.get(first))}); distributions are compared id by id, so "
-        "both need one tokenizer, added tokens included"
-    )
-    raise ConfigError([Problem(key, teacher, rule, source=shown(source))])
-
-
-def _shown(token: str | None) -> str:
-    return "has none" if token is None else repr(token)

@@ -14,13 +14,14 @@ from roll.algorithms.distillation import comparison_metrics, divergence
 from roll.algorithms.losses import options_from
 from roll.config.loader import LoadedConfig
 from roll.config.losses import DivergenceConfig
-from roll.config.model_files import check_vocabularies, model_folder, model_number, vocabulary_hash
+from roll.config.model_files import model_folder, model_number, vocabulary_hash
 from roll.datasets import SftDataset
 from roll.datasets.types import SftRow
 from roll.methods.base import MODEL_COLUMNS, Ask, Loss, Totals
 from roll.methods.distill_keys import DistillConfig
 from roll.methods.rows import Completion, Models, RowMethod, demonstration_batch
 from roll.methods.teacher_cache import TeacherCache, columns_from, row_key, rows_of, weights_identity
+from roll.methods.teachers import check_vocabularies
 from roll.models.layouts import TopTokens
 from roll.models.loading import content_identity
 from roll.protocol import DataProto

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Literal
 
 from roll.config.checks.base import Checks
 from roll.config.losses import DivergenceConfig
-from roll.config.model_files import check_vocabularies
 from roll.config.pipelines import TEACHES, TRAINS, Headline, Panel, Role, Written
 from roll.config.reading.fields import parse_dtype, setting
 from roll.config.roles import DataArguments, ReferenceWorkerConfig, WorkerConfig
 from roll.methods.supervised import SupervisedConfig, SupervisedDefinition, SupervisedPlan
-from roll.methods.teachers import check_teachers, check_temperature, finished_teacher
+from roll.methods.teachers import check_teachers, check_temperature, check_vocabularies, finished_teacher
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig

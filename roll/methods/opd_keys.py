@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
 from roll.config.losses import DivergenceConfig
-from roll.config.model_files import check_vocabularies
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import closest
 from roll.config.roles import GeneratingArguments, WorkerConfig
 from roll.methods.policy_plan import is_taught, taught_by_advantage
-from roll.methods.teachers import check_teachers, check_temperature
+from roll.methods.teachers import check_teachers, check_temperature, check_vocabularies
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig

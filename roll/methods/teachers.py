@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from roll.config.model_files import check_vocabularies
+from roll.config.model_files import vocabulary_of
 from roll.config.plan.plan import RolePlan
 from roll.config.plan.planning import with_cache_length
 from roll.config.reading.errors import ConfigError, Problem, count
@@ -140,3 +140,34 @@ def probe_ids(size: int, added: Any, length: int) -> list[int]:
     rest = max(1, length - len(first))
     spread = [(place * size) // rest for place in range(rest)]
     return list(dict.fromkeys([*first, *spread]))[:length]
+
+
+def check_vocabularies(student: str, teacher: str, key: str, source: Any, fetch: bool = False) -> None:
+    """Compare the vocabularies of two models.
+
+    Args:
+        key: names the teacher's model, for the message.
+        source: the configuration's file.
+        fetch: also where a tokenizer is not on this machine yet.
+
+    Raises:
+        ConfigError: an id that is another token, or is a token on one side only.
+    """
+    if student == teacher:
+        return
+    ours, theirs = vocabulary_of(student, fetch), vocabulary_of(teacher, fetch)
+    if ours is None or theirs is None or ours == theirs:
+        return
+    differing = sorted(number for number in ours.keys() | theirs.keys() if ours.get(number) != theirs.get(number))
+    first = differing[0]
+    amount = f"{len(differing)} token ids differ" if len(differing) > 1 else "1 token id differs"
+    mine, other = (_token_words(one.get(first)) for one in (ours, theirs))
+    rule = (
+        f"has another vocabulary than the student's {student}: {amount}, the first is {first} (student {mine}, teacher "
+        f"{other}); distributions are compared id by id, so both need one tokenizer, added tokens included"
+    )
+    raise ConfigError([Problem(key, teacher, rule, source=shown(source))])
+
+
+def _token_words(token: str | None) -> str:
+    return "has none" if token is None else repr(token)

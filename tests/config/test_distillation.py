@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from roll.config.loader import load_config
-from roll.config.model_files import check_vocabularies
 from roll.config.pipelines import definition_of
 from roll.config.reading.errors import ConfigError
 from roll.methods.opd_keys import coefficients
 from roll.methods.policy_plan import needs_old_log_probs, needs_reference
 from roll.methods.supervised import SupervisedPlan
+from roll.methods.teachers import check_vocabularies
 from tests.config.good import GOOD, changed, load, mistakes
 from tests.config.test_agentic import LAKE
 
