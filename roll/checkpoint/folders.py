@@ -88,6 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
         if content["format"] != _FORMAT:
             raise CheckpointDamagedError(f"{path}: format {content['format']} is not the one known here ({_FORMAT})")
         files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+        # A manifest may come from a store that others write to: nothing outside of the folder is read or replaced.
         outside = next((name for name in files if Path(name).is_absolute() or ".." in Path(name).parts), None)
         if outside is not None:
             raise CheckpointDamagedError(f"{path}: {outside!r} is no file of this folder")

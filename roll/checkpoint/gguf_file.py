@@ -1,6 +1,6 @@
 """A GGUF file (llama.cpp, Ollama, LM Studio) of an exported model, by llama.cpp's own ``gguf`` package.
 
-Dense Qwen2, Qwen3 and Llama models with a byte-pair tokenizer. Matrices have the asked-for type, vectors are float32.
+Dense Qwen2, Qwen3 and Llama models with a byte-pair tokenizer. Matrices have the given type, vectors are float32.
 Everything else has a converter in llama.cpp, which reads what ``--to hf`` writes.
 """
 
@@ -62,7 +62,7 @@ def write_gguf(trained: TrainedModel, folder: Path, dtype: str) -> Path:
 
 
 def _kind(gguf: Any, tensor: Tensor, dtype: str) -> Any:
-    """The asked-for type of matrices whose rows are whole blocks of it; float32 of all else."""
+    """The given type of matrices whose rows are whole blocks of it; float32 of all else."""
     target = getattr(gguf.GGMLQuantizationType, TYPES[dtype])
     block, _ = gguf.GGML_QUANT_SIZES[target]
     return target if tensor.ndim > 1 and tensor.shape[-1] % block == 0 else gguf.GGMLQuantizationType.F32

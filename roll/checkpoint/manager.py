@@ -186,7 +186,8 @@ class CheckpointManager:
         self._pending: set[int] = set()
         self._upload_errors: list[OSError | CheckpointDamagedError] = []
         self._lock = Lock()
-        for folder in self._folders():
+        self._folders = [self.root] if self.upload_dir is None else [self.root, self.upload_dir]
+        for folder in self._folders:
             sweep(folder)
 
     @contextmanager
@@ -203,7 +204,12 @@ class CheckpointManager:
         size = sum(entry.size for entry in manifest.files.values())
         logger.info("checkpoint %s: %d files, %.1f MB", final, len(manifest.files), size / 1e6)
         if self.upload_dir is not None or self.store is not None:
-            self._start_upload(step)
+            with self._lock:
+                self._pending.add(step)
+            if self._background is None:
+                self._upload(step)
+            else:
+                self._background.submit(self._upload, step)
         self._prune()
 
     def latest(self) -> Checkpoint | None:
@@ -215,7 +221,7 @@ class CheckpointManager:
         Raises:
             OSError: the store does not answer.
         """
-        found = _latest(self._folders())
+        found = _latest(self._folders)
         if self.store is not None:
             for name in _later(self.store, found):
                 try:
@@ -274,7 +280,7 @@ class CheckpointManager:
         A run that goes on from an older checkpoint calls this first; else its own next resumption would find the later
         ones of the branch it left.
         """
-        for checkpoint in [one for folder in self._folders() for one in _checkpoints(folder) if one.step > step]:
+        for checkpoint in [one for folder in self._folders for one in _checkpoints(folder) if one.step > step]:
             superseded = supersede(checkpoint.path)
             logger.warning("resuming from step %d: %s is now %s", step, checkpoint.path, superseded.name)
         if self.store is not None:
@@ -305,17 +311,6 @@ class CheckpointManager:
             self.best.check_measured()
         if self._upload_errors:
             raise self._upload_errors[0]
-
-    def _folders(self) -> list[Path]:
-        return [self.root] if self.upload_dir is None else [self.root, self.upload_dir]
-
-    def _start_upload(self, step: int) -> None:
-        with self._lock:
-            self._pending.add(step)
-        if self._background is None:
-            self._upload(step)
-        else:
-            self._background.submit(self._upload, step)
 
     def _upload(self, step: int) -> None:
         """Upload one checkpoint; an error is kept for :meth:`close`, since training can go on without the copy."""

@@ -90,7 +90,7 @@ def load_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _encode(value: Any, path: str, arrays: dict[str, np.ndarray[Any, Any]], tensors: dict[str, torch.Tensor]) -> Any:
+def _encode(value: object, path: str, arrays: dict[str, np.ndarray[Any, Any]], tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         # Subclasses (numpy.float64 is a float, StrEnum a str) are written as what they are underneath.
         return value
@@ -119,7 +119,7 @@ def _encode(value: Any, path: str, arrays: dict[str, np.ndarray[Any, Any]], tens
     raise TypeError(f"{path}: {kind} cannot be saved; turn it into numbers, strings, lists, dicts, arrays or tensors")
 
 
-def _decode(value: Any, arrays: dict[str, np.ndarray[Any, Any]], tensors: dict[str, torch.Tensor]) -> Any:
+def _decode(value: object, arrays: dict[str, np.ndarray[Any, Any]], tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, list):
         return [_decode(item, arrays, tensors) for item in value]
     if not isinstance(value, dict):

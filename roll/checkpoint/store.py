@@ -97,7 +97,7 @@ class ObjectStore:
         target = f"{root}/{folder.name}"
         files = {**read_manifest(folder).files}
         with self._errors():
-            if fs.exists(f"{target}/{MANIFEST_NAME}"):
+            if fs.exists(f"{target}/{MANIFEST_NAME}"):  # else a torn copy would have the manifest of the old one
                 fs.rm_file(f"{target}/{MANIFEST_NAME}")
             for name, entry in files.items():
                 self._put(folder / name, f"{target}/{name}")

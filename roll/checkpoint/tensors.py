@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -85,25 +85,6 @@ class Pieces:
             save_file(self._tensors, folder / f"rank{rank:05d}.safetensors", metadata=self._metadata)
 
 
-class StoredTensors(Protocol):
-    """The tensors of a checkpoint, by kind and name of the parameter."""
-
-    def has(self, kind: str, name: str) -> bool: ...
-
-    def updates(self, name: str) -> int:
-        """Optimizer updates that a parameter's moments are the result of."""
-
-    def read(self, kind: str, name: str, begin: int, end: int) -> Tensor:
-        """float32 (end - begin,): elements of the flattened tensor, on the host.
-
-        Raises:
-            CheckpointDamagedError: the files lack some of them.
-        """
-
-    def buffers(self) -> dict[str, Tensor]:
-        """Persistent buffers of the model."""
-
-
 @dataclass
 class _Held:
     """A piece in an opened file."""
@@ -128,6 +109,7 @@ class _Held:
         last = min(shape[0], -(-end // self.stride) - base)
         if first >= last:
             return 0
+        # Rows of which all columns are wanted are copied as one block; the first and the last one may be cut.
         rows, found = held[first:last], 0
         whole_first = max(first, -(-begin // self.stride) - base)
         whole_last = max(whole_first, min(last, end // self.stride - base))
@@ -146,37 +128,48 @@ class _Held:
 
 
 @dataclass
-class _Files:
-    """:class:`StoredTensors` of opened files."""
+class StoredTensors:
+    """The tensors of a checkpoint's opened files, by kind and name of the parameter."""
 
     folder: Path
-    pieces: dict[str, list[_Held]] = field(default_factory=dict)
-    keys: dict[str, Any] = field(default_factory=dict)
+    _pieces: dict[str, list[_Held]] = field(default_factory=dict)
+    _files: dict[str, Any] = field(default_factory=dict)
     """The file of every tensor."""
-    counts: dict[str, int] = field(default_factory=dict)
+    _updates: dict[str, int] = field(default_factory=dict)
 
     def add(self, file: Any, path: Path) -> None:
+        """Take note of what an opened file holds.
+
+        Raises:
+            CheckpointDamagedError: its metadata does not say so.
+        """
         metadata = file.metadata() or {}
         try:
             places = json.loads(metadata[_PIECES])
             counts = json.loads(metadata[_UPDATES])
             for key, (start, stride) in places.items():
                 name = key.partition("#")[0]
-                self.pieces.setdefault(name, []).append(_Held(file, key, int(start), int(stride)))
-                self.counts[name] = int(counts.get(name, 0))
+                self._pieces.setdefault(name, []).append(_Held(file, key, int(start), int(stride)))
+                self._updates[name] = int(counts.get(name, 0))
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointDamagedError(f"{path} does not say which elements it holds ({error!r})") from error
-        self.keys |= dict.fromkeys(file.keys(), file)
+        self._files |= dict.fromkeys(file.keys(), file)
 
     def has(self, kind: str, name: str) -> bool:
-        return any(f"{kind}/{held.key}" in self.keys for held in self.pieces.get(name, ()))
+        return any(f"{kind}/{held.key}" in self._files for held in self._pieces.get(name, ()))
 
     def updates(self, name: str) -> int:
-        return self.counts.get(name, 0)
+        """Optimizer updates that a parameter's moments are the result of."""
+        return self._updates.get(name, 0)
 
     def read(self, kind: str, name: str, begin: int, end: int) -> Tensor:
+        """float32 (end - begin,): elements of the flattened tensor, on the host.
+
+        Raises:
+            CheckpointDamagedError: the files lack some of them.
+        """
         wanted = torch.empty(end - begin)
-        found = sum(held.copy_into(wanted, kind, begin) for held in self.pieces.get(name, ()))
+        found = sum(held.copy_into(wanted, kind, begin) for held in self._pieces.get(name, ()))
         if found != end - begin:
             raise CheckpointDamagedError(
                 f"{self.folder} has {found} of the elements {begin} to {end} of {kind}/{name}; files are missing"
@@ -184,8 +177,9 @@ class _Files:
         return wanted
 
     def buffers(self) -> dict[str, Tensor]:
+        """Persistent buffers of the model."""
         prefix = f"{BUFFER}/"
-        held = {key: file for key, file in self.keys.items() if key.startswith(prefix)}
+        held = {key: file for key, file in self._files.items() if key.startswith(prefix)}
         return {key.removeprefix(prefix): file.get_tensor(key) for key, file in held.items()}
 
 
@@ -197,7 +191,7 @@ def stored_tensors(path: Path) -> Iterator[StoredTensors]:
         CheckpointDamagedError: a file that cannot be read, or does not say what it holds.
     """
     folder = path / FOLDER
-    files = _Files(folder)
+    files = StoredTensors(folder)
     with ExitStack() as stack:
         try:
             for name in sorted(folder.glob("rank*.safetensors")):

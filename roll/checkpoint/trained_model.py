@@ -21,7 +21,7 @@ from roll.checkpoint.contents import (
     read_trainer_state,
 )
 from roll.checkpoint.folders import CheckpointDamagedError
-from roll.checkpoint.manager import Checkpoint, CheckpointManager
+from roll.checkpoint.manager import CheckpointManager
 from roll.checkpoint.tensors import WEIGHT, StoredTensors, stored_tensors
 from roll.config.model_files import gguf_file
 from roll.config.reading.errors import ConfigError, Problem
@@ -111,7 +111,19 @@ def find_trained(path: Path, role: str | None, model: str | None) -> TrainedMode
         ConfigError: nothing to export there.
     """
     try:
-        folder = path if (path / STATE_NAME).is_file() else _role_folder(_checkpoint(path), role)
+        folder = path
+        if not (path / STATE_NAME).is_file():
+            inner = path / "checkpoints"
+            checkpoint = CheckpointManager.find(inner if inner.is_dir() else path)
+            logger.info("exporting %s", checkpoint.path)
+            if role is None:
+                roles = sorted(file.parent.name for file in checkpoint.path.glob(f"*/{STATE_NAME}"))
+                policies = [name for name in roles if name != "critic"]
+                if len(policies) != 1:
+                    rule = f"{checkpoint.path} holds {', '.join(roles) or 'no model'}; name one"
+                    raise config_error("--role", None, rule, "actor_train")
+                role = policies[0]
+            folder = checkpoint.role(role)
         state = read_trainer_state(folder)
         contents = read_contents(state, folder)
     except (FileNotFoundError, CheckpointDamagedError, CheckpointMismatchError) as error:
@@ -122,24 +134,6 @@ def find_trained(path: Path, role: str | None, model: str | None) -> TrainedMode
         raise config_error("--model", None, rule, "models/Qwen2.5-7B")
     file = gguf_file(model)
     return TrainedModel(folder, state, contents, model if file is None else str(dequantise(file)))
-
-
-def _checkpoint(path: Path) -> Checkpoint:
-    inner = path / "checkpoints"
-    found = CheckpointManager.find(inner if inner.is_dir() else path)
-    logger.info("exporting %s", found.path)
-    return found
-
-
-def _role_folder(checkpoint: Checkpoint, role: str | None) -> Path:
-    if role is not None:
-        return checkpoint.role(role)
-    roles = sorted(file.parent.name for file in checkpoint.path.glob(f"*/{STATE_NAME}"))
-    policies = [name for name in roles if name != "critic"]
-    if len(policies) == 1:
-        return checkpoint.path / policies[0]
-    rule = f"{checkpoint.path} holds {', '.join(roles) or 'no model'}; name one"
-    raise config_error("--role", None, rule, "actor_train")
 
 
 def config_error(key: str, value: str | None, rule: str, example: str | None = None) -> ConfigError:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import ray
 
@@ -61,18 +61,13 @@ class Profiling:
         """The variables of the workers; none where nothing is recorded."""
         return {PROFILER_ENV: json.dumps(asdict(self))} if self.timeline or self.memory else {}
 
-    @classmethod
-    def of_this_process(cls) -> Self | None:
-        """The settings that the run has given this worker."""
-        text = os.environ.get(PROFILER_ENV)
-        return None if text is None else cls(**json.loads(text))
-
 
 class Profiler:
     """Records a worker's calls as its environment says."""
 
     def __init__(self, worker_name: str) -> None:
-        self._profiling = Profiling.of_this_process()
+        text = os.environ.get(PROFILER_ENV)
+        self._profiling = None if text is None else Profiling(**json.loads(text))
         self._worker_name = worker_name
         self._calls: Counter[str] = Counter()
 
@@ -241,12 +236,6 @@ class WorkerAddress:
     log_file: str | None
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    host: str
-    port: int
-
-
 class WorkerActor:
     """Holds one :class:`Worker`. Deliberately light: heavy imports happen in :meth:`start`, under the right
     environment."""
@@ -257,7 +246,13 @@ class WorkerActor:
         self._times: CallTimes | None = None
         self._profiled: set[str] = set()
         os.environ.update(environment)
-        _leave_signals_to_the_driver()
+        if threading.current_thread() is threading.main_thread():
+            # SIGTERM and SIGHUP to a whole process group or job are the driver's, which ends this process when it has
+            # saved what there is to save. Handlers, unlike blocked or ignored signals, are not inherited by programs
+            # that are started from here.
+            for number in _DRIVERS_SIGNALS:
+                signal.signal(number, lambda *_: None)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _DRIVERS_SIGNALS)
         if local_devices is not None:
             _show_devices(local_devices)
         self._profiler = Profiler(worker_name)
@@ -268,7 +263,7 @@ class WorkerActor:
         node_ip = ray.util.get_node_ip_address()
         interface = interface_of(node_ip)
         if interface is not None:
-            # Without this gloo asks the resolver for the host's name, which an offline machine may not know, and which
+            # Without this gloo resolves the host's name, which an offline machine may not know, and which
             # on a host with several networks may belong to another one than the nodes meet on.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._address = WorkerAddress(
@@ -282,16 +277,20 @@ class WorkerActor:
     def address(self) -> WorkerAddress:
         return self._address
 
-    def open_rendezvous(self) -> Rendezvous:
-        """Take a free port on this node and keep it: called on rank 0, whose process group store will listen there."""
+    def open_rendezvous(self) -> tuple[str, int]:
+        """Take a free port on this node and keep it: called on rank 0, whose process group store will listen there.
+
+        Returns:
+            Host and port.
+        """
         self._listener = socket.create_server((self._address.node_ip, 0), backlog=1024)
-        return Rendezvous(self._address.node_ip, self._listener.getsockname()[1])
+        return self._address.node_ip, self._listener.getsockname()[1]
 
     def start(
         self,
         worker_class: str | bytes,
         context: WorkerContext,
-        rendezvous: Rendezvous,
+        rendezvous: tuple[str, int],
         own_objects: Mapping[str, bytes],
     ) -> dict[str, Registration]:
         """Import the class and build the worker; the methods it registers.
@@ -303,13 +302,14 @@ class WorkerActor:
         # for garbage among them again and again is a quarter of the time that they take.
         gc.disable()
         try:
+            host, port = rendezvous
             context = dataclasses.replace(
                 context,
-                master_addr=rendezvous.host,
-                master_port=rendezvous.port,
+                master_addr=host,
+                master_port=port,
                 listen_fd=self._listener.detach() if self._listener is not None else None,
             )
-            os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port))
+            os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
             register_secrets(dataclasses.asdict(context.role))
             objects.adopt(own_objects)
             if self._calls_file is not None:
@@ -372,16 +372,6 @@ def _worker_raised(error: Exception) -> WorkerRaised:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     stack = "".join(traceback.format_list(frames[-_STACK_FRAMES:])).rstrip()
     return WorkerRaised(masked_text(f"{name}: {text}" if text else name), masked_text(stack), time.time())
-
-
-def _leave_signals_to_the_driver() -> None:
-    """SIGTERM and SIGHUP to a whole process group or job are the driver's, which ends this process when it has saved
-    what there is to save. Handlers, unlike blocked or ignored signals, are not inherited by programs that are started
-    from here."""
-    if threading.current_thread() is threading.main_thread():
-        for number in _DRIVERS_SIGNALS:
-            signal.signal(number, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _DRIVERS_SIGNALS)
 
 
 def _show_devices(local_devices: tuple[int, ...]) -> None:

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, Self
@@ -137,13 +138,13 @@ class PendingCall(Generic[R]):
             if not settled.done():
                 settled.set_result(None)
 
-        def count(answer: Any) -> None:
+        def count(answer: Future[Any]) -> None:
             nonlocal missing
             missing -= 1
             if not missing or answer.exception() is not None:
                 settle()
 
-        def report(answer: Any) -> None:
+        def report(answer: Future[Any]) -> None:
             with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
                 loop.call_soon_threadsafe(count, answer)
 
@@ -328,7 +329,12 @@ class DriverLoop:
     async def _end_all(self) -> None:
         """Cancel all tasks, and those that their ends begin."""
         end = time.monotonic() + _FAREWELL_SECONDS
-        while tasks := await self._others():
+        while True:
+            for _ in range(_PASSES_FOR_CALLBACKS):
+                await asyncio.sleep(0)
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            if not tasks:
+                return
             for task in tasks:
                 task.cancel()
             _, late = await asyncio.wait(tasks, timeout=max(0.0, end - time.monotonic()))
@@ -338,12 +344,6 @@ class DriverLoop:
             if late:
                 logger.warning("cancelled, but not ended within %g s: %s", _FAREWELL_SECONDS, late)
                 return
-
-    async def _others(self) -> set[asyncio.Task[Any]]:
-        """All tasks but the current one, when callbacks that are due have run."""
-        for _ in range(_PASSES_FOR_CALLBACKS):
-            await asyncio.sleep(0)
-        return asyncio.all_tasks() - {asyncio.current_task()}
 
 
 def wait_any(calls: Sequence[PendingCall], timeout: float | None = None) -> list[PendingCall]:
@@ -362,29 +362,19 @@ def wait_any(calls: Sequence[PendingCall], timeout: float | None = None) -> list
     end = None if timeout is None else time.monotonic() + timeout
     while True:
         refs = {ref: call for call in calls for ref in call.unanswered}
-        for ref in _ready(refs, _patience(calls, end)):
-            refs[ref].take(ref, partial(ray.get, ref))
+        if refs:
+            limits = [call.seconds_left for call in calls] + ([] if end is None else [end - time.monotonic()])
+            is_done = any(not call.unanswered for call in calls)
+            # One call that is done already, or one answer, ends the wait; then all that are there are fetched.
+            if ray.wait(list(refs), num_returns=1, timeout=0.0 if is_done else max(0.0, min(limits)))[0]:
+                for ref in ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]:
+                    refs[ref].take(ref, partial(ray.get, ref))
         for call in calls:
             call.check()
         if done := [call for call in calls if not call.unanswered]:
             return done
         if end is not None and time.monotonic() >= end:
             raise min(calls, key=lambda call: call.began).overdue()
-
-
-def _patience(calls: Sequence[PendingCall], end: float | None) -> float:
-    """Seconds until a deadline or ``end``; 0 when something is done already."""
-    if any(not call.unanswered for call in calls):
-        return 0.0
-    limits = [call.seconds_left for call in calls] + ([] if end is None else [end - time.monotonic()])
-    return max(0.0, min(limits))
-
-
-def _ready(refs: Mapping[ray.ObjectRef[Any], PendingCall], patience: float) -> list[ray.ObjectRef[Any]]:
-    if not refs:
-        return []
-    ready, _ = ray.wait(list(refs), num_returns=1, timeout=patience)
-    return ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if ready else []
 
 
 def _raised(error: Exception) -> WorkerRaised | None:

@@ -55,7 +55,7 @@ class Cluster:
         resource_manager: ResourceManager,
         role: WorkerConfig,
         seed: int = 42,
-        settings: Any = None,
+        settings: object = None,
         rpc_timeout: float = 3600.0,
     ) -> None:
         """Start the workers; returns while they start, so that several clusters start concurrently.
@@ -161,7 +161,7 @@ class Cluster:
 
     @property
     def rank_infos(self) -> list[RankInfo]:
-        """The place of every rank; asked of the workers once, on first use (so: after their model is built)."""
+        """The place of every rank; fetched from the workers once, on first use (so: after their model is built)."""
         if self._rank_infos is None:
             self.wait_ready()
             refs = {rank: actor.rank_info.remote() for rank, actor in enumerate(self.workers)}
@@ -190,24 +190,28 @@ class Cluster:
         """Like :meth:`call`, for ``Dispatch.ONE_TO_ALL``: every rank gets the arguments; one result each, in order."""
         return self._call(method.__name__, (Dispatch.ONE_TO_ALL,), args, kwargs)
 
-    def call_each(self, method: Callable[..., R], /, *args: Any, **kwargs: Any) -> PendingCall[list[R]]:
+    def call_each(self, method: Callable[..., R], /, *args: object, **kwargs: object) -> PendingCall[list[R]]:
         """Like :meth:`call`, for ``Dispatch.ALL_TO_ALL``: arguments and result are lists with one entry a rank."""
         return self._call(method.__name__, (Dispatch.ALL_TO_ALL,), args, kwargs)
 
     def _call(
         self, method: str, modes: Sequence[Dispatch], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> PendingCall[Any]:
-        registration = self._registration(method)
+        self.wait_ready()
+        assert self._registrations is not None
+        if method not in self._registrations:
+            hint = did_you_mean(method, self._registrations, "; did you mean {!r}?")
+            raise AttributeError(f"the workers of {self.name!r} register no method {method!r}{hint}")
+        registration = self._registrations[method]
         if registration.dispatch not in modes:
             raise TypeError(
                 f"{method!r} of {self.name!r} is registered with Dispatch.{registration.dispatch.name}: use "
                 f"cluster.{_CALL_FOR.get(registration.dispatch, 'call')}"
             )
-        call = spread(registration, self.world_size, lambda: self.rank_infos, args, kwargs)
+        by_rank, collect = spread(registration, self.world_size, lambda: self.rank_infos, args, kwargs)
         assert not self._left_out or registration.dispatch is Dispatch.ONE_TO_ALL, "other ranks cannot do its part"
-        present = {rank: arguments for rank, arguments in call.arguments.items() if rank not in self._left_out}
-        refs = {rank: self._send(rank, method, arguments) for rank, arguments in present.items()}
-        return self._pending(registration.name or method, refs, registration.deadline, call.collect)
+        refs = {rank: self._send(rank, method, own) for rank, own in by_rank.items() if rank not in self._left_out}
+        return self._pending(registration.name or method, refs, registration.deadline, collect)
 
     def submit(self, rank: int, method: Method[P, R], /, *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]:
         """Start any public method, registered or not, on one rank; arguments go as they are."""
@@ -239,14 +243,6 @@ class Cluster:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor)
 
-    def _registration(self, method: str) -> Registration:
-        self.wait_ready()
-        assert self._registrations is not None
-        if method not in self._registrations:
-            hint = did_you_mean(method, self._registrations, "; did you mean {!r}?")
-            raise AttributeError(f"the workers of {self.name!r} register no method {method!r}{hint}")
-        return self._registrations[method]
-
     def _send(self, rank: int, method: str, arguments: RankArguments) -> ray.ObjectRef[Any]:
         names = tuple(arguments.kwargs)
         return self.workers[rank].call.remote(method, names, *arguments.args, *arguments.kwargs.values())
@@ -256,7 +252,7 @@ class Cluster:
         method: str,
         refs: Mapping[int, ray.ObjectRef[Any]],
         deadline: float | None = None,
-        collect: Callable[[dict[int, Any]], Any] | None = None,
+        collect: Collect | None = None,
     ) -> PendingCall:
         limit = deadline or self.rpc_timeout
         return PendingCall(self.name, method, refs, limit, self._addresses, collect or _in_rank_order)
@@ -319,12 +315,8 @@ class RankArguments:
     kwargs: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A call as it goes out: arguments by rank, and how the answers by rank become one result."""
-
-    arguments: dict[int, RankArguments]
-    collect: Callable[[dict[int, Any]], Any]
+Collect = Callable[[dict[int, Any]], Any]
+"""From the answers by rank to the result of a call."""
 
 
 def spread(
@@ -333,11 +325,11 @@ def spread(
     rank_infos: Callable[[], Sequence[RankInfo]],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> Spread:
-    """Prepare a call.
+) -> tuple[dict[int, RankArguments], Collect]:
+    """Prepare a call: its arguments by rank, and how the answers by rank become one result.
 
     Args:
-        rank_infos: Asked only by the modes that need to know where ranks stand.
+        rank_infos: Read only by the modes that need to know the place of every rank.
 
     Raises:
         ValueError: arguments that do not fit the mode (list lengths, DataProtos of different lengths).
@@ -346,14 +338,20 @@ def spread(
         case Dispatch.ONE_TO_ALL:
             placed = {name: _put(value, world_size) for name, value in kwargs.items()}
             shared = RankArguments(tuple(_put(value, world_size) for value in args), placed)
-            return Spread(dict.fromkeys(range(world_size), shared), _in_rank_order)
+            return dict.fromkeys(range(world_size), shared), _in_rank_order
         case Dispatch.RANK_ZERO:
-            return Spread({0: RankArguments(args, dict(kwargs))}, lambda answers: answers[0])
+            return {0: RankArguments(args, dict(kwargs))}, lambda answers: answers[0]
         case Dispatch.ALL_TO_ALL:
-            _check_lists(args, kwargs, world_size)
+            for name, value in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
+                if not isinstance(value, list | tuple) or len(value) != world_size:
+                    found = f"{len(value)} entries" if isinstance(value, list | tuple) else type(value).__name__
+                    raise ValueError(
+                        f"{name}: an all-to-all call takes a list with one entry for each of {world_size} ranks, "
+                        f"got {found}"
+                    )
             ranks = range(world_size)
             each = {r: RankArguments(tuple(a[r] for a in args), {k: v[r] for k, v in kwargs.items()}) for r in ranks}
-            return Spread(each, _in_rank_order)
+            return each, _in_rank_order
         case Dispatch.DP_MP_COMPUTE | Dispatch.DP_MP_DISPATCH_FIRST:
             return _spread_data(registration, list(rank_infos()), args, kwargs)
 
@@ -362,23 +360,14 @@ def _in_rank_order(answers: dict[int, Any]) -> list[Any]:
     return [answers[rank] for rank in sorted(answers)]
 
 
-def _check_lists(args: tuple[Any, ...], kwargs: Mapping[str, Any], world_size: int) -> None:
-    for name, value in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
-        if not isinstance(value, (list, tuple)) or len(value) != world_size:
-            found = f"{len(value)} entries" if isinstance(value, (list, tuple)) else type(value).__name__
-            raise ValueError(
-                f"{name}: an all-to-all call takes a list with one entry for each of {world_size} ranks, got {found}"
-            )
-
-
-def _put(value: Any, users: int) -> Any:
+def _put(value: object, users: int) -> object:
     small = isinstance(value, _INLINE) or (isinstance(value, tuple) and all(isinstance(v, _INLINE) for v in value))
     return value if users == 1 or small else ray.put(value)
 
 
 def _spread_data(
     registration: Registration, infos: list[RankInfo], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Spread:
+) -> tuple[dict[int, RankArguments], Collect]:
     dp_size = infos[0].dp_size
     batches = [v for v in (*args, *kwargs.values()) if isinstance(v, DataProto)]
     lengths = {len(batch) for batch in batches}
@@ -389,10 +378,13 @@ def _spread_data(
     first_only = registration.dispatch is Dispatch.DP_MP_DISPATCH_FIRST
     users = 1 if first_only else len(infos) // dp_size
 
-    def by_rank(value: Any) -> list[Any]:
+    def by_rank(value: object) -> list[object]:
         if not isinstance(value, DataProto):
             return [_put(value, len(infos))] * len(infos)
-        chunks = [_put(chunk, users) for chunk in chunked(_declared(value, columns), dp_size)]
+        if columns is not None:  # keys(): a look into the batch itself would unpack columns
+            wanted = [name for name in columns if name in value.batch.keys()]  # noqa: SIM118
+            value = value.select(wanted, [name for name in columns if name in value.non_tensor_batch])
+        chunks = [_put(chunk, users) for chunk in chunked(value, dp_size)]
         nothing = value.select([], []) if first_only else None
         return [nothing if first_only and not info.is_first_of_replica else chunks[info.dp_rank] for info in infos]
 
@@ -410,16 +402,7 @@ def _spread_data(
     def collect(answers: dict[int, Any]) -> Any:
         return joined([answers[info.rank] for info in sources], rows + padding, padding)
 
-    return Spread(arguments, collect)
-
-
-def _declared(batch: DataProto, columns: tuple[str, ...] | None) -> DataProto:
-    if columns is None:
-        return batch
-    return batch.select(
-        [name for name in columns if name in batch.batch.keys()],  # noqa: SIM118 (keys() unpacks no column)
-        [name for name in columns if name in batch.non_tensor_batch],
-    )
+    return arguments, collect
 
 
 def chunked(batch: DataProto, chunks: int) -> list[DataProto]:
@@ -455,10 +438,7 @@ def joined(results: list[Any], rows: int, padding: int) -> Any:
     if isinstance(first, list):
         chain = [entry for result in results for entry in result]
         return chain[: len(chain) - padding] if padding and len(chain) == rows else chain
-    if all(_is_metrics(result) for result in results):
+    metrics = [value for result in results if isinstance(result, dict) for value in result.values()]
+    if all(isinstance(result, dict) for result in results) and all(hasattr(one, "merge") for one in metrics):
         return merge_metrics(results)
     return results
-
-
-def _is_metrics(value: Any) -> bool:
-    return isinstance(value, dict) and all(hasattr(v, "merge") and hasattr(v, "value") for v in value.values())

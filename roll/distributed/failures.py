@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
@@ -121,13 +120,20 @@ class RemoteError(RuntimeError):
     """A call to a cluster that did not end well.
 
     Attributes: ``cluster`` (the role's name), ``method``, ``rank`` (the one to look at first), ``seconds`` since the
-    call began, ``silent_ranks`` (no answer yet), ``reports`` (of the ranks at fault).
+    call began, ``silent_ranks`` (no answer yet), ``reports`` (of the ranks at fault), ``links`` (lines on the network
+    from the driver to the nodes of the silent ranks, where that may be the cause).
     """
 
     verb = "failed"
 
     def __init__(
-        self, cluster: str, method: str, seconds: float, reports: list[RankReport], silent_ranks: list[int]
+        self,
+        cluster: str,
+        method: str,
+        seconds: float,
+        reports: list[RankReport],
+        silent_ranks: list[int],
+        links: Sequence[str] = (),
     ) -> None:
         assert reports, "a failure is some rank's"
         self.cluster = cluster
@@ -136,6 +142,7 @@ class RemoteError(RuntimeError):
         self.reports = reports
         self.rank = reports[0].rank
         self.silent_ranks = silent_ranks
+        self.links = list(links)
         super().__init__(masked_text(self.describe()))
 
     def describe(self) -> str:
@@ -178,14 +185,7 @@ class WorkerFailed(RemoteError):
 
 
 class DeadlineExceeded(RemoteError):
-    """Ranks that did not answer in time; ``reports`` has the stacks of the first few.
-
-    Attributes: ``links`` (lines on the network from the driver to the nodes of the silent ranks).
-    """
-
-    def __init__(self, *args: Any, links: Sequence[str] = ()) -> None:
-        self.links = list(links)
-        super().__init__(*args)
+    """Ranks that did not answer in time; ``reports`` has the stacks of the first few."""
 
     def _headline(self, report: RankReport) -> str:
         return f"{self.cluster}: {self.method!r} was not done after {self.seconds:.1f} s; {report.error}"

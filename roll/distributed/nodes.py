@@ -31,7 +31,6 @@ class NodeEnvironment:
     world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 6379
-    worker_id: str | None = None
     dashboard_port: int | None = None
     ray_address: str | None = None
     """A Ray cluster that is already running (``RAY_ADDRESS``); it is used and left running."""
@@ -54,7 +53,6 @@ class NodeEnvironment:
             world_size=world_size,
             master_addr=master_addr,
             master_port=_number(environ, "MASTER_PORT", 6379, 1, 65535),
-            worker_id=environ.get("WORKER_ID"),
             dashboard_port=_number(environ, "DASHBOARD_PORT", 0, 0, 65535) or None,
             ray_address=environ.get("RAY_ADDRESS") or None,
         )
@@ -110,34 +108,29 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def auth_problem(environ: Mapping[str, str]) -> str | None:
-    """Reason why the nodes of a run do not know each other by a token; None: they do, or do without by choice.
+def require_token(nodes: NodeEnvironment, environ: Mapping[str, str]) -> None:
+    """Check that the nodes of a run know each other by a token, or do without by choice.
 
     Ray looks for it in ``RAY_AUTH_TOKEN``, in the file ``RAY_AUTH_TOKEN_PATH``, and in ``~/.ray/auth_token``.
-    """
-    mode = environ.get("RAY_AUTH_MODE", "token").lower()
-    if mode != "token" or environ.get("RAY_AUTH_TOKEN"):
-        return None
-    path = environ.get("RAY_AUTH_TOKEN_PATH")
-    if path and not Path(path).is_file():
-        return f"RAY_AUTH_TOKEN_PATH={path} is no file on this node"
-    if path or (Path.home() / ".ray" / "auth_token").is_file():
-        return None
-    return (
-        "nodes of a run know each other by a secret, and this one has none: who reaches Ray's ports could run commands "
-        "here. Set RAY_AUTH_TOKEN to the same value on all nodes (openssl rand -hex 32), or RAY_AUTH_TOKEN_PATH to a "
-        "file with it; RAY_AUTH_MODE=disabled accepts the risk, on a network of your own"
-    )
 
-
-def require_token(nodes: NodeEnvironment, environ: Mapping[str, str]) -> None:
-    """
     Raises:
         ConfigError: several nodes, and no secret between them.
     """
-    problem = auth_problem(environ) if nodes.world_size > 1 and nodes.ray_address is None else None
-    if problem is not None:
-        raise ConfigError([Problem("RAY_AUTH_TOKEN", None, problem, source=_SOURCE, has_value=False)])
+    mode, path = environ.get("RAY_AUTH_MODE", "token").lower(), environ.get("RAY_AUTH_TOKEN_PATH")
+    alone = nodes.world_size == 1 or nodes.ray_address is not None
+    if alone or mode != "token" or environ.get("RAY_AUTH_TOKEN"):
+        return
+    file = Path(path) if path else Path.home() / ".ray" / "auth_token"
+    if file.is_file():
+        return
+    problem = (
+        f"RAY_AUTH_TOKEN_PATH={path} is no file on this node"
+        if path
+        else "nodes of a run know each other by a secret, and this one has none: who reaches Ray's ports could run "
+        "commands here. Set RAY_AUTH_TOKEN to the same value on all nodes (openssl rand -hex 32), or "
+        "RAY_AUTH_TOKEN_PATH to a file with it; RAY_AUTH_MODE=disabled accepts the risk, on a network of your own"
+    )
+    raise ConfigError([Problem("RAY_AUTH_TOKEN", None, problem, source=_SOURCE, has_value=False)])
 
 
 EQUAL_PACKAGES = ("torch", "ray", "transformers")

@@ -146,7 +146,7 @@ _current: RayWatch | None = None
 
 
 def set_current(watch: RayWatch | None) -> None:
-    """Set the watch that :func:`ray_lost` asks: a process has one connection to Ray at a time."""
+    """Set the watch that :func:`ray_lost` reads: a process has one connection to Ray at a time."""
     global _current
     _current = watch
 
@@ -179,7 +179,7 @@ SYSTEM_CONFIG: Mapping[str, Any] = {
 
 
 class _LeanNode(Node):
-    """A node without the dashboard server, unless a port is asked for."""
+    """A node without the dashboard server, unless a port is configured."""
 
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
         if include_dashboard:
@@ -301,7 +301,14 @@ def connect(address: str, node_ip: str | None, runtime_env: Mapping[str, Any] | 
     ray._private.worker.print_to_stdstream = _log_notice
     if threading.current_thread() is not threading.main_thread():  # of which Ray warns: it has no handler of SIGTERM
         logging.getLogger(ray._private.worker.__name__).setLevel(logging.ERROR)
-    _allow_loopback(address)
+    host, _, port = address.rpartition(":")
+    if host in (LOOPBACK, "localhost"):
+        # Keep Ray from exchanging a loopback address for the host's outward one if the cluster is not there.
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = True
+        outward = ray.util.get_node_ip_address()
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = (
+            outward != LOOPBACK and connection_error(outward, int(port)) is None
+        )
     ray.init(
         address=address,
         _node_ip_address=node_ip,
@@ -309,17 +316,6 @@ def connect(address: str, node_ip: str | None, runtime_env: Mapping[str, Any] | 
         logging_level=logging.WARNING,
         runtime_env=dict(runtime_env) if runtime_env else None,
     )
-
-
-def _allow_loopback(address: str) -> None:
-    """Keep Ray from exchanging a loopback address for the host's outward one if the cluster is not there."""
-    host, _, port = address.rpartition(":")
-    if host in (LOOPBACK, "localhost"):
-        ray._private.ray_constants.ENABLE_RAY_CLUSTER = True
-        outward = ray.util.get_node_ip_address()
-        ray._private.ray_constants.ENABLE_RAY_CLUSTER = (
-            outward != LOOPBACK and connection_error(outward, int(port)) is None
-        )
 
 
 def connection_error(host: str, port: int) -> OSError | None:

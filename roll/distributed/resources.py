@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from roll.config.roles import WorkerConfig
 from roll.distributed.ray_node import NODE_RANK_LABEL, SLOT_RESOURCE, ray_lost
@@ -60,16 +60,23 @@ class ResourceManager:
         self.system_envs = dict(system_envs or {})
         nodes = [node for node in ray.nodes() if node["Alive"]]
         self._resource = _device_resource(nodes, num_devices_per_node, num_nodes)
-        self.placement_group = self._reserve(timeout)
-        self._bundles = _bundles_in_node_order(self.placement_group, nodes)
-
-    @property
-    def num_devices(self) -> int:
-        return self.num_devices_per_node * self.num_nodes
-
-    @property
-    def has_accelerators(self) -> bool:
-        return self._resource in _ACCELERATORS
+        self._has_accelerators = self._resource in _ACCELERATORS
+        amount = 1 if self._resource == "CPU" else num_devices_per_node
+        self.placement_group = placement_group([{self._resource: amount}] * num_nodes, strategy="STRICT_SPREAD")
+        if not self.placement_group.wait(timeout):
+            remove_placement_group(self.placement_group)
+            raise ValueError(
+                f"{num_nodes} node(s) with {amount} free {self._resource} were not to be had within {timeout:g} s; "
+                f"free in the cluster: {ray.available_resources().get(self._resource, 0):g}. Another run may hold "
+                "them: wait for it, or lower num_gpus_per_node"
+            )
+        # By node ranks (then addresses), so that ids mean the same nodes in every run.
+        places = {
+            node["NodeID"]: (int(node.get("Labels", {}).get(NODE_RANK_LABEL, 1 << 30)), node["NodeManagerAddress"])
+            for node in nodes
+        }
+        located = placement_group_table(self.placement_group)["bundles_to_node_id"]
+        self._bundles = [int(bundle) for bundle in sorted(located, key=lambda bundle: places[located[bundle]])]
 
     def place(self, name: str, role: WorkerConfig) -> list[Placement]:
         """One placement a worker of the role, by rank.
@@ -82,39 +89,40 @@ class ResourceManager:
                 across two nodes.
         """
         if role.device_mapping is None:
-            hidden = () if self.has_accelerators else None
+            hidden = () if self._has_accelerators else None
             return [
                 Placement(rank, rank % self.num_nodes, self._bundles[rank % self.num_nodes], (), hidden)
                 for rank in range(role.world_size or 1)
             ]
         self._check_mapping(name, role.device_mapping, role.num_gpus_per_worker)
         size = role.num_gpus_per_worker
-        groups = [tuple(role.device_mapping[i : i + size]) for i in range(0, len(role.device_mapping), size)]
-        return [self._place_group(name, rank, group) for rank, group in enumerate(groups)]
+        placements = []
+        for rank, start in enumerate(range(0, len(role.device_mapping), size)):
+            group = tuple(role.device_mapping[start : start + size])
+            nodes = {device // self.num_devices_per_node for device in group}
+            if len(nodes) > 1:
+                raise ValueError(
+                    f"{name}.device_mapping: the devices {list(group)} of worker {rank} are on nodes {sorted(nodes)}, "
+                    f"but a worker runs on one node (node n has ids n*{self.num_devices_per_node} to "
+                    f"(n+1)*{self.num_devices_per_node}-1): reorder the list or lower num_gpus_per_worker"
+                )
+            node = nodes.pop()
+            local = tuple(device % self.num_devices_per_node for device in group) if self._has_accelerators else None
+            placements.append(Placement(rank, node, self._bundles[node], group, local))
+        return placements
 
     def close(self) -> None:
         """Give the devices back to Ray."""
         if ray_lost() is None:
             remove_placement_group(self.placement_group)
 
-    def _place_group(self, name: str, rank: int, group: tuple[int, ...]) -> Placement:
-        nodes = {device // self.num_devices_per_node for device in group}
-        if len(nodes) > 1:
-            raise ValueError(
-                f"{name}.device_mapping: the devices {list(group)} of worker {rank} are on nodes {sorted(nodes)}, but "
-                f"a worker runs on one node (node n has ids n*{self.num_devices_per_node} to "
-                f"(n+1)*{self.num_devices_per_node}-1): reorder the list or lower num_gpus_per_worker"
-            )
-        node = nodes.pop()
-        local = tuple(device % self.num_devices_per_node for device in group) if self.has_accelerators else None
-        return Placement(rank, node, self._bundles[node], group, local)
-
     def _check_mapping(self, name: str, mapping: list[int], group_size: int) -> None:
-        missing = [device for device in mapping if not 0 <= device < self.num_devices]
+        num_devices = self.num_devices_per_node * self.num_nodes
+        missing = [device for device in mapping if not 0 <= device < num_devices]
         if missing:
             raise ValueError(
                 f"{name}.device_mapping: device {', '.join(map(str, missing))} does not exist; {self.num_nodes} "
-                f"node(s) of num_gpus_per_node={self.num_devices_per_node} have ids 0 to {self.num_devices - 1}"
+                f"node(s) of num_gpus_per_node={self.num_devices_per_node} have ids 0 to {num_devices - 1}"
             )
         if len(set(mapping)) != len(mapping):
             twice = sorted({device for device in mapping if mapping.count(device) > 1})
@@ -124,18 +132,6 @@ class ResourceManager:
                 f"{name}.device_mapping: {len(mapping)} devices do not divide into workers of "
                 f"num_gpus_per_worker={group_size}; list a multiple of {group_size}"
             )
-
-    def _reserve(self, timeout: float) -> PlacementGroup:
-        amount = 1 if self._resource == "CPU" else self.num_devices_per_node
-        group = placement_group([{self._resource: amount}] * self.num_nodes, strategy="STRICT_SPREAD")
-        if not group.wait(timeout):
-            remove_placement_group(group)
-            raise ValueError(
-                f"{self.num_nodes} node(s) with {amount} free {self._resource} were not to be had within {timeout:g} "
-                f"s; free in the cluster: {ray.available_resources().get(self._resource, 0):g}. "
-                "Another run may hold them: wait for it, or lower num_gpus_per_node"
-            )
-        return group
 
 
 def _device_resource(nodes: list[dict[str, Any]], per_node: int, num_nodes: int) -> str:
@@ -157,15 +153,3 @@ def _device_resource(nodes: list[dict[str, Any]], per_node: int, num_nodes: int)
     if len(nodes) < num_nodes:
         raise ValueError(f"the run needs {num_nodes} node(s), the Ray cluster has {len(nodes)}")
     return "CPU"
-
-
-def _bundles_in_node_order(group: PlacementGroup, nodes: list[dict[str, Any]]) -> list[int]:
-    """Bundle indices in the order of node ranks (then addresses), so that ids mean the same nodes in every run."""
-    by_id = {node["NodeID"]: node for node in nodes}
-
-    def order(item: tuple[int, str]) -> tuple[int, str]:
-        node = by_id[item[1]]
-        return int(node.get("Labels", {}).get(NODE_RANK_LABEL, 1 << 30)), node["NodeManagerAddress"]
-
-    located = placement_group_table(group)["bundles_to_node_id"]
-    return [bundle for bundle, _ in sorted(((int(b), n) for b, n in located.items()), key=order)]

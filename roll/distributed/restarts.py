@@ -76,7 +76,7 @@ class Supervised:
         self.left_out = frozenset(int(step) for step in steps.split(",") if step)
         threading.Thread(target=self._end_with_parent, daemon=True, name="supervisor").start()
 
-    def tell(self, **facts: Any) -> None:
+    def tell(self, **facts: object) -> None:
         """Leave facts with the supervisor, in place of those under the same names (see :class:`Attempt`)."""
         if self._socket is not None:
             with suppress(OSError):
@@ -220,7 +220,11 @@ class Supervisor:
             attempt = Attempt()
             for facts in _messages(ours):
                 attempt.take(facts)
-                self._recovered(attempt)
+                if self._died is not None and attempt.reached != attempt.first:
+                    # Training goes on with the first step that is done.
+                    seconds = round(time.monotonic() - self._died, 2)
+                    self._record("recovered", steps=attempt.reached, seconds=seconds)
+                    self._died = None
             attempt.status = self._child.wait()
         if attempt.mark:
             end_run(attempt.mark, patience=_CLEANUP_SECONDS)
@@ -247,7 +251,10 @@ class Supervisor:
             if self._rewinds > MOST_REWINDS:
                 return f"rewound {MOST_REWINDS} times to the same checkpoint without a new one; {evidence}"
             return ""
-        if place is not None and place[1] == checkpoint and _same_step(place[0], attempt.reached):
+        # Give or take one step: a rank may die in the step ahead of the one that is waited for.
+        before, reached = (None if place is None else place[0]), attempt.reached
+        is_same_step = before == reached if before is None or reached is None else abs(before - reached) <= 1
+        if place is not None and place[1] == checkpoint and is_same_step:
             return f"the run died twice in the same place, {where}, without progress; {evidence}"
         if self._restarts >= self._policy.max_restarts:
             return f"max_restarts: {self._policy.max_restarts} is used up; {evidence}"
@@ -270,13 +277,7 @@ class Supervisor:
         self._record("restarted", restart=self._restarts, checkpoint=checkpoint, waited=seconds)
         return self._signal is None
 
-    def _recovered(self, attempt: Attempt) -> None:
-        """Note when training goes on: with the first step that is done."""
-        if self._died is not None and attempt.reached != attempt.first:
-            self._record("recovered", steps=attempt.reached, seconds=round(time.monotonic() - self._died, 2))
-            self._died = None
-
-    def _record(self, event: str, **facts: Any) -> None:
+    def _record(self, event: str, **facts: object) -> None:
         row = {"time": time.time(), "event": event, **facts}
         with suppress(OSError):  # a full disk ends no run
             self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -308,11 +309,6 @@ class Supervisor:
         if self._child is not None and self._child.returncode is None:
             with suppress(ProcessLookupError):
                 self._child.send_signal(number)
-
-
-def _same_step(one: int | None, other: int | None) -> bool:
-    """Two deaths at the same step, give or take one: a rank may die in the step ahead of the one that is waited for."""
-    return one == other if one is None or other is None else abs(one - other) <= 1
 
 
 def _messages(link: socket.socket) -> Iterable[Mapping[str, Any]]:

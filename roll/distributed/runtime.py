@@ -156,16 +156,13 @@ def ray_runtime(
     auth = contextlib.nullcontext() if has_ray else _private_auth(nodes)
     with auth, _environment({**DRIVER_SETTINGS, **exported}), ending.handled():
         ending.saves_on_usr1 = saves_on_usr1
-        if has_ray:
-            with _guarded(mark, None) as guard:
+        if has_ray or nodes.ray_address is not None:
+            connected = contextlib.nullcontext() if has_ray else _connected(str(nodes.ray_address), None, inherited)
+            with _guarded(mark, None) as guard, connected:
                 _compare_nodes()
-                address = ray.get_runtime_context().gcs_address
-                yield RayRuntime(address, owned=False, log_dir=log_dir, mark=mark, guard=guard, actor_envs=inherited)
-            return
-        if nodes.ray_address is not None:
-            with _guarded(mark, None) as guard, _connected(nodes.ray_address, None, inherited):
-                _compare_nodes()
-                yield RayRuntime(nodes.ray_address, owned=False, log_dir=log_dir, mark=mark, guard=guard)
+                address = ray.get_runtime_context().gcs_address if has_ray else str(nodes.ray_address)
+                # Ray hands `inherited` to the actors of a connection made here; the caller's own knows nothing of it.
+                yield RayRuntime(address, False, log_dir, mark, guard, actor_envs=inherited if has_ray else {})
             return
         options = _node_options(nodes, num_devices_per_node, object_store_bytes)
         if nodes.rank > 0:
@@ -255,24 +252,19 @@ def _guarded(mark: str, folder: Path | None) -> Iterator[Guard]:
 
 @contextlib.contextmanager
 def _own_node(options: NodeOptions, inherited: Mapping[str, str], folder: Path) -> Iterator[Node]:
-    with _environment(inherited), _signals_blocked():
-        node = start_node(options, folder)
+    with _environment(inherited):
+        # Blocked in processes that start here: a signal to the whole process group, or to all processes of a job, is
+        # the driver's, which needs the others to save a checkpoint.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        try:
+            node = start_node(options, folder)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         yield node
     finally:
         with ending.holding(then_raise=False):
             node.kill_all_processes(check_alive=False, allow_graceful=False)
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Block the signals in processes that start in the block: one to the whole process group, or to all processes of a
-    job, is the driver's, which needs the others to save a checkpoint."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -303,7 +295,7 @@ def _connected(address: str, node_ip: str | None, passed_on: Mapping[str, str] |
     excepthook = sys.excepthook
     try:
         connect(address, node_ip, {"env_vars": dict(passed_on)} if passed_on else None)
-        sys.excepthook = excepthook  # Ray's asks the cluster first
+        sys.excepthook = excepthook  # Ray's calls the cluster first
         ending.install()  # ray.init() installs a handler of its own
         yield
     except BaseException as error:

@@ -32,7 +32,7 @@ same request."""
 
 
 class Interrupted(SystemExit):
-    """A signal asked the run to end; the exit status is 128 plus the signal's number, as of a shell."""
+    """A signal ended the run; the exit status is 128 plus the signal's number, as in a shell."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)

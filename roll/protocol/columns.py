@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
-from typing import Any, cast
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ ObjectColumns = dict[str, np.ndarray]
 
 
 class PackedColumn(ABC):
-    """A column as it came off the wire: its rows are known, its padded tensor is made when somebody asks for it."""
+    """A column as it came off the wire: its rows are known, its padded tensor is made on first access."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -132,7 +132,7 @@ class TensorColumns(dict[str, torch.Tensor]):
                     f"batch[{key!r}] has {column.shape[0]} rows, but batch[{other!r}] has {stored.shape[0]}: "
                     "all columns of a batch must have the same first dimension"
                 )
-            if other != key:
+            if other != key:  # the others agree with this one
                 break
         dict.__setitem__(self, key, cast(torch.Tensor, column))
 
@@ -184,16 +184,16 @@ class TensorColumns(dict[str, torch.Tensor]):
         """A new dict of the same columns; nothing is unpacked."""
         return TensorColumns(self)
 
-    def __or__(self, other: Any) -> TensorColumns:  # type: ignore[override]
+    def __or__(self, other: Mapping[str, torch.Tensor]) -> TensorColumns:  # type: ignore[override]
         merged = self.copy()
         merged.update(other)
         return merged
 
-    def __ior__(self, other: Any) -> TensorColumns:  # type: ignore[override]
+    def __ior__(self, other: Mapping[str, torch.Tensor]) -> TensorColumns:  # type: ignore[override]
         self.update(other)
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return TensorColumns, (dict(self),)
 
 

@@ -7,21 +7,14 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import numpy as np
 import torch
 
 from roll.protocol import joining, storage
 from roll.protocol.columns import Column, ObjectColumns, PackedColumn, TensorColumns, object_array
-from roll.protocol.joining import (
-    RowIndex,
-    check_group_sizes,
-    first_difference,
-    mini_batch_rows,
-    row_groups,
-    row_numbers,
-)
+from roll.protocol.joining import RowIndex, first_difference, mini_batch_rows, row_groups, row_numbers
 from roll.protocol.packing import from_wire, to_wire
 
 Names = str | Collection[str]
@@ -181,7 +174,7 @@ class DataProto:
         renamed = [mapping.get(key, key) for key in columns]
         if len(set(renamed)) != len(renamed):
             raise ValueError(f"renaming {old} to {new} would give two columns one name; there are {columns}")
-        self._batch = _columns({mapping.get(key, key): column for key, column in self._batch.stored()})
+        self._batch = TensorColumns({mapping.get(key, key): column for key, column in self._batch.stored()})
         self.non_tensor_batch = {mapping.get(key, key): values for key, values in self.non_tensor_batch.items()}
         return self
 
@@ -313,7 +306,12 @@ class DataProto:
         groups = None
         if group_key is not None:
             groups = row_groups(self._group_values(group_key))
-            check_group_sizes(group_key, groups, mini_batch_size)
+            for value, rows in groups.items():
+                if len(rows) > mini_batch_size:
+                    raise ValueError(
+                        f"the group {group_key} = {value!r} has {len(rows)} rows and cannot stay together in a "
+                        f"mini-batch of {mini_batch_size}: mini_batch_size must be at least {len(rows)}"
+                    )
         orders = mini_batch_rows(len(self), mini_batch_size, epochs, seed, groups)
         return (self[rows] if isinstance(rows, slice) else self._take(rows) for rows in orders)
 
@@ -353,7 +351,7 @@ class DataProto:
         """Read what :meth:`save` wrote. Nothing in the file is executed, so files of others are safe to read."""
         return DataProto.from_dict(*storage.load(Path(path)))
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         self.check()
         return _rebuild, to_wire(dict(self.batch.stored()), self.non_tensor_batch, self.meta_info)
 
@@ -371,7 +369,7 @@ class DataProto:
     def _build(cls, tensors: Mapping[str, Column], objects: ObjectColumns, meta_info: Mapping[str, Any]) -> DataProto:
         """A batch of columns that are known to agree."""
         data = DataProto.__new__(DataProto)
-        data._batch = _columns(tensors)
+        data._batch = TensorColumns(tensors)
         data.non_tensor_batch = objects
         data.meta_info = dict(meta_info)
         return data
@@ -406,13 +404,6 @@ class DataProto:
         if key in self._batch and self._batch.peek(key).dim() == 1:
             return self._batch.peek(key).tolist()
         raise KeyError(f"no column {key!r} to group by; there are {[*self.non_tensor_batch, *self._batch]}")
-
-
-def _columns(columns: Mapping[str, Column]) -> TensorColumns:
-    built = TensorColumns()
-    for key, column in columns.items():
-        built.put(key, column)
-    return built
 
 
 def _names(keys: Names) -> list[str]:

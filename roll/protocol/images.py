@@ -34,7 +34,7 @@ class VideoError(ImageError):
 
 @dataclass(frozen=True)
 class ImageProcessing:
-    """Way of an image to patches: the settings of an image processor of the Qwen-VL kind."""
+    """Settings of an image processor of the Qwen-VL kind."""
 
     patch_size: int = 14
     temporal_patch_size: int = 2

@@ -82,7 +82,7 @@ def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.allclose(left.to(wide), right.to(wide), rtol=0, atol=0, equal_nan=True)
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.flatten()[:8].tolist()}"
     text = repr(value)
@@ -172,7 +172,7 @@ def check_union(left: Batch, right: Batch) -> None:
         _check_same(f"meta_info[{key!r}]", left.meta_info[key], right.meta_info[key])
 
 
-def _check_same(name: str, left: Any, right: Any) -> None:
+def _check_same(name: str, left: object, right: object) -> None:
     if not same_value(left, right):
         raise ValueError(f"{name} has different values in the two batches of a union: rename or pop one of them first")
 
@@ -207,16 +207,6 @@ def row_groups(values: Iterable[Hashable]) -> dict[Hashable, np.ndarray]:
     codes = np.fromiter((numbers.setdefault(value, len(numbers)) for value in values), np.int64)
     bounds = np.cumsum(np.bincount(codes, minlength=len(numbers)))[:-1]
     return dict(zip(numbers, np.split(np.argsort(codes, kind="stable"), bounds), strict=False))
-
-
-def check_group_sizes(key: str, groups: Mapping[Hashable, np.ndarray], size: int) -> None:
-    """Raise ``ValueError`` if a group has more than ``size`` rows."""
-    for value, rows in groups.items():
-        if len(rows) > size:
-            raise ValueError(
-                f"the group {key} = {value!r} has {len(rows)} rows and cannot stay together in a mini-batch of {size}: "
-                f"mini_batch_size must be at least {len(rows)}"
-            )
 
 
 def mini_batch_rows(

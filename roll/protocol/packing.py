@@ -192,8 +192,11 @@ class _Packer:
         spans = next((other for other in self._known if other.covers(own, slack)), own)
         if spans is own:
             self._known.append(own)
-        if tensor.dtype == torch.bool and _fills(bits, own, padding):
-            return Packed(tensor.dtype, tensor.shape, 1 - padding, spans, padding)
+        if tensor.dtype == torch.bool:
+            # A mask (bits 0 or 1) without padding inside its spans: counting is cheaper than looking inside them.
+            ones = own.total * (bits.size // (bits.shape[0] * bits.shape[1]))
+            if np.count_nonzero(bits) == (bits.size - ones if padding else ones):
+                return Packed(tensor.dtype, tensor.shape, 1 - padding, spans, padding)
         by_token = bits.reshape(bits.shape[0] * bits.shape[1], *bits.shape[2:])
         payload = _one_value(by_token.take(spans.index, axis=0))
         if tensor.dtype == torch.int64 and isinstance(payload, np.ndarray):
@@ -204,7 +207,7 @@ class _Packer:
         """The tightest spans outside which ``bits`` (B, L, ...) is one value, and that value; None if hardly any is.
 
         The second candidate is tried only if the first leaves the column dense (a begin-of-sequence token in front of
-        all rows must not hide the padding behind them, nor a last token that many rows share the padding in front).
+        all rows must not hide the padding after them, nor a last token that many rows share the padding in front).
         """
         flat = bits.reshape(len(bits), -1)
         per_token = flat.shape[1] // bits.shape[1]
@@ -258,12 +261,6 @@ def _padding_candidates(flat: np.ndarray, signed_zeros: bool) -> list[int]:
     return candidates
 
 
-def _fills(mask: np.ndarray, spans: Spans, padding: int) -> bool:
-    """True if a mask (uint8, 0 or 1) has no ``padding`` inside its spans; cheaper than looking inside them."""
-    ones = spans.total * (mask.size // (mask.shape[0] * mask.shape[1]))
-    return np.count_nonzero(mask) == (mask.size - ones if padding else ones)
-
-
 def _one_value(values: np.ndarray) -> np.ndarray | int:
     """An int if all values are equal, else the values."""
     flat = values.reshape(-1)
@@ -301,7 +298,11 @@ def to_wire(stored: Mapping[str, Column], objects: ObjectColumns, meta_info: Map
     """Pickled form of a batch; columns that arrived packed are passed on as they came."""
     fresh = {key: column for key, column in stored.items() if isinstance(column, torch.Tensor)}
     packed = dict(zip(fresh, pack(list(fresh.values())), strict=True))
-    states = [_state(key, packed.get(key, column)) for key, column in stored.items()]
+    states = []
+    for key, column in stored.items():
+        one = packed.get(key, column)
+        assert isinstance(one, Packed)
+        states.append((key, _name(one.dtype), tuple(one.shape), one.payload, one.spans, one.padding))
     plain = {key: _without_tensors(list(values)) for key, values in objects.items()}
     return states, plain, _without_tensors(dict(meta_info))
 
@@ -312,11 +313,6 @@ def from_wire(states: list[tuple[Any, ...]], objects: dict[str, list[Any]]) -> t
     for key, dtype, shape, payload, spans, padding in states:
         columns[key] = Packed(getattr(torch, dtype), torch.Size(shape), payload, spans, padding)
     return columns, {key: np.fromiter(values, dtype=object, count=len(values)) for key, values in objects.items()}
-
-
-def _state(key: str, column: Column) -> tuple[str, str, tuple[int, ...], np.ndarray | int, Spans | None, int]:
-    assert isinstance(column, Packed)
-    return key, _name(column.dtype), tuple(column.shape), column.payload, column.spans, column.padding
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -338,7 +334,7 @@ def _without_tensors(value: Any) -> Any:
 
 
 class _TensorInTransit:
-    """Stands for a tensor while it is pickled; unpickling gives the tensor."""
+    """A tensor's form in a pickle; unpickling gives the tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor

@@ -93,13 +93,15 @@ class _Encoder:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
 
-    def encode(self, value: Any, where: str) -> Any:
+    def encode(self, value: object, where: str) -> Any:
         if value is None or type(value) in (bool, int, float, str):
             return value
         if type(value) is list:
             return [self.encode(entry, where) for entry in value]
         if type(value) is dict:
-            return self._encode_dict(value, where)
+            if all(type(key) is str and not key.startswith("$") for key in value):
+                return {key: self.encode(entry, f"{where}[{key!r}]") for key, entry in value.items()}
+            return {"$dict": [[self.encode(key, where), self.encode(entry, where)] for key, entry in value.items()]}
         if type(value) is tuple:
             return {"$tuple": [self.encode(entry, where) for entry in value]}
         if isinstance(value, bytes):
@@ -118,18 +120,13 @@ class _Encoder:
             "bytes, lists, tuples, dicts, arrays and tensors"
         )
 
-    def _encode_dict(self, value: dict[Any, Any], where: str) -> Any:
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: self.encode(entry, f"{where}[{key!r}]") for key, entry in value.items()}
-        return {"$dict": [[self.encode(key, where), self.encode(entry, where)] for key, entry in value.items()]}
-
     def _keep(self, tensor: torch.Tensor) -> str:
         name = f"object/{len(self._tensors)}"
         self._tensors[name] = _storable(tensor)
         return name
 
 
-def _decode(value: Any, get_tensor: Callable[[str], torch.Tensor]) -> Any:
+def _decode(value: object, get_tensor: Callable[[str], torch.Tensor]) -> Any:
     if isinstance(value, list):
         return [_decode(entry, get_tensor) for entry in value]
     if not isinstance(value, dict):

@@ -23,6 +23,7 @@ from roll.protocol.images import EncodedImage, EncodedVideo, ImageProcessing, Se
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from transformers import PretrainedConfig
 
 IMAGES = "images"
 """Object column of a batch: for each row its :class:`VisionInputs`, or None for a row of text."""
@@ -154,9 +155,9 @@ def vision_inputs(images: Sequence[Seen], processing: ImageProcessing, whole: bo
     return VisionInputs(tuple(images), processing, np.array(grids, dtype=np.int64).reshape(-1, 3))
 
 
-def vision_token_ids(config: Any) -> tuple[int, ...]:
-    """Token ids that stand for images and videos in a vision-language model's configuration: the placeholders, and what
-    opens and closes them. None for a model of text.
+def vision_token_ids(config: PretrainedConfig) -> tuple[int, ...]:
+    """Token ids of the placeholders of images and videos in a vision-language model's configuration, and of what opens
+    and closes them. None for a model of text.
 
     A policy must not sample them: a placeholder without an image ends the forward pass. Engines leave them out of the
     distribution that they draw from, and trainers out of the one that log-probs are taken of.
@@ -168,7 +169,7 @@ def vision_token_ids(config: Any) -> tuple[int, ...]:
     return tuple(sorted({int(token) for token in found if token is not None}))
 
 
-def placeholder_problem(token_ids: Sequence[int], vision: VisionInputs | None, config: Any) -> str | None:
+def placeholder_problem(token_ids: Sequence[int], vision: VisionInputs | None, config: PretrainedConfig) -> str | None:
     """Text of the difference between a prompt's placeholders and its images and videos; None: they go together."""
     image, video = config.image_token_id, config.video_token_id
     runs = vision.runs if vision is not None else []
@@ -186,7 +187,7 @@ def placeholder_problem(token_ids: Sequence[int], vision: VisionInputs | None, c
     return f"{text}; they must be as many, and in the same order"
 
 
-def token_types(input_ids: torch.Tensor, config: Any) -> torch.Tensor:
+def token_types(input_ids: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
     """``mm_token_type_ids`` int64, of the shape of ``input_ids``: 1 on placeholders of images, 2 on those of videos,
     0 elsewhere."""
     return (input_ids == config.image_token_id).long() + 2 * (input_ids == config.video_token_id).long()

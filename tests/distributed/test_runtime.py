@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from roll.config.reading.errors import ConfigError
+from roll.distributed import RayRuntime
 from roll.distributed.failures import NodeError
 from roll.distributed.guard import is_alive, run_processes
 from roll.distributed.nodes import (
     NodeCard,
     NodeEnvironment,
-    auth_problem,
     check_all_present,
     check_same_versions,
     interface_of,
@@ -174,6 +174,15 @@ def test_two_nodes_join_and_leave():
     assert follower_output == ""
 
 
+def _guest(runtime: RayRuntime, script: str, *arguments: str) -> subprocess.Popen:
+    """A second driver on the session's Ray."""
+    auth = {k: v for k, v in os.environ.items() if k.startswith("RAY_AUTH")}
+    env = _environment(RAY_ADDRESS=runtime.address, **auth)
+    command = [sys.executable, "-c", script, *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+
+
 GUEST_SCRIPT = """
 import json
 from roll.config.roles import WorkerConfig
@@ -189,18 +198,9 @@ with ray_runtime(4) as runtime:
 @pytest.mark.e2e
 def test_existing_ray_is_used_and_left_running(runtime, tmp_path):
     """A second driver on the session's Ray: its workers end with it, the cluster and its other workers go on."""
-    auth = {k: v for k, v in os.environ.items() if k.startswith("RAY_AUTH")}
-    done = subprocess.run(
-        [sys.executable, "-c", GUEST_SCRIPT],
-        env=_environment(RAY_ADDRESS=runtime.address, **auth),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (pid,) = json.loads(done.stdout)
+    output, errors = (guest := _guest(runtime, GUEST_SCRIPT)).communicate(timeout=90)
+    assert guest.returncode == 0, errors
+    (pid,) = json.loads(output)
     assert not is_alive(pid)
     host, _, port = runtime.address.rpartition(":")
     socket.create_connection((host, int(port)), timeout=2).close()
@@ -237,19 +237,8 @@ with ray_runtime(2):
 @pytest.mark.e2e
 def test_two_runs_on_one_cluster_do_not_meet(runtime, tmp_path):
     """Four devices, two runs of two each, with the same role and device ids; a third would have nothing."""
-    auth = {k: v for k, v in os.environ.items() if k.startswith("RAY_AUTH")}
     files = [str(tmp_path / "one"), str(tmp_path / "two")]
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", SIDE_BY_SIDE_SCRIPT, own, other],
-            env=_environment(RAY_ADDRESS=runtime.address, **auth),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for own, other in (files, files[::-1])
-    ]
+    runs = [_guest(runtime, SIDE_BY_SIDE_SCRIPT, *pair) for pair in (files, files[::-1])]
     seen = []
     for run in runs:
         output, errors = run.communicate(timeout=120)
@@ -298,7 +287,7 @@ def test_several_nodes_share_a_secret(tmp_path, monkeypatch):
     require_token(NodeEnvironment(), {})
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").touch()
-    assert auth_problem({}) is None
+    require_token(nodes, {})
 
 
 def test_other_versions_and_missing_nodes_are_named():

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from roll.config.pipelines import definitions
-from roll.distributed.nodes import NodeEnvironment, auth_problem
+from roll.distributed.nodes import NodeEnvironment, require_token
 from tests.distributed.hosts import ROOT
 
 WORKDIR = "/home/roll/roll"
@@ -64,7 +64,7 @@ def test_compose_starts_two_nodes_that_share_a_secret() -> None:
     for each in nodes.values():
         environ = NodeEnvironment.from_environ(each["environment"])
         assert (environ.world_size, environ.master_addr) == (2, "node0")
-        assert auth_problem(each["environment"]) is None
+        require_token(environ, each["environment"])
         assert each["cap_drop"] == ["ALL"] and each["security_opt"] == ["no-new-privileges:true"]
         assert each["depends_on"] == {"warm-start": {"condition": "service_completed_successfully"}}
         assert not each.get("ports"), "nothing is published"

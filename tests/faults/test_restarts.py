@@ -70,6 +70,13 @@ def records(output: Path) -> list[dict[str, Any]]:
     return [] if file is None else [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def ended(start: Start, output: Path, status: int = 0) -> str:
+    """What a run that ends by itself has written to standard error."""
+    found, errors = start(output / "input" / "config.yaml", output).finish(240)
+    assert found == status, errors
+    return errors
+
+
 def differences(ours: FinishedRun, theirs: FinishedRun) -> list[str]:
     """Steps and metrics that are not the same, durations of episodes aside."""
     assert [row["step"] for row in ours.steps] == [row["step"] for row in theirs.steps]
@@ -99,8 +106,7 @@ def test_a_killed_rank_costs_no_number(start: Start, run: Run, world: TinyWorld,
     deaths.write_text("4" if pipeline in ("rlvr", "sft") else "3")
     output = tmp_path / "killed"
     load_changed(SETTINGS[pipeline](world, output), changes | SURVIVES | {"system_envs": {DEATHS_ENV: str(deaths)}})
-    status, errors = start(output / "input" / "config.yaml", output).finish(240)
-    assert status == 0, errors
+    errors = ended(start, output)
     assert deaths.read_text() == "", "the rank was killed"
     assert [row["event"] for row in records(output)] == ["ended", "restarted", "recovered"]
     assert "restart 1 of 3 in 0.1 s, from" in errors, errors
@@ -130,8 +136,7 @@ def test_engines_and_environments_of_episodes_die_and_none_is_lost(
     }
     deaths.write_text("20")
     load_changed(agentic_settings(world, tmp_path), changes | SURVIVES | envs)
-    status, errors = start(tmp_path / "input" / "config.yaml", tmp_path).finish(240)
-    assert status == 0, errors
+    ended(start, tmp_path)
     assert deaths.read_text() == "" and not (tmp_path / "deaths-environment").exists()
     assert [row["event"] for row in records(tmp_path)] == ["ended", "restarted", "recovered"]
     assert "actor_infer" in records(tmp_path)[0]["reason"]
@@ -164,8 +169,7 @@ def test_an_evaluation_goes_on_with_what_it_has(start: Start, world: TinyWorld, 
         "system_envs": {DEATHS_ENV: str(deaths)},
     }
     load_changed(rlvr_settings(world, tmp_path), changes | SURVIVES)
-    status, errors = start(tmp_path / "input" / "config.yaml", tmp_path).finish(240)
-    assert status == 0, errors
+    errors = ended(start, tmp_path)
     assert deaths.read_text() == "" and "restart 1 of 3" in errors
     rows = [json.loads(line) for line in next(tmp_path.rglob(SAMPLES)).read_text().splitlines()]
     assert len(rows) == len({(row["order"], row["sample"]) for row in rows}) == 4 * NUM_VALIDATION
@@ -198,8 +202,7 @@ def test_a_run_that_dies_twice_in_the_same_place_ends(start: Start, world: TinyW
     deaths = tmp_path / "deaths"
     deaths.write_text("1\n1\n1")
     load_changed(sft_settings(world, tmp_path), RUNS["sft"] | SURVIVES | {"system_envs": {DEATHS_ENV: str(deaths)}})
-    status, errors = start(tmp_path / "input" / "config.yaml", tmp_path).finish(240)
-    assert status == 1
+    errors = ended(start, tmp_path, status=1)
     assert "not started again: the run died twice in the same place, after 0 steps, without progress" in errors, errors
     assert f"the evidence is in {tmp_path / 'logs'}" in errors
     assert deaths.read_text() == "1", "two of three"
@@ -213,8 +216,7 @@ def test_a_rewound_run_leaves_a_batch_out(start: Start, world: TinyWorld, tmp_pa
     deaths.write_text("3")
     changes = {"sft_train.worker_cls": f"{DYING}.InfiniteOnce", "on_nonfinite": "rewind", "save_steps": 1}
     load_changed(sft_settings(world, tmp_path), changes | {"system_envs": {DEATHS_ENV: str(deaths)}})
-    status, errors = start(tmp_path / "input" / "config.yaml", tmp_path).finish(240)
-    assert status == 0, errors
+    errors = ended(start, tmp_path)
     assert "rewinding: the run goes on from" in errors
     finished = FinishedRun(tmp_path)
     assert [row["step"] for row in finished.steps] == list(range(6))
